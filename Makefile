@@ -1,0 +1,42 @@
+# `make help` lists the targets. All of them use the environment in .venv, made once and reused until
+# pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+ENVIRONMENT := .venv
+READY := $(ENVIRONMENT)/.ready
+RUN := $(ENVIRONMENT)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check browser bench soak clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## Make the development environment in .venv
+
+$(READY): pyproject.toml constraints.txt scripts/setup.sh
+	bash scripts/setup.sh $(PYTHON) $(ENVIRONMENT)
+
+demo: $(READY) ## Estimate ResNet-50 and GPT-2 on three GPUs; pages go to out/
+	$(RUN) examples/demo/demo.py
+
+test: check browser ## Everything a change must pass: lint, types, tests with coverage
+	$(RUN) -m pytest -m "not slow"
+
+check: $(READY) ## Lint, format and types only
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy --strict src
+
+browser: # A browser for the page tests, where one can be had
+	@bash scripts/browser.sh
+
+bench: $(READY) ## Run every benchmark script
+	$(RUN) -m benchmarks.run_all
+
+soak: $(READY) browser ## All tests, slow ones too, with many more generated examples
+	$(RUN) -m pytest --no-cov --hypothesis-profile=soak
+
+clean: ## Remove what the other targets wrote, except the environment
+	rm -rf out build dist .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

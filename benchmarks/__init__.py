@@ -1,0 +1,1 @@
+"""Measured truth and the models it is measured on; not part of the installed package."""

@@ -1,0 +1,14 @@
+"""Small but structurally real models of every kind, with a batch and a loss each, in the ordered dict `CASES`.
+
+Nothing is downloaded: all models come from code or a configuration. Sizes are chosen so that a training step takes a few
+seconds on two cores and the peak lies between about 50 MB and 1 GB.
+"""
+
+from benchmarks.zoo import torchvision_shim
+
+torchvision_shim.install()
+
+from benchmarks.zoo import dense, language, patterns, recurrent, routing, vision  # noqa: E402, F401
+from benchmarks.zoo.case import CASES, Case  # noqa: E402
+
+__all__ = ["CASES", "Case"]

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Makes the development environment: setup.sh PYTHON DIRECTORY
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$1
+environment=$2
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "memfit needs Python 3.11 or later; $python is $("$python" --version). Try: make PYTHON=python3.11" >&2
+    exit 1
+fi
+
+# Debian packs ensurepip, which venv needs, apart from Python itself.
+if ! "$python" -c 'import ensurepip' 2>/dev/null; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >/dev/null
+    else
+        echo "$python has no ensurepip. On Debian: sudo apt-get install python3-venv" >&2
+        exit 1
+    fi
+fi
+
+"$python" -m venv "$environment"
+install=("$environment/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt)
+
+# torch goes first and by its exact version: whatever asks for it later, more loosely, then finds it in place
+# and does not fetch a build with gigabytes of CUDA libraries.
+torch=$(grep '^torch==' constraints.txt)
+"${install[@]}" "$torch"
+# The build backend is installed here, and not in isolation, so that its version is constrained too.
+"${install[@]}" hatchling
+"${install[@]}" --no-build-isolation --editable '.[torch,timm,hf,dev]'
+touch "$environment/.ready"

@@ -1,0 +1,1 @@
+"""One folder per framework, each turning the framework's own training step into a `Timeline`."""

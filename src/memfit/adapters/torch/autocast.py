@@ -1,0 +1,177 @@
+"""CUDA's autocast for shape-only tensors: which operators run in which precision, and which casts are kept.
+
+The state itself (enabled, dtype, nesting, cache) is PyTorch's own for "cuda", so that the user's `torch.autocast("cuda")` blocks,
+`torch.is_autocast_enabled` and checkpointing's replay of the state all work. Only the casts are made here, by the lists of
+PyTorch's `autocast_mode.h`.
+"""
+
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.interception import Interceptor, call_plain
+from memfit.adapters.torch.shapes import Operator
+
+LOWER_PRECISION = """
+    _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv
+    linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell
+    gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
+""".split()
+
+FLOAT32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar
+    softplus layer_norm native_layer_norm group_norm rms_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
+    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+    multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
+    upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+    _upsample_bicubic2d_aa
+""".split()
+
+# The reduction gets dtype=float32 instead of a cast input, so that no float32 copy of the input is made.
+FLOAT32_BY_DTYPE_ARGUMENT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+""".split()
+
+FLOAT32_BY_EXTRA_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+
+WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
+
+BANNED = ["binary_cross_entropy"]
+
+
+class Autocast:
+    """Makes the casts.
+
+    Args:
+        device_type: whose autocast state counts, "cuda" or "cpu".
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._suspended = 0
+
+    def interceptors(self) -> dict[str, Interceptor]:
+        """An interceptor for every operator on the lists."""
+        table: dict[str, Interceptor] = {}
+        table |= dict.fromkeys(LOWER_PRECISION, self._lower)
+        table |= dict.fromkeys(FLOAT32, self._float32)
+        table |= dict.fromkeys(FLOAT32_BY_DTYPE_ARGUMENT, self._by_dtype)
+        table |= dict.fromkeys(WIDEST, self._widest)
+        for name, longer in FLOAT32_BY_EXTRA_DTYPE.items():
+            table[name] = self._with_extra_dtype(longer)
+        return table
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The lower precision in force, or None when autocast is off."""
+        if self._suspended or not torch.is_autocast_enabled(self._device_type):
+            return None
+        return torch.get_autocast_dtype(self._device_type)
+
+    def clear_cache(self) -> None:
+        """Forgets the kept casts, as the end of the outermost autocast block does."""
+        self._cache.clear()
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """`value` with its eligible tensors cast to `dtype`; casts of parameters to a lower precision are kept."""
+        if isinstance(value, torch.Tensor):
+            return self._cast_tensor(value, dtype)
+        if isinstance(value, list | tuple):
+            return type(value)(self.cast(part, dtype) for part in value)
+        return value
+
+    def _cast_tensor(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.dtype is torch.float64 or tensor.dtype is dtype or not tensor.is_meta:
+            return tensor
+        keep = (
+            tensor.dtype is torch.float32
+            and dtype is not torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+            and torch.is_autocast_cache_enabled()
+        )
+        if not keep:
+            return tensor.to(dtype)
+        kept = self._cache.get(id(tensor))
+        if kept is not None:
+            return kept[1]
+        lower = tensor.to(dtype)
+        self._cache[id(tensor)] = (tensor, lower)
+        return lower
+
+    def suspended_call(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        """Calls `op` with casts off but every other interception on."""
+        self._suspended += 1
+        try:
+            return op(*args, **kwargs)
+        finally:
+            self._suspended -= 1
+
+    def _lower(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        dtype = self.dtype
+        if dtype is None:
+            return call_plain(op, *args, **kwargs)
+        return call_plain(op, *self.cast(args, dtype), **{k: self.cast(v, dtype) for k, v in kwargs.items()})
+
+    def _float32(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype is None:
+            return call_plain(op, *args, **kwargs)
+        args = self.cast(args, torch.float32)
+        return call_plain(op, *args, **{k: self.cast(v, torch.float32) for k, v in kwargs.items()})
+
+    def _by_dtype(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        position = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dtype")
+        given = args[position] if position < len(args) else kwargs.get("dtype")
+        eligible = isinstance(args[0], torch.Tensor) and args[0].dtype in (torch.float16, torch.bfloat16)
+        if self.dtype is not None and given is None and eligible:
+            args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+        return self._half_to_float(op, args, kwargs)
+
+    def _half_to_float(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """CUDA's softmax reads float16 and writes float32 without a float32 copy of its input."""
+        name = op._schema.name
+        if name in ("aten::softmax", "aten::log_softmax"):
+            dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+            if args[0].dtype is torch.float16 and dtype is torch.float32 and self._device_type == "cuda":
+                fused = torch.ops.aten._softmax if name == "aten::softmax" else torch.ops.aten._log_softmax
+                return call_plain(fused.default, args[0], args[1], True)
+        return call_plain(op, *args, **kwargs)
+
+    def _with_extra_dtype(self, longer: str) -> Interceptor:
+        packet, _, suffix = longer.partition(".")
+        extended = getattr(getattr(torch.ops.aten, packet), suffix)
+
+        def intercept(op: Operator, *args: Any, **kwargs: Any) -> Any:
+            if self.dtype is None or args[0].dtype not in (torch.float16, torch.bfloat16):
+                return call_plain(op, *args, **kwargs)
+            if extended._schema.overload_name == "ScalarOpt_dtype":
+                return call_plain(extended, *args, dtype=torch.float32, **kwargs)
+            keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
+            return call_plain(extended, *args[:3], keepdim, dtype=torch.float32)
+
+        return intercept
+
+    def _widest(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        dtype = self.dtype
+        if dtype is None:
+            return call_plain(op, *args, **kwargs)
+        found = [v.dtype for v in _tensors(args) if v.is_floating_point()]
+        if torch.float32 in found:
+            return call_plain(op, *self.cast(args, torch.float32), **kwargs)
+        return call_plain(op, *args, **kwargs)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(_tensors(value))
+    return found

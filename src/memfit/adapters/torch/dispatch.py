@@ -1,0 +1,185 @@
+"""The simulated device's operators: a dispatch mode below autograd.
+
+Every operator of the step arrives here after autograd has done its part. It is run for its shapes only, and each new storage
+goes to the recorder. What the operator's CUDA or CPU kernel allocates for itself comes from `internals`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.adapters.torch import fallbacks, shapes
+from memfit.adapters.torch.accumulation import Accumulation
+from memfit.adapters.torch.origin import OriginTracker
+from memfit.adapters.torch.recorder import Recorder
+from memfit.adapters.torch.shapes import META, Behaviour, Operator
+from memfit.core.timeline import Category
+
+# (operator, arguments, keyword arguments, output) -> bytes of blocks that live only inside the operator.
+Internals = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], list[int]]
+
+_ADD = torch.ops.aten.add.Tensor
+
+# Operators that may take host tensors beside device tensors, as CUDA's do.
+_MIXED_DEVICES_ALLOWED = {
+    "aten::copy_",
+    "aten::_to_copy",
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::set_",
+    "aten::lift_fresh",
+}
+
+
+class SimulatedOperators(TorchDispatchMode):
+    """Runs every operator for its shapes and records what it allocates.
+
+    Args:
+        recorder: receives the blocks.
+        origin: knows where the user's code is.
+        internals: per operator, what its kernel allocates for itself.
+        host_is_device: the simulated device is the host, so tensors on the CPU belong to it.
+        report: takes (code, text) of each assumption made.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        origin: OriginTracker,
+        internals: dict[str, Internals],
+        *,
+        host_is_device: bool,
+        report: Callable[[str, str], None],
+    ) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._origin = origin
+        self._internals = internals
+        self._host_is_device = host_is_device
+        self._report = report
+        self._names: dict[Operator, str] = {}
+        self._accumulation = Accumulation()
+
+    def __torch_dispatch__(  # noqa: D105 - the protocol's own name
+        self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = shapes.behaviour(func)
+        if torch.is_grad_enabled():
+            self._origin.remember()
+        if kind is Behaviour.VIEW:
+            return func(*args, **kwargs)
+        simulated, foreign = _devices(args, kwargs)
+        if not simulated:
+            return self._run_on_host(func, args, kwargs)
+        if foreign:
+            args, kwargs = self._bring_over(func, args, kwargs)
+        if func is _ADD and self._accumulation.in_place(args, kwargs):
+            return args[0]
+        special = fallbacks.RULES.get(func._schema.name)
+        if special is not None:
+            out = special(func, args, kwargs, self._report)
+            if out is not NotImplemented:
+                return self._record(func, args, kwargs, out)
+        if kind is Behaviour.OTHER:
+            out = self._execute(func, args, kwargs)
+            return self._record_changed(func, args, out)
+        out = shapes.run(func, args, kwargs, self._execute)
+        return self._record(func, args, kwargs, out, fresh=kind is Behaviour.FRESH)
+
+    def _name(self, func: Operator) -> str:
+        name = self._names.get(func)
+        if name is None:
+            name = self._names[func] = func._schema.name.replace("::", ".")
+        return name
+
+    def _record(
+        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, fresh: bool = True
+    ) -> Any:
+        name = self._name(func)
+        if fresh:
+            self._add(out, name)
+        internals = self._internals.get(func._schema.name)
+        if internals is not None:
+            self._recorder.add_transient(internals(func, args, kwargs, out), name, Category.WORKSPACE)
+        return out
+
+    def _record_changed(self, func: Operator, args: tuple[Any, ...], out: Any) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and func._schema.name.startswith("aten::resize"):
+            self._recorder.resized(args[0], self._name(func))
+        self._add(out, self._name(func))
+        return out
+
+    def _add(self, out: Any, name: str) -> None:
+        if isinstance(out, torch.Tensor):
+            if not out.is_meta:
+                return
+            if out.layout is torch.strided:
+                self._recorder.add(out, name)
+            elif out.layout is torch.sparse_coo:
+                self._recorder.add(out._indices(), name)
+                self._recorder.add(out._values(), name)
+        elif isinstance(out, list | tuple):
+            for part in out:
+                self._add(part, name)
+
+    def _execute(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError:
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+            return fallbacks.without_rule(func, args, kwargs, self._report)
+
+    def _run_on_host(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A factory for the device, or an operator on host tensors only."""
+        out = func(*args, **kwargs)
+        self._add(out, self._name(func))
+        return out
+
+    def _bring_over(
+        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Host tensors among device tensors: as shapes where the device is the host, else refused as CUDA refuses them."""
+        if func._schema.name in _MIXED_DEVICES_ALLOWED and not self._host_is_device:
+            return args, kwargs
+
+        def convert(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                if value.is_meta or value.dim() == 0:
+                    return value
+                if not self._host_is_device and value.is_cpu:
+                    raise RuntimeError(
+                        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+                    )
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+            if isinstance(value, list | tuple):
+                return type(value)(convert(part) for part in value)
+            return value
+
+        return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
+
+
+def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
+    """(any simulated tensor, any other tensor with dimensions) among the arguments."""
+    simulated = foreign = False
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            if value.is_meta:
+                simulated = True
+            elif value.dim():
+                foreign = True
+        elif value.__class__ is list or value.__class__ is tuple:
+            for part in value:
+                if isinstance(part, torch.Tensor):
+                    if part.is_meta:
+                        simulated = True
+                    elif part.dim():
+                        foreign = True
+    return simulated, foreign

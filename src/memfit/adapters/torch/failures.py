@@ -1,0 +1,54 @@
+"""Failures of the user's own step, told in one message with the user's own line."""
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.origin import HIDDEN_FOLDERS, SourceNames
+from memfit.core.errors import BadLoss, MemfitError, StepFailed
+
+
+@contextmanager
+def explained(part: str) -> Iterator[None]:
+    """Turns any exception of the user's code into `StepFailed` with the line that raised it."""
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as error:
+        where, line = _user_line(error)
+        text = " ".join(str(error).split()) or "no message"
+        message = f"the step failed in its {part}{where}: {type(error).__name__}: {text}"
+        raise StepFailed(message + (f"\n    {line}" if line else "")) from error
+
+
+def _user_line(error: BaseException) -> tuple[str, str]:
+    """(" at file.py:31 in forward", the code of that line) of the innermost frame outside of the framework."""
+    names = SourceNames()
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not os.path.abspath(frame.filename).startswith(HIDDEN_FOLDERS):
+            return f" at {names.short(frame.filename)}:{frame.lineno} in {frame.name}", frame.line or ""
+    return "", ""
+
+
+def check_loss(value: Any) -> None:
+    """Refuses what can't be differentiated."""
+    if not isinstance(value, torch.Tensor):
+        raise BadLoss(
+            f"the loss function returned {type(value).__name__}, not a tensor. "
+            "It must return the scalar loss itself, such as `output.loss`."
+        )
+    if value.numel() != 1:
+        raise BadLoss(
+            f"the loss has shape {tuple(value.shape)}, but a scalar is needed to differentiate. "
+            "Reduce it, for example with .mean()."
+        )
+    if not value.requires_grad:
+        raise BadLoss(
+            "the loss does not depend on any parameter that requires a gradient. "
+            "Check for torch.no_grad(), .detach() or .item() on its way, or use mode='inference'."
+        )

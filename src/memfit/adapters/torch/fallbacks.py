@@ -1,0 +1,185 @@
+"""Operators whose output the shapes don't decide, and operators without a shape rule.
+
+The rules, all reported as notes:
+
+- a shape that depends on data (`nonzero`, boolean indexing, `unique`): the largest it can be;
+- a value read from the device (`item()`): 1, or False for booleans, so that checks such as `isnan` pass;
+- no shape rule (custom operators): the operator's CPU kernel is run on zeros of the same shapes where there is one and they
+  are small, otherwise each output is taken to be like the first tensor argument.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.shapes import META, Operator
+from memfit.core.units import MIB, format_size
+
+Report = Callable[[str, str], None]
+Rule = Callable[[Operator, tuple[Any, ...], dict[str, Any], Report], Any]
+
+DATA_DEPENDENT = "data-dependent-shape"
+STAND_IN = "stand-in-value"
+NO_RULE = "no-shape-rule"
+_LARGEST_HOST_RUN_BYTES = 256 * MIB
+
+
+def _empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=META)
+
+
+def _upper_bound(func: Operator, report: Report, what: str) -> None:
+    report(DATA_DEPENDENT, f"{func._schema.name.replace('aten::', '')}: {what}; upper bound used")
+
+
+def _nonzero(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    _upper_bound(func, report, "its size depends on data")
+    return _empty(args[0].numel(), args[0].dim())
+
+
+def _masked_select(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    _upper_bound(func, report, "its size depends on data")
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return _empty(shape.numel(), dtype=args[0].dtype)
+
+
+def _indices_of_masks(indices: list[Any]) -> list[Any]:
+    """Boolean masks as the integer indices they stand for, as many as they can be."""
+    plain: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            plain.extend(_empty(index.numel()) for _ in range(index.dim()))
+        else:
+            plain.append(index)
+    return plain
+
+
+def _has_mask(indices: list[Any]) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def _index(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    tensor, indices = args[0], list(args[1])
+    if not _has_mask(indices):
+        return NotImplemented
+    _upper_bound(func, report, "a boolean mask selects an unknown number of elements")
+    return func(tensor, _indices_of_masks(indices))
+
+
+def _index_put(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    if not _has_mask(list(args[1])):
+        return NotImplemented
+    if func._schema.name == "aten::index_put":
+        return torch.empty_like(args[0], device=META)
+    return args[0]
+
+
+def _unique(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    _upper_bound(func, report, "the number of distinct values depends on data")
+    count = args[0].numel()
+    return _empty(count, dtype=args[0].dtype), _empty(*args[0].shape), _empty(count)
+
+
+def _repeat_interleave(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    if kwargs.get("output_size") is not None:
+        return _empty(kwargs["output_size"])
+    report(DATA_DEPENDENT, "repeat_interleave: its size depends on data; one repeat of each assumed")
+    return _empty(args[0].numel())
+
+
+def _bincount(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+    report(DATA_DEPENDENT, "bincount: the number of bins depends on data; minlength or the input's length assumed")
+    return _empty(max(int(minlength), args[0].numel()))
+
+
+def _scalar(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    dtype = args[0].dtype
+    value: Any = False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+    report(STAND_IN, f"a value was read from the device: {value!r} stands in for it")
+    return value
+
+
+def _true(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    report(STAND_IN, f"{func._schema.name.replace('aten::', '')} was read from the device: True stands in for it")
+    return True
+
+
+def _copy(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    """A copy to the host gives zeros there; one onto the host leaves the host tensor as it is."""
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type == "meta":
+        return NotImplemented
+    dtype = kwargs.get("dtype") or args[0].dtype
+    return torch.zeros(args[0].shape, dtype=dtype)
+
+
+def _copy_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    return NotImplemented if args[0].is_meta else args[0]
+
+
+def _kept_boxes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    _upper_bound(func, report, "the number of boxes kept depends on data")
+    return _empty(args[0].shape[0])
+
+
+RULES: dict[str, Rule] = {
+    "aten::nonzero": _nonzero,
+    "aten::masked_select": _masked_select,
+    "aten::index": _index,
+    "aten::index_put": _index_put,
+    "aten::index_put_": _index_put,
+    "aten::_index_put_impl_": _index_put,
+    "aten::_unique2": _unique,
+    "aten::unique_dim": _unique,
+    "aten::unique_consecutive": _unique,
+    "aten::repeat_interleave": _repeat_interleave,
+    "aten::bincount": _bincount,
+    "aten::_local_scalar_dense": _scalar,
+    "aten::equal": _true,
+    "aten::is_nonzero": _scalar,
+    "aten::_to_copy": _copy,
+    "aten::copy_": _copy_in_place,
+    "torchvision::nms": _kept_boxes,
+}
+
+
+def without_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    """Outputs of an operator that can't run on shapes."""
+    name = func._schema.name
+    tensors = [value for value in _flatten((*args, *kwargs.values())) if isinstance(value, torch.Tensor)]
+    total_bytes = sum(t.numel() * t.element_size() for t in tensors)
+    if total_bytes <= _LARGEST_HOST_RUN_BYTES:
+        try:
+            out = func(*_map(args, _zeros), **{k: _map(v, _zeros) for k, v in kwargs.items()})
+        except Exception:  # the kernel's own refusal of zeros, whatever its type: the other rule follows
+            pass
+        else:
+            report(NO_RULE, f"{name} has no shape rule; its CPU kernel was run on zeros of the same shapes")
+            return _map(out, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META))
+    if not tensors:
+        raise NotImplementedError(f"{name} has no shape rule and takes no tensor to go by")
+    size = format_size(tensors[0].numel() * tensors[0].element_size())
+    report(NO_RULE, f"{name} has no shape rule; each output taken to be like its first argument ({size})")
+    outputs = [torch.empty_like(tensors[0], device=META) for _ in func._schema.returns]
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _flatten(values: Any) -> list[Any]:
+    flat: list[Any] = []
+    for value in values:
+        flat.extend(_flatten(value)) if isinstance(value, list | tuple) else flat.append(value)
+    return flat
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_map(part, change) for part in value)
+    return value
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor

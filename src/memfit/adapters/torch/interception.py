@@ -1,0 +1,92 @@
+"""Choices made above autograd: what CUDA would do where shape-only tensors would do something else.
+
+PyTorch decides some things by device before autograd sees them: which attention kernel runs, how dropout keeps its mask, what
+autocast casts. Shape-only tensors are on no such device. So while a simulation runs, a dispatch key that nothing else uses
+(`AutocastPrivateUse1`) is switched on for this thread, and Python kernels registered there stand in front of those operators,
+whether Python or C++ calls them. Switched off, the registrations are inert.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from memfit.adapters.torch.shapes import Operator
+
+_KEY = torch._C.DispatchKey.AutocastPrivateUse1
+_KEYSET = torch._C.DispatchKeySet(_KEY)
+
+# An interceptor takes the operator and its arguments and returns the result.
+Interceptor = Callable[..., Any]
+
+
+class Choices(Protocol):
+    """A device's choices: interceptors by operator name, "linear" or "norm.Scalar"."""
+
+    def interceptors(self) -> dict[str, Interceptor]:
+        """Interceptors by operator name."""
+
+
+_library: torch.library.Library | None = None
+_fallthrough: torch.library.Library | None = None
+_registered: set[str] = set()
+_active: dict[str, Interceptor] = {}
+
+
+def call_plain(op: Operator, *args: Any, **kwargs: Any) -> Any:
+    """Calls `op` with the interception off, for the operators it calls in turn as well."""
+    with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
+        return op(*args, **kwargs)
+
+
+def overload(name: str) -> Operator:
+    """The operator called "linear" or "norm.Scalar"."""
+    packet, _, suffix = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), suffix or "default")
+
+
+def _register(names: list[str]) -> None:
+    global _library, _fallthrough
+    if _library is None:
+        _library = torch.library.Library("aten", "IMPL")
+        _fallthrough = torch.library.Library("_", "IMPL")
+        _fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for name in names:
+        if name in _registered:
+            continue
+        op = overload(name)
+
+        def kernel(*args: Any, _name: str = name, _op: Operator = op, **kwargs: Any) -> Any:
+            interceptor = _active.get(_name)
+            if interceptor is None:
+                return call_plain(_op, *args, **kwargs)
+            return interceptor(_op, *args, **kwargs)
+
+        _library.impl(name, kernel, "AutocastPrivateUse1")
+        _registered.add(name)
+
+
+def exists(name: str) -> bool:
+    """Whether this PyTorch has the operator."""
+    packet, _, suffix = name.partition(".")
+    return hasattr(getattr(torch.ops.aten, packet, None), suffix or "default")
+
+
+@contextmanager
+def intercepting(interceptors: dict[str, Interceptor]) -> Iterator[None]:
+    """Puts the interceptors in front of their operators, for this thread."""
+    usable = {name: f for name, f in interceptors.items() if exists(name)}
+    _register(list(usable))
+    before = dict(_active)
+    _active.clear()
+    _active.update(usable)
+    was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
+    try:
+        with torch._C._IncludeDispatchKeyGuard(_KEY):
+            yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, was_excluded)
+        _active.clear()
+        _active.update(before)

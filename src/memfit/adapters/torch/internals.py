@@ -1,0 +1,133 @@
+"""Memory that kernels take for themselves, operator by operator.
+
+A trace of operators sees their inputs and outputs. What a CUDA or CPU kernel allocates inside, and frees before it returns, is
+stated here: one small function per operator, each with its source. Nothing is fitted; where a library doesn't say what it takes
+(cuDNN's workspaces), the rule is what its algorithm needs and the docs list it as assumed.
+"""
+
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.convolution import ConvolutionWorkspace
+from memfit.adapters.torch.recorder import Recorder
+from memfit.adapters.torch.shapes import Operator
+from memfit.core.device import Device
+from memfit.core.timeline import Category, Phase
+from memfit.core.units import KIB, MIB
+
+_GEMMS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_addmm_activation", "linear")
+
+
+def _bytes(tensor: Any) -> int:
+    return tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
+
+
+class CudaInternals:
+    """What CUDA kernels take for themselves.
+
+    Args:
+        device: whose kernels.
+        recorder: receives workspaces that stay.
+    """
+
+    def __init__(self, device: Device, recorder: Recorder) -> None:
+        self._capability = device.capability or (8, 0)
+        self._recorder = recorder
+        self._threads_with_workspace: set[bool] = set()
+        self._convolution = ConvolutionWorkspace(self._capability)
+
+    def table(self) -> dict[str, Any]:
+        """Rules by operator name."""
+        rules: dict[str, Any] = {f"aten::{name}": self._gemm for name in _GEMMS}
+        rules |= {
+            "aten::convolution": self._convolution.forward,
+            "aten::convolution_backward": self._convolution.backward,
+            "aten::_safe_softmax": _safe_softmax,
+            "aten::_softmax_backward_data": _softmax_backward,
+            "aten::embedding_dense_backward": _embedding_backward,
+            "aten::native_layer_norm_backward": _layer_norm_backward,
+            "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+            "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+        }
+        return rules
+
+    def _gemm(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+        """cuBLAS's workspace: one per thread that multiplies, kept for good (CublasHandlePool.cpp).
+
+        The autograd engine runs the backward pass on a thread of its own, hence a second one.
+        """
+        backward = self._recorder.phase is Phase.BACKWARD
+        if backward not in self._threads_with_workspace:
+            self._threads_with_workspace.add(backward)
+            self._recorder.add_permanent(cublas_workspace_bytes(self._capability), "cuBLAS workspace", Category.WORKSPACE)
+        return []
+
+
+def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
+    """Size of the workspace PyTorch gives to each cuBLAS handle.
+
+    >>> cublas_workspace_bytes((8, 6))
+    8519680
+    """
+    # :4096:2:16:8, two buffers of 4096 KiB and eight of 16 KiB; from Hopper on 32 MiB.
+    return 32 * MIB if capability >= (9, 0) else 2 * 4096 * KIB + 8 * 16 * KIB
+
+
+def _safe_softmax(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """The softmax itself and a boolean mask of its -inf inputs; the output is a third tensor (native/SoftMax.cpp)."""
+    return [_bytes(out), args[0].numel()]
+
+
+def _softmax_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """The product of gradient and output (native/cuda/SoftMax.cu)."""
+    return [_bytes(args[0])]
+
+
+def _embedding_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """Sorted indices and where they came from, for more than 3072 of them (native/cuda/Embedding.cu)."""
+    indices = args[1]
+    return [] if indices.numel() <= 3072 else [_bytes(indices)] * 4
+
+
+def _layer_norm_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """Partial sums of the gradients of weight and bias, by 32 rows of blocks (native/cuda/layer_norm_kernel.cu)."""
+    return [2 * 32 * _bytes(part) for part in out[1:] if part is not None]
+
+
+def _flash_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """A float32 accumulator of the query's gradient and a row sum, sequences padded to 128 (flash_api.cpp)."""
+    query, key = args[1], args[2]
+    batch, heads, length, head = query.shape
+    padded = -(-length // 128) * 128
+    padded_head = -(-head // 32) * 32
+    sizes = [batch * heads * padded * padded_head * 4, batch * heads * padded * 4]
+    if key.shape[1] != heads:
+        # Grouped queries: gradients of keys and values are made for every head and then summed.
+        sizes += [batch * heads * key.shape[2] * head * key.element_size()] * 2
+    return sizes
+
+
+def _efficient_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """Row sums and, in half precision, a float32 accumulator of the query's gradient (attention_backward.cu)."""
+    query = args[1]
+    batch, heads, length, head = query.shape
+    sizes = [batch * heads * length * 4]
+    if query.dtype is not torch.float32:
+        sizes.append(batch * heads * length * head * 4)
+    return sizes
+
+
+class HostInternals:
+    """What CPU kernels take for themselves.
+
+    Args:
+        recorder: receives workspaces that stay.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def table(self) -> dict[str, Any]:
+        """Rules by operator name."""
+        return {}

@@ -1,0 +1,104 @@
+"""What the user's code sees: tensors that look as if they were on the simulated device.
+
+Shape-only tensors live on PyTorch's meta device. A function mode answers questions about the device (`x.device`, `x.is_cuda`) as the
+target would and turns requests for it (`x.to("cuda")`, `torch.zeros(3, device="cuda")`) into requests for shapes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from memfit.adapters.torch.shapes import META
+
+_Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Look(TorchFunctionMode):
+    """Shows shape-only tensors as tensors of the target device.
+
+    Args:
+        device_type: "cuda" or "cpu".
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._shown = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
+        self._type = device_type
+        tensor: Any = torch.Tensor
+        self._handlers: dict[Any, _Handler] = {
+            tensor.device.__get__: self._device,
+            tensor.is_cuda.__get__: self._is_cuda,
+            tensor.is_cpu.__get__: self._is_cpu,
+            tensor.is_meta.__get__: self._is_meta,
+            tensor.get_device: self._index,
+            torch.get_device: self._index,
+            tensor.to: self._to,
+            tensor.cuda: self._cuda,
+            tensor.cpu: self._cpu,
+            tensor.pin_memory: self._same,
+            tensor.is_pinned: lambda func, args, kwargs: False,
+            tensor.record_stream: lambda func, args, kwargs: None,
+        }
+        # On the host every tensor the step makes belongs to the simulated device.
+        self._constructors = frozenset(_device_constructors()) if device_type == "cpu" else frozenset()
+
+    def __torch_function__(  # noqa: D105 - the protocol's own name
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self.real(kwargs["device"])}
+        if kwargs.get("device") is None and func in self._constructors:
+            kwargs = {**kwargs, "device": META}
+        return func(*args, **kwargs)
+
+    def real(self, device: Any) -> Any:
+        """Where tensors for `device` really go."""
+        if device is None or isinstance(device, torch.dtype):
+            return device
+        if isinstance(device, int):
+            return META
+        return META if torch.device(device).type == self._type else device
+
+    def _device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = func(*args)
+        return self._shown if device.type == "meta" else device
+
+    def _simulated(self, args: tuple[Any, ...]) -> bool:
+        return bool(torch.Tensor.is_meta.__get__(args[0]))  # type: ignore[attr-defined]
+
+    def _is_cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self._type == "cuda" if self._simulated(args) else bool(func(*args))
+
+    def _is_cpu(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self._type == "cpu" if self._simulated(args) else bool(func(*args))
+
+    def _is_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return False
+
+    def _index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        if self._simulated(args):
+            return 0 if self._type == "cuda" else -1
+        return int(func(*args))
+
+    def _to(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) > 1 and isinstance(args[1], str | torch.device | int):
+            args = (args[0], self.real(args[1]), *args[2:])
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self.real(kwargs["device"])}
+        return func(*args, **kwargs)
+
+    def _cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0].to(self.real("cuda"))
+
+    def _cpu(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0] if self._type == "cpu" and self._simulated(args) else func(*args, **kwargs)
+
+    def _same(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0]

@@ -1,0 +1,96 @@
+"""Where an allocation comes from: the module and the line of the user's code.
+
+In the forward pass both are at hand: a stack of the modules being called, and the Python frames. In the backward pass neither
+is, but each autograd node carries the sequence number it got when its forward operator ran; `OriginTracker` remembers what
+was running at each number.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+HIDDEN_FOLDERS = (os.path.dirname(os.path.abspath(torch.__file__)), _PACKAGE)
+_NOWHERE = ("", "")
+
+
+class OriginTracker:
+    """Knows the module path and the source line of whatever PyTorch is doing."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._paths = {id(module): name for name, module in model.named_modules()}
+        self._stack: list[str] = [""]
+        self._by_sequence: dict[int, tuple[str, str]] = {}
+        self._labels: dict[CodeType, str | None] = {}
+        self._shortener = SourceNames()
+
+    def current(self) -> tuple[str, str]:
+        """(module path, source line) of what runs now."""
+        node = torch._C._current_autograd_node()
+        if node is not None and not torch.is_grad_enabled():
+            return self._by_sequence.get(node._sequence_nr(), _NOWHERE)
+        return self._stack[-1], self.source()
+
+    def remember(self) -> None:
+        """Notes what runs now under the sequence number of the autograd node that is being made for it."""
+        self._by_sequence[torch.autograd._get_sequence_nr() - 1] = (self._stack[-1], self.source())
+
+    def source(self) -> str:
+        """Innermost line outside of PyTorch and memfit, as "file.py:31", or ""."""
+        frame: FrameType | None = sys._getframe(1)
+        labels = self._labels
+        while frame is not None:
+            code = frame.f_code
+            try:
+                label = labels[code]
+            except KeyError:
+                label = labels[code] = self._label(code)
+            if label is not None:
+                return f"{label}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+    def _label(self, code: CodeType) -> str | None:
+        path = code.co_filename
+        if path.startswith(HIDDEN_FOLDERS) or path.startswith("<frozen") or "importlib" in path:
+            return None
+        return self._shortener.short(path)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Keeps the stack of modules while it lasts, by standing in front of `Module.__call__`."""
+        plain: Callable[..., Any] = torch.nn.Module.__call__
+        paths, stack = self._paths, self._stack
+
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            stack.append(paths.get(id(module), stack[-1]))
+            try:
+                return plain(module, *args, **kwargs)
+            finally:
+                stack.pop()
+
+        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.nn.Module.__call__ = plain  # type: ignore[method-assign]
+
+
+class SourceNames:
+    """Short names for source files: relative to the working folder, or from the package's own folder on."""
+
+    def __init__(self) -> None:
+        self._roots = sorted((os.path.abspath(p) for p in sys.path if p), key=len, reverse=True)
+        self._here = os.getcwd()
+
+    def short(self, path: str) -> str:
+        """`path` without the machine's folders."""
+        for root in (*self._roots, self._here):
+            if path.startswith(root + os.sep):
+                return path[len(root) + 1 :]
+        return os.path.basename(path)

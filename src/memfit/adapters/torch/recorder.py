@@ -1,0 +1,181 @@
+"""The recorder: follows storages from allocation to free.
+
+Lifetimes are not modelled, they are observed. The step runs on PyTorch's own autograd engine with shape-only tensors,
+and a weak reference on each tensor's storage says when the last tensor, saved variable or view that holds it is gone.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
+
+
+class _StorageRef(weakref.ref[Any]):
+    __slots__ = ("index", "key")
+    index: int
+    key: int
+
+
+class Recorder:
+    """Columns of blocks and one list of events; block number i allocated is event i, freed is event ~i.
+
+    Args:
+        origin: gives (module path, source line) of what runs now.
+    """
+
+    def __init__(self, origin: Callable[[], tuple[str, str]]) -> None:
+        self.phase = Phase.SETUP
+        self.step = 0
+        self.events: list[int] = []
+        self.sizes: list[int] = []
+        self.categories: list[Category | None] = []
+        self._phases: list[Phase] = []
+        self._ops: list[str] = []
+        self._origins: list[tuple[str, str]] = []
+        self._marks: list[tuple[int, Phase, int]] = []
+        self._origin = origin
+        self._permanent: set[int] = set()
+        self._refs: dict[int, _StorageRef] = {}
+        self._index_of: dict[int, int] = {}
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """From now on blocks belong to `phase` of `step`."""
+        self.phase, self.step = phase, step
+        self._marks.append((len(self.events), phase, step))
+
+    def add(self, tensor: Any, op: str, category: Category | None = None) -> int | None:
+        """Starts a block for the storage of `tensor`; None when it's known already or holds nothing."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._index_of:
+            return None
+        size_bytes = storage.nbytes()
+        if not size_bytes:
+            return None
+        index = self._start(size_bytes, op, category)
+        reference = _StorageRef(storage, self._freed)
+        reference.index, reference.key = index, key
+        self._refs[index] = reference
+        self._index_of[key] = index
+        return index
+
+    def add_named(self, tensor: Any, op: str, category: Category, origin: tuple[str, str]) -> None:
+        """Like `add`, for a tensor whose module is known beforehand."""
+        index = self.add(tensor, op, category)
+        if index is not None:
+            self._origins[index] = origin
+
+    def add_transient(self, sizes_bytes: list[int], op: str, category: Category) -> None:
+        """Blocks that live only inside one operator."""
+        started = [self._start(size, op, category) for size in sizes_bytes if size > 0]
+        self.events.extend(~index for index in reversed(started))
+
+    def add_permanent(self, size_bytes: int, op: str, category: Category) -> None:
+        """A block that nothing ever frees, such as a library's workspace."""
+        self._permanent.add(self._start(size_bytes, op, category))
+
+    def resized(self, tensor: Any, op: str) -> None:
+        """Follows a storage that changed its size in place."""
+        storage = tensor.untyped_storage()
+        index = self._index_of.pop(storage._cdata, None)
+        if index is not None:
+            if self.sizes[index] == storage.nbytes():
+                self._index_of[storage._cdata] = index
+                return
+            self.events.append(~index)
+            del self._refs[index]
+        self.add(tensor, op)
+
+    def classify(self, tensor: Any, category: Category) -> None:
+        """Says what the storage of `tensor` is for."""
+        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        if index is not None:
+            self.categories[index] = category
+
+    def classify_live(self, since: int, category: Category) -> None:
+        """Says what all storages are for that started at block `since` or later, are alive, and have no category yet."""
+        for index in self._refs:
+            if index >= since and self.categories[index] is None:
+                self.categories[index] = category
+
+    def has_live(self, since: int, persistent: tuple[Category, ...]) -> bool:
+        """Whether a storage that started at block `since` or later is alive and in none of the `persistent` categories."""
+        return any(index >= since and self.categories[index] not in persistent for index in self._refs)
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks have been started."""
+        return len(self.sizes)
+
+    def stop(self) -> None:
+        """Forgets the live storages without recording their end."""
+        self._refs.clear()
+        self._index_of.clear()
+
+    def _start(self, size_bytes: int, op: str, category: Category | None) -> int:
+        index = len(self.sizes)
+        self.sizes.append(size_bytes)
+        self.categories.append(category)
+        self._phases.append(self.phase)
+        self._ops.append(op)
+        self._origins.append(self._origin())
+        self.events.append(index)
+        return index
+
+    def _freed(self, reference: "weakref.ref[Any]") -> None:
+        assert isinstance(reference, _StorageRef)
+        self.events.append(~reference.index)
+        self._refs.pop(reference.index, None)
+        if self._index_of.get(reference.key) == reference.index:
+            del self._index_of[reference.key]
+
+    def timeline(self, segments: list[tuple[int, int]] | None = None) -> Timeline:
+        """The timeline of all events, or of the given ranges of events one after another.
+
+        A range may occur twice: its blocks are then allocated anew, so that a later step can be made from the record of an
+        earlier one that does exactly the same.
+        """
+        ranges = segments if segments is not None else [(0, len(self.events))]
+        marks = {tick: (phase, step) for tick, phase, step in self._marks}
+        starts: list[tuple[int, int]] = []
+        ends: list[int | None] = []
+        current: dict[int, int] = {}
+        composed_marks: list[Mark] = []
+        tick = 0
+        seen_forward = 0
+        for first, last in ranges:
+            for position in range(first, last):
+                if position in marks:
+                    phase, step = marks[position]
+                    if phase is Phase.FORWARD:
+                        seen_forward += 1
+                    composed_marks.append(Mark(tick, phase, seen_forward if step else 0))
+                event = self.events[position]
+                if event >= 0:
+                    if event in current and event in self._permanent:
+                        continue
+                    current[event] = len(starts)
+                    starts.append((event, tick))
+                    ends.append(None)
+                else:
+                    block = current.pop(~event, None)
+                    if block is None:
+                        continue
+                    ends[block] = tick
+                tick += 1
+        categories, phases, ops, origins, sizes = self.categories, self._phases, self._ops, self._origins, self.sizes
+        blocks = tuple(
+            Block(
+                sizes[index],
+                start,
+                end,
+                categories[index] or Category.TEMPORARY,
+                phases[index],
+                origins[index][0],
+                ops[index],
+                origins[index][1],
+            )
+            for (index, start), end in zip(starts, ends, strict=True)
+        )
+        return Timeline(blocks, tick, tuple(composed_marks))

@@ -1,0 +1,148 @@
+"""Recurrent layers as cuDNN runs them: one operator with a reserve space, instead of a loop over time steps."""
+
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.autocast import Autocast
+from memfit.adapters.torch.interception import Interceptor, call_plain
+from memfit.adapters.torch.shapes import META, Operator
+
+# cuDNN's numbers for the kinds of cell, and gates of each.
+_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+_GATES = {0: 1, 1: 1, 2: 4, 3: 3}
+
+
+class Recurrent:
+    """Sends `lstm`, `gru` and `rnn_*` to cuDNN's operator.
+
+    Args:
+        autocast: casts inputs and weights first, as CUDA's autocast does.
+    """
+
+    def __init__(self, autocast: Autocast) -> None:
+        self._autocast = autocast
+
+    def interceptors(self) -> dict[str, Interceptor]:
+        """One per kind of layer, for padded and for packed sequences."""
+        table: dict[str, Interceptor] = {}
+        for name in _MODES:
+            table[f"{name}.input"] = self._padded(name)
+            table[f"{name}.data"] = self._packed(name)
+        return table
+
+    def _padded(self, name: str) -> Interceptor:
+        def intercept(
+            op: Operator,
+            data: torch.Tensor,
+            hx: Any,
+            params: list[torch.Tensor],
+            has_biases: bool,
+            num_layers: int,
+            dropout: float,
+            train: bool,
+            bidirectional: bool,
+            batch_first: bool,
+        ) -> Any:
+            options = (has_biases, num_layers, dropout, train, bidirectional)
+            return self._run(name, data, hx, params, options, batch_first, [])
+
+        return intercept
+
+    def _packed(self, name: str) -> Interceptor:
+        def intercept(
+            op: Operator,
+            data: torch.Tensor,
+            batch_sizes: torch.Tensor,
+            hx: Any,
+            params: list[torch.Tensor],
+            has_biases: bool,
+            num_layers: int,
+            dropout: float,
+            train: bool,
+            bidirectional: bool,
+        ) -> Any:
+            options = (has_biases, num_layers, dropout, train, bidirectional)
+            return self._run(name, data, hx, params, options, False, batch_sizes.tolist())
+
+        return intercept
+
+    def _run(
+        self,
+        name: str,
+        data: torch.Tensor,
+        hx: Any,
+        params: list[torch.Tensor],
+        options: tuple[bool, int, float, bool, bool],
+        batch_first: bool,
+        batch_sizes: list[int],
+    ) -> Any:
+        has_biases, num_layers, dropout, train, bidirectional = options
+        state, cell = (hx[0], hx[1]) if name == "lstm" else (hx, None)
+        dtype = self._autocast.dtype
+        if dtype is not None:
+            data, state, cell, params = self._autocast.cast((data, state, cell, list(params)), dtype)
+        per_layer = len(params) // (num_layers * (2 if bidirectional else 1))
+        # With a projection cuDNN's cell is larger than its output.
+        projected = per_layer == (5 if has_biases else 3)
+        hidden = cell.shape[-1] if cell is not None else state.shape[-1]
+        out, h, c, _, _ = call_plain(
+            torch.ops.aten._cudnn_rnn.default,
+            data,
+            params,
+            per_layer,
+            None,
+            state,
+            cell,
+            _MODES[name],
+            hidden,
+            state.shape[-1] if projected else 0,
+            num_layers,
+            batch_first,
+            dropout,
+            train,
+            bidirectional,
+            batch_sizes,
+            None,
+        )
+        return (out, h, c) if name == "lstm" else (out, h)
+
+
+def forward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    """Outputs of `_cudnn_rnn`, with the reserve space that the backward pass needs."""
+    data, params, _, weight_buffer, state, cell, mode, hidden, projection, num_layers = args[:10]
+    batch_first, _, train, bidirectional, batch_sizes = args[10:15]
+    directions = 2 if bidirectional else 1
+    width = (projection or hidden) * directions
+    if batch_sizes:
+        rows, batch, shape = data.shape[0], batch_sizes[0], (data.shape[0], width)
+    else:
+        rows, batch, shape = data.shape[0] * data.shape[1], data.shape[0 if batch_first else 1], (*data.shape[:2], width)
+    out = data.new_empty(shape)
+    hidden_out = data.new_empty((num_layers * directions, batch, projection or hidden))
+    cell_out = data.new_empty((num_layers * directions, batch, hidden)) if cell is not None else data.new_empty((0,))
+    reserve = reserve_bytes(mode, rows, hidden, num_layers, directions, data.element_size()) if train else 0
+    flat = weight_buffer if weight_buffer is not None else data.new_empty((sum(p.numel() for p in params),))
+    return out, hidden_out, cell_out, torch.empty((reserve,), dtype=torch.uint8, device=META), flat
+
+
+def reserve_bytes(mode: int, rows: int, hidden: int, num_layers: int, directions: int, element_size: int) -> int:
+    """Bytes cuDNN keeps for the backward pass: per row and layer the gates, and for an LSTM the cell and its tanh.
+
+    cuDNN does not publish the formula (`cudnnGetRNNTempSpaceSizes` answers on the device), so this is what
+    back-propagation needs to have at hand; layers between the first and the last also keep their output.
+    """
+    kept = _GATES[mode] + (2 if mode == 2 else 1)
+    return num_layers * directions * rows * hidden * kept * element_size
+
+
+def backward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    """Gradients of `_cudnn_rnn`: those of the weights are views of one flat buffer."""
+    data, params, _, _, state, cell = args[:6]
+    flat = data.new_empty((sum(p.numel() for p in params),))
+    weights, offset = [], 0
+    for parameter in params:
+        weights.append(flat[offset : offset + parameter.numel()].view(parameter.shape))
+        offset += parameter.numel()
+    grad_cell = torch.empty_like(cell) if cell is not None else None
+    return torch.empty_like(data), torch.empty_like(state), grad_cell, weights

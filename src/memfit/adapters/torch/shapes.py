@@ -1,0 +1,147 @@
+"""Shape-only execution of operators, quickly.
+
+PyTorch can run an operator on meta tensors, but many of its shape rules are written in Python and take up to a millisecond. A
+training step asks for the same few shapes again and again, so the answers are kept: an operator's outputs depend on nothing
+but the sizes, strides and dtypes of its inputs and on its other arguments. The cache belongs to the process and is shared by all traces.
+"""
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+Operator = Any  # torch._ops.OpOverload; its module has no public name
+META = torch.device("meta")
+_CACHE_LIMIT = 100_000
+
+_cache: dict[Any, Any] = {}
+_kinds: dict[Operator, "Behaviour"] = {}
+
+
+class Behaviour(Enum):
+    """What an operator does to storages, read off its schema."""
+
+    VIEW = auto()
+    """Outputs share the storage of an input; nothing is allocated."""
+    IN_PLACE = auto()
+    """Writes into an input and returns it."""
+    SILENT = auto()
+    """Writes into inputs and returns nothing."""
+    FRESH = auto()
+    """Every output has a new storage."""
+    OTHER = auto()
+    """Anything else: run it and look."""
+
+
+# Operators that change the metadata or the size of a tensor in place: they must really run.
+_METADATA = {
+    "aten::resize_",
+    "aten::resize_as_",
+    "aten::set_",
+    "aten::t_",
+    "aten::transpose_",
+    "aten::squeeze_",
+    "aten::unsqueeze_",
+    "aten::as_strided_",
+    "aten::swapaxes_",
+    "aten::detach_",
+    "aten::_resize_output_",
+}
+
+
+def behaviour(func: Operator) -> Behaviour:
+    """How `func` treats storages."""
+    kind = _kinds.get(func)
+    if kind is None:
+        kind = _kinds[func] = _read_schema(func)
+    return kind
+
+
+def _read_schema(func: Operator) -> Behaviour:
+    schema = func._schema
+    if schema.name in _METADATA:
+        return Behaviour.OTHER
+    returns = [r.alias_info for r in schema.returns]
+    if any(a is not None and not a.is_write for a in returns):
+        return Behaviour.VIEW
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if not returns:
+        return Behaviour.SILENT
+    if all(a is not None for a in returns):
+        # Out variants return the tensors they were given by keyword; in-place ones their first argument.
+        return Behaviour.IN_PLACE if len(returns) == 1 and not written[0].kwarg_only else Behaviour.OTHER
+    return Behaviour.FRESH if all(a is None for a in returns) else Behaviour.OTHER
+
+
+class Unhashable(Exception):
+    """An argument that can't be part of a cache key."""
+
+
+def signature(values: Any) -> tuple[Any, ...]:
+    """A hashable description of arguments in which tensors count by shape, strides, dtype and kind of device."""
+    parts: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided:
+                raise Unhashable
+            parts.append((value.shape, value.stride(), value.dtype, value.is_meta))
+        elif isinstance(value, list | tuple):
+            parts.append(signature(value))
+        elif value is None or isinstance(value, torch.dtype):
+            parts.append(value)
+        else:
+            # 1, 1.0 and True are equal as keys but not as arguments.
+            parts.append((value.__class__, value))
+    return tuple(parts)
+
+
+def run(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], execute: Callable[..., Any]) -> Any:
+    """Outputs of a `FRESH`, `IN_PLACE` or `SILENT` operator; `execute` answers when the cache can't."""
+    try:
+        key = (func, signature(args), (tuple(kwargs), signature(kwargs.values())) if kwargs else None)
+        known = _cache.get(key)
+    except (Unhashable, TypeError):
+        return execute(func, args, kwargs)
+    if known is not None:
+        if known is Behaviour.IN_PLACE:
+            return args[0]
+        return None if known is Behaviour.SILENT else _build(known)
+    out = execute(func, args, kwargs)
+    kind = behaviour(func)
+    recipe = _recipe(out) if kind is Behaviour.FRESH else kind
+    if recipe is not None:
+        if len(_cache) >= _CACHE_LIMIT:
+            _cache.clear()
+        _cache[key] = recipe
+    return out
+
+
+class _Tensor(tuple[Any, ...]):
+    """Recipe of one tensor: (size, stride, dtype)."""
+
+    __slots__ = ()
+
+
+def _recipe(out: Any) -> Any:
+    if isinstance(out, torch.Tensor):
+        if not out.is_meta or out.layout is not torch.strided:
+            return None
+        return _Tensor((tuple(out.shape), out.stride(), out.dtype))
+    if isinstance(out, list | tuple):
+        parts = [_recipe(part) for part in out]
+        if any(p is None and o is not None for p, o in zip(parts, out, strict=True)):
+            return None
+        return parts if isinstance(out, list) else tuple(parts)
+    return None
+
+
+def _build(recipe: Any) -> Any:
+    if recipe.__class__ is _Tensor:
+        size, stride, dtype = recipe
+        return torch.empty_strided(size, stride, dtype=dtype, device=META)
+    if recipe is None:
+        return None
+    if recipe.__class__ is list:
+        return [_build(part) for part in recipe]
+    return tuple([_build(part) for part in recipe])

@@ -1,0 +1,250 @@
+"""Shape-only stand-ins for a user's model, batch and optimizer, and their full restoration.
+
+The user's own module object takes part in the simulation, because losses and closures may hold it; for the time of the
+simulation its parameters and buffers are swapped for shape-only ones. Afterwards every module's attributes are what they were.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.shapes import META
+from memfit.core.errors import BadModel, BadOptimizer
+
+
+class ShapeCopies:
+    """Makes one shape-only tensor for each real one, keeping ties and shared storages.
+
+    Args:
+        dtype: floating-point tensors become this, or stay what they are when None.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The shape-only copy of `tensor`."""
+        known = self._copies.get(id(tensor))
+        if known is not None:
+            return known[1]
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        made = _shape_only(tensor.detach(), dtype)
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        else:
+            made.requires_grad_(tensor.requires_grad)
+        self._copies[id(tensor)] = (tensor, made)
+        return made
+
+    def known(self, tensor: Any) -> torch.Tensor | None:
+        """The copy of `tensor` if one was made."""
+        pair = self._copies.get(id(tensor))
+        return pair[1] if pair is not None else None
+
+    def nested(self, value: Any) -> Any:
+        """`value` with every tensor in it replaced by its copy."""
+        if isinstance(value, torch.Tensor):
+            return self.of(value)
+        if isinstance(value, dict):
+            return _rebuilt_mapping(value, {k: self.nested(v) for k, v in value.items()})
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.nested(v) for v in value))
+        if isinstance(value, list | tuple):
+            return type(value)(self.nested(v) for v in value)
+        if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+            clone = copy.copy(value)
+            for name in value.__dataclass_fields__:
+                object.__setattr__(clone, name, self.nested(getattr(value, name)))
+            return clone
+        return value
+
+
+def _rebuilt_mapping(original: Any, items: dict[Any, Any]) -> Any:
+    if type(original) is dict:
+        return items
+    try:
+        clone = copy.copy(original)
+        for key, value in items.items():
+            clone[key] = value
+        return clone
+    except Exception:  # a mapping that can't be copied or changed: its plain twin serves
+        return items
+
+
+def _shape_only(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return tensor.to(META)
+    if dtype is tensor.dtype and _dense(tensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=META)
+    return torch.empty_like(tensor, dtype=dtype, device=META)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a nesting of containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict) or hasattr(value, "items"):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        for name in value.__dataclass_fields__:
+            yield from tensors_in(getattr(value, name))
+
+
+@contextmanager
+def swapped(model: torch.nn.Module, copies: ShapeCopies) -> Iterator[None]:
+    """Puts shape-only parameters and buffers into `model`; restores every attribute of every module at the end."""
+    modules = list(model.modules())
+    saved = [(module, _snapshot(module)) for module in modules]
+    try:
+        for module in modules:
+            _swap(module, copies)
+        yield
+    finally:
+        for module, attributes in saved:
+            _restore(module, attributes)
+
+
+def _snapshot(module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Each attribute with, for plain containers, a copy of what it held."""
+    return {
+        name: (value, copy.copy(value) if isinstance(value, dict | list | set) else None)
+        for name, value in module.__dict__.items()
+    }
+
+
+def _restore(module: torch.nn.Module, attributes: dict[str, tuple[Any, Any]]) -> None:
+    module.__dict__.clear()
+    for name, (value, contents) in attributes.items():
+        if isinstance(value, dict | set):
+            value.clear()
+            value.update(contents)
+        elif isinstance(value, list):
+            value[:] = contents
+        module.__dict__[name] = value
+
+
+def _swap(module: torch.nn.Module, copies: ShapeCopies) -> None:
+    for held in (module._parameters, module._buffers):
+        for name, tensor in held.items():
+            if tensor is not None:
+                held[name] = copies.of(tensor)  # type: ignore[assignment]
+    # Modules such as nn.LSTM keep their parameters in a plain list as well.
+    for name, value in list(module.__dict__.items()):
+        if isinstance(value, list | tuple) and any(copies.known(part) is not None for part in value):
+            module.__dict__[name] = type(value)(_or_same(copies.known(part), part) for part in value)
+        elif isinstance(value, torch.Tensor) and copies.known(value) is not None:
+            module.__dict__[name] = copies.known(value)
+
+
+def _or_same(found: Any, otherwise: Any) -> Any:
+    return otherwise if found is None else found
+
+
+def check_one_device(model: torch.nn.Module) -> None:
+    """Refuses a model whose tensors are on several devices."""
+    devices = {str(t.device) for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"}
+    if len(devices) > 1:
+        raise BadModel(
+            f"the model's tensors are on mixed devices: {', '.join(sorted(devices))}. "
+            "Move the whole model to one device before the estimate; any one will do."
+        )
+
+
+def optimizer_for(
+    optimizer: Any, model: torch.nn.Module, copies: ShapeCopies, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer | None:
+    """The user's optimizer, with a fresh state, on the shape-only parameters.
+
+    Args:
+        optimizer: an instance over the model's parameters, a callable that takes parameters, or None.
+        model: the model, swapped.
+        copies: knows the shape-only copy of each real parameter.
+        parameters: the real parameters of the model.
+    """
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            raise BadOptimizer(
+                f"optimizer must be a torch.optim.Optimizer, a callable that takes parameters, or None, "
+                f"but {type(optimizer).__name__} was given."
+            )
+        made = optimizer([p for p in model.parameters() if p.requires_grad])
+        if not isinstance(made, torch.optim.Optimizer):
+            raise BadOptimizer(f"the optimizer callable returned {type(made).__name__}, not a torch.optim.Optimizer.")
+        return made
+    own = {id(p) for p in parameters}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    strange = [p for p in held if id(p) not in own]
+    if strange:
+        shapes = ", ".join(str(tuple(p.shape)) for p in strange[:3])
+        raise BadOptimizer(
+            f"{len(strange)} of the optimizer's {len(held)} parameters are not the model's (shapes {shapes}). "
+            "Make the optimizer from the parameters of the model that is estimated."
+        )
+    clone: torch.optim.Optimizer = copy.copy(optimizer)
+    # A learning-rate scheduler replaces `step` on the instance by one bound to the original.
+    clone.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
+    clone.param_groups = [
+        {**group, "params": [copies.of(p) for p in group["params"]]} for group in optimizer.param_groups
+    ]
+    clone.state = defaultdict(dict)
+    return clone
+
+
+def build_without_weights(builder: Callable[[], Any]) -> torch.nn.Module:
+    """The module that `builder` makes, without memory for its weights.
+
+    Tensors of more than a few thousand elements are shape-only from the start; small ones stay real, because constructors
+    compute with them (drop-path rates, index tables). Where that fails the model is built as usual.
+    """
+    try:
+        with _LargeTensorsAsShapes():
+            made = builder()
+    except Exception:
+        made = builder()
+    if not isinstance(made, torch.nn.Module):
+        raise BadModel(f"the model callable returned {type(made).__name__}, not a torch.nn.Module.")
+    return made
+
+
+_SMALL_ELEMENTS = 16_384
+
+
+class _LargeTensorsAsShapes(torch.overrides.TorchFunctionMode):
+    """While a model is built: large factory calls give shape-only tensors, and initialising them costs nothing."""
+
+    _factories = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+
+    def __torch_function__(  # noqa: D105 - the protocol's own name
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self._factories and kwargs.get("device") is None:
+            size = args[0] if args and isinstance(args[0], list | tuple | torch.Size) else kwargs.get("size", args)
+            if all(isinstance(n, int) for n in size) and torch.Size(size).numel() > _SMALL_ELEMENTS:
+                kwargs = {**kwargs, "device": META}
+        elif args and isinstance(args[0], torch.Tensor) and getattr(func, "__name__", "").endswith("_"):
+            name = func.__name__
+            if not name.startswith("__") and name in _INITIALISERS and args[0].is_meta:
+                return args[0]
+        return func(*args, **kwargs)
+
+
+_INITIALISERS = frozenset(
+    "normal_ uniform_ zero_ fill_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ "
+    "constant_ ones_ zeros_ orthogonal_ erfinv_ mul_ add_ clamp_ copy_ log_normal_ exponential_ bernoulli_".split()
+)

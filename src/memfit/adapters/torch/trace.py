@@ -1,0 +1,295 @@
+"""The trace: a user's training step, run on shapes, as a `Timeline`.
+
+One pass through forward, backward and two optimizer steps is enough: the second step of a training loop differs from the first
+only in its optimizer, so its timeline is composed from the record of the first (`Recorder.timeline`).
+"""
+
+import gc
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch import choices, failures
+from memfit.adapters.torch.autocast import Autocast
+from memfit.adapters.torch.dispatch import SimulatedOperators
+from memfit.adapters.torch.interception import intercepting
+from memfit.adapters.torch.internals import CudaInternals, HostInternals
+from memfit.adapters.torch.look import Look
+from memfit.adapters.torch.origin import OriginTracker
+from memfit.adapters.torch.recorder import Recorder
+from memfit.adapters.torch.stand_in import ShapeCopies, optimizer_for, swapped, tensors_in
+from memfit.core.device import Device, Kind
+from memfit.core.estimate import Note
+from memfit.core.timeline import Category, Phase, Timeline
+
+PRECISIONS = ("fp32", "fp16", "bf16", "amp-fp16", "amp-bf16")
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_MAX_NOTES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training or inference step to trace.
+
+    Args:
+        model: the module.
+        loss: takes the model and a batch, returns the loss.
+        batch: any nesting of tensors.
+        optimizer: an instance, a callable on parameters, or None.
+        precision: one of `PRECISIONS`, or None to leave the model as it is.
+        training: forward, backward and optimizer; otherwise a forward pass without gradients.
+        set_to_none: gradients are freed before each step (PyTorch's default) rather than zeroed in place.
+    """
+
+    model: torch.nn.Module
+    loss: Callable[[Any, Any], Any]
+    batch: Any
+    optimizer: Any = None
+    precision: str | None = None
+    training: bool = True
+    set_to_none: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a traced step asked for."""
+
+    timeline: Timeline
+    notes: tuple[Note, ...]
+    num_parameters: int
+    parameter_bytes: int
+    batch_bytes: int
+
+
+@dataclass(slots=True)
+class _Notes:
+    origin: OriginTracker
+    found: dict[tuple[str, str, str], Note] = field(default_factory=dict)
+
+    def report(self, code: str, text: str) -> None:
+        source = self.origin.source()
+        if source and len(self.found) < _MAX_NOTES:
+            self.found.setdefault((code, text, source), Note(code, text, source))
+
+
+def trace(step: Step, device: Device) -> Trace:
+    """Runs `step` on a simulated `device`."""
+    return _Tracer(step, device).run()
+
+
+class _Tracer:
+    def __init__(self, step: Step, device: Device) -> None:
+        self.step = step
+        self.device = device
+        self.on_cuda = device.kind is Kind.CUDA
+        self.origin = OriginTracker(step.model)
+        self.recorder = Recorder(self.origin.current)
+        self.notes = _Notes(self.origin)
+        self.last_loss: Any = None
+        self.autocast = Autocast("cuda" if self.on_cuda else "cpu")
+        self.internals: CudaInternals | HostInternals = (
+            CudaInternals(device, self.recorder) if self.on_cuda else HostInternals(self.recorder)
+        )
+
+    def run(self) -> Trace:
+        step = self.step
+        precision = step.precision
+        copies = ShapeCopies(_DTYPES.get(precision or ""))
+        parameters = list(step.model.parameters())
+        with ExitStack() as stack:
+            stack.enter_context(_undisturbed())
+            stack.enter_context(swapped(step.model, copies))
+            batch = copies.nested(step.batch)
+            stack.enter_context(self._simulation())
+            optimizer = optimizer_for(step.optimizer, step.model, copies, parameters) if step.training else None
+            self._set_up(step.model, batch)
+            segments = self._train(optimizer, batch) if step.training else self._infer(batch)
+            self.recorder.stop()
+            parameter_bytes = sum(p.numel() * p.element_size() for p in step.model.parameters())
+            batch_bytes = sum(t.numel() * t.element_size() for t in tensors_in(batch))
+        return Trace(
+            self.recorder.timeline(segments),
+            tuple(self.notes.found.values()),
+            sum(p.numel() for p in parameters),
+            parameter_bytes,
+            batch_bytes,
+        )
+
+    @contextmanager
+    def _simulation(self) -> Iterator[None]:
+        capability = self.device.capability or (8, 0)
+        interceptors = (
+            choices.cuda_interceptors(capability, self.autocast)
+            if self.on_cuda
+            else choices.host_interceptors(self.autocast)
+        )
+        operators = SimulatedOperators(
+            self.recorder,
+            self.origin,
+            self.internals.table(),
+            host_is_device=not self.on_cuda,
+            report=self.notes.report,
+        )
+        look = Look("cuda" if self.on_cuda else "cpu")
+        with _autocast_for_absent_cuda(self.autocast), self.origin.following(), intercepting(interceptors):
+            with operators, look:
+                yield
+
+    def _set_up(self, model: torch.nn.Module, batch: Any) -> None:
+        self.recorder.enter(Phase.SETUP, 0)
+        for name, parameter in model.named_parameters():
+            self._add(parameter, name, Category.PARAMETER)
+        for name, buffer in model.named_buffers():
+            self._add(buffer, name, Category.BUFFER)
+        for tensor in tensors_in(batch):
+            if tensor.layout is torch.strided:
+                self.recorder.add(tensor, "batch", Category.BATCH)
+
+    def _add(self, tensor: torch.Tensor, name: str, category: Category) -> None:
+        if tensor.layout is torch.strided:
+            module = name.rpartition(".")[0]
+            self.recorder.add_named(tensor, str(category), category, (module, ""))
+
+    def _forward(self, batch: Any) -> Any:
+        step = self.step
+        amp = step.precision is not None and step.precision.startswith("amp-")
+        dtype = torch.float16 if step.precision == "amp-fp16" else torch.bfloat16
+        device_type = "cuda" if self.on_cuda else "cpu"
+        with torch.autocast(device_type, dtype=dtype) if amp else nullcontext():
+            with failures.explained("forward"):
+                return step.loss(step.model, batch)
+
+    def _train(self, optimizer: Any, batch: Any) -> list[tuple[int, int]] | None:
+        recorder = self.recorder
+        start, start_block = len(recorder.events), recorder.num_blocks
+        self._forward_backward(batch, 1)
+        after_backward = len(recorder.events)
+        self._update(optimizer, batch, 1)
+        after_first = len(recorder.events)
+        if not self.step.set_to_none:
+            self._clear_gradients(optimizer, set_to_none=False)
+            self._forward_backward(batch, 2)
+            self._update(optimizer, batch, 2)
+            return None
+        self._update(optimizer, batch, 2)
+        after_second = len(recorder.events)
+        self._clear_gradients(optimizer, set_to_none=True)
+        end = len(recorder.events)
+        again = (start, after_backward)
+        if recorder.has_live(start_block, persistent=(Category.OPTIMIZER_STATE,)):
+            # Something of the first step outlives it, such as an output kept in a variable: the second step is traced in full.
+            self._forward_backward(batch, 2)
+            again = (end, len(recorder.events))
+        return [(0, start), (start, after_backward), (after_backward, after_first), (after_second, end), again, (after_first, after_second)]
+
+    def _forward_backward(self, batch: Any, number: int) -> None:
+        recorder = self.recorder
+        recorder.enter(Phase.FORWARD, number)
+        first = recorder.num_blocks
+        value = self._forward(batch)
+        failures.check_loss(value)
+        recorder.classify_live(first, Category.ACTIVATION)
+        recorder.enter(Phase.BACKWARD, number)
+        with failures.explained("backward"):
+            value.backward()
+        # The loss, and whatever it holds, lives until the next step replaces it.
+        self.last_loss = value
+        for parameter in self.step.model.parameters():
+            if parameter.grad is not None:
+                self._classify(parameter.grad, Category.GRADIENT)
+
+    def _classify(self, tensor: torch.Tensor, category: Category) -> None:
+        if tensor.layout is torch.strided:
+            self.recorder.classify(tensor, category)
+        elif tensor.layout is torch.sparse_coo:
+            self.recorder.classify(tensor._indices(), category)
+            self.recorder.classify(tensor._values(), category)
+
+    def _update(self, optimizer: Any, batch: Any, number: int) -> None:
+        self.recorder.enter(Phase.OPTIMIZER, number)
+        if optimizer is None:
+            return
+        with failures.explained("optimizer step"):
+            if isinstance(optimizer, torch.optim.LBFGS):
+                optimizer.step(lambda: self._forward(batch))
+            else:
+                optimizer.step()
+        for state in optimizer.state.values():
+            for tensor in tensors_in(state):
+                if tensor.is_meta or self.on_cuda:
+                    self._classify(tensor, Category.OPTIMIZER_STATE)
+
+    def _clear_gradients(self, optimizer: Any, *, set_to_none: bool) -> None:
+        self.last_loss = None
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        self.step.model.zero_grad(set_to_none=set_to_none)
+
+    def _infer(self, batch: Any) -> list[tuple[int, int]]:
+        start = len(self.recorder.events)
+        self.recorder.enter(Phase.FORWARD, 1)
+        with torch.no_grad():
+            value = self._forward(batch)
+        end = len(self.recorder.events)
+        del value
+        after = len(self.recorder.events)
+        return [(0, start), (start, end), (end, after), (start, end)]
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Leaves random states, the garbage collector and compilation as they were."""
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_random = sys.modules.get("numpy.random")
+    numpy_state = numpy_random.get_state() if numpy_random is not None else None
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with _eager():
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if numpy_random is not None and numpy_state is not None:
+            numpy_random.set_state(numpy_state)
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled models run uncompiled: shape-only tensors have nothing to compile for."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        yield
+        return
+    before = dynamo.config.disable
+    dynamo.config.disable = True
+    try:
+        yield
+    finally:
+        dynamo.config.disable = before
+
+
+@contextmanager
+def _autocast_for_absent_cuda(autocast: Autocast) -> Iterator[None]:
+    """Lets `torch.autocast("cuda")` be entered on a machine without CUDA, and hears when its cache is cleared."""
+    common = torch.cuda.amp.common
+    before = (common.amp_definitely_not_available, torch.cuda.is_bf16_supported, torch.clear_autocast_cache)
+
+    def clear() -> None:
+        autocast.clear_cache()
+        before[2]()
+
+    common.amp_definitely_not_available = lambda: False
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: True
+    torch.clear_autocast_cache = clear
+    try:
+        yield
+    finally:
+        common.amp_definitely_not_available, torch.cuda.is_bf16_supported, torch.clear_autocast_cache = before

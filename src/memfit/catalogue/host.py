@@ -1,0 +1,136 @@
+"""How much memory this machine really gives a process.
+
+Inside a container the kernel's total is the host's, not ours: the limit that kills is the control group's. Version 1
+of the interface states the tightest limit of a group and its ancestors in `memory.stat`; version 2 has one
+`memory.max` per level, and the least of them counts. Which directory is ours follows from /proc/self/cgroup (path in
+the hierarchy) and /proc/self/mountinfo (which part of the hierarchy is mounted, and where), as in cgroups(7).
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class _Mount:
+    root: PurePosixPath
+    point: PurePosixPath
+    is_unified: bool
+
+
+def host_memory_bytes() -> int | None:
+    """Memory a process can have here: the control group's limit, else the physical memory; None where neither tells."""
+    known = [size for size in (cgroup_limit_bytes(), physical_memory_bytes()) if size is not None]
+    return min(known, default=None)
+
+
+def physical_memory_bytes() -> int | None:
+    """Memory of the whole machine, whatever a process may use of it."""
+    try:
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+    except (ImportError, OSError, RuntimeError):
+        pass
+    if sys.platform == "win32":
+        return None
+    try:
+        size_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+    return size_bytes if size_bytes > 0 else None
+
+
+def cgroup_limit_bytes(root: Path = _ROOT) -> int | None:
+    """Tightest memory limit of this process's control groups, or None where there is none.
+
+    Args:
+        root: where the file system starts; tests give a tree of their own.
+    """
+    limits: list[int] = []
+    for mount in _memory_mounts(_read(root / "proc/self/mountinfo")):
+        path = _group_path(_read(root / "proc/self/cgroup"), mount.is_unified)
+        if path is None:
+            continue
+        point = root / mount.point.relative_to("/")
+        inside = _path_in_mount(path, mount.root)
+        # Ancestors up to the mount point; some containers see a path to their own group that isn't mounted.
+        levels = [point / inside, *(point / parent for parent in inside.parents)]
+        found = _unified_limit(levels) if mount.is_unified else _legacy_limit(levels)
+        if found is not None:
+            limits.append(found)
+    return min(limits, default=None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def _memory_mounts(mountinfo: str) -> Iterator[_Mount]:
+    """Mounts that may hold memory limits: cgroup2, or cgroup with the memory controller."""
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, types = before.split(), after.split()
+        if len(fields) < 5 or len(types) < 3 or not fields[4].startswith("/"):
+            continue
+        is_unified = types[0] == "cgroup2"
+        if is_unified or (types[0] == "cgroup" and "memory" in types[2].split(",")):
+            yield _Mount(PurePosixPath(_unescape(fields[3])), PurePosixPath(_unescape(fields[4])), is_unified)
+
+
+def _unescape(text: str) -> str:
+    # mountinfo writes space, tab, newline and backslash as octal.
+    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        text = text.replace(code, character)
+    return text
+
+
+def _group_path(cgroup: str, is_unified: bool) -> PurePosixPath | None:
+    """Path of this process in one hierarchy: "0::/path" for version 2, "4:memory:/path" for version 1."""
+    for line in cgroup.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        is_ours = (number == "0" and not controllers) if is_unified else "memory" in controllers.split(",")
+        if colon and is_ours:
+            return PurePosixPath(path.removesuffix(" (deleted)"))
+    return None
+
+
+def _path_in_mount(path: PurePosixPath, mount_root: PurePosixPath) -> PurePosixPath:
+    """The group's path below the mount point, which shows the hierarchy from `mount_root` on."""
+    try:
+        inside = path.relative_to(mount_root)
+    except ValueError:
+        # A namespace hides how the two relate: what is mounted is then the best view of our own group.
+        return PurePosixPath()
+    return PurePosixPath() if ".." in inside.parts else inside
+
+
+def _legacy_limit(levels: list[Path]) -> int | None:
+    for level in levels:
+        for line in _read(level / "memory.stat").splitlines():
+            key, _, value = line.partition(" ")
+            if key == "hierarchical_memory_limit":
+                return _parse_limit(value)
+    return None
+
+
+def _unified_limit(levels: list[Path]) -> int | None:
+    limits = [limit for level in levels if (limit := _parse_limit(_read(level / "memory.max"))) is not None]
+    return min(limits, default=None)
+
+
+def _parse_limit(text: str) -> int | None:
+    """Bytes of a limit; None for "max", for version 1's near-infinity and for anything unreadable."""
+    word = text.strip()
+    if not (word.isascii() and word.isdigit()):
+        return None
+    # Version 1 writes "no limit" as the largest multiple of the page size below 2**63.
+    return int(word) if int(word) < 2**62 else None

@@ -1,0 +1,1 @@
+"""Frozen data, units and errors that every other part shares; no algorithms, no frameworks."""

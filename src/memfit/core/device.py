@@ -1,0 +1,55 @@
+"""What a device is: memory, rates, and how sure we are of each."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Origin(StrEnum):
+    """Where a number shown to a user comes from."""
+
+    MEASURED = "measured"
+    SIMULATED = "simulated"
+    ASSUMED = "assumed"
+
+
+class Kind(StrEnum):
+    """Whose rules a device follows."""
+
+    CUDA = "cuda"
+    HOST = "host"
+    """Plain host memory: a CPU, or an accelerator that shares it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device of the catalogue.
+
+    Args:
+        name: canonical name, "rtx-3090".
+        title: name as its maker writes it.
+        kind: whose rules it follows.
+        nominal_bytes: what the box says; None when the caller's machine decides.
+        usable_bytes: what a process can really get, before its CUDA context.
+        usable_origin: how `usable_bytes` is known.
+        capability: CUDA compute capability (8, 6), or None.
+        num_multiprocessors: streaming multiprocessors, or None.
+        bandwidth_bytes_per_second: memory bandwidth.
+        flops: peak dense floating-point operations per second by dtype ("float32", "tf32", "float16", "bfloat16", "float8").
+        context_bytes: memory that the CUDA context takes in a process, or None where unknown.
+        source: where the figures come from.
+        date: when that source was read, ISO.
+    """
+
+    name: str
+    title: str
+    kind: Kind
+    nominal_bytes: int | None
+    usable_bytes: int | None
+    usable_origin: Origin
+    capability: tuple[int, int] | None = None
+    num_multiprocessors: int | None = None
+    bandwidth_bytes_per_second: float | None = None
+    flops: dict[str, float] = field(default_factory=dict)
+    context_bytes: int | None = None
+    source: str = ""
+    date: str = ""

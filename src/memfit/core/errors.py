@@ -1,0 +1,67 @@
+"""Every error memfit raises on purpose.
+
+    MemfitError
+    +-- BadInput (ValueError)       the caller gave something that can't be used
+    |   +-- InvalidSize             "24 bananas"
+    |   +-- UnknownDevice           no such device; names the nearest
+    |   +-- BadBatch                empty, zero-sized or disagreeing tensors
+    |   +-- BadLoss                 not a scalar, or independent of the parameters
+    |   +-- BadOptimizer            an optimizer of another model
+    |   +-- BadModel                not a module, tensors on mixed devices
+    |   +-- BadTarget               a FILE.py:function, timm: or hf: name that can't be loaded
+    |   +-- BadFile                 a saved estimate that can't be read
+    +-- StepFailed                  the user's own code raised; carries its line
+    +-- MissingDependency           an extra that isn't installed; names the command that installs it
+
+Each message says what was given, what was expected and what to do. `exit_code` is what the command line returns.
+"""
+
+
+class MemfitError(Exception):
+    """Base of all errors raised on purpose."""
+
+    exit_code = 2
+
+
+class BadInput(MemfitError, ValueError):
+    """The caller gave something that can't be used."""
+
+
+class InvalidSize(BadInput):
+    """A size that can't be parsed."""
+
+
+class UnknownDevice(BadInput):
+    """A device name that isn't in the catalogue."""
+
+
+class BadBatch(BadInput):
+    """A batch that can't be used: empty, zero-sized, or its tensors disagree."""
+
+
+class BadLoss(BadInput):
+    """A loss that isn't a scalar or doesn't depend on the parameters."""
+
+
+class BadOptimizer(BadInput):
+    """An optimizer that doesn't belong to the model."""
+
+
+class BadModel(BadInput):
+    """A model that isn't one, or whose tensors are on mixed devices."""
+
+
+class BadTarget(BadInput):
+    """A name on the command line that can't be loaded."""
+
+
+class BadFile(BadInput):
+    """A file that can't be read as what it should be."""
+
+
+class StepFailed(MemfitError):
+    """The user's own code raised while its step was traced."""
+
+
+class MissingDependency(MemfitError):
+    """An optional part that isn't installed."""

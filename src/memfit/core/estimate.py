@@ -1,0 +1,235 @@
+"""The answer of `memfit.estimate`: what a step needs, where it goes, and how sure that is."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from memfit.core.device import Device, Kind, Origin
+from memfit.core.errors import BadFile
+from memfit.core.replay import OutOfMemory, Replay
+from memfit.core.timeline import Block, Timeline
+from memfit.core.units import format_size
+
+FORMAT_VERSION = 1
+
+CONTEXT = "CUDA context"
+CACHED = "allocator rounding, cache and fragmentation"
+ROOT_MODULE = "(model)"
+UNKNOWN_SOURCE = "(framework)"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something the estimate had to assume, or that the user should know.
+
+    Args:
+        code: stable name of the rule, "data-dependent-shape".
+        text: what happened and what was assumed.
+        source: line of the user's code, or "".
+    """
+
+    code: str
+    text: str
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What the host must hold for the step, by part; every part is an assumption spelled out in `parts`."""
+
+    parts: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Bytes at the peak, by four views. Each view adds up to `Estimate.peak_bytes`."""
+
+    by_category: dict[str, int]
+    by_module: dict[str, int]
+    by_op: dict[str, int]
+    by_source: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Peak memory of one training or inference step on a device.
+
+    Args:
+        subject: what was estimated, such as the model's class name.
+        device: the target.
+        mode: "training" or "inference".
+        precision: as given, or "as given".
+        batch_size: first dimension of the batch, or None when its tensors share none.
+        timeline: every allocation of the traced steps.
+        replay: what the allocator made of it.
+        context_bytes: memory of the CUDA context.
+        lower_bytes: the device can't do with less.
+        upper_bytes: the device will not need more, barring what `notes` list.
+        host: what the host must hold.
+        notes: assumptions made on the way.
+        num_parameters: elements of all parameters.
+        seconds: how long the estimate took.
+    """
+
+    subject: str
+    device: Device
+    mode: str
+    precision: str
+    batch_size: int | None
+    timeline: Timeline
+    replay: Replay
+    context_bytes: int
+    lower_bytes: int
+    upper_bytes: int
+    host: HostMemory
+    notes: tuple[Note, ...] = ()
+    num_parameters: int = 0
+    seconds: float = 0.0
+
+    @property
+    def allocated_peak_bytes(self) -> int:
+        """Greatest sum of live blocks, as `torch.cuda.max_memory_allocated` counts them."""
+        return self.replay.allocated_peak_bytes
+
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """Greatest memory taken from the device by the allocator, as `torch.cuda.max_memory_reserved` counts it."""
+        return self.replay.reserved_peak_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the device must provide: reserved memory and the CUDA context."""
+        return self.reserved_peak_bytes + self.context_bytes
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What the device can provide; None when unknown."""
+        return self.device.usable_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the step runs on the device; None when its capacity is unknown."""
+        if self.replay.out_of_memory is not None:
+            return False
+        return None if self.capacity_bytes is None else self.peak_bytes <= self.capacity_bytes
+
+    @cached_property
+    def peak_tick(self) -> int:
+        """Tick of the timeline at which most is allocated."""
+        allocated = self.replay.allocated
+        return allocated.index(max(allocated)) if allocated else 0
+
+    @cached_property
+    def breakdown(self) -> Breakdown:
+        """Where every byte of the peak goes."""
+        tick, timeline = self.peak_tick, self.timeline
+        live_bytes = sum(block.size_bytes for block in timeline.live_at(tick))
+        rest = {CACHED: self.reserved_peak_bytes - live_bytes, CONTEXT: self.context_bytes}
+        rest = {name: size for name, size in rest.items() if size}
+        return Breakdown(
+            by_category=timeline.breakdown(tick, lambda b: str(b.category)) | rest,
+            by_module=timeline.breakdown(tick, lambda b: b.module or ROOT_MODULE) | rest,
+            by_op=timeline.breakdown(tick, lambda b: b.op) | rest,
+            by_source=timeline.breakdown(tick, lambda b: b.source or UNKNOWN_SOURCE) | rest,
+        )
+
+    @cached_property
+    def peak_block(self) -> Block | None:
+        """The block whose allocation reached the peak."""
+        return next((b for b in self.timeline.blocks if b.start == self.peak_tick), None)
+
+    @property
+    def moment(self) -> str:
+        """When the peak is reached, in words."""
+        block = self.peak_block
+        if block is None:
+            return "nothing is allocated"
+        mark = self.timeline.mark_at(self.peak_tick)
+        words = f"in the {mark.phase} pass" if mark.phase in ("forward", "backward") else f"in {mark.phase}"
+        if mark.phase == "optimizer":
+            words = "in the optimizer step"
+        if mark.step:
+            words += f" of step {mark.step}"
+        words += f", at {block.op or 'an allocation'} ({format_size(block.size_bytes)})"
+        if block.module:
+            words += f" in {block.module}"
+        if block.source:
+            words += f", {block.source}"
+        return words
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain structure that `json` can write, and `from_json` read back."""
+        device = asdict(self.device)
+        return {
+            "format": "memfit.estimate",
+            "version": FORMAT_VERSION,
+            "subject": self.subject,
+            "device": device,
+            "mode": self.mode,
+            "precision": self.precision,
+            "batch_size": self.batch_size,
+            "peak_bytes": self.peak_bytes,
+            "allocated_peak_bytes": self.allocated_peak_bytes,
+            "reserved_peak_bytes": self.reserved_peak_bytes,
+            "context_bytes": self.context_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "fits": self.fits,
+            "lower_bytes": self.lower_bytes,
+            "upper_bytes": self.upper_bytes,
+            "moment": self.moment,
+            "breakdown": asdict(self.breakdown),
+            "host": self.host.parts,
+            "notes": [asdict(note) for note in self.notes],
+            "num_parameters": self.num_parameters,
+            "seconds": self.seconds,
+            "origin": {"peak_bytes": Origin.SIMULATED.value, "capacity_bytes": self.device.usable_origin.value},
+            "timeline": self.timeline.to_json(),
+            "replay": asdict(self.replay),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> "Estimate":
+        """The estimate that `to_json` wrote, from its structure or its text."""
+        try:
+            data = json.loads(data) if isinstance(data, str | bytes) else data
+            if data["format"] != "memfit.estimate" or data["version"] != FORMAT_VERSION:
+                raise BadFile(f"expected a memfit.estimate of version {FORMAT_VERSION}, got {data['format']} {data['version']}.")
+            device = Device(**data["device"])
+            capability = device.capability
+            device = replace(
+                device,
+                kind=Kind(device.kind),
+                usable_origin=Origin(device.usable_origin),
+                capability=None if capability is None else (capability[0], capability[1]),
+            )
+            replay = dict(data["replay"])
+            out_of_memory = replay.pop("out_of_memory")
+            return cls(
+                subject=data["subject"],
+                device=device,
+                mode=data["mode"],
+                precision=data["precision"],
+                batch_size=data["batch_size"],
+                timeline=Timeline.from_json(data["timeline"]),
+                replay=Replay(
+                    **(replay | {"allocated": tuple(replay["allocated"]), "reserved": tuple(replay["reserved"])}),
+                    out_of_memory=OutOfMemory(**out_of_memory) if out_of_memory else None,
+                ),
+                context_bytes=data["context_bytes"],
+                lower_bytes=data["lower_bytes"],
+                upper_bytes=data["upper_bytes"],
+                host=HostMemory(data["host"]),
+                notes=tuple(Note(**note) for note in data["notes"]),
+                num_parameters=data["num_parameters"],
+                seconds=data["seconds"],
+            )
+        except BadFile:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise BadFile(f"not an estimate written by memfit: {type(error).__name__}: {error}") from None

@@ -1,0 +1,173 @@
+"""The timeline: every allocation of a training step, from birth to death.
+
+Everything in memfit produces or consumes a `Timeline`. It holds one `Block` per allocation. Time is counted in ticks:
+each allocation and each free is one tick, so that the order of events is exact and two never coincide. A
+timeline says what the program asked for; what a device must provide for it is the allocator's answer (`memfit.allocator`).
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from memfit.core.errors import BadFile
+
+FORMAT_VERSION = 1
+
+
+class Category(StrEnum):
+    """What a block is for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer state"
+    ACTIVATION = "activation"
+    """Kept by the forward pass for the backward pass."""
+    TEMPORARY = "temporary"
+    BATCH = "input batch"
+    WORKSPACE = "workspace"
+    """Scratch memory of a kernel library, invisible to the program."""
+
+
+class Phase(StrEnum):
+    """The part of a step in which a block is allocated."""
+
+    SETUP = "setup"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One allocation.
+
+    Args:
+        size_bytes: what the program asked for, before any rounding by an allocator.
+        start: tick of the allocation.
+        end: tick of the free; None when the block outlives the timeline.
+        category: what it is for.
+        phase: part of the step that allocated it.
+        module: dotted path of the module, "" for the model itself or outside of it.
+        op: operator that allocated it, such as "aten.convolution".
+        source: innermost line of code outside the framework, "file.py:31", or "" where there is none.
+    """
+
+    size_bytes: int
+    start: int
+    end: int | None
+    category: Category
+    phase: Phase
+    module: str = ""
+    op: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A named moment: from `tick` on, the program is in `phase` of step number `step` (counted from 1; 0 is set-up)."""
+
+    tick: int
+    phase: Phase
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Blocks in order of their start, the number of ticks, and the marks where phases begin."""
+
+    blocks: tuple[Block, ...]
+    num_ticks: int
+    marks: tuple[Mark, ...] = ()
+
+    def events(self) -> Iterator[tuple[int, bool]]:
+        """(index of the block, True for its allocation or False for its free), in order of time."""
+        order: list[tuple[int, bool] | None] = [None] * self.num_ticks
+        for index, block in enumerate(self.blocks):
+            order[block.start] = (index, True)
+            if block.end is not None:
+                order[block.end] = (index, False)
+        return (event for event in order if event is not None)
+
+    def curve(self) -> list[int]:
+        """Live bytes after each tick."""
+        change = [0] * self.num_ticks
+        for block in self.blocks:
+            change[block.start] += block.size_bytes
+            if block.end is not None:
+                change[block.end] -= block.size_bytes
+        live, total = [], 0
+        for delta in change:
+            total += delta
+            live.append(total)
+        return live
+
+    def peak(self) -> tuple[int, int]:
+        """(tick, live bytes) where the live bytes are greatest for the first time; (0, 0) when nothing is allocated."""
+        curve = self.curve()
+        if not curve:
+            return 0, 0
+        most = max(curve)
+        return curve.index(most), most
+
+    def live_at(self, tick: int) -> list[Block]:
+        """Blocks alive just after `tick`."""
+        return [b for b in self.blocks if b.start <= tick and (b.end is None or b.end > tick)]
+
+    def breakdown(self, tick: int, by: Callable[[Block], str]) -> dict[str, int]:
+        """Live bytes at `tick` grouped by `by(block)`, largest first."""
+        groups: dict[str, int] = {}
+        for block in self.live_at(tick):
+            key = by(block)
+            groups[key] = groups.get(key, 0) + block.size_bytes
+        return dict(sorted(groups.items(), key=lambda item: (-item[1], item[0])))
+
+    def mark_at(self, tick: int) -> Mark:
+        """The mark in force at `tick`."""
+        current = Mark(0, Phase.SETUP, 0)
+        for mark in self.marks:
+            if mark.tick > tick:
+                break
+            current = mark
+        return current
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain structure that `json` can write; strings are stored once."""
+        strings: dict[str, int] = {}
+
+        def code(text: str) -> int:
+            return strings.setdefault(text, len(strings))
+
+        rows = [
+            [b.size_bytes, b.start, b.end, code(b.category), code(b.phase), code(b.module), code(b.op), code(b.source)]
+            for b in self.blocks
+        ]
+        return {
+            "format": "memfit.timeline",
+            "version": FORMAT_VERSION,
+            "num_ticks": self.num_ticks,
+            "marks": [[m.tick, m.phase.value, m.step] for m in self.marks],
+            "blocks": rows,
+            "strings": list(strings),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> "Timeline":
+        """The timeline that `to_json` wrote, from its structure or its text."""
+        try:
+            data = json.loads(data) if isinstance(data, str | bytes) else data
+            if data["format"] != "memfit.timeline" or data["version"] != FORMAT_VERSION:
+                raise BadFile(f"expected a memfit.timeline of version {FORMAT_VERSION}, got {data['format']} {data['version']}.")
+            s = data["strings"]
+            blocks = tuple(
+                Block(int(size), int(start), end, Category(s[c]), Phase(s[p]), s[m], s[o], s[src])
+                for size, start, end, c, p, m, o, src in data["blocks"]
+            )
+            marks = tuple(Mark(int(t), Phase(p), int(n)) for t, p, n in data["marks"])
+            return cls(blocks, int(data["num_ticks"]), marks)
+        except BadFile:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise BadFile(f"not a timeline written by memfit: {type(error).__name__}: {error}") from None

@@ -1,0 +1,250 @@
+// The chart: stacked areas by category, and the moment under the pointer.
+
+const MARGIN = { left: 62, right: 12, top: 42, bottom: 42 };
+const chart = byId("chart");
+const plot = byId("plot");
+const most = Math.max(data.peakBytes, live.reduce((a, b) => Math.max(a, b), 0) + data.context, 1);
+let view = null;
+let cursorTick = null;
+let pinnedTick = data.peakTick;
+
+function niceStep(range, count, binary) {
+  const unit = binary ? (UNITS.find(([, factor]) => range >= factor) || ["B", 1])[1] : 1;
+  const raw = range / unit / count;
+  const power = 10 ** Math.floor(Math.log10(raw || 1));
+  const step = [1, 2, 5, 10].find((factor) => factor * power >= raw) * power * unit;
+  return binary ? step : Math.max(1, step);
+}
+
+function axisLabel(bytes, top) {
+  const [unit, factor] = UNITS.find(([, size]) => top >= size) || ["B", 1];
+  return `${+(bytes / factor).toFixed(3)} ${unit}`;
+}
+
+/** Per pixel column only the highest and the lowest sample: what a screen can show, and no peak lost. */
+function visible(width) {
+  const columns = new Map();
+  ticks.forEach((tick, index) => {
+    const column = Math.floor((tick * width) / numTicks);
+    const [high, low] = columns.get(column) || [index, index];
+    columns.set(column, [live[index] > live[high] ? index : high, live[index] < live[low] ? index : low]);
+  });
+  const chosen = new Set([sampleAt(data.peakTick)]);
+  for (const pair of columns.values()) pair.forEach((index) => chosen.add(index));
+  return [...chosen].sort((a, b) => a - b);
+}
+
+// Memory stays at its level until the next event, so curves are steps, not slopes.
+function stepPath(indices, values, x, y, end) {
+  const points = indices.map((index) => [x(ticks[index]).toFixed(1), y(values(index)).toFixed(1)]);
+  return points.map(([px, py], i) => (i ? `H${px}V${py}` : `M${px} ${py}`)).join("") + `H${end.toFixed(1)}`;
+}
+
+function areaPath(indices, lower, upper, x, y, end) {
+  let path = stepPath(indices, upper, x, y, end);
+  for (let i = indices.length - 1; i >= 0; i--) {
+    path += `V${y(lower(indices[i])).toFixed(1)}H${x(ticks[indices[i]]).toFixed(1)}`;
+  }
+  return `${path}Z`;
+}
+
+function drawChart() {
+  clear(plot);
+  const width = Math.max(240, chart.clientWidth);
+  const height = width < 600 ? 340 : 420;
+  const inner = { width: width - MARGIN.left - MARGIN.right, height: height - MARGIN.top - MARGIN.bottom };
+  // A capacity far above the curve would squash it; the legend names it then.
+  const shown = data.capacity !== null && data.capacity <= 1.8 * most;
+  const top = 1.06 * Math.max(most, shown ? data.capacity : 0);
+  const x = (tick) => MARGIN.left + (tick / numTicks) * inner.width;
+  const y = (bytes) => MARGIN.top + inner.height * (1 - bytes / top);
+  view = { x, inner, height, width };
+  plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  plot.setAttribute("height", height);
+  drawPhases(x, inner);
+  drawAxes(x, y, top, inner);
+  if (ticks.length) drawCurves(x, y, inner);
+  if (data.failureTick !== null) {
+    const px = x(data.failureTick);
+    shape("rect", { class: "unreached", x: px, y: MARGIN.top, width: x(numTicks) - px, height: inner.height }, plot);
+    shape("line", { class: "lost", x1: px, x2: px, y1: MARGIN.top, y2: MARGIN.top + inner.height }, plot);
+  }
+  const onLeft = data.peakTick > numTicks / 2;
+  if (shown) drawCapacity(y, inner, onLeft);
+  if (ticks.length) drawPeak(x, y, inner, onLeft);
+  view.cursor = shape("line", { class: "cursor", visibility: "hidden", y1: MARGIN.top, y2: MARGIN.top + inner.height }, plot);
+  view.pin = shape("line", { class: "pin", y1: MARGIN.top, y2: MARGIN.top + inner.height }, plot);
+  movePin();
+}
+
+function drawPhases(x, inner) {
+  data.marks.forEach(([tick, phase, step], index) => {
+    const end = index + 1 < data.marks.length ? data.marks[index + 1][0] : numTicks;
+    if (end <= tick) return;
+    const [left, right] = [x(tick), x(end)];
+    const name = step ? `${phase} ${step}` : phase;
+    const band = shape("rect", { class: `band ${phase}`, x: left, y: 0, width: right - left, height: 18, rx: 3 }, plot);
+    shape("title", {}, band, step ? `${phase}, step ${step}` : phase);
+    shape("line", { class: "grid", x1: left, x2: left, y1: MARGIN.top, y2: MARGIN.top + inner.height }, plot);
+    // About 6.2 pixels a letter at this size.
+    const label = [name, name[0].toUpperCase() + (step || "")].find((text) => text.length * 6.2 + 8 <= right - left);
+    if (label) shape("text", { class: "phase", x: (left + right) / 2, y: 13, "text-anchor": "middle" }, plot, label);
+  });
+}
+
+function drawAxes(x, y, top, inner) {
+  const step = niceStep(top, 5, true);
+  for (let bytes = 0; bytes <= top; bytes += step) {
+    shape("line", { class: bytes ? "grid" : "axis", x1: MARGIN.left, x2: MARGIN.left + inner.width, y1: y(bytes), y2: y(bytes) }, plot);
+    shape("text", { x: MARGIN.left - 8, y: y(bytes) + 4, "text-anchor": "end" }, plot, bytes ? axisLabel(bytes, top) : "0");
+  }
+  const base = MARGIN.top + inner.height;
+  const stride = niceStep(numTicks, inner.width < 500 ? 3 : 8, false);
+  for (let tick = 0; tick < numTicks; tick += stride) {
+    const px = x(tick);
+    shape("line", { class: "axis", x1: px, x2: px, y1: base, y2: base + 4 }, plot);
+    // A label centred on the last mark may reach past the edge.
+    if (px < MARGIN.left + inner.width - 12) shape("text", { x: px, y: base + 17, "text-anchor": "middle" }, plot, tick.toLocaleString("en"));
+  }
+  shape("text", { x: MARGIN.left + inner.width / 2, y: base + 35, "text-anchor": "middle" }, plot, "time in ticks: one per allocation or free");
+}
+
+function drawCurves(x, y, inner) {
+  const indices = visible(inner.width);
+  const end = x(numTicks);
+  const base = new Float64Array(ticks.length).fill(data.context);
+  if (data.context) {
+    const d = areaPath(indices, () => 0, () => data.context, x, y, end);
+    shape("path", { class: "area", "data-name": data.contextName, d }, plot).style.fill = colour(data.contextName);
+  }
+  series.forEach((values, category) => {
+    const d = areaPath(indices, (i) => base[i], (i) => base[i] + values[i], x, y, end);
+    const area = shape("path", { class: "area", "data-name": data.categories[category], d }, plot);
+    area.style.fill = colour(data.categories[category]);
+    values.forEach((value, i) => (base[i] += value));
+  });
+  for (const [name, values] of [["allocated", allocated], ["reserved", reserved]]) {
+    const known = indices.filter((index) => index < values.length);
+    const stop = values.length < ticks.length ? x(data.failureTick ?? ticks[values.length - 1] ?? 0) : end;
+    if (!known.length) continue;
+    shape("path", { class: `line ${name}`, "data-name": name, d: stepPath(known, (i) => values[i] + data.context, x, y, stop) }, plot);
+  }
+}
+
+function drawCapacity(y, inner, onLeft) {
+  const [left, right] = [MARGIN.left, MARGIN.left + inner.width];
+  const place = { class: "limit", x: onLeft ? left + 6 : right - 6, "text-anchor": onLeft ? "start" : "end" };
+  const py = y(data.capacity);
+  shape("line", { class: "capacity", x1: left, x2: right, y1: py, y2: py }, plot);
+  shape("text", { ...place, y: py - 7 }, plot, `usable: ${formatSize(data.capacity)}`);
+}
+
+function drawPeak(x, y, inner, onLeft) {
+  const px = x(data.peakTick);
+  const index = sampleAt(data.peakTick);
+  shape("line", { class: "peak", x1: px, x2: px, y1: MARGIN.top - 4, y2: MARGIN.top + inner.height }, plot);
+  for (const values of [allocated, reserved]) {
+    if (index < values.length) shape("circle", { class: "dot", cx: px, cy: y(values[index] + data.context), r: 4.5 }, plot);
+  }
+  const text = `peak: ${data.neededText}`;
+  shape("text", { id: "peak-label", class: "strong", x: px, y: MARGIN.top - 9, "text-anchor": onLeft ? "end" : "start" }, plot, text);
+}
+
+function movePin() {
+  const px = view.x(pinnedTick);
+  view.pin.setAttribute("x1", px);
+  view.pin.setAttribute("x2", px);
+}
+
+function tipRow(parent, name, text, { category, className } = {}) {
+  const row = node("div", { className: "row", parent });
+  const label = node("span", { parent: row });
+  swatch(label, category, className);
+  node("span", { text: name, parent: label });
+  node("span", { text, parent: row });
+}
+
+/** A curve's value at a tick; between samples it is only nearly known. */
+function curveText(values, tick) {
+  const index = sampleAt(tick);
+  if (index >= values.length) return "unknown";
+  return (ticks[index] === tick ? "" : "about ") + formatSize(values[index]);
+}
+
+function showCursor(tick) {
+  cursorTick = valid(tick);
+  const px = view.x(cursorTick);
+  view.cursor.setAttribute("x1", px);
+  view.cursor.setAttribute("x2", px);
+  view.cursor.setAttribute("visibility", "visible");
+  const tip = byId("tip");
+  clear(tip);
+  node("p", { text: `Tick ${cursorTick.toLocaleString("en")} \u00b7 ${phaseAt(cursorTick)}`, parent: tip }).style.fontWeight = "600";
+  node("p", { text: describe(cursorTick), parent: tip });
+  const totals = totalsAt(cursorTick);
+  for (let i = totals.length - 1; i >= 0; i--) {
+    if (totals[i]) tipRow(tip, data.categories[i], formatSize(totals[i]), { category: data.categories[i] });
+  }
+  if (data.context) tipRow(tip, data.contextName, formatSize(data.context), { category: data.contextName });
+  tipRow(tip, "allocated", curveText(allocated, cursorTick), { className: "line" });
+  tipRow(tip, "reserved", curveText(reserved, cursorTick), { className: "line dashed" });
+  tip.hidden = false;
+  const scale = chart.clientWidth / view.width;
+  const left = px * scale + 14;
+  const fits = left + tip.offsetWidth <= chart.clientWidth;
+  tip.style.left = `${fits ? left : Math.max(0, px * scale - 14 - tip.offsetWidth)}px`;
+}
+
+function hideCursor() {
+  byId("tip").hidden = true;
+  if (view) view.cursor.setAttribute("visibility", "hidden");
+}
+
+/** The highest moment near the pointer: a spike one tick wide must be easy to hit. */
+function tickUnder(event) {
+  const box = chart.getBoundingClientRect();
+  const position = ((event.clientX - box.left) * view.width) / box.width;
+  const perPixel = numTicks / view.inner.width;
+  const tick = (position - MARGIN.left) * perPixel;
+  const first = sampleAt(tick - 2 * perPixel);
+  const last = sampleAt(tick + 2 * perPixel);
+  if (perPixel < 0.5) return Math.floor(tick);
+  let best = first;
+  for (let index = first; index <= last; index++) if (live[index] > live[best]) best = index;
+  return ticks[best];
+}
+
+function pinFromAddress() {
+  const match = /^#tick=(\d+)$/.exec(location.hash);
+  if (ticks.length) pin(match ? Number(match[1]) : data.peakTick, false);
+}
+
+function onKey(event) {
+  const here = cursorTick ?? pinnedTick;
+  const stride = event.shiftKey ? Math.ceil(numTicks / 50) : 1;
+  const forward = complete ? here + stride : ticks[Math.min(ticks.length - 1, sampleAt(here) + stride)];
+  const back = complete ? here - stride : ticks[Math.max(0, sampleAt(here) - stride)];
+  const moves = { ArrowLeft: back, ArrowRight: forward, Home: 0, End: numTicks - 1, p: data.peakTick, P: data.peakTick };
+  if (event.key in moves) showCursor(moves[event.key]);
+  else if (event.key === "Enter" || event.key === " ") pin(here);
+  else if (event.key === "Escape") hideCursor();
+  else return;
+  event.preventDefault();
+}
+
+function drawLegend() {
+  const legend = byId("legend");
+  const entry = (text, category, className) => {
+    const item = node("span", { parent: legend });
+    swatch(item, category, className);
+    node("span", { text, parent: item });
+  };
+  [...data.categories].reverse().forEach((category) => entry(category, category));
+  if (data.context) entry(data.contextName, data.contextName);
+  const also = data.context ? " + context" : "";
+  entry(`allocated${also}`, null, "line");
+  entry(`reserved${also}`, null, "line dashed");
+  const above = data.capacity > 1.8 * most ? " (above the chart)" : "";
+  if (data.capacity !== null) entry(`usable on the device: ${formatSize(data.capacity)}${above}`, null, "line limit");
+  if (data.failureTick !== null) entry(`out of memory at tick ${data.failureTick.toLocaleString("en")}; what follows is never reached`, null, "line lost");
+}

@@ -1,0 +1,47 @@
+// What every part of the page builds on: the data, elements that hold text only, and the wording of numbers.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const NAMESPACE = byId("plot").namespaceURI;
+
+// Names reach the document through this function only, and as text only.
+function node(tag, { text, className, parent, title } = {}) {
+  const element = document.createElement(tag);
+  if (text !== undefined) element.textContent = text;
+  if (className) element.className = className;
+  if (title) element.title = title;
+  if (parent) parent.appendChild(element);
+  return element;
+}
+
+function shape(tag, attributes, parent, text) {
+  const element = document.createElementNS(NAMESPACE, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text !== undefined) element.textContent = text;
+  parent.appendChild(element);
+  return element;
+}
+
+const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
+
+function formatSize(bytes) {
+  if (bytes === null) return "unknown";
+  const size = Math.abs(bytes);
+  for (const [unit, factor] of UNITS) {
+    if (size >= factor) return `${(bytes / factor).toFixed(size < 10 * factor ? 2 : 1)} ${unit}`;
+  }
+  return `${bytes} B`;
+}
+
+function formatShare(share) {
+  return share > 0 && share < 0.001 ? "<0.1%" : `${(100 * share).toFixed(1)}%`;
+}
+
+const colour = (category) => `var(--${category.toLowerCase().replaceAll(" ", "-")})`;
+const byName = (a, b) => a.localeCompare(b, "en", { numeric: true });
+const clear = (element) => element.replaceChildren();
+
+function swatch(parent, category, className = "") {
+  const element = node("span", { className: `swatch ${className}`, parent });
+  if (category) element.style.background = colour(category);
+}

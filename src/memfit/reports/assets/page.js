@@ -1,0 +1,71 @@
+// Head and foot of the page, and the start of everything.
+
+function fillHead() {
+  const [sign, tone] = data.fits === null ? ["?", "unsure"] : data.fits ? ["\u2713", "good"] : ["\u2715", "bad"];
+  byId("headline").textContent = data.headline;
+  byId("verdict").textContent = data.demand;
+  byId("badge").textContent = `${sign} ${data.answer}`;
+  byId("badge").classList.add(tone);
+  byId("bounds").textContent = data.bounds;
+  byId("moment").textContent = `Peak ${data.moment}`;
+  if (data.failure) {
+    byId("failure").textContent = data.failure;
+    byId("failure").hidden = false;
+  }
+  const list = byId("figures");
+  for (const [label, value, origin] of data.figures) {
+    const entry = node("div", { parent: list });
+    node("dt", { text: label, parent: entry });
+    const field = node("dd", { text: value, parent: entry });
+    if (origin) node("span", { text: origin, className: "origin", parent: field });
+  }
+}
+
+function fillFoot() {
+  const notes = byId("notes");
+  for (const [code, text, source] of data.notes) {
+    const item = node("li", { text: `${text} `, parent: notes });
+    node("code", { text: source ? `${code}, ${source}` : code, parent: item });
+  }
+  if (!data.notes.length) node("li", { text: "None.", parent: notes });
+  const host = byId("host");
+  heads(host, [["part (assumed)"], ["bytes", true]]);
+  const body = node("tbody", { parent: host });
+  for (const [name, size] of [...data.host, ["total", null]]) {
+    const row = node("tr", { parent: body });
+    node("td", { text: name, parent: row });
+    node("td", { text: size === null ? data.hostTotal : formatSize(size), className: "number", parent: row });
+  }
+  const lines = [
+    `${data.parameters} parameters, ${numTicks.toLocaleString("en")} ticks, ` +
+      `${(data.blocks.length + data.numLeftOut).toLocaleString("en")} blocks; estimated in ${data.seconds} s by memfit, version ${data.memfit}.`,
+    "Simulated: worked out from a trace of the step. Measured: read on a device. Assumed: a documented guess.",
+  ];
+  if (data.source) lines.push(`Usable memory of the device: ${data.source}.`);
+  if (data.numLeftOut) lines.push(`${data.numLeftOut.toLocaleString("en")} blocks of ${data.leftOutUpTo} or less are in the curves, not in the lists.`);
+  for (const text of lines) node("p", { text, parent: byId("footer") });
+}
+
+fillHead();
+drawLegend();
+drawChart();
+pinFromAddress();
+drawMap();
+drawViews();
+drawBreakdown();
+fillFoot();
+chart.addEventListener("pointermove", (event) => ticks.length && showCursor(tickUnder(event)));
+chart.addEventListener("pointerleave", hideCursor);
+chart.addEventListener("blur", hideCursor);
+chart.addEventListener("click", (event) => ticks.length && pin(tickUnder(event)));
+chart.addEventListener("keydown", (event) => ticks.length && onKey(event));
+byId("to-peak").addEventListener("click", () => ticks.length && pin(data.peakTick));
+window.addEventListener("hashchange", pinFromAddress);
+let drawnWidth = window.innerWidth;
+window.addEventListener("resize", () => {
+  if (window.innerWidth === drawnWidth) return;
+  drawnWidth = window.innerWidth;
+  hideCursor();
+  drawChart();
+  drawMap();
+});

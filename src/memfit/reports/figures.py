@@ -1,0 +1,205 @@
+"""What every report says, before any of them decides how it looks.
+
+The text, the terminal and the page must agree to the letter on the verdict, the shares and where each figure comes
+from, so those are worked out once, here, from the estimate alone.
+"""
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from memfit.core.device import Device, Kind, Origin
+from memfit.core.estimate import CACHED, CONTEXT, Estimate
+from memfit.core.timeline import Category
+from memfit.core.units import format_size
+
+OVERHEADS = (CACHED, CONTEXT)
+"""Rows of a breakdown that belong to no block of the timeline."""
+
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a breakdown.
+
+    Args:
+        name: what holds the memory.
+        size_bytes: how much.
+        share: of the peak, from 0 to 1.
+    """
+
+    name: str
+    size_bytes: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number as a report shows it, with its origin; `origin` is "" where the value is unknown."""
+
+    label: str
+    value: str
+    origin: str
+
+
+def printable(text: str) -> str:
+    r"""Text that can't steer a terminal: control and invisible characters become escapes.
+
+    >>> printable("conv\x1b[31m")
+    'conv\\x1b[31m'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def shorten(text: str, width: int) -> str:
+    """Text of at most `width` characters, cut in the middle, where paths say least.
+
+    >>> shorten("encoder.layers.0.attention", 15)
+    'encode...ention'
+    """
+    if len(text) <= width:
+        return text
+    tail = (width - 3) // 2
+    return f"{text[: width - 3 - tail]}...{text[len(text) - tail :]}"
+
+
+def format_share(share: float) -> str:
+    """A share of the peak in percent.
+
+    >>> format_share(0.625), format_share(0.0001), format_share(0.0)
+    ('62.5%', '<0.1%', '0.0%')
+    """
+    return "<0.1%" if 0 < share < 0.001 else f"{share:.1%}"
+
+
+def format_count(count: int) -> str:
+    """A count as people read it.
+
+    >>> format_count(25_557_032), format_count(999), format_count(999_999)
+    ('25.6 million', '999', '1.0 million')
+    """
+    for word, factor in (("billion", 10**9), ("million", 10**6)):
+        if round(count / factor, 1) >= 1:
+            return f"{count / factor:.1f} {word}"
+    return f"{count:,}"
+
+
+def package_version() -> str:
+    """Version of the installed memfit, or "unknown" when it runs from a source tree."""
+    try:
+        return version("memfit")
+    except PackageNotFoundError:
+        return UNKNOWN
+
+
+def headline(estimate: Estimate) -> str:
+    """What was estimated: model, mode, batch and precision."""
+    batch = UNKNOWN if estimate.batch_size is None else str(estimate.batch_size)
+    return printable(f"{estimate.subject}: {estimate.mode}, batch size {batch}, precision {estimate.precision}")
+
+
+def device_title(device: Device) -> str:
+    """The device's name as its maker writes it."""
+    return printable(device.title or device.name)
+
+
+def needed_bytes(estimate: Estimate) -> int:
+    """What the device must provide; when the replay ran out, the least that it would have taken to go on."""
+    failure = estimate.replay.out_of_memory
+    if failure is None:
+        return estimate.peak_bytes
+    return max(estimate.peak_bytes, failure.allocated_bytes + failure.requested_bytes + estimate.context_bytes)
+
+
+def needed(estimate: Estimate) -> str:
+    """`needed_bytes` in words, saying "at least" when the replay stopped before the end."""
+    text = format_size(needed_bytes(estimate))
+    return text if estimate.replay.out_of_memory is None else f"at least {text}"
+
+
+def answer(fits: bool | None) -> str:
+    """Whether it fits, in words."""
+    return {True: "fits", False: "does not fit", None: "whether it fits is unknown"}[fits]
+
+
+def demand(estimate: Estimate) -> str:
+    """What is needed beside what there is."""
+    usable = format_size(estimate.capacity_bytes)
+    return f"{needed(estimate)} needed, {usable} usable on {device_title(estimate.device)}"
+
+
+def verdict(estimate: Estimate) -> str:
+    """The one line that answers the question."""
+    return f"{demand(estimate)}: {answer(estimate.fits)}"
+
+
+def bounds(estimate: Estimate) -> str:
+    """The range the need lies in, and whether that could change the verdict."""
+    text = f"lower bound {format_size(estimate.lower_bytes)}, upper bound {format_size(estimate.upper_bytes)}"
+    capacity = estimate.capacity_bytes
+    if capacity is None:
+        return text
+    if estimate.fits and estimate.upper_bytes > capacity:
+        return f"{text} (the upper bound does not fit)"
+    if estimate.fits is False and estimate.lower_bytes <= capacity:
+        return f"{text} (the lower bound fits)"
+    return text
+
+
+def failure(estimate: Estimate) -> str | None:
+    """Where the replay ran out of memory, or None when it didn't."""
+    lost = estimate.replay.out_of_memory
+    if lost is None:
+        return None
+    return (
+        f"runs out at tick {lost.tick}: {format_size(lost.requested_bytes)} requested with "
+        f"{format_size(lost.allocated_bytes)} allocated and {format_size(lost.reserved_bytes)} reserved"
+    )
+
+
+def rows(groups: dict[str, int], total_bytes: int) -> list[Row]:
+    """Lines of a breakdown, largest first, each with its share of `total_bytes`."""
+    ordered = sorted(groups.items(), key=lambda item: (-item[1], item[0]))
+    return [Row(printable(name), size, size / total_bytes if total_bytes else 0.0) for name, size in ordered]
+
+
+def top_rows(groups: dict[str, int], total_bytes: int, num_rows: int) -> list[Row]:
+    """The largest lines of a breakdown that belong to the program, without context and allocator."""
+    own = {name: size for name, size in groups.items() if name not in OVERHEADS}
+    return rows(own, total_bytes)[:num_rows]
+
+
+def parameters(estimate: Estimate) -> str:
+    """How many parameters the model has; a count of 0 beside live parameters means that nobody counted."""
+    if not estimate.num_parameters and any(b.category is Category.PARAMETER for b in estimate.timeline.blocks):
+        return UNKNOWN
+    return format_count(estimate.num_parameters)
+
+
+def context(estimate: Estimate) -> str:
+    """Memory of the CUDA context; only a device without CUDA has none."""
+    if estimate.context_bytes:
+        return format_size(estimate.context_bytes)
+    return UNKNOWN if estimate.device.kind is Kind.CUDA else "none"
+
+
+def figures(estimate: Estimate) -> list[Figure]:
+    """Every headline figure with its origin."""
+    simulated, assumed = Origin.SIMULATED.value, Origin.ASSUMED.value
+    usable_origin = "" if estimate.capacity_bytes is None else estimate.device.usable_origin.value
+    context_text = context(estimate)
+    return [
+        Figure("needed on the device", needed(estimate), simulated),
+        Figure("usable on the device", format_size(estimate.capacity_bytes), usable_origin),
+        Figure("allocated at the peak", format_size(estimate.allocated_peak_bytes), simulated),
+        Figure("reserved by the allocator", format_size(estimate.reserved_peak_bytes), simulated),
+        Figure(CONTEXT, context_text, "" if context_text in (UNKNOWN, "none") else assumed),
+        Figure("lower bound", format_size(estimate.lower_bytes), assumed),
+        Figure("upper bound", format_size(estimate.upper_bytes), assumed),
+        Figure("host memory", host_total(estimate), assumed if estimate.host.parts else ""),
+    ]
+
+
+def host_total(estimate: Estimate) -> str:
+    """What the host must hold; unknown when no part was worked out."""
+    return format_size(estimate.host.total_bytes) if estimate.host.parts else UNKNOWN

@@ -1,0 +1,91 @@
+"""The estimate as one web page that needs nothing but itself.
+
+Style, script and data are inside the file; it opens from a disk with no network, and a content security policy made
+of the hashes of our own style and script lets a browser run nothing else. Data travels as JSON in an inert
+script element and reaches the document only as text, so a module named like a tag stays a name.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import os
+import re
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from memfit.core.estimate import Estimate
+from memfit.reports import figures
+from memfit.reports.payload import build_payload
+from memfit.reports.text import format_estimate
+
+_SCRIPTS = ("document", "curves", "chart", "treemap", "tables", "page")
+
+
+def render_page(estimate: Estimate) -> str:
+    """The page as one string of HTML."""
+    style, script = _asset("assets/page.css"), _script()
+    parts = {
+        "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'",
+        "title": html.escape(f"memfit: {figures.headline(estimate)}"),
+        "plain": html.escape(format_estimate(estimate)),
+        "style": style,
+        "script": script,
+        "data": embed_json(build_payload(estimate)),
+    }
+    # One pass over the template: what is put in is never searched for placeholders again.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("templates/page.html"))
+
+
+def write_page(estimate: Estimate, path: str | os.PathLike[str]) -> Path:
+    """Write the page to `path`, whole or not at all, and give back the path."""
+    target = Path(path)
+    text = render_page(estimate)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        # mkstemp makes files only their owner can read; a report is made to be shown to others.
+        os.chmod(temporary, _default_mode())
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return target
+
+
+def embed_json(data: Any) -> str:
+    r"""JSON that can stand inside a script element: nothing in it can end the element or a line.
+
+    >>> embed_json("</script>")
+    '"\\u003c/script>"'
+    """
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    for sign in ("<", "\u2028", "\u2029"):
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    # A lone surrogate, as in a file name that isn't UTF-8, can't be written to a file.
+    return re.sub("[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _script() -> str:
+    # The files share one scope of their own, in this order; modules would need a server.
+    body = "\n".join(_asset(f"assets/{name}.js") for name in _SCRIPTS)
+    return f'"use strict";\n(() => {{\n{body}}})();\n'
+
+
+def _asset(name: str) -> str:
+    return files("memfit.reports").joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+def _default_mode() -> int:
+    # The mask can only be read by setting it.
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask

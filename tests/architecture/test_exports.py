@@ -1,0 +1,45 @@
+"""The public API, name by name: adding or removing one is a deliberate edit of this list."""
+
+import importlib
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PUBLIC = [
+    "AllocatorOptions",
+    "BadInput",
+    "Device",
+    "Estimate",
+    "Job",
+    "MemfitError",
+    "StepFailed",
+    "Timeline",
+    "__version__",
+    "compare",
+    "estimate",
+    "find_device",
+    "list_devices",
+    "max_batch",
+]
+
+
+@pytest.fixture
+def memfit():
+    return importlib.import_module("memfit")
+
+
+def test_all_is_the_public_api(memfit):
+    assert sorted(memfit.__all__) == PUBLIC
+
+
+def test_every_public_name_is_there(memfit):
+    assert [name for name in PUBLIC if not hasattr(memfit, name)] == []
+
+
+def test_version_is_that_of_the_project(memfit):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    assert memfit.__version__ == project["version"]

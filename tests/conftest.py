@@ -1,0 +1,48 @@
+"""What every test shares: no network, generated examples without deadlines, and skips for what a machine lacks."""
+
+import functools
+import importlib.util
+import os
+import shutil
+
+import pytest
+from hypothesis import settings
+
+# Before any framework is imported: a test that would download weights fails at once and says why.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# No deadlines: a shared machine stalls for longer than any example takes.
+settings.register_profile("memfit", deadline=None)
+settings.register_profile("soak", deadline=None, max_examples=2_000)
+settings.load_profile("memfit")
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@functools.cache
+def find_browser() -> str | None:
+    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+@functools.cache
+def has_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("browser") and find_browser() is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on PATH")
+    if item.get_closest_marker("gpu") and not has_gpu():
+        pytest.skip("no CUDA device")
+
+
+@pytest.fixture
+def browser_path() -> str:
+    path = find_browser()
+    if path is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on PATH")
+    return path

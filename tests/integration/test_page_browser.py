@@ -1,0 +1,443 @@
+"""The page in a real browser: Debian's chromium, headless, driven through its own pipe with the standard library."""
+
+import base64
+import dataclasses
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memfit.core.estimate import Estimate, Note
+from memfit.core.timeline import Category, Phase, Timeline
+from memfit.core.units import MIB, format_size
+from memfit.reports.page import write_page
+from memfit.reports.payload import build_payload
+from tests.unit.reports import builders
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+]
+# Chromium listens on descriptor 3 and answers on 4; they must be exactly those.
+LAUNCH = (
+    "import fcntl, os, sys\n"
+    "ends = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3]]\n"
+    "os.dup2(ends[0], 3), os.dup2(ends[1], 4)\n"
+    "os.execv(sys.argv[3], sys.argv[3:])\n"
+)
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason=f"no browser: none of {', '.join(NAMES)} is on PATH"),
+]
+
+
+class Browser:
+    """One page of a headless chromium, and everything it complained about or asked the network for."""
+
+    def __init__(self, profile: Path) -> None:
+        """Start chromium with a fresh profile."""
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+        self._buffer, self._number = b"", 0
+        read_end, self._write = os.pipe()
+        self._read, write_end = os.pipe()
+        assert CHROMIUM is not None
+        launcher = [sys.executable, "-c", LAUNCH, str(read_end), str(write_end)]
+        command = [*launcher, CHROMIUM, *FLAGS, f"--user-data-dir={profile}"]
+        with open(profile.with_suffix(".log"), "wb") as log:
+            self._process = subprocess.Popen(
+                command, pass_fds=(read_end, write_end), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        os.close(read_end)
+        os.close(write_end)
+        self._session: str | None = None
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def close(self) -> None:
+        """Stop chromium."""
+        self._process.terminate()
+        self._process.wait(timeout=20)
+        os.close(self._read)
+        os.close(self._write)
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Result of one command of the DevTools protocol."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while True:
+            reply = self._receive()
+            if reply.get("id") == self._number:
+                assert "error" not in reply, reply
+                result: dict[str, Any] = reply["result"]
+                return result
+
+    def _receive(self, timeout_seconds: float = 60) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._read], [], [], timeout_seconds)
+            assert ready, "chromium doesn't answer"
+            chunk = os.read(self._read, 1 << 20)
+            assert chunk, "chromium has ended"
+            self._buffer += chunk
+        text, self._buffer = self._buffer.split(b"\0", 1)
+        message: dict[str, Any] = json.loads(text)
+        self._note(message.get("method"), message.get("params", {}))
+        return message
+
+    def _note(self, method: str | None, params: dict[str, Any]) -> None:
+        bad_call = method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning")
+        if bad_call or method == "Runtime.exceptionThrown":
+            self.problems.append(json.dumps(params))
+        elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.problems.append(params["entry"]["text"])
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+
+    def resize(self, width: int, height: int, dark: bool = False) -> None:
+        """Set the size of the window and the colour scheme."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.call("Emulation.setEmulatedMedia", features=scheme)
+
+    def open(self, path: Path, fragment: str = "") -> None:
+        """Load a file and wait until its script has run."""
+        self.problems.clear()
+        self.requests.clear()
+        # Only the fragment may differ from the page before, which would not load anything.
+        self.call("Page.navigate", url="about:blank")
+        self.call("Page.navigate", url=path.as_uri() + fragment)
+        deadline = time.monotonic() + 30
+        while self.run("document.readyState + location.protocol") != "completefile:":
+            assert time.monotonic() < deadline, "the page doesn't finish loading"
+            time.sleep(0.05)
+
+    def run(self, expression: str) -> Any:
+        """Value of a JavaScript expression in the page."""
+        reply = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
+
+    def text(self, selector: str) -> str:
+        """Text of the first element that matches."""
+        return str(self.run(f"document.querySelector({json.dumps(selector)}).textContent"))
+
+    def count(self, selector: str) -> int:
+        """Number of elements that match."""
+        return int(self.run(f"document.querySelectorAll({json.dumps(selector)}).length"))
+
+    def mouse(self, kind: str, x: float, y: float) -> None:
+        """Send a mouse event."""
+        pressed = {"button": "left", "clickCount": 1} if kind != "mouseMoved" else {}
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **pressed)
+
+    def press(self, key: str) -> None:
+        """Press and release a key."""
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key)
+
+    def screenshot(self, path: Path) -> None:
+        """Write a picture of the window."""
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser shared by the tests of this file."""
+    browser = Browser(tmp_path_factory.mktemp("chromium") / "profile")
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def estimate() -> Estimate:
+    """A step that fits."""
+    return builders.make_estimate()
+
+
+@pytest.fixture
+def page(browser: Browser, estimate: Estimate, tmp_path: Path) -> Browser:
+    """The browser with the estimate's page open."""
+    browser.resize(1280, 1600)
+    browser.open(write_page(estimate, tmp_path / "memory.html"))
+    return browser
+
+
+def point(browser: Browser, tick: int, num_ticks: int) -> tuple[float, float]:
+    """Where a tick is on the screen: the areas span the whole plot."""
+    box = browser.run(
+        "(b => [b.left, b.top, b.width, b.height])(document.querySelector('path.area').getBoundingClientRect())"
+    )
+    left, top, width, height = box
+    return left + width * (tick + 0.5) / num_ticks, top + height / 2
+
+
+def test_page_loads_from_disk_without_complaints_or_requests(page: Browser) -> None:
+    # GIVEN the page opened from a file
+    # THEN nothing is logged and nothing but the file itself is fetched
+    assert page.problems == []
+    assert len(page.requests) == 1
+    assert page.requests[0].startswith("file://")
+    assert page.count("[src], link, a[href], image, use") == 0
+
+
+def test_console_errors_are_seen(page: Browser) -> None:
+    """The check above can fail: an error logged by the page reaches it."""
+    page.run("console.error('seen')")
+
+    assert any("seen" in problem for problem in page.problems)
+
+
+def test_policy_blocks_injected_scripts_and_requests(page: Browser) -> None:
+    # WHEN markup with a handler and a remote picture gets into the page all the same
+    image = '<img src="https://example.invalid/x.png" onerror="window.hit=1">'
+    page.run(f"document.body.insertAdjacentHTML('beforeend', {json.dumps(image)})")
+    page.run("new Promise(done => setTimeout(done, 100))")
+
+    # THEN neither runs
+    assert page.run("window.hit") is None
+    assert any("Content Security Policy" in problem for problem in page.problems)
+
+
+def test_chart_has_an_area_per_category_and_a_line_per_curve(page: Browser, estimate: Estimate) -> None:
+    categories = {str(block.category) for block in estimate.timeline.blocks}
+    names = page.run("[...document.querySelectorAll('path.area')].map(path => path.dataset.name)")
+
+    assert sorted(names) == sorted([*categories, "CUDA context"])
+    assert page.run("[...document.querySelectorAll('path.line')].map(p => p.dataset.name)") == ["allocated", "reserved"]
+    assert page.count("rect.band") == len(estimate.timeline.marks)
+
+
+def test_peak_label_and_verdict_match_the_estimate(page: Browser, estimate: Estimate) -> None:
+    assert page.text("#peak-label") == f"peak: {format_size(estimate.peak_bytes)}"
+    assert page.text("#verdict").startswith(f"{format_size(estimate.peak_bytes)} needed")
+    assert "fits" in page.text("#badge")
+    assert page.text("title").startswith("memfit: ResNet")
+
+
+def test_sizes_read_as_in_the_text(page: Browser, estimate: Estimate) -> None:
+    # GIVEN the view by category
+    page.run("[...document.querySelectorAll('#views button')].at(-1).click()")
+
+    # THEN every size of the table is worded as Python words it
+    cells = page.run("[...document.querySelectorAll('#breakdown td:nth-child(2)')].map(cell => cell.textContent)")
+    sizes = sorted(estimate.breakdown.by_category.values(), reverse=True)
+    assert cells == [format_size(size) for size in sizes]
+
+
+def test_peak_is_pinned_at_first(page: Browser, estimate: Estimate) -> None:
+    assert page.text("#pinned-title") == f"Largest live blocks at tick {estimate.peak_tick:,}, the peak"
+    largest = max(block.size_bytes for block in estimate.timeline.live_at(estimate.peak_tick))
+    assert page.text("#pinned td") == format_size(largest)
+
+
+def test_address_pins_a_moment(browser: Browser, estimate: Estimate, tmp_path: Path) -> None:
+    browser.open(write_page(estimate, tmp_path / "memory.html"), "#tick=123")
+
+    assert browser.text("#pinned-title") == "Largest live blocks at tick 123"
+    event = next(b for b in estimate.timeline.blocks if 123 in (b.start, b.end))
+    assert event.op in browser.text("#pinned-event")
+    assert browser.count("#pinned tbody tr") == 10
+
+
+def test_hover_shows_the_moment_and_click_pins_it(page: Browser, estimate: Estimate) -> None:
+    # GIVEN the pointer over the peak
+    timeline = estimate.timeline
+    x, y = point(page, estimate.peak_tick, timeline.num_ticks)
+
+    # WHEN it rests there
+    page.mouse("mouseMoved", x, y)
+
+    # THEN the tip tells the tick, the event and the totals
+    tip = page.text("#tip")
+    assert page.run("document.getElementById('tip').hidden") is False
+    assert f"Tick {estimate.peak_tick:,}" in tip
+    assert estimate.peak_block is not None
+    assert estimate.peak_block.op in tip
+    for category, size in timeline.breakdown(estimate.peak_tick, lambda block: str(block.category)).items():
+        assert f"{category}{format_size(size)}" in tip
+    assert f"allocated{format_size(estimate.allocated_peak_bytes)}" in tip
+
+    # WHEN another moment is clicked
+    x, y = point(page, 40, timeline.num_ticks)
+    page.mouse("mouseMoved", x, y)
+    page.mouse("mousePressed", x, y)
+    page.mouse("mouseReleased", x, y)
+
+    # THEN it is pinned, in the list and in the address
+    pinned = int(page.run("location.hash").removeprefix("#tick="))
+    assert abs(pinned - 40) <= 5
+    assert page.text("#pinned-title") == f"Largest live blocks at tick {pinned}"
+
+
+def test_keyboard_moves_and_pins(page: Browser, estimate: Estimate) -> None:
+    page.run("document.getElementById('chart').focus()")
+    page.press("Home")
+    page.press("ArrowRight")
+    page.press("Enter")
+
+    assert page.text("#pinned-title") == "Largest live blocks at tick 1"
+    page.press("p")
+    assert f"Tick {estimate.peak_tick:,}" in page.text("#tip")
+
+
+def test_treemap_zooms_in_and_out(page: Browser) -> None:
+    # GIVEN the whole peak
+    label = "[...document.querySelectorAll('.cell')].find(cell => cell.ariaLabel.startsWith('layer1:'))"
+    before = page.count(".cell")
+
+    # WHEN a module is opened
+    page.run(f"{label}.click()")
+
+    # THEN its children fill the map
+    assert page.run("document.querySelector('[aria-current]').textContent") == "layer1"
+    assert page.count(".cell") == 13
+
+    # WHEN the first crumb is chosen, everything is back
+    page.run("document.querySelector('#crumbs button').click()")
+    assert page.count(".cell") == before
+
+
+def test_treemap_cells_are_proportional(page: Browser, estimate: Estimate) -> None:
+    area = page.run(
+        "(cell => cell.offsetWidth * cell.offsetHeight)"
+        "([...document.querySelectorAll('.cell')].find(cell => cell.ariaLabel.startsWith('layer1:')))"
+        " / (map => map.offsetWidth * map.offsetHeight)(document.getElementById('map'))"
+    )
+    size = sum(size for name, size in estimate.breakdown.by_module.items() if name.startswith("layer1."))
+    assert area == pytest.approx(size / estimate.peak_bytes, rel=0.02)
+
+
+def test_table_sorts_and_switches(page: Browser) -> None:
+    names = "[...document.querySelectorAll('#breakdown td:first-child')].map(cell => cell.textContent)"
+
+    page.run("document.querySelector('#breakdown th button').click()")
+    ascending = page.run(names)
+    assert ascending.index("layer1.2.conv") < ascending.index("layer1.10.conv")
+    assert page.run("document.querySelector('#breakdown th').ariaSort") == "ascending"
+
+    page.run("document.querySelectorAll('#views button')[2].click()")
+    assert "model.py:31" in page.run(names)
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nothing_is_wider_than_the_window(browser: Browser, estimate: Estimate, tmp_path: Path, width: int) -> None:
+    browser.resize(width, 1600)
+    browser.open(write_page(estimate, tmp_path / "memory.html"))
+
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    assert browser.problems == []
+
+
+def test_chart_labels_do_not_overlap(browser: Browser, tmp_path: Path) -> None:
+    # GIVEN a capacity just above the peak, on a narrow screen
+    device = dataclasses.replace(builders.RTX_3090, usable_bytes=1200 * MIB)
+    browser.resize(400, 1600)
+    browser.open(write_page(builders.make_estimate(device=device), tmp_path / "memory.html"))
+
+    # THEN no two texts of the chart share a place
+    boxes = browser.run(
+        "[...document.querySelectorAll('#plot text')].map(text => text.getBoundingClientRect())"
+        ".map(box => [box.left, box.right, box.top, box.bottom])"
+    )
+    overlaps = [
+        (a, b)
+        for index, a in enumerate(boxes)
+        for b in boxes[index + 1 :]
+        if a[0] < b[1] and b[0] < a[1] and a[2] + 2 < b[3] and b[2] + 2 < a[3]
+    ]
+    assert overlaps == []
+    assert browser.text("text.limit") == "usable: 1.17 GiB"
+
+
+def test_names_stay_text(browser: Browser, tmp_path: Path) -> None:
+    # GIVEN names that would be markup
+    evil = "</script><img src=x onerror=\"window.hit='yes'\"><!--"
+    record = builders.Recorder()
+    record.mark(Phase.SETUP, 0)
+    record.allocate(MIB, Category.PARAMETER, evil, evil, evil)
+    notes = (Note(evil, evil, evil),)
+    estimate = builders.make_estimate(record.timeline(), subject=evil, notes=notes)
+
+    # WHEN they are shown
+    browser.open(write_page(estimate, tmp_path / "memory.html"))
+
+    # THEN they are text and nothing ran
+    assert browser.problems == []
+    assert browser.run("window.hit") is None
+    assert browser.count("img") == 0
+    assert evil in browser.text("#notes")
+    assert evil in browser.text("#headline")
+    assert evil in browser.text("#pinned")
+
+
+def test_unknown_capacity_and_failure_are_told(browser: Browser, tmp_path: Path) -> None:
+    browser.open(write_page(builders.make_estimate(device=builders.MYSTERY), tmp_path / "unknown.html"))
+    assert browser.problems == []
+    assert "unknown" in browser.text("#badge")
+    assert browser.count("line.capacity") == 0
+
+    browser.open(write_page(builders.make_failed_estimate(), tmp_path / "failed.html"))
+    assert browser.problems == []
+    assert browser.text("#failure").startswith("runs out at tick 200")
+    assert browser.count("line.lost") == 1
+
+
+def test_empty_and_huge_timelines_draw(browser: Browser, tmp_path: Path) -> None:
+    browser.open(write_page(builders.make_estimate(Timeline((), 0)), tmp_path / "empty.html"))
+    assert browser.problems == []
+    assert browser.text("#moment") == "Peak nothing is allocated"
+
+    huge = builders.make_estimate(builders.make_timeline(num_layers=2500, num_steps=4))
+    browser.open(write_page(huge, tmp_path / "huge.html"), "#tick=5000")
+    assert browser.problems == []
+    assert browser.text("#peak-label") == f"peak: {format_size(huge.peak_bytes)}"
+    assert "blocks of" in browser.text("#footer")
+
+
+def test_values_between_samples_are_called_approximate(browser: Browser, tmp_path: Path) -> None:
+    # GIVEN a timeline whose curves were thinned out
+    estimate = builders.make_large_estimate()
+    skipped = next(tick for tick in range(3000, 9000) if tick not in kept_ticks(estimate))
+    browser.resize(1280, 1600)
+    browser.open(write_page(estimate, tmp_path / "memory.html"), f"#tick={skipped - 1}")
+
+    # WHEN the keyboard moves on to a tick that was left out
+    browser.run("document.getElementById('chart').focus()")
+    browser.press("ArrowRight")
+
+    # THEN what comes from the blocks is exact and what comes from the curve says "about"
+    tip = browser.text("#tip")
+    assert f"Tick {skipped:,}" in tip
+    assert "allocatedabout " in tip
+    for category, size in estimate.timeline.breakdown(skipped, lambda block: str(block.category)).items():
+        assert f"{category}{format_size(size)}" in tip
+
+
+def kept_ticks(estimate: Estimate) -> set[int]:
+    """Ticks at which the page knows the curves."""
+    return set(accumulate(build_payload(estimate)["ticks"]))

@@ -1,0 +1,134 @@
+import dataclasses
+import json
+import os
+import re
+import stat
+
+import pytest
+
+from memfit.core.estimate import Note
+from memfit.core.timeline import Category, Phase
+from memfit.core.units import MIB
+from memfit.reports import page
+from memfit.reports.page import embed_json, render_page, write_page
+from tests.unit.reports.builders import RTX_3090, Recorder, make_estimate, make_large_estimate, make_timeline
+
+EVIL = "</script><img src=x onerror=alert(1)><!-- {{data}} \u2028 &amp;"
+
+
+def data_of(text):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_page_holds_the_figures():
+    estimate = make_estimate()
+
+    data = data_of(render_page(estimate))
+
+    assert data["demand"] == "1.13 GiB needed, 23.7 GiB usable on NVIDIA GeForce RTX 3090"
+    assert data["answer"] == "fits"
+    assert data["needed"] == estimate.peak_bytes
+    assert data["peakTick"] == estimate.peak_tick
+
+
+def test_page_needs_no_network():
+    text = render_page(make_estimate())
+
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "default-src 'none'" in text
+    assert not re.search(r"<(?:link|iframe|img|object)\b|\b(?:src|href)\s*=|@import|url\(", text)
+
+
+def test_script_never_parses_text_as_markup():
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", page._script()
+    )
+
+
+def test_names_cannot_leave_their_place():
+    # GIVEN names, paths and notes that would be markup
+    record = Recorder()
+    record.mark(Phase.SETUP, 0)
+    record.allocate(MIB, Category.PARAMETER, EVIL, EVIL, EVIL)
+    device = dataclasses.replace(RTX_3090, title=EVIL, source=EVIL)
+
+    # WHEN the page is made
+    text = render_page(make_estimate(record.timeline(), device, subject=EVIL, notes=(Note(EVIL, EVIL, EVIL),)))
+
+    # THEN the page has the elements of the template and no others, and the names arrive whole
+    harmless = render_page(make_estimate())
+    for tag in ("<script", "</script", "<img", "<!--", "\u2028"):
+        assert text.count(tag) == harmless.count(tag)
+    assert data_of(text)["notes"] == [[EVIL, EVIL, EVIL]]
+    assert data_of(text)["strings"] == [EVIL]
+
+
+def test_embedded_json_ends_nothing():
+    text = embed_json([EVIL, "\u2029", "\ud800"])
+
+    assert "<" not in text
+    assert "\u2028" not in text
+    assert "\u2029" not in text
+    assert json.loads(text) == [EVIL, "\u2029", "\ud800"]
+
+
+def test_page_of_a_resnet_is_small():
+    estimate = make_large_estimate()
+    assert len(estimate.timeline.blocks) > 5000
+    assert estimate.timeline.num_ticks > 9000
+
+    assert len(render_page(estimate).encode()) < 1_000_000
+
+
+def test_page_stays_small_however_long_the_timeline():
+    estimate = make_estimate(make_timeline(num_layers=2500, num_steps=3))
+    assert estimate.timeline.num_ticks > 90_000
+
+    assert len(render_page(estimate).encode()) < 1_500_000
+
+
+def test_placeholders_are_all_filled():
+    assert "{{" not in render_page(make_estimate())
+
+
+def test_write_gives_the_path_and_nothing_else(tmp_path):
+    target = tmp_path / "memory.html"
+
+    assert write_page(make_estimate(), target) == target
+    assert write_page(make_estimate(), str(target)) == target
+
+    assert target.read_text(encoding="utf-8") == render_page(make_estimate())
+    assert os.listdir(tmp_path) == ["memory.html"]
+
+
+def test_written_page_can_be_read_by_others(tmp_path):
+    plain = tmp_path / "plain.txt"
+    plain.touch()
+
+    target = write_page(make_estimate(), tmp_path / "memory.html")
+
+    assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+def test_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
+    # GIVEN a page from before
+    target = tmp_path / "memory.html"
+    target.write_text("old")
+
+    # WHEN writing the next one fails at the last moment
+    def fail(source, destination):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_page(make_estimate(), target)
+
+    # THEN the old page is still there, alone
+    assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["memory.html"]
+
+
+def test_missing_folder_is_reported(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_page(make_estimate(), tmp_path / "missing" / "memory.html")

@@ -1,0 +1,167 @@
+import dataclasses
+import io
+import sys
+
+import pytest
+from rich.console import Console
+
+from memfit.core.errors import BadInput, MissingDependency
+from memfit.core.estimate import Note
+from memfit.core.timeline import Category, Phase
+from memfit.core.units import GIB, MIB
+from memfit.reports.terminal import (
+    print_estimate,
+    render_comparison,
+    render_devices,
+    render_estimate,
+    render_max_batch,
+)
+from tests.unit.reports.builders import (
+    MYSTERY,
+    RTX_3090,
+    Recorder,
+    make_estimate,
+    make_failed_estimate,
+    make_timeline,
+)
+
+
+def draw(renderable, width=120, **options):
+    console = Console(file=io.StringIO(), width=width, **options)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def lines_of(text):
+    """Cells of each line of a table, by the first."""
+    rows = (
+        [cell.strip() for cell in line.strip(" \u2502\u2503|").replace("\u2502", "|").split("|")]
+        for line in text.splitlines()
+    )
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_estimate_shows_verdict_breakdown_and_notes():
+    text = draw(render_estimate(make_estimate()))
+
+    for part in (
+        "1.13 GiB needed, 23.7 GiB usable on NVIDIA GeForce RTX 3090: fits",
+        "lower bound 1.09 GiB, upper bound 1.21 GiB",
+        "Peak in the backward pass of step 2",
+        "activation",
+        "CUDA context",
+        "Largest modules at the peak (top 5)",
+        "model.py:31",
+        "Host memory: 1.64 GiB",
+        "simulated",
+        "data-dependent-shape: A shape depends on data",
+    ):
+        assert part in text
+
+
+def test_colours_only_on_a_terminal():
+    assert "\x1b[" not in draw(render_estimate(make_estimate()))
+    assert "\x1b[" in draw(render_estimate(make_estimate()), force_terminal=True, color_system="standard")
+
+
+def test_bars_are_ascii_where_the_console_is():
+    # GIVEN a console that can only write ASCII
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+
+    # WHEN the estimate is printed
+    print_estimate(make_estimate(), Console(file=stream, width=120))
+
+    # THEN bars are drawn with what there is
+    stream.seek(0)
+    assert "######" in stream.read()
+
+
+def test_print_goes_to_standard_output(capsys):
+    print_estimate(make_estimate())
+
+    assert "ResNet: training" in capsys.readouterr().out
+
+
+def test_failure_is_told():
+    assert "runs out at tick 200" in draw(render_estimate(make_failed_estimate()))
+
+
+def test_names_are_not_markup():
+    record = Recorder()
+    record.mark(Phase.SETUP, 0)
+    record.allocate(MIB, Category.PARAMETER, "[red]x[/]", "op", "[/nothing]")
+    estimate = make_estimate(record.timeline(), subject="[bold]S[/]", notes=(Note("[a]", "[/b]", "[c]"),))
+
+    text = draw(render_estimate(estimate)) + draw(render_comparison([estimate]))
+
+    for name in ("[red]x[/]", "[/nothing]", "[bold]S[/]", "[a]: [/b] ([c])"):
+        assert name in text
+
+
+def test_comparison_has_a_column_each_and_the_saving_last():
+    # GIVEN a step, the same at half the size, and the first again
+    first = make_estimate()
+    half = make_estimate(make_timeline(scale=MIB // 2), subject="half", batch_size=16, device=MYSTERY)
+
+    # WHEN they are compared
+    rows = lines_of(draw(render_comparison([first, half, first])))
+
+    # THEN each row has three values and the last tells the saving
+    assert rows["peak"] == ["1.13 GiB", "740.0 MiB", "1.13 GiB"]
+    assert rows["fits"] == ["yes", "unknown", "yes"]
+    assert rows["batch size"] == ["32", "16", "32"]
+    assert rows["activations"] == ["656.0 MiB", "328.0 MiB", "656.0 MiB"]
+    assert rows["peak against the first"] == ["-", "-420.0 MiB (-36.2%)", "no change"]
+    assert {"parameters", "allocated", "CUDA context", "gradients", "optimizer state", "host memory"} <= rows.keys()
+
+
+def test_comparison_of_a_larger_one_says_so():
+    rows = lines_of(draw(render_comparison([make_estimate(make_timeline(scale=MIB // 2)), make_estimate()])))
+
+    assert rows["peak against the first"] == ["-", "+420.0 MiB (+56.8%)"]
+
+
+def test_comparison_of_nothing_is_refused():
+    with pytest.raises(BadInput, match="expected at least one estimate, got none"):
+        render_comparison([])
+
+
+def test_devices_show_origin_and_unknown():
+    rows = lines_of(draw(render_devices([RTX_3090, MYSTERY]), width=200))
+
+    assert rows["rtx-3090"][1:6] == ["24.0 GiB", "23.7 GiB (measured)", "300.0 MiB", "8.6", "871.7 GiB/s"]
+    assert rows["rtx-3090"][6] == "torch's own error message, 2026-11-01"
+    assert rows["mystery"][1:] == ["unknown"] * 6
+
+
+def test_max_batch_marks_the_chosen():
+    # GIVEN batch sizes in the order they were tried
+    tried = [(64, 30 * GIB, False), (32, 16 * GIB, True), (48, 23 * GIB, True)]
+
+    # WHEN they are shown
+    text = draw(render_max_batch(tried, 48, RTX_3090))
+
+    # THEN they are in order and the chosen one is marked
+    assert "Largest batch size that fits: 48 (23.7 GiB usable on NVIDIA GeForce RTX 3090)" in text
+    assert lines_of(text)[">"] == ["48", "23.0 GiB", "97%", "yes"]
+    assert text.index(" 32 ") < text.index(" 48 ", text.index(" 32 ")) < text.index(" 64 ")
+
+
+def test_max_batch_that_never_fits_or_is_unknown():
+    assert "No batch size fits: 23.7 GiB usable" in draw(render_max_batch([(1, 30 * GIB, False)], None, RTX_3090))
+    assert "unknown" in draw(render_max_batch([(1, 30 * GIB, None)], None, MYSTERY))
+
+
+def test_missing_rich_names_the_cure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+
+    with pytest.raises(MissingDependency, match="pip install rich"):
+        render_estimate(make_estimate())
+
+
+def test_unknown_context_is_not_zero():
+    device = dataclasses.replace(RTX_3090, context_bytes=None)
+
+    rows = lines_of(draw(render_comparison([make_estimate(device=device, context_bytes=0)])))
+
+    assert rows["CUDA context"] == ["unknown"]
