@@ -1,12 +1,13 @@
 """The answer of `memfit.estimate`: what a step needs, where it goes, and how sure that is."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from memfit.core.device import Device, Kind, Origin
-from memfit.core.errors import BadFile
+from memfit.core.errors import BadFile, BadInput
 from memfit.core.replay import OutOfMemory, Replay
 from memfit.core.timeline import Block, Timeline
 from memfit.core.units import format_size
@@ -17,6 +18,20 @@ CONTEXT = "CUDA context"
 CACHED = "allocator rounding, cache and fragmentation"
 ROOT_MODULE = "(model)"
 UNKNOWN_SOURCE = "(framework)"
+
+
+def _describe(estimate: "Estimate") -> str:
+    return f"{estimate.subject}: {format_size(estimate.peak_bytes)} on {estimate.device.title}"
+
+
+def _write_page(estimate: "Estimate", path: str) -> None:
+    raise NotImplementedError("import memfit to have reports")
+
+
+def use_reporters(describe: "Callable[[Estimate], str]", write_page: "Callable[[Estimate, str], object]") -> None:
+    """Sets what `print(estimate)` and `estimate.report` do; core can't import the reports itself."""
+    global _describe, _write_page
+    _describe, _write_page = describe, write_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +106,24 @@ class Estimate:
     notes: tuple[Note, ...] = ()
     num_parameters: int = 0
     seconds: float = 0.0
+    rescale: "Callable[[int], Estimate] | None" = field(default=None, compare=False, repr=False)
+    """Answers for another batch size; set by the one who traced, gone after a round trip through JSON."""
+
+    def __str__(self) -> str:
+        return _describe(self)
+
+    def at_batch(self, batch_size: int) -> "Estimate":
+        """The same step at another batch size, without running it again where the traces at hand allow it."""
+        if self.rescale is None:
+            raise BadInput(
+                "this estimate can't be moved to another batch size: its batch has no common first dimension, or it was "
+                "read from a file. Estimate the job again with the batch size wanted."
+            )
+        return self.rescale(batch_size)
+
+    def report(self, path: str) -> None:
+        """Writes the self-contained HTML page of this estimate."""
+        _write_page(self, path)
 
     @property
     def allocated_peak_bytes(self) -> int:

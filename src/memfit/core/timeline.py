@@ -124,6 +124,10 @@ class Timeline:
             groups[key] = groups.get(key, 0) + block.size_bytes
         return dict(sorted(groups.items(), key=lambda item: (-item[1], item[0])))
 
+    def without(self, drop: Callable[[Block], bool]) -> "Timeline":
+        """The timeline as if the blocks for which `drop` is true had never been."""
+        return Timeline(tuple(b for b in self.blocks if not drop(b)), self.num_ticks, self.marks)
+
     def mark_at(self, tick: int) -> Mark:
         """The mark in force at `tick`."""
         current = Mark(0, Phase.SETUP, 0)

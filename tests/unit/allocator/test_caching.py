@@ -1,6 +1,8 @@
 """The rules of the caching allocator, one by one. Comments give the arithmetic, in MiB."""
 
+import doctest
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +131,21 @@ def test_oversize_blocks_are_neither_split_nor_given_to_smaller_requests(script:
     assert mib(result.allocated) == [40, 0, 30, 70]
 
 
+def test_a_request_of_max_split_size_is_oversize(script: Script) -> None:
+    # 32 is not below 32: it may have the free block of 40, whole.
+    result = replay(script(("a", 40 * MIB), "a", ("b", 32 * MIB)), AllocatorOptions(max_split_size_bytes=32 * MIB))
+
+    assert mib(result.reserved) == [40, 40, 40]
+    assert mib(result.allocated) == [40, 0, 40]
+
+
+def test_max_split_size_counts_in_whole_mib(script: Script) -> None:
+    # 33 MiB - 1 is 32 MiB: 32 is oversize and the block of 40 isn't split.
+    options = AllocatorOptions(max_split_size_bytes=33 * MIB - 1)
+
+    assert mib(replay(script(("a", 40 * MIB), "a", ("b", 32 * MIB)), options).allocated) == [40, 0, 40]
+
+
 def test_an_oversize_block_20_mib_larger_is_refused(script: Script) -> None:
     options = AllocatorOptions(max_split_size_bytes=32 * MIB)
 
@@ -196,3 +213,12 @@ def test_a_tick_without_event_repeats_the_last_values() -> None:
 def test_settings_that_pytorch_refuses_are_refused(options: AllocatorOptions, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         replay(Timeline((), 0), options)
+
+
+def test_the_worked_example_of_the_documentation_holds() -> None:
+    page = Path(__file__).parents[3] / "docs" / "allocator.md"
+
+    results = doctest.testfile(str(page), module_relative=False)
+
+    assert results.attempted > 0
+    assert results.failed == 0

@@ -60,6 +60,42 @@ def test_a_block_that_can_grow_is_spared(script: Script) -> None:
     assert mib(result.reserved) == [40, 60, 80, 80, 80, 80, 80, 100]
 
 
+def test_of_equal_holes_the_one_at_the_lower_address_is_used(script: Script) -> None:
+    # GIVEN a, b, c and d at 0-10, 10-20, 20-30 and 30-40 MiB; a and c are freed: two holes of 10.
+    # WHEN e of 8 goes to 0-8, and b is freed, 8-30 is free: 22.
+    # THEN f of 21 fits there. Had e gone to 20-28, the largest hole would be 20.
+    timeline = script(
+        ("a", 10 * MIB),
+        ("b", 10 * MIB),
+        ("c", 10 * MIB),
+        ("d", 10 * MIB),
+        "a",
+        "c",
+        ("e", 8 * MIB),
+        "b",
+        ("f", 21 * MIB),
+    )
+
+    assert replay(timeline, EXPANDABLE).reserved_peak_bytes == 40 * MIB
+
+
+def test_a_request_may_span_a_free_block_unmapped_pages_and_another_free_block(script: Script) -> None:
+    # GIVEN a, b, c and x at 0-10, 10-50, 50-60 and 60-80 MiB; b is freed. d of 45 MiB needs three pages at the end:
+    # 80 + 60 > 120. The page 20-40 goes, 60 + 60 = 120, and d is at 80-125. x is freed.
+    # WHEN e of 35 MiB comes: free are 10-20, 40-50, 60-80 and 125-140. The lowest room is 10-50, with one page to map:
+    # 120 + 20 > 120. The retry unmaps 60-80, and 20-40 is mapped.
+    timeline = script(
+        ("a", 10 * MIB), ("b", 40 * MIB), ("c", 10 * MIB), ("x", 20 * MIB), "b", ("d", 45 * MIB), "x", ("e", 35 * MIB)
+    )
+
+    result = replay(timeline, EXPANDABLE, capacity_bytes=120 * MIB)
+
+    assert mib(result.reserved) == [20, 60, 60, 80, 80, 120, 120, 120]
+    assert mib(result.allocated)[-1] == 10 + 10 + 45 + 35
+    assert result.num_retries == 2
+    assert result.out_of_memory is None
+
+
 def test_wholly_free_pages_are_unmapped_when_the_device_is_full(script: Script) -> None:
     # GIVEN a at 0-30, b at 30-40 MiB in two pages, c at 40-60. a is freed: page 0-20 is wholly free, 20-30 isn't a
     # page. The capacity is 60 MiB.

@@ -127,9 +127,8 @@ def test_garbage_collection_keeps_the_young_once_below_the_threshold(script: Scr
 
 
 def test_garbage_collection_takes_older_segments_first(script: Script) -> None:
-    # GIVEN a threshold of 0.5 * 200 = 100 MiB and segments of 60 (a) and 42 MiB (b): 102
-    # a is freed (born 2). Search 3, s of 2 MiB, must not touch a: it is made before a is freed.
-    # Order: a 60, b 42, s 2 (segment of 20): 122, three searches. Free a (born 3), search 4 for 17 MiB finds s's
+    # GIVEN a threshold of 0.5 * 200 = 100 MiB and segments of 60 (a), 42 (b)
+    # and 20 MiB (s, of which 18 are free): 122 after three searches. Free a (born 3), search 4 for 17 MiB finds s's
     # remaining 18 MiB (the smallest that fits), free b (born 4), search 5 for 70 MiB finds nothing.
     # Ages: a 2, b 1; average 1.5: only a goes, 122 - 60 = 62 <= 100 ends it. 62 + 70 = 132.
     timeline = script(("a", 60 * MIB), ("b", 42 * MIB), ("s", 2 * MIB), "a", ("t", 17 * MIB), "b", ("c", 70 * MIB))
@@ -137,6 +136,16 @@ def test_garbage_collection_takes_older_segments_first(script: Script) -> None:
     result = replay(timeline, AllocatorOptions(garbage_collection_threshold=0.5), capacity_bytes=200 * MIB)
 
     assert mib(result.reserved) == [60, 102, 122, 122, 122, 122, 132]
+
+
+def test_garbage_collection_goes_on_with_the_rest_while_above_the_threshold(script: Script) -> None:
+    # GIVEN the same with a threshold of 0.1 * 200 = 20 MiB: a of age 2 goes in the first round, 62 > 20; in the second
+    # b of age 1 is the average of what is left, and goes: 20. 20 + 70 = 90.
+    timeline = script(("a", 60 * MIB), ("b", 42 * MIB), ("s", 2 * MIB), "a", ("t", 17 * MIB), "b", ("c", 70 * MIB))
+
+    result = replay(timeline, AllocatorOptions(garbage_collection_threshold=0.1), capacity_bytes=200 * MIB)
+
+    assert mib(result.reserved) == [60, 102, 122, 122, 122, 122, 90]
 
 
 def test_garbage_collection_needs_a_capacity(script: Script) -> None:

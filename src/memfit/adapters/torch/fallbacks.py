@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memfit.adapters.torch import recurrent
 from memfit.adapters.torch.shapes import META, Operator
 from memfit.core.units import MIB, format_size
 
@@ -141,6 +142,8 @@ RULES: dict[str, Rule] = {
     "aten::is_nonzero": _scalar,
     "aten::_to_copy": _copy,
     "aten::copy_": _copy_in_place,
+    "aten::_cudnn_rnn": recurrent.forward_rule,
+    "aten::_cudnn_rnn_backward": recurrent.backward_rule,
     "torchvision::nms": _kept_boxes,
 }
 

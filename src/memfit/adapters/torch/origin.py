@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-HIDDEN_FOLDERS = (os.path.dirname(os.path.abspath(torch.__file__)), _PACKAGE)
+HIDDEN_FOLDERS = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _PACKAGE + os.sep)
 _NOWHERE = ("", "")
 
 
@@ -38,7 +38,10 @@ class OriginTracker:
 
     def remember(self) -> None:
         """Notes what runs now under the sequence number of the autograd node that is being made for it."""
-        self._by_sequence[torch.autograd._get_sequence_nr() - 1] = (self._stack[-1], self.source())
+        number = torch.autograd._get_sequence_nr() - 1
+        # An operator that makes no node (a buffer's update) must not take over the number of the node before it.
+        if number not in self._by_sequence:
+            self._by_sequence[number] = (self._stack[-1], self.source())
 
     def source(self) -> str:
         """Innermost line outside of PyTorch and memfit, as "file.py:31", or ""."""

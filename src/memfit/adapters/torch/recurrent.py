@@ -110,7 +110,7 @@ class Recurrent:
 
 def forward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
     """Outputs of `_cudnn_rnn`, with the reserve space that the backward pass needs."""
-    data, params, _, weight_buffer, state, cell, mode, hidden, projection, num_layers = args[:10]
+    data, _, _, weight_buffer, _, cell, mode, hidden, projection, num_layers = args[:10]
     batch_first, _, train, bidirectional, batch_sizes = args[10:15]
     directions = 2 if bidirectional else 1
     width = (projection or hidden) * directions
@@ -122,7 +122,8 @@ def forward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], 
     hidden_out = data.new_empty((num_layers * directions, batch, projection or hidden))
     cell_out = data.new_empty((num_layers * directions, batch, hidden)) if cell is not None else data.new_empty((0,))
     reserve = reserve_bytes(mode, rows, hidden, num_layers, directions, data.element_size()) if train else 0
-    flat = weight_buffer if weight_buffer is not None else data.new_empty((sum(p.numel() for p in params),))
+    # On a device the weights are views of one flat buffer already (`flatten_parameters`): no memory of its own.
+    flat = weight_buffer if weight_buffer is not None else data.new_empty((0,))
     return out, hidden_out, cell_out, torch.empty((reserve,), dtype=torch.uint8, device=META), flat
 
 
@@ -139,6 +140,7 @@ def reserve_bytes(mode: int, rows: int, hidden: int, num_layers: int, directions
 def backward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
     """Gradients of `_cudnn_rnn`: those of the weights are views of one flat buffer."""
     data, params, _, _, state, cell = args[:6]
+    params = list(params)
     flat = data.new_empty((sum(p.numel() for p in params),))
     weights, offset = [], 0
     for parameter in params:

@@ -6,8 +6,9 @@ simulation its parameters and buffers are swapped for shape-only ones. Afterward
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -46,22 +47,23 @@ class ShapeCopies:
         pair = self._copies.get(id(tensor))
         return pair[1] if pair is not None else None
 
-    def nested(self, value: Any) -> Any:
-        """`value` with every tensor in it replaced by its copy."""
-        if isinstance(value, torch.Tensor):
-            return self.of(value)
-        if isinstance(value, dict):
-            return _rebuilt_mapping(value, {k: self.nested(v) for k, v in value.items()})
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self.nested(v) for v in value))
-        if isinstance(value, list | tuple):
-            return type(value)(self.nested(v) for v in value)
-        if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-            clone = copy.copy(value)
-            for name in value.__dataclass_fields__:
-                object.__setattr__(clone, name, self.nested(getattr(value, name)))
-            return clone
-        return value
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with every tensor in it replaced by `change(tensor)`; containers keep their type."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return _rebuilt_mapping(value, {k: map_tensors(v, change) for k, v in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(v, change) for v in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(v, change) for v in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        clone = copy.copy(value)
+        for part in fields(value):
+            object.__setattr__(clone, part.name, map_tensors(getattr(value, part.name), change))
+        return clone
+    return value
 
 
 def _rebuilt_mapping(original: Any, items: dict[Any, Any]) -> Any:
@@ -92,15 +94,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in a nesting of containers."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict) or hasattr(value, "items"):
+    elif isinstance(value, Mapping):
         for part in value.values():
             yield from tensors_in(part)
     elif isinstance(value, list | tuple):
         for part in value:
             yield from tensors_in(part)
-    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name))
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
 
 
 @contextmanager

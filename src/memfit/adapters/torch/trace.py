@@ -22,7 +22,7 @@ from memfit.adapters.torch.internals import CudaInternals, HostInternals
 from memfit.adapters.torch.look import Look
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.recorder import Recorder
-from memfit.adapters.torch.stand_in import ShapeCopies, optimizer_for, swapped, tensors_in
+from memfit.adapters.torch.stand_in import ShapeCopies, map_tensors, optimizer_for, swapped, tensors_in
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
 from memfit.core.timeline import Category, Phase, Timeline
@@ -104,7 +104,7 @@ class _Tracer:
         with ExitStack() as stack:
             stack.enter_context(_undisturbed())
             stack.enter_context(swapped(step.model, copies))
-            batch = copies.nested(step.batch)
+            batch = map_tensors(step.batch, copies.of)
             stack.enter_context(self._simulation())
             optimizer = optimizer_for(step.optimizer, step.model, copies, parameters) if step.training else None
             self._set_up(step.model, batch)

@@ -1,0 +1,34 @@
+"""memfit ends out-of-memory errors in deep-learning training.
+
+`import memfit` is light: no framework is loaded until a verb needs one.
+"""
+
+from memfit._api import MaxBatch, compare, estimate, max_batch, named_job
+from memfit.catalogue import find_device, list_devices
+from memfit.core.device import Device
+from memfit.core.errors import BadInput, MemfitError, StepFailed
+from memfit.core.estimate import Estimate
+from memfit.core.job import Job
+from memfit.core.replay import AllocatorOptions
+from memfit.core.timeline import Timeline
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllocatorOptions",
+    "BadInput",
+    "Device",
+    "Estimate",
+    "Job",
+    "MaxBatch",
+    "MemfitError",
+    "StepFailed",
+    "Timeline",
+    "__version__",
+    "compare",
+    "estimate",
+    "find_device",
+    "list_devices",
+    "max_batch",
+    "named_job",
+]

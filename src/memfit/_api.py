@@ -1,0 +1,384 @@
+"""The public verbs, composed from the parts: trace, replay, report."""
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from memfit.allocator import replay, replay_plain
+from memfit.catalogue import find_device
+from memfit.core.device import Device, Kind, Origin
+from memfit.core.errors import BadBatch, BadInput, MissingDependency, StepFailed
+from memfit.core.estimate import Estimate, HostMemory, Note, use_reporters
+from memfit.core.job import Job
+from memfit.core.replay import AllocatorOptions, Replay
+from memfit.core.scaling import Family, fit, needs_third
+from memfit.core.timeline import Category, Timeline
+from memfit.core.units import MIB
+from memfit.reports import page, text
+
+if TYPE_CHECKING:
+    from memfit.adapters.torch.trace import Trace
+
+MODES = ("training", "inference")
+# A second batch size is traced right away when the first trace took less than this.
+_EAGER_SECONDS = 0.6
+# What a process with PyTorch holds before any tensor, and what each loader worker adds (docs/estimate.md).
+_PROCESS_BYTES = 600 * MIB
+_WORKER_BYTES = 250 * MIB
+_LARGEST_BATCH = 2**24
+
+_CACHE_RELEASED = Note(
+    "cache-released",
+    "the device is so full that the allocator must return cached memory and ask again: it fits, but such pauses cost time",
+)
+_WORKSPACE_DROPPED = Note(
+    "workspace-dropped", "it fits only because cuDNN falls back to slower algorithms that need no workspace"
+)
+
+
+use_reporters(text.format_estimate, page.write_page)
+
+
+def estimate(
+    model: Any,
+    loss: Callable[[Any, Any], Any] | None = None,
+    batch: Any = None,
+    *,
+    optimizer: Any = None,
+    device: str | Device | None = None,
+    precision: str | None = None,
+    mode: str = "training",
+    allocator: AllocatorOptions | None = None,
+    batch_size: int | None = None,
+) -> Estimate:
+    """Peak memory of a training step on a device that need not be there.
+
+    Args:
+        model: an `nn.Module`, a callable that builds one (built without memory for its weights), or a `Job`.
+        loss: takes the model and a batch and returns the scalar loss.
+        batch: any nesting of tensors, meta tensors included.
+        optimizer: an instance, a callable that takes parameters, or None.
+        device: a name of the catalogue ("rtx-3090"), "cpu", a size ("24GiB"); None means this machine's own GPU.
+        precision: "fp32", "fp16", "bf16", "amp-fp16", "amp-bf16", or None to leave the model as it is.
+        mode: "training", or "inference" for a forward pass without gradients.
+        allocator: settings of PyTorch's caching allocator.
+        batch_size: replaces the first dimension of the batch.
+
+    Returns:
+        The peak, where it goes, and whether it fits.
+    """
+    job = _as_job(model, loss, batch, optimizer=optimizer, precision=precision, mode=mode)
+    return _Estimator(job, _resolve(device), allocator or AllocatorOptions(), batch_size).run()
+
+
+@dataclass(frozen=True, slots=True)
+class MaxBatch:
+    """The largest batch that fits.
+
+    Args:
+        batch_size: the answer; None when not even the smallest fits.
+        estimate: the estimate at that batch size, or at the smallest one tried when nothing fits.
+        tried: (batch size, peak bytes, fits) of every size looked at, in order of size.
+    """
+
+    batch_size: int | None
+    estimate: Estimate
+    tried: tuple[tuple[int, int, bool], ...]
+
+
+def max_batch(
+    model: Any,
+    loss: Callable[[Any, Any], Any] | None = None,
+    batch: Any = None,
+    *,
+    optimizer: Any = None,
+    device: str | Device | None = None,
+    precision: str | None = None,
+    mode: str = "training",
+    allocator: AllocatorOptions | None = None,
+    candidates: Iterable[int] | None = None,
+) -> MaxBatch:
+    """The largest batch that fits, from a handful of traces.
+
+    Args:
+        model: as for `estimate`.
+        loss: as for `estimate`.
+        batch: a batch of any size; its first dimension is varied.
+        optimizer: as for `estimate`.
+        device: as for `estimate`; its capacity must be known.
+        precision: as for `estimate`.
+        mode: as for `estimate`.
+        allocator: as for `estimate`.
+        candidates: sizes to choose from; every whole number by default.
+    """
+    job = _as_job(model, loss, batch, optimizer=optimizer, precision=precision, mode=mode)
+    target = _resolve(device)
+    if target.usable_bytes is None:
+        raise BadInput(f"the memory of {target.title} is unknown; name a size such as device='16GiB'.")
+    start = _Estimator(job, target, allocator or AllocatorOptions()).run()
+    if start.batch_size is None:
+        raise BadBatch(
+            "the batch's tensors share no first dimension, so it can't be made larger or smaller. "
+            "Give tensors whose first dimension is the batch."
+        )
+    return _Search(start).run(sorted(set(candidates)) if candidates is not None else None)
+
+
+def compare(jobs: Iterable[Job], *, device: str | Device | None = None) -> list[Estimate]:
+    """Estimates of several jobs on one device, for a table side by side."""
+    target = _resolve(device)
+    return [estimate(job, device=target) for job in jobs]
+
+
+def named_job(
+    target: str, *, optimizer: str = "adamw", sequence_length: int | None = None, image_size: int | None = None
+) -> Job:
+    """The usual training job of a named model: "timm:resnet50", "torchvision:vgg16", "hf:GPT2LMHeadModel".
+
+    Args:
+        target: kind and name of the model.
+        optimizer: "none", "sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta" or "adafactor".
+        sequence_length: tokens per sample, for language models.
+        image_size: height and width, for vision models.
+    """
+    _torch_adapter()
+    from memfit.adapters.torch import named
+
+    return named.named_job(target, optimizer, sequence_length, image_size)
+
+
+def named_optimizer(name: str) -> Any:
+    """A callable that makes the optimizer called `name`, or None for "none"."""
+    _torch_adapter()
+    from memfit.adapters.torch import named
+
+    return named.OPTIMIZERS[name]
+
+
+def _as_job(model: Any, loss: Any, batch: Any, **options: Any) -> Job:
+    if isinstance(model, Job):
+        if loss is not None or batch is not None:
+            raise BadInput("a Job brings its own loss and batch; give either a Job or a model with loss and batch.")
+        given = {k: v for k, v in options.items() if v is not None and not (k == "mode" and v == "training")}
+        job = replace(model, **given)
+    else:
+        if loss is None:
+            raise BadInput("loss is missing: give a function that takes (model, batch) and returns the scalar loss.")
+        job = Job(model, loss, batch, **options)
+    if job.mode not in MODES:
+        raise BadInput(f"mode must be one of {', '.join(MODES)}, but {job.mode!r} was given.")
+    return job
+
+
+def _resolve(device: str | Device | None) -> Device:
+    if isinstance(device, Device):
+        return device
+    if device is not None and not isinstance(device, str):
+        raise BadInput(f"device must be a name such as 'rtx-3090' or a size such as '24GiB', but {device!r} was given.")
+    if device is None or device.strip().lower() in ("cuda", "cuda:0", "gpu"):
+        return _own_gpu()
+    return find_device(device)
+
+
+def _own_gpu() -> Device:
+    adapter = _torch_adapter()
+    own = adapter.own_gpu()
+    if own is None:
+        raise BadInput(
+            "this machine has no CUDA device that PyTorch can use, so there is no default. "
+            "Name the device to simulate, such as device='rtx-3090', or device='cpu' (`memfit devices` lists all)."
+        )
+    name, total_bytes, capability = own
+    try:
+        return replace(find_device(name), usable_bytes=total_bytes, usable_origin=Origin.MEASURED)
+    except BadInput:
+        return Device(name, name, Kind.CUDA, None, total_bytes, Origin.MEASURED, capability, source="this machine")
+
+
+def _torch_adapter() -> Any:
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency("PyTorch is not installed. Install it with `pip install memfit[torch]`.")
+    from memfit.adapters.torch import job as adapter
+
+    return adapter
+
+
+class _Estimator:
+    """Traces a job as often as needed and turns traces into estimates."""
+
+    def __init__(
+        self, job: Job, device: Device, options: AllocatorOptions, batch_size: int | None = None
+    ) -> None:
+        self._job = job
+        self._device = device
+        self._options = options
+        self._tracer = _torch_adapter().open_job(job, device, batch_size)
+        self._traces: dict[int | None, Trace] = {}
+        self._family: Family | None = None
+        self._family_tried = False
+
+    def run(self) -> Estimate:
+        started = time.perf_counter()
+        first = self._tracer.batch_size
+        trace = self._trace(first)
+        if first is not None and time.perf_counter() - started < _EAGER_SECONDS:
+            self._fit()
+        return self._estimate(trace.timeline, first, started)
+
+    def at_batch(self, batch_size: int) -> Estimate:
+        started = time.perf_counter()
+        if batch_size < 1:
+            raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
+        known = self._traces.get(batch_size)
+        if known is not None:
+            return self._estimate(known.timeline, batch_size, started)
+        family = self._fit()
+        timeline = family.at(batch_size) if family is not None else self._trace(batch_size).timeline
+        return self._estimate(timeline, batch_size, started)
+
+    def traced(self, batch_size: int) -> Estimate:
+        """The estimate at `batch_size` from a trace of its own."""
+        started = time.perf_counter()
+        return self._estimate(self._trace(batch_size).timeline, batch_size, started)
+
+    def _trace(self, batch_size: int | None) -> "Trace":
+        if batch_size not in self._traces:
+            self._traces[batch_size] = self._tracer.trace(batch_size)
+        return self._traces[batch_size]
+
+    def _fit(self) -> Family | None:
+        if not self._family_tried:
+            self._family_tried = True
+            n: int = self._tracer.batch_size
+            try:
+                first, second = (n, self._trace(n).timeline), (2 * n, self._trace(2 * n).timeline)
+                family = fit(first, second)
+                if family is not None and needs_third(first, second):
+                    family = fit(first, second, (3 * n, self._trace(3 * n).timeline))
+                self._family = family
+            except StepFailed:
+                # The step works at its own batch size only; other sizes will say why when they are asked for.
+                self._family = None
+        return self._family
+
+    def _estimate(self, timeline: Timeline, batch_size: int | None, started: float) -> Estimate:
+        trace = self._traces[self._tracer.batch_size]
+        device = self._device
+        context_bytes = device.context_bytes or 0
+        answer, unbounded, notes = _replayed(timeline, device, self._options, context_bytes)
+        scale = 1 if not batch_size or not self._tracer.batch_size else batch_size / self._tracer.batch_size
+        floor = without_optional(timeline)
+        return Estimate(
+            subject=self._tracer.name,
+            device=device,
+            mode=self._job.mode,
+            precision=self._job.precision or "as given",
+            batch_size=batch_size,
+            timeline=timeline,
+            replay=answer,
+            context_bytes=context_bytes,
+            lower_bytes=min(floor.peak()[1] + context_bytes, answer.reserved_peak_bytes + context_bytes),
+            upper_bytes=max(answer.reserved_peak_bytes, unbounded.reserved_peak_bytes) + context_bytes,
+            host=_host_memory(self._job, trace, device, scale),
+            notes=(*trace.notes, *self._tracer.notes, *notes),
+            num_parameters=trace.num_parameters,
+            seconds=time.perf_counter() - started,
+            rescale=self.at_batch if self._tracer.batch_size is not None else None,
+        )
+
+
+def without_optional(timeline: Timeline) -> Timeline:
+    """The timeline without workspaces that a library can do without: cuDNN falls back to algorithms that need none."""
+    return timeline.without(lambda block: block.category is Category.WORKSPACE and "convolution" in block.op)
+
+
+def _replayed(
+    timeline: Timeline, device: Device, options: AllocatorOptions, context_bytes: int
+) -> tuple[Replay, Replay, tuple[Note, ...]]:
+    """(what the device makes of the timeline, what an unlimited one would, remarks).
+
+    Where the step doesn't fit, the first is the unlimited one with the failure noted: what would be needed says more than
+    where it broke off.
+    """
+    if device.kind is Kind.HOST:
+        free = replay_plain(timeline, None)
+        capped = replay_plain(timeline, device.usable_bytes)
+        return replace(free, out_of_memory=capped.out_of_memory), free, ()
+    free = replay(timeline, options)
+    if device.usable_bytes is None or free.reserved_peak_bytes + context_bytes <= device.usable_bytes:
+        return free, free, ()
+    capacity = max(1, device.usable_bytes - context_bytes)
+    capped = replay(timeline, options, capacity)
+    if capped.out_of_memory is None:
+        return capped, free, (_CACHE_RELEASED,)
+    lean = replay(without_optional(timeline), options, capacity)
+    if lean.out_of_memory is None:
+        return lean, free, (_WORKSPACE_DROPPED,)
+    return replace(free, out_of_memory=lean.out_of_memory), free, ()
+
+
+def _host_memory(job: Job, trace: "Trace", device: Device, scale: float) -> HostMemory:
+    """What the host holds beside the device: assumptions, each named."""
+    batch_bytes = round(trace.batch_bytes * scale)
+    parts = {"Python and PyTorch (assumed)": _PROCESS_BYTES}
+    if device.kind is Kind.CUDA:
+        parts["model while it is built, before it moves to the device"] = trace.parameter_bytes
+    parts["batch being fed"] = batch_bytes
+    if job.num_workers:
+        parts[f"{job.num_workers} loader workers (assumed 250 MiB each)"] = job.num_workers * _WORKER_BYTES
+        parts[f"{job.num_workers} x {job.prefetch_factor} prefetched batches, in shared memory (/dev/shm)"] = (
+            job.num_workers * job.prefetch_factor * batch_bytes
+        )
+    if job.pin_memory:
+        parts["pinned copies of batches"] = max(1, job.num_workers * job.prefetch_factor) * batch_bytes
+    return HostMemory(parts)
+
+
+class _Search:
+    """Looks for the largest batch that fits, on the scaled timelines."""
+
+    def __init__(self, start: Estimate) -> None:
+        self._start = start
+        self._seen: dict[int, Estimate] = {}
+        if start.batch_size is not None:
+            self._seen[start.batch_size] = start
+
+    def run(self, candidates: list[int] | None) -> MaxBatch:
+        if candidates is not None:
+            if not candidates or candidates[0] < 1:
+                raise BadInput(f"candidates must be whole numbers from 1 up, but {candidates} was given.")
+            best = self._bisect(lambda i: self._fits(candidates[i]), len(candidates))
+            size = candidates[best] if best is not None else None
+            smallest = candidates[0]
+        else:
+            size, smallest = self._largest(), 1
+        tried = tuple((n, e.peak_bytes, bool(e.fits)) for n, e in sorted(self._seen.items()))
+        return MaxBatch(size, self._at(size if size is not None else smallest), tried)
+
+    def _largest(self) -> int | None:
+        high = max(1, self._start.batch_size or 1)
+        while self._fits(high):
+            if high >= _LARGEST_BATCH:
+                return high
+            high *= 2
+        best = self._bisect(lambda i: self._fits(i + 1), high - 1)
+        return best + 1 if best is not None else None
+
+    @staticmethod
+    def _bisect(fits: Callable[[int], bool], count: int) -> int | None:
+        """Last index of `count` that fits; None when the first doesn't."""
+        low, high = -1, count
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low if low >= 0 else None
+
+    def _at(self, batch_size: int) -> Estimate:
+        if batch_size not in self._seen:
+            self._seen[batch_size] = self._start.at_batch(batch_size)
+        return self._seen[batch_size]
+
+    def _fits(self, batch_size: int) -> bool:
+        return bool(self._at(batch_size).fits)

@@ -1,0 +1,134 @@
+"""Opens a job: checks what the user gave, builds the model without weights, and traces at any batch size."""
+
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.stand_in import build_without_weights, check_one_device, map_tensors, tensors_in
+from memfit.adapters.torch.trace import PRECISIONS, Step, Trace, trace
+from memfit.core.device import Device
+from memfit.core.errors import BadBatch, BadInput, BadModel, StepFailed
+from memfit.core.estimate import Note
+from memfit.core.job import Job
+
+_DEFAULT_BATCH_SIZE = 8
+
+
+def own_gpu() -> tuple[str, int, tuple[int, int]] | None:
+    """(name, total bytes, compute capability) of this machine's first CUDA device, or None."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    return properties.name, properties.total_memory, (properties.major, properties.minor)
+
+
+def open_job(job: Job, device: Device, batch_size: int | None = None) -> "OpenJob":
+    """The job, checked and ready to be traced, at its own batch size or the given one."""
+    return OpenJob(job, device, batch_size)
+
+
+class OpenJob:
+    """A job whose model is at hand.
+
+    Args:
+        job: what to trace.
+        device: where it will run.
+        batch_size: replaces the first dimension of the job's batch.
+    """
+
+    def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
+        if job.precision is not None and job.precision not in PRECISIONS:
+            raise BadInput(f"precision must be one of {', '.join(PRECISIONS)}, but {job.precision!r} was given.")
+        if not callable(job.loss):
+            raise BadInput(f"loss must be a function of (model, batch), but {type(job.loss).__name__} was given.")
+        self._job = job
+        self._device = device
+        self._model = _open_model(job.model)
+        if batch_size is not None and batch_size < 1:
+            raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
+        self._batch = job.batch(batch_size or _DEFAULT_BATCH_SIZE) if callable(job.batch) else job.batch
+        check_batch(self._batch)
+        self.name = job.name or type(self._model).__name__
+        self.batch_size = common_first_dimension(self._batch)
+        if batch_size is not None and batch_size != self.batch_size:
+            if self.batch_size is None:
+                raise BadBatch("the batch's tensors share no first dimension, so no batch size can be set.")
+            self._batch = resized(self._batch, self.batch_size, batch_size)
+            self.batch_size = batch_size
+        self.notes = self._remarks()
+
+    def trace(self, batch_size: int | None) -> Trace:
+        """The trace at `batch_size`, or with the batch as it was given when None."""
+        job = self._job
+        batch = self._batch
+        if batch_size is not None and batch_size != self.batch_size:
+            batch = job.batch(batch_size) if callable(job.batch) else resized(batch, self.batch_size, batch_size)
+        step = Step(
+            model=self._model,
+            loss=job.loss,
+            batch=batch,
+            optimizer=job.optimizer,
+            precision=job.precision,
+            training=job.mode == "training",
+            set_to_none=job.set_to_none,
+        )
+        try:
+            return trace(step, self._device)
+        except StepFailed as failure:
+            sizes = sorted({t.shape[0] for t in tensors_in(batch) if t.dim()})
+            if len(sizes) > 1:
+                numbers = ", ".join(map(str, sizes))
+                raise BadBatch(f"{failure}\nThe batch's tensors disagree in their first dimension: {numbers}.") from failure
+            raise
+
+    def _remarks(self) -> tuple[Note, ...]:
+        if self._job.mode == "training" and not self._model.training:
+            text = "the model is in evaluation mode (model.eval()): its dropout and batch norm are counted as such"
+            return (Note("evaluation-mode", text),)
+        return ()
+
+
+def _open_model(model: Any) -> torch.nn.Module:
+    if isinstance(model, torch.nn.Module):
+        check_one_device(model)
+        return model
+    if isinstance(model, type) and issubclass(model, torch.nn.Module):
+        return build_without_weights(model)
+    if callable(model):
+        return build_without_weights(model)
+    raise BadModel(
+        f"model must be a torch.nn.Module or a function that builds one, but {type(model).__name__} was given."
+    )
+
+
+def check_batch(batch: Any) -> None:
+    """Refuses a batch without tensors, with empty tensors, or spread over devices."""
+    tensors = list(tensors_in(batch))
+    if not tensors:
+        raise BadBatch(f"the batch holds no tensor ({type(batch).__name__} was given); give the tensors one step works on.")
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            raise BadBatch(f"the batch holds an empty tensor of shape {tuple(tensor.shape)}; a batch needs at least 1 sample.")
+    devices = {str(t.device) for t in tensors if t.device.type != "meta"}
+    if len(devices) > 1:
+        raise BadBatch(f"the batch's tensors are on mixed devices: {', '.join(sorted(devices))}. Put them on one; any will do.")
+
+
+def common_first_dimension(batch: Any) -> int | None:
+    """The batch size, if every tensor with dimensions has the same first one."""
+    sizes = {t.shape[0] for t in tensors_in(batch) if t.dim()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def resized(batch: Any, old: int | None, new: int) -> Any:
+    """The batch with another first dimension, as shapes."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        size = (new, *tensor.shape[1:]) if tensor.dim() and tensor.shape[0] == old else tuple(tensor.shape)
+        # The order of strides is kept, so that a channels-last batch stays one.
+        order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]), reverse=True)
+        made = torch.empty([size[d] for d in order], dtype=tensor.dtype, device="meta")
+        back = [order.index(d) for d in range(tensor.dim())]
+        return made.permute(back).requires_grad_(tensor.requires_grad)
+
+    return map_tensors(batch, change)

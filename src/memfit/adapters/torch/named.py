@@ -1,0 +1,196 @@
+"""Jobs from names: `timm:resnet50`, `hf:GPT2LMHeadModel`, `hf:path/to/config.json`, `torchvision:resnet50`.
+
+Weights are never downloaded: models are built from code and configuration. The step is the usual one for the kind of model.
+"""
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.torchvision_operators import define_missing_operators
+from memfit.core.errors import BadTarget, MissingDependency
+from memfit.core.job import Job
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
+    "none": None,
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def named_job(target: str, optimizer: str, sequence_length: int | None, image_size: int | None) -> Job:
+    """The job that `target` names, with made-up batches of the given sizes or the model's own."""
+    kind, _, name = target.partition(":")
+    if not name or kind not in ("timm", "torchvision", "hf"):
+        raise BadTarget(f"{target!r} names no model; write timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG.")
+    if kind == "hf":
+        job = _hugging_face(name, sequence_length, image_size)
+    else:
+        job = _timm(name, image_size) if kind == "timm" else _torchvision(name, image_size)
+    return replace(job, optimizer=OPTIMIZERS[optimizer], name=target)
+
+
+def _import(package: str, extra: str) -> Any:
+    try:
+        if package in ("timm", "torchvision"):
+            define_missing_operators()
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingDependency(
+            f"{package} can't be imported ({error}). Install it with `pip install memfit[{extra}]`."
+        ) from None
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f" Did you mean {', '.join(close)}?" if close else ""
+
+
+def _timm(name: str, image_size: int | None) -> Job:
+    timm = _import("timm", "timm")
+    if not timm.is_model(name.split(".")[0]):
+        raise BadTarget(f"timm has no model {name!r}.{_nearest(name, timm.list_models())}")
+    config = timm.get_pretrained_cfg(name)
+    default = config.input_size[-1] if config is not None else 224
+    size = image_size or default
+    # Many vision transformers are built for one image size.
+    options = {"img_size": size} if size != default and _takes(timm.model_entrypoint(name), "img_size") else {}
+    return Job(
+        model=lambda: timm.create_model(name, **options),
+        loss=_classification_loss,
+        batch=lambda n: _images(n, size),
+    )
+
+
+def _takes(function: Callable[..., Any], argument: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _torchvision(name: str, image_size: int | None) -> Job:
+    models = _import("torchvision", "timm").models
+    if name not in models.list_models(module=models):
+        raise BadTarget(f"torchvision has no classifier {name!r}.{_nearest(name, models.list_models(module=models))}")
+    size = image_size or (299 if name == "inception_v3" else 224)
+    return Job(
+        model=lambda: models.get_model(name, weights=None),
+        loss=_classification_loss,
+        batch=lambda n: _images(n, size),
+    )
+
+
+def _images(count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    images = torch.empty(count, 3, size, size, device="meta")
+    return images, torch.empty(count, dtype=torch.int64, device="meta")
+
+
+def _classification_loss(model: Any, batch: Any) -> torch.Tensor:
+    images, labels = batch
+    output = model(images)
+    output = getattr(output, "logits", output)
+    output = output[0] if isinstance(output, list | tuple) else output
+    return torch.nn.functional.cross_entropy(output, labels)
+
+
+def _hugging_face(name: str, sequence_length: int | None, image_size: int | None) -> Job:
+    transformers = _import("transformers", "hf")
+    model_class, config = _hugging_face_class(transformers, name)
+    length = sequence_length or min(_longest(config), 512)
+    return Job(
+        model=lambda: _built(model_class, config),
+        loss=_hugging_face_loss,
+        batch=_hugging_face_batch(model_class, config, length, image_size),
+    )
+
+
+def _hugging_face_class(transformers: Any, name: str) -> tuple[Any, Any]:
+    """(model class or auto class, configuration) of a class name, a model type, or a configuration file."""
+    if os.path.exists(name):
+        try:
+            config = transformers.AutoConfig.from_pretrained(name)
+        except (OSError, ValueError, KeyError) as error:
+            raise BadTarget(f"{name} is not a configuration that transformers can read: {error}") from None
+        architectures = getattr(config, "architectures", None) or []
+        chosen = next((getattr(transformers, a) for a in architectures if hasattr(transformers, a)), None)
+        return chosen or transformers.AutoModel, config
+    model_class = getattr(transformers, name, None)
+    if model_class is not None and getattr(model_class, "config_class", None) is not None:
+        return model_class, model_class.config_class()
+    try:
+        config = transformers.AutoConfig.for_model(name)
+    except ValueError:
+        known = [*transformers.CONFIG_MAPPING.keys(), *(n for n in dir(transformers) if n.endswith(("Model", "LM")))]
+        raise BadTarget(
+            f"{name!r} is neither a model class of transformers, nor a model type, nor a path to a config.json."
+            f"{_nearest(name, known)}"
+        ) from None
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return (transformers.AutoModelForCausalLM if causal else transformers.AutoModel), config
+
+
+def _built(model_class: Any, config: Any) -> Any:
+    return model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
+
+
+def _longest(config: Any) -> int:
+    text = getattr(config, "get_text_config", lambda: config)()
+    for field in ("max_position_embeddings", "n_positions", "max_source_positions", "max_seq_len"):
+        value = getattr(text, field, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 512
+
+
+def _hugging_face_batch(model_class: Any, config: Any, length: int, image_size: int | None) -> Callable[[int], Any]:
+    main_input = getattr(model_class, "main_input_name", None) or getattr(config, "main_input_name", "input_ids")
+
+    def make(count: int) -> dict[str, torch.Tensor]:
+        if main_input == "pixel_values":
+            size = image_size or getattr(config, "image_size", 224)
+            side = size[0] if isinstance(size, list | tuple) else size
+            channels = getattr(config, "num_channels", 3)
+            batch = {"pixel_values": torch.empty(count, channels, side, side, device="meta")}
+        elif main_input in ("input_features", "input_values"):
+            raise BadTarget(
+                f"{model_class.__name__} takes {main_input}, whose shape its configuration doesn't fix. "
+                "Write a file with a function that returns a memfit.Job and name it FILE.py:function."
+            )
+        else:
+            batch = {"input_ids": torch.empty(count, length, dtype=torch.int64, device="meta")}
+        labels = _labels(model_class, count, length)
+        return batch if labels is None else {**batch, "labels": labels}
+
+    return make
+
+
+def _labels(model_class: Any, count: int, length: int) -> torch.Tensor | None:
+    name = model_class.__name__
+    if "CausalLM" in name or "MaskedLM" in name or "LMHead" in name or "ConditionalGeneration" in name:
+        return torch.empty(count, length, dtype=torch.int64, device="meta")
+    if "SequenceClassification" in name or "ImageClassification" in name:
+        return torch.empty(count, dtype=torch.int64, device="meta")
+    return None
+
+
+def _hugging_face_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    if model.config.is_encoder_decoder and "labels" not in batch:
+        batch = {**batch, "decoder_input_ids": batch["input_ids"]}
+    output = model(**batch)
+    if getattr(output, "loss", None) is not None:
+        loss: torch.Tensor = output.loss
+        return loss
+    hidden = getattr(output, "last_hidden_state", None)
+    return (hidden if hidden is not None else output[0]).float().pow(2).mean()

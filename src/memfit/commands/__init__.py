@@ -1,0 +1,79 @@
+"""The command line: one module per subcommand, each of which parses, calls the public API and hands the result to a reporter.
+
+Exit codes: 0 it fits (or the command did its work), 2 bad usage or bad input, 3 it does not fit, 130 interrupted.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+from memfit.core.errors import MemfitError
+
+EXIT_FITS = 0
+EXIT_BAD_USAGE = 2
+EXIT_DOES_NOT_FIT = 3
+EXIT_INTERRUPTED = 130
+
+
+class Command(Protocol):
+    """A subcommand: a module with a docstring and two functions."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declares the command's arguments."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Does the work and returns the exit code."""
+
+
+def _commands() -> dict[str, Command]:
+    from memfit.commands import compare, devices, estimate, max_batch
+
+    return {"estimate": estimate, "max-batch": max_batch, "compare": compare, "devices": devices}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="memfit",
+        description="Know before you run: the memory of a training step on a GPU that is not there.",
+        epilog="exit codes: 0 fits, 2 bad usage or input, 3 does not fit, 130 interrupted",
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in _commands().items():
+        summary, _, rest = (command.__doc__ or "").strip().partition("\n")
+        child = subparsers.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=rest.strip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(child)
+        child.set_defaults(run=command.run)
+    return parser
+
+
+def _version() -> str:
+    from memfit import __version__
+
+    return f"memfit {__version__}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    parsed = build_parser().parse_args(arguments)
+    try:
+        code: int = parsed.run(parsed)
+        return code
+    except MemfitError as error:
+        print(f"memfit: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("memfit: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away, as `memfit devices | head` does; nothing is left to say to it.
+        sys.stderr.close()
+        return EXIT_FITS

@@ -1,0 +1,40 @@
+"""Peak memory of a training step on a device that is not there.
+
+examples:
+  memfit estimate timm:resnet50 --batch-size 64 --device rtx-3090 --precision amp-fp16
+  memfit estimate hf:GPT2LMHeadModel -b 8 --sequence-length 1024 -d a100-40gb --html memory.html
+  memfit estimate train.py:job --device 24GiB --json > estimate.json
+
+TARGET is FILE.py:function (the function returns a memfit.Job), timm:NAME, torchvision:NAME, or hf: with a class
+of transformers, a model type or the path of a config.json.
+
+exit codes: 0 fits, 3 does not fit, 2 bad usage or input
+"""
+
+import argparse
+
+from memfit import _api
+from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("target", metavar="TARGET", help="FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG")
+    targets.add_job_arguments(parser)
+    parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Estimates, reports, and says by its exit code whether it fits."""
+    with output.progress(f"tracing {arguments.target}", quiet=arguments.json):
+        job = targets.load_job(arguments.target, arguments)
+        result = _api.estimate(job, device=arguments.device, batch_size=arguments.batch_size)
+    if arguments.html:
+        result.report(arguments.html)
+    if arguments.json:
+        output.print_json(result.to_json())
+    else:
+        output.print_estimate(result)
+        if arguments.html:
+            print(f"\npage written to {arguments.html}")
+    return EXIT_DOES_NOT_FIT if result.fits is False else EXIT_FITS

@@ -1,0 +1,110 @@
+"""What to estimate, from the command line: a function in a file, or the name of a model."""
+
+import argparse
+import importlib.util
+import os
+import sys
+import traceback
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from memfit import _api
+from memfit.core.errors import BadInput, BadTarget
+from memfit.core.job import Job
+
+PREFIXES = ("timm", "torchvision", "hf")
+PRECISIONS = ("fp32", "fp16", "bf16", "amp-fp16", "amp-bf16")
+OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adafactor")
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments that say how the step is run."""
+    parser.add_argument("--device", "-d", help="a device (`memfit devices`), cpu, or a size such as 24GiB")
+    parser.add_argument("--batch-size", "-b", type=int, help="samples per step; the job's own by default, 8 for named models")
+    parser.add_argument("--precision", "-p", choices=PRECISIONS, help="the job's own by default")
+    parser.add_argument("--optimizer", "-o", choices=OPTIMIZERS, help="the job's own by default, adamw for named models")
+    parser.add_argument("--inference", action="store_true", help="a forward pass without gradients")
+    parser.add_argument("--sequence-length", type=int, metavar="N", help="tokens per sample, for hf: models")
+    parser.add_argument("--image-size", type=int, metavar="N", help="height and width, for vision models")
+    parser.add_argument("--workers", type=int, metavar="N", help="data loader processes, for the host's memory")
+    parser.add_argument("--json", action="store_true", help="write JSON to standard output")
+
+
+def load_job(target: str, arguments: argparse.Namespace) -> Job:
+    """The job that `target` and the options describe."""
+    for option in ("batch_size", "sequence_length", "image_size"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise BadInput(f"--{option.replace('_', '-')} must be at least 1, but {value} was given.")
+    if target.partition(":")[0] in PREFIXES:
+        job = _named(target, arguments)
+    else:
+        job = _from_file(target)
+        if arguments.optimizer is not None:
+            job = replace(job, optimizer=_api.named_optimizer(arguments.optimizer))
+    changes: dict[str, Any] = {}
+    if arguments.precision is not None:
+        changes["precision"] = arguments.precision
+    if arguments.inference:
+        changes["mode"] = "inference"
+    if arguments.workers is not None:
+        changes["num_workers"] = arguments.workers
+    return replace(job, **changes)
+
+
+def _named(target: str, arguments: argparse.Namespace) -> Job:
+    return _api.named_job(
+        target,
+        optimizer=arguments.optimizer or "adamw",
+        sequence_length=arguments.sequence_length,
+        image_size=arguments.image_size,
+    )
+
+
+def _from_file(target: str) -> Job:
+    path, _, name = target.rpartition(":")
+    if not path or not name:
+        raise BadTarget(
+            f"{target!r} is not a target. Write FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG."
+        )
+    if not os.path.isfile(path):
+        raise BadTarget(f"there is no file {path!r}.")
+    function = getattr(_load_module(path), name, None)
+    if function is None:
+        raise BadTarget(f"{path} has no function {name!r}; it must define one that returns a memfit.Job.")
+    if isinstance(function, Job):
+        return function
+    if not callable(function):
+        raise BadTarget(f"{name!r} in {path} is {type(function).__name__}, not a function that returns a memfit.Job.")
+    try:
+        job = function()
+    except Exception as error:
+        raise BadTarget(f"{name}() in {path} failed: {_last_line(error, path)}") from error
+    if not isinstance(job, Job):
+        raise BadTarget(f"{name}() in {path} returned {type(job).__name__}, not a memfit.Job.")
+    return job
+
+
+def _load_module(path: str) -> ModuleType:
+    name = os.path.splitext(os.path.basename(path))[0]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise BadTarget(f"{path} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.modules.setdefault(name, module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise BadTarget(f"{path} can't be loaded: {_last_line(error, path)}") from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _last_line(error: Exception, path: str) -> str:
+    """The error and the line of the user's file where it happened."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    where = f" ({os.path.basename(path)}:{lines[-1]})" if lines else ""
+    return f"{type(error).__name__}: {error}{where}"

@@ -1,0 +1,36 @@
+"""A job: everything `memfit estimate FILE.py:function` needs to know about a training step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A training or inference step, ready to be estimated.
+
+    Args:
+        model: a module, or a callable that builds one (built without memory for its weights).
+        loss: takes the model and a batch and returns the scalar loss.
+        batch: any nesting of tensors, or a callable that makes one for a given batch size.
+        optimizer: an instance, a callable that takes parameters, or None.
+        precision: "fp32", "fp16", "bf16", "amp-fp16", "amp-bf16", or None to leave the model as it is.
+        mode: "training" or "inference".
+        name: what to call it in reports; the model's class by default.
+        set_to_none: gradients are freed before each step, as `optimizer.zero_grad()` does by default.
+        num_workers: processes that load data.
+        prefetch_factor: batches each of them holds ready.
+        pin_memory: whether batches pass through pinned memory.
+    """
+
+    model: Any
+    loss: Callable[[Any, Any], Any]
+    batch: Any
+    optimizer: Any = None
+    precision: str | None = None
+    mode: str = "training"
+    name: str = ""
+    set_to_none: bool = True
+    num_workers: int = 0
+    prefetch_factor: int = 2
+    pin_memory: bool = False
