@@ -136,7 +136,9 @@ def save(rows: list[dict[str, Any]]) -> None:
     order = {name: index for index, name in enumerate(CASES)}
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     merged = {(row["case"], row["optimizer"]): row for row in [*known, *rows] if row["case"] in order}
-    ordered = sorted(merged.values(), key=lambda row: (order[row["case"]], CASES[row["case"]].optimizers.index(row["optimizer"])))
+    ordered = sorted(
+        merged.values(), key=lambda row: (order[row["case"]], CASES[row["case"]].optimizers.index(row["optimizer"]))
+    )
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text("[\n" + ",\n".join(json.dumps(row) for row in ordered) + "\n]\n")
 

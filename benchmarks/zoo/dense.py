@@ -204,9 +204,13 @@ class Autoencoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = [3, 32, 64, 128]
-        down = [nn.Sequential(nn.Conv2d(i, o, 4, 2, 1), nn.LeakyReLU(0.2)) for i, o in zip(widths, widths[1:], strict=False)]
+        down = [
+            nn.Sequential(nn.Conv2d(i, o, 4, 2, 1), nn.LeakyReLU(0.2)) for i, o in zip(widths, widths[1:], strict=False)
+        ]
         widths.reverse()
-        up = [nn.Sequential(nn.ConvTranspose2d(i, o, 4, 2, 1), nn.ELU()) for i, o in zip(widths, widths[1:], strict=False)]
+        up = [
+            nn.Sequential(nn.ConvTranspose2d(i, o, 4, 2, 1), nn.ELU()) for i, o in zip(widths, widths[1:], strict=False)
+        ]
         self.encoder, self.decoder = nn.Sequential(*down), nn.Sequential(*up)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -220,7 +224,12 @@ class Variational(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(
-            nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.SiLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.BatchNorm2d(64), nn.SiLU()
+            nn.Conv2d(3, 32, 3, 2, 1),
+            nn.BatchNorm2d(32),
+            nn.SiLU(),
+            nn.Conv2d(32, 64, 3, 2, 1),
+            nn.BatchNorm2d(64),
+            nn.SiLU(),
         )
         self.moments = nn.Linear(64 * 16 * 16, 2 * 128)
         self.expand = nn.Linear(128, 64 * 16 * 16)
@@ -254,7 +263,13 @@ def pixels(size: int = 128) -> tuple[Tensor, Tensor]:
 
 add("unet", "segmentation", lambda: UNet(bilinear=False), pixels, segment)
 add("unet_bilinear", "segmentation", lambda: UNet(bilinear=True), pixels, segment)
-add("diffusion_unet", "diffusion", DiffusionUNet, lambda: (torch.randn(4, 3, 64, 64), torch.randint(1000, (4,))), diffuse)
+add(
+    "diffusion_unet",
+    "diffusion",
+    DiffusionUNet,
+    lambda: (torch.randn(4, 3, 64, 64), torch.randint(1000, (4,))),
+    diffuse,
+)
 add("detector", "detection", Detector, detection_batch, detect)
 add("autoencoder", "generative", Autoencoder, lambda: torch.rand(8, 3, 128, 128), reconstruct)
 add("vae", "generative", Variational, lambda: torch.rand(8, 3, 64, 64), evidence)

@@ -96,7 +96,13 @@ add(
     "distilbert",
     "language",
     pretrained(
-        "DistilBertForSequenceClassification", "DistilBertConfig", vocab_size=VOCABULARY, dim=256, n_layers=4, n_heads=4, hidden_dim=1024
+        "DistilBertForSequenceClassification",
+        "DistilBertConfig",
+        vocab_size=VOCABULARY,
+        dim=256,
+        n_layers=4,
+        n_heads=4,
+        hidden_dim=1024,
     ),
     masked(8, 128),
     own_loss,
@@ -111,7 +117,17 @@ add(
 add(
     "gpt2",
     "language",
-    pretrained("GPT2LMHeadModel", "GPT2Config", vocab_size=VOCABULARY, n_embd=256, n_layer=4, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2),
+    pretrained(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        vocab_size=VOCABULARY,
+        n_embd=256,
+        n_layer=4,
+        n_head=4,
+        n_positions=256,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
     text(4, 128, labels=tokens(4, 128)),
     own_loss,
 )
@@ -135,7 +151,17 @@ add(
 add(
     "t5",
     "language",
-    pretrained("T5ForConditionalGeneration", "T5Config", vocab_size=VOCABULARY, d_model=256, d_ff=1024, num_layers=3, num_heads=4, d_kv=64, decoder_start_token_id=0),
+    pretrained(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        vocab_size=VOCABULARY,
+        d_model=256,
+        d_ff=1024,
+        num_layers=3,
+        num_heads=4,
+        d_kv=64,
+        decoder_start_token_id=0,
+    ),
     text(4, 96, labels=tokens(4, 48)),
     own_loss,
 )

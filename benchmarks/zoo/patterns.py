@@ -72,10 +72,20 @@ class DropoutNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.convs = nn.Sequential(
-            nn.Conv2d(3, 48, 3, padding=1), nn.ReLU(), nn.Dropout2d(0.1), nn.Conv2d(48, 48, 3, padding=1), nn.ReLU(), nn.Dropout(0.2)
+            nn.Conv2d(3, 48, 3, padding=1),
+            nn.ReLU(),
+            nn.Dropout2d(0.1),
+            nn.Conv2d(48, 48, 3, padding=1),
+            nn.ReLU(),
+            nn.Dropout(0.2),
         )
         self.dense = nn.Sequential(
-            nn.Linear(48 * 16, 1024), nn.SELU(), nn.AlphaDropout(0.1), nn.Linear(1024, 1024), nn.GELU(), nn.Dropout(0.5, inplace=True)
+            nn.Linear(48 * 16, 1024),
+            nn.SELU(),
+            nn.AlphaDropout(0.1),
+            nn.Linear(1024, 1024),
+            nn.GELU(),
+            nn.Dropout(0.5, inplace=True),
         )
         self.head = nn.Linear(1024, 10)
 

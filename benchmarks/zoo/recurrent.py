@@ -190,7 +190,13 @@ add(
     lambda: (torch.randint(VOCABULARY, (8, 96)), torch.randint(4, (8,))),
     labelled,
 )
-add("rnn_forecaster", "recurrent", SeriesForecaster, lambda: (torch.randn(128, 16, 64), torch.randn(128, 16, 64)), squared)
+add(
+    "rnn_forecaster",
+    "recurrent",
+    SeriesForecaster,
+    lambda: (torch.randn(128, 16, 64), torch.randn(128, 16, 64)),
+    squared,
+)
 add(
     "lstm_cell_tagger",
     "recurrent",

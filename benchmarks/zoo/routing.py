@@ -18,7 +18,9 @@ class MeanAggregation(nn.Module):
         """New features of the nodes."""
         source, target = edges
         total = torch.zeros_like(nodes).index_add(0, target, nodes[source])
-        degree = torch.zeros(len(nodes), device=nodes.device).index_add(0, target, torch.ones_like(target, dtype=nodes.dtype))
+        degree = torch.zeros(len(nodes), device=nodes.device).index_add(
+            0, target, torch.ones_like(target, dtype=nodes.dtype)
+        )
         mixed: Tensor = self.own(nodes) + self.neighbours(total / degree.clamp(min=1)[:, None])
         return mixed
 
@@ -215,8 +217,20 @@ def regress(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 
 add("graph_sage", "graph", lambda: GraphNetwork(MeanAggregation), graph, label_nodes)
 add("graph_attention", "graph", lambda: GraphNetwork(GraphAttention), graph, label_nodes)
-add("moe_capacity", "mixture of experts", lambda: MixtureModel(CapacityMixture), lambda: torch.randint(4000, (4, 129)), next_token)
-add("moe_dynamic", "data-dependent", lambda: MixtureModel(DynamicMixture), lambda: torch.randint(4000, (4, 129)), next_token)
+add(
+    "moe_capacity",
+    "mixture of experts",
+    lambda: MixtureModel(CapacityMixture),
+    lambda: torch.randint(4000, (4, 129)),
+    next_token,
+)
+add(
+    "moe_dynamic",
+    "data-dependent",
+    lambda: MixtureModel(DynamicMixture),
+    lambda: torch.randint(4000, (4, 129)),
+    next_token,
+)
 add("dlrm", "recommendation", lambda: Recommender(sparse=False), clicks, click_loss)
 add("dlrm_sparse", "sparse gradient", lambda: Recommender(sparse=True), clicks, click_loss, optimizers=("sgd",))
 add("tabular_mlp", "tabular", TableModel, rows, regress)

@@ -208,9 +208,7 @@ def _torch_adapter() -> Any:
 class _Estimator:
     """Traces a job as often as needed and turns traces into estimates."""
 
-    def __init__(
-        self, job: Job, device: Device, options: AllocatorOptions, batch_size: int | None = None
-    ) -> None:
+    def __init__(self, job: Job, device: Device, options: AllocatorOptions, batch_size: int | None = None) -> None:
         self._job = job
         self._device = device
         self._options = options

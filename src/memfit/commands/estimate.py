@@ -19,7 +19,9 @@ from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("target", metavar="TARGET", help="FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG")
+    parser.add_argument(
+        "target", metavar="TARGET", help="FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG"
+    )
     targets.add_job_arguments(parser)
     parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
 

@@ -16,7 +16,9 @@ from memfit.core.errors import BadInput
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("target", metavar="TARGET", help="FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG")
+    parser.add_argument(
+        "target", metavar="TARGET", help="FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG"
+    )
     targets.add_job_arguments(parser)
     parser.add_argument("--candidates", metavar="N,N,...", help="sizes to choose from; every whole number by default")
 

@@ -21,9 +21,13 @@ OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagra
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that say how the step is run."""
     parser.add_argument("--device", "-d", help="a device (`memfit devices`), cpu, or a size such as 24GiB")
-    parser.add_argument("--batch-size", "-b", type=int, help="samples per step; the job's own by default, 8 for named models")
+    parser.add_argument(
+        "--batch-size", "-b", type=int, help="samples per step; the job's own by default, 8 for named models"
+    )
     parser.add_argument("--precision", "-p", choices=PRECISIONS, help="the job's own by default")
-    parser.add_argument("--optimizer", "-o", choices=OPTIMIZERS, help="the job's own by default, adamw for named models")
+    parser.add_argument(
+        "--optimizer", "-o", choices=OPTIMIZERS, help="the job's own by default, adamw for named models"
+    )
     parser.add_argument("--inference", action="store_true", help="a forward pass without gradients")
     parser.add_argument("--sequence-length", type=int, metavar="N", help="tokens per sample, for hf: models")
     parser.add_argument("--image-size", type=int, metavar="N", help="height and width, for vision models")

@@ -232,7 +232,9 @@ class Estimate:
         try:
             data = json.loads(data) if isinstance(data, str | bytes) else data
             if data["format"] != "memfit.estimate" or data["version"] != FORMAT_VERSION:
-                raise BadFile(f"expected a memfit.estimate of version {FORMAT_VERSION}, got {data['format']} {data['version']}.")
+                raise BadFile(
+                    f"expected a memfit.estimate of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
+                )
             device = Device(**data["device"])
             capability = device.capability
             device = replace(

@@ -54,9 +54,7 @@ def _same_shape(a: Timeline, b: Timeline) -> bool:
     return (
         len(a.blocks) == len(b.blocks)
         and a.num_ticks == b.num_ticks
-        and all(
-            x.start == y.start and x.end == y.end and x.op == y.op for x, y in zip(a.blocks, b.blocks, strict=True)
-        )
+        and all(x.start == y.start and x.end == y.end and x.op == y.op for x, y in zip(a.blocks, b.blocks, strict=True))
     )
 
 
@@ -80,6 +78,4 @@ def _evaluate(terms: tuple[float, ...], n: int) -> int:
 
 
 def _resized(block: Block, size_bytes: int) -> Block:
-    return Block(
-        size_bytes, block.start, block.end, block.category, block.phase, block.module, block.op, block.source
-    )
+    return Block(size_bytes, block.start, block.end, block.category, block.phase, block.module, block.op, block.source)

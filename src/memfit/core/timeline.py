@@ -163,7 +163,9 @@ class Timeline:
         try:
             data = json.loads(data) if isinstance(data, str | bytes) else data
             if data["format"] != "memfit.timeline" or data["version"] != FORMAT_VERSION:
-                raise BadFile(f"expected a memfit.timeline of version {FORMAT_VERSION}, got {data['format']} {data['version']}.")
+                raise BadFile(
+                    f"expected a memfit.timeline of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
+                )
             s = data["strings"]
             blocks = tuple(
                 Block(int(size), int(start), end, Category(s[c]), Phase(s[p]), s[m], s[o], s[src])

@@ -69,5 +69,7 @@ def format_size(size_bytes: int | None) -> str:
     magnitude = abs(size_bytes)
     for unit, factor in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if magnitude >= factor:
-            return f"{size_bytes / factor:.2f} {unit}" if magnitude < 10 * factor else f"{size_bytes / factor:.1f} {unit}"
+            return (
+                f"{size_bytes / factor:.2f} {unit}" if magnitude < 10 * factor else f"{size_bytes / factor:.1f} {unit}"
+            )
     return f"{size_bytes} B"

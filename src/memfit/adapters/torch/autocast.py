@@ -86,7 +86,12 @@ class Autocast:
         return value
 
     def _cast_tensor(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if not tensor.is_floating_point() or tensor.dtype is torch.float64 or tensor.dtype is dtype or not tensor.is_meta:
+        if (
+            not tensor.is_floating_point()
+            or tensor.dtype is torch.float64
+            or tensor.dtype is dtype
+            or not tensor.is_meta
+        ):
             return tensor
         keep = (
             tensor.dtype is torch.float32

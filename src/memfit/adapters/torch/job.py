@@ -78,7 +78,9 @@ class OpenJob:
             sizes = sorted({t.shape[0] for t in tensors_in(batch) if t.dim()})
             if len(sizes) > 1:
                 numbers = ", ".join(map(str, sizes))
-                raise BadBatch(f"{failure}\nThe batch's tensors disagree in their first dimension: {numbers}.") from failure
+                raise BadBatch(
+                    f"{failure}\nThe batch's tensors disagree in their first dimension: {numbers}."
+                ) from failure
             raise
 
     def _remarks(self) -> tuple[Note, ...]:
@@ -105,13 +107,19 @@ def check_batch(batch: Any) -> None:
     """Refuses a batch without tensors, with empty tensors, or spread over devices."""
     tensors = list(tensors_in(batch))
     if not tensors:
-        raise BadBatch(f"the batch holds no tensor ({type(batch).__name__} was given); give the tensors one step works on.")
+        raise BadBatch(
+            f"the batch holds no tensor ({type(batch).__name__} was given); give the tensors one step works on."
+        )
     for tensor in tensors:
         if tensor.numel() == 0:
-            raise BadBatch(f"the batch holds an empty tensor of shape {tuple(tensor.shape)}; a batch needs at least 1 sample.")
+            raise BadBatch(
+                f"the batch holds an empty tensor of shape {tuple(tensor.shape)}; a batch needs at least 1 sample."
+            )
     devices = {str(t.device) for t in tensors if t.device.type != "meta"}
     if len(devices) > 1:
-        raise BadBatch(f"the batch's tensors are on mixed devices: {', '.join(sorted(devices))}. Put them on one; any will do.")
+        raise BadBatch(
+            f"the batch's tensors are on mixed devices: {', '.join(sorted(devices))}. Put them on one; any will do."
+        )
 
 
 def common_first_dimension(batch: Any) -> int | None:

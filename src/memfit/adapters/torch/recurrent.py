@@ -117,7 +117,11 @@ def forward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], 
     if batch_sizes:
         rows, batch, shape = data.shape[0], batch_sizes[0], (data.shape[0], width)
     else:
-        rows, batch, shape = data.shape[0] * data.shape[1], data.shape[0 if batch_first else 1], (*data.shape[:2], width)
+        rows, batch, shape = (
+            data.shape[0] * data.shape[1],
+            data.shape[0 if batch_first else 1],
+            (*data.shape[:2], width),
+        )
     out = data.new_empty(shape)
     hidden_out = data.new_empty((num_layers * directions, batch, projection or hidden))
     cell_out = data.new_empty((num_layers * directions, batch, hidden)) if cell is not None else data.new_empty((0,))

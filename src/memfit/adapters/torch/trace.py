@@ -16,9 +16,10 @@ import torch
 
 from memfit.adapters.torch import choices, failures
 from memfit.adapters.torch.autocast import Autocast
+from memfit.adapters.torch.cuda_kernels import CudaInternals
 from memfit.adapters.torch.dispatch import SimulatedOperators
+from memfit.adapters.torch.host_kernels import HostInternals
 from memfit.adapters.torch.interception import intercepting
-from memfit.adapters.torch.internals import CudaInternals, HostInternals
 from memfit.adapters.torch.look import Look
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.recorder import Recorder
@@ -185,7 +186,14 @@ class _Tracer:
             # Something of the first step outlives it, such as an output kept in a variable: the second step is traced in full.
             self._forward_backward(batch, 2)
             again = (end, len(recorder.events))
-        return [(0, start), (start, after_backward), (after_backward, after_first), (after_second, end), again, (after_first, after_second)]
+        return [
+            (0, start),
+            (start, after_backward),
+            (after_backward, after_first),
+            (after_second, end),
+            again,
+            (after_first, after_second),
+        ]
 
     def _forward_backward(self, batch: Any, number: int) -> None:
         recorder = self.recorder

@@ -1,6 +1,6 @@
-"""Memory that kernels take for themselves, operator by operator.
+"""Memory that CUDA kernels take for themselves, operator by operator.
 
-A trace of operators sees their inputs and outputs. What a CUDA or CPU kernel allocates inside, and frees before it returns, is
+A trace of operators sees their inputs and outputs. What a CUDA kernel allocates inside, and frees before it returns, is
 stated here: one small function per operator, each with its source. Nothing is fitted; where a library doesn't say what it takes
 (cuDNN's workspaces), the rule is what its algorithm needs and the docs list it as assumed.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memfit.adapters.torch.convolution import ConvolutionWorkspace
+from memfit.adapters.torch.cuda_convolution import ConvolutionWorkspace
 from memfit.adapters.torch.recorder import Recorder
 from memfit.adapters.torch.shapes import Operator
 from memfit.core.device import Device
@@ -60,7 +60,9 @@ class CudaInternals:
         backward = self._recorder.phase is Phase.BACKWARD
         if backward not in self._threads_with_workspace:
             self._threads_with_workspace.add(backward)
-            self._recorder.add_permanent(cublas_workspace_bytes(self._capability), "cuBLAS workspace", Category.WORKSPACE)
+            self._recorder.add_permanent(
+                cublas_workspace_bytes(self._capability), "cuBLAS workspace", Category.WORKSPACE
+            )
         return []
 
 
@@ -116,18 +118,3 @@ def _efficient_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str,
     if query.dtype is not torch.float32:
         sizes.append(batch * heads * length * head * 4)
     return sizes
-
-
-class HostInternals:
-    """What CPU kernels take for themselves.
-
-    Args:
-        recorder: receives workspaces that stay.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def table(self) -> dict[str, Any]:
-        """Rules by operator name."""
-        return {}
