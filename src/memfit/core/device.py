@@ -34,8 +34,10 @@ class Device:
         capability: CUDA compute capability (8, 6), or None.
         num_multiprocessors: streaming multiprocessors, or None.
         bandwidth_bytes_per_second: memory bandwidth.
-        flops: peak dense floating-point operations per second by dtype ("float32", "tf32", "float16", "bfloat16", "float8").
+        flops: peak dense floating-point operations per second by dtype ("float32", "tf32", "float16", "bfloat16",
+            "float8").
         context_bytes: memory that the CUDA context takes in a process, or None where unknown.
+        context_origin: how `context_bytes` is known.
         source: where the figures come from.
         date: when that source was read, ISO.
     """
@@ -51,5 +53,6 @@ class Device:
     bandwidth_bytes_per_second: float | None = None
     flops: dict[str, float] = field(default_factory=dict)
     context_bytes: int | None = None
+    context_origin: Origin = Origin.ASSUMED
     source: str = ""
     date: str = ""

@@ -24,14 +24,22 @@ def _describe(estimate: "Estimate") -> str:
     return f"{estimate.subject}: {format_size(estimate.peak_bytes)} on {estimate.device.title}"
 
 
-def _write_page(estimate: "Estimate", path: str) -> None:
+def _write_no_page(estimate: "Estimate", path: str) -> None:
     raise NotImplementedError("import memfit to have reports")
+
+
+@dataclass(slots=True)
+class _Reporters:
+    describe: "Callable[[Estimate], str]" = _describe
+    write_page: "Callable[[Estimate, str], object]" = _write_no_page
+
+
+_reporters = _Reporters()
 
 
 def use_reporters(describe: "Callable[[Estimate], str]", write_page: "Callable[[Estimate, str], object]") -> None:
     """Sets what `print(estimate)` and `estimate.report` do; core can't import the reports itself."""
-    global _describe, _write_page
-    _describe, _write_page = describe, write_page
+    _reporters.describe, _reporters.write_page = describe, write_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +118,26 @@ class Estimate:
     """Answers for another batch size; set by the one who traced, gone after a round trip through JSON."""
 
     def __str__(self) -> str:
-        return _describe(self)
+        return _reporters.describe(self)
 
     def at_batch(self, batch_size: int) -> "Estimate":
         """The same step at another batch size, without running it again where the traces at hand allow it."""
         if self.rescale is None:
             raise BadInput(
-                "this estimate can't be moved to another batch size: its batch has no common first dimension, or it was "
-                "read from a file. Estimate the job again with the batch size wanted."
+                "this estimate can't be moved to another batch size: its batch has no common first dimension, or it "
+                "was read from a file. Estimate the job again with the batch size wanted."
             )
         return self.rescale(batch_size)
 
     def report(self, path: str) -> None:
-        """Writes the self-contained HTML page of this estimate."""
-        _write_page(self, path)
+        """Writes the self-contained HTML page of this estimate, whole or not at all."""
+        try:
+            _reporters.write_page(self, path)
+        except OSError as error:
+            raise BadFile(
+                f"the page can't be written to {str(path)!r}: {error.strerror or error}. "
+                "Give the path of a file in a folder that exists and can be written to."
+            ) from error
 
     @property
     def allocated_peak_bytes(self) -> int:

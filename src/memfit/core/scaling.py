@@ -1,8 +1,8 @@
 """Any batch size from few traces.
 
-A step at batch size n allocates the same blocks in the same order as at another, only larger. Each block's size is a polynomial in n: constant
-(weights), linear (activations) or quadratic (a similarity matrix over the batch). Two traces determine the first two kinds; a negative
-constant term betrays the third, and a third trace settles it.
+A step at batch size n allocates the same blocks in the same order as at another, only larger. Each block's size is a
+polynomial in n: constant (weights), linear (activations) or quadratic (a similarity matrix over the batch). Two traces
+determine the first two kinds; a negative constant term betrays the third, and a third trace settles it.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The timeline: every allocation of a training step, from birth to death.
 
 Everything in memfit produces or consumes a `Timeline`. It holds one `Block` per allocation. Time is counted in ticks:
-each allocation and each free is one tick, so that the order of events is exact and two never coincide. A
-timeline says what the program asked for; what a device must provide for it is the allocator's answer (`memfit.allocator`).
+each allocation and each free is one tick, so that the order of events is exact and two never coincide. A timeline says
+what the program asked for; what a device must provide for it is the allocator's answer (`memfit.allocator`).
 """
 
 import json

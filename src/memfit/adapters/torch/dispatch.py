@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.adapters.torch import fallbacks, shapes
+from memfit.adapters.torch import fallbacks, quick_shapes, shapes
 from memfit.adapters.torch.accumulation import Accumulation
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.recorder import Recorder
@@ -64,6 +64,11 @@ class SimulatedOperators(TorchDispatchMode):
         self._names: dict[Operator, str] = {}
         self._accumulation = Accumulation()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here; PyTorch would otherwise wrap each call in a guard that costs more than the call.
+        return False
+
     def __torch_dispatch__(  # noqa: D105 - the protocol's own name
         self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -88,7 +93,10 @@ class SimulatedOperators(TorchDispatchMode):
         if kind is Behaviour.OTHER:
             out = self._execute(func, args, kwargs)
             return self._record_changed(func, args, out)
-        out = shapes.run(func, args, kwargs, self._execute)
+        quick = quick_shapes.find(func)
+        out = quick(args, kwargs) if quick is not None else NotImplemented
+        if out is NotImplemented:
+            out = shapes.run(func, args, kwargs, self._execute)
         return self._record(func, args, kwargs, out, fresh=kind is Behaviour.FRESH)
 
     def _name(self, func: Operator) -> str:
