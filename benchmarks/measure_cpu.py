@@ -36,7 +36,9 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """One of the optimizers of the table."""
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name](model.parameters())
+    if name == "adam":
+        return torch.optim.Adam(model.parameters())
+    return torch.optim.AdamW(model.parameters())
 
 
 def storage_bytes(tensors: list[Tensor]) -> int:
@@ -66,7 +68,7 @@ def allocations(prof: profile) -> list[tuple[int, int, tuple[str, ...]]]:
                 yield event.start_time_ns, event.typed[1].alloc_size, path
             yield from walk(event.children, (*path, event.name))
 
-    assert prof.profiler is not None
+    assert prof.profiler is not None and prof.profiler.kineto_results is not None
     tree = prof.profiler.kineto_results.experimental_event_tree()
     return sorted(walk(tree, ()), key=lambda row: row[0])
 

@@ -1,7 +1,7 @@
 """Small but structurally real models of every kind, with a batch and a loss each, in the ordered dict `CASES`.
 
-Nothing is downloaded: all models come from code or a configuration. Sizes are chosen so that a training step takes a few
-seconds on two cores and the peak lies between about 50 MB and 1 GB.
+Nothing is downloaded: all models come from code or a configuration. Sizes are chosen so that a training step takes at
+most a few seconds on two cores, and the peak of most lies between 50 MB and 1 GB.
 """
 
 from benchmarks.zoo import torchvision_shim

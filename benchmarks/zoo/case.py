@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-
 OPTIMIZERS = ("sgd", "adam", "adamw")
 
 

@@ -1,6 +1,7 @@
 """Models whose output is as large as their input: segmentation, detection, autoencoders, diffusion."""
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ class UNet(nn.Module):
             nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(o, i, 1))
             if bilinear
             else nn.ConvTranspose2d(o, i, 2, 2)
-            for i, o in zip(widths, widths[1:], strict=False)
+            for i, o in pairwise(widths)
         )
         self.merge = nn.ModuleList(double_convolution(2 * i, i) for i in widths[:-1])
         self.head = nn.Conv2d(widths[0], 21, 1)
@@ -59,7 +60,8 @@ def segment(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     target = F.one_hot(labels, 21).permute(0, 3, 1, 2).to(logits.dtype)
     overlap = (probabilities * target).sum((0, 2, 3))
     dice = 1 - (2 * overlap / (probabilities + target).sum((0, 2, 3)).clamp(min=1e-6)).mean()
-    return F.cross_entropy(logits, labels) + dice
+    loss: Tensor = F.cross_entropy(logits, labels) + dice
+    return loss
 
 
 class TimedBlock(nn.Module):
@@ -112,7 +114,7 @@ class DiffusionUNet(nn.Module):
         self.attention = SpatialAttention(widths[-1])
         self.middle = TimedBlock(widths[-1], widths[-1], time)
         self.up = nn.ModuleList(TimedBlock(2 * w, w, time) for w in widths)
-        self.grow = nn.ModuleList(nn.Conv2d(o, i, 3, padding=1) for i, o in zip(widths, widths[1:], strict=False))
+        self.grow = nn.ModuleList(nn.Conv2d(o, i, 3, padding=1) for i, o in pairwise(widths))
         self.head = nn.Sequential(nn.GroupNorm(8, widths[0]), nn.SiLU(), nn.Conv2d(widths[0], 3, 3, padding=1))
 
     def forward(self, x: Tensor, step: Tensor) -> Tensor:
@@ -204,13 +206,9 @@ class Autoencoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = [3, 32, 64, 128]
-        down = [
-            nn.Sequential(nn.Conv2d(i, o, 4, 2, 1), nn.LeakyReLU(0.2)) for i, o in zip(widths, widths[1:], strict=False)
-        ]
+        down = [nn.Sequential(nn.Conv2d(i, o, 4, 2, 1), nn.LeakyReLU(0.2)) for i, o in pairwise(widths)]
         widths.reverse()
-        up = [
-            nn.Sequential(nn.ConvTranspose2d(i, o, 4, 2, 1), nn.ELU()) for i, o in zip(widths, widths[1:], strict=False)
-        ]
+        up = [nn.Sequential(nn.ConvTranspose2d(i, o, 4, 2, 1), nn.ELU()) for i, o in pairwise(widths)]
         self.encoder, self.decoder = nn.Sequential(*down), nn.Sequential(*up)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -253,7 +251,8 @@ def evidence(model: nn.Module, images: Tensor) -> Tensor:
     """Negative evidence lower bound."""
     output, mean, log_variance = model(images)
     divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum()
-    return (F.mse_loss(output, images, reduction="sum") + divergence) / len(images)
+    loss: Tensor = (F.mse_loss(output, images, reduction="sum") + divergence) / len(images)
+    return loss
 
 
 def pixels(size: int = 128) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Ways of training that change memory: checkpointing, tied weights, channels_last, in-place ops, two networks in one step."""
+"""Ways of training that change memory: checkpointing, tied weights, channels_last, in-place ops, several networks."""
 
 import timm
 import torch
@@ -128,12 +128,12 @@ class Adversarial(nn.Module):
         )
 
 
-def adversarial(model: nn.Module, real: Tensor) -> Tensor:
+def adversarial(model: Adversarial, real: Tensor) -> Tensor:
     """Hinge losses of the discriminator and the generator."""
     fake = model.generator(torch.randn(len(real), 100, 1, 1, device=real.device))
     judged_fake, judged_real = model.discriminator(fake.detach()), model.discriminator(real)
-    discriminator = F.relu(1 - judged_real).mean() + F.relu(1 + judged_fake).mean()
-    return discriminator - model.discriminator(fake).mean()
+    loss: Tensor = F.relu(1 - judged_real).mean() + F.relu(1 + judged_fake).mean() - model.discriminator(fake).mean()
+    return loss
 
 
 class Siamese(nn.Module):
@@ -167,8 +167,8 @@ def triplet(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 
 def checkpointed_vit() -> nn.Module:
     """A ViT that recomputes its blocks."""
-    model = timm.create_model("vit_tiny_patch16_224")
-    model.set_grad_checkpointing()
+    model: nn.Module = timm.create_model("vit_tiny_patch16_224")
+    model.set_grad_checkpointing()  # type: ignore[operator]
     return model
 
 

@@ -106,7 +106,8 @@ class CapacityMixture(nn.Module):
         slots = slots.index_copy(0, slot, tokens.repeat_interleave(2, 0))
         hidden = F.gelu(torch.bmm(slots[:-1].view(self.num_experts, capacity, width), self.up))
         out = torch.cat([torch.bmm(hidden, self.down).flatten(0, 1), tokens.new_zeros(1, width)])
-        return (out[slot].view(count, 2, width) * weight[..., None]).sum(1).view_as(x)
+        mixed: Tensor = (out[slot].view(count, 2, width) * weight[..., None]).sum(1).view_as(x)
+        return mixed
 
 
 class DynamicMixture(nn.Module):
@@ -157,6 +158,8 @@ def next_token(model: nn.Module, batch: Tensor) -> Tensor:
 
 class Recommender(nn.Module):
     """DLRM: embedding bags, pairwise dot products, two perceptrons."""
+
+    pairs: Tensor
 
     def __init__(self, sparse: bool, num_tables: int = 6, width: int = 32) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Lets torchvision be imported beside a build of torch that its compiled operators do not match.
 
-The wheel of torchvision on PyPI is compiled against the CUDA build of torch. Beside the CPU build its library of operators
-does not load, and the import then fails because the Python side registers shape functions for operators nobody
-defined. Defining their signatures first is enough for every model that never calls them.
+The wheel of torchvision on PyPI is compiled against the CUDA build of torch. Beside the CPU build its library of
+operators does not load, and the import then fails because the Python side registers shape functions for operators that
+nobody defined. Defining their signatures first is enough for every model that never calls them.
 """
 
 import importlib.util

@@ -68,7 +68,7 @@ def r3d() -> nn.Module:
 
 def vgg() -> nn.Module:
     """VGG-11 with a smaller classifier, which would otherwise hold 90% of the parameters."""
-    model = torchvision.models.vgg11_bn()
+    model: nn.Module = torchvision.models.vgg11_bn()
     model.classifier = nn.Sequential(nn.Linear(512 * 49, 512), nn.ReLU(True), nn.Dropout(), nn.Linear(512, NUM_CLASSES))
     return model
 

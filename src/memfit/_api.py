@@ -1,6 +1,5 @@
 """The public verbs, composed from the parts: trace, replay, report."""
 
-import importlib.util
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from memfit.core.replay import AllocatorOptions, Replay
 from memfit.core.scaling import Family, fit, needs_third
 from memfit.core.timeline import Category, Timeline
 from memfit.core.units import MIB
-from memfit.reports import page, text
+from memfit.reports import text
 
 if TYPE_CHECKING:
     from memfit.adapters.torch.trace import Trace
@@ -31,14 +30,20 @@ _LARGEST_BATCH = 2**24
 
 _CACHE_RELEASED = Note(
     "cache-released",
-    "the device is so full that the allocator must return cached memory and ask again: it fits, but such pauses cost time",
+    "the device is so full that the allocator must return cached memory and ask again: it fits, but the pauses cost time",
 )
 _WORKSPACE_DROPPED = Note(
     "workspace-dropped", "it fits only because cuDNN falls back to slower algorithms that need no workspace"
 )
 
 
-use_reporters(text.format_estimate, page.write_page)
+def _write_page(result: Estimate, path: str) -> None:
+    from memfit.reports import page
+
+    page.write_page(result, path)
+
+
+use_reporters(text.format_estimate, _write_page)
 
 
 def estimate(
@@ -113,6 +118,7 @@ def max_batch(
         allocator: as for `estimate`.
         candidates: sizes to choose from; every whole number by default.
     """
+    sizes = None if candidates is None else _checked_candidates(candidates)
     job = _as_job(model, loss, batch, optimizer=optimizer, precision=precision, mode=mode)
     target = _resolve(device)
     if target.usable_bytes is None:
@@ -123,7 +129,14 @@ def max_batch(
             "the batch's tensors share no first dimension, so it can't be made larger or smaller. "
             "Give tensors whose first dimension is the batch."
         )
-    return _Search(start).run(sorted(set(candidates)) if candidates is not None else None)
+    return _Search(start).run(sizes)
+
+
+def _checked_candidates(candidates: Iterable[int]) -> list[int]:
+    given = list(candidates)
+    if not given or any(not isinstance(size, int) or size < 1 for size in given):
+        raise BadInput(f"candidates must be whole numbers from 1 up, such as [16, 32, 64], but {given} was given.")
+    return sorted(set(given))
 
 
 def compare(jobs: Iterable[Job], *, device: str | Device | None = None) -> list[Estimate]:
@@ -143,7 +156,11 @@ def named_job(
         sequence_length: tokens per sample, for language models.
         image_size: height and width, for vision models.
     """
-    _torch_adapter()
+    for option, value in (("sequence_length", sequence_length), ("image_size", image_size)):
+        if value is not None and value < 1:
+            raise BadInput(f"{option} must be at least 1, but {value} was given.")
+    # Fails early on a name that isn't one.
+    named_optimizer(optimizer)
     from memfit.adapters.torch import named
 
     return named.named_job(target, optimizer, sequence_length, image_size)
@@ -154,6 +171,8 @@ def named_optimizer(name: str) -> Any:
     _torch_adapter()
     from memfit.adapters.torch import named
 
+    if name not in named.OPTIMIZERS:
+        raise BadInput(f"optimizer must be one of {', '.join(named.OPTIMIZERS)}, but {name!r} was given.")
     return named.OPTIMIZERS[name]
 
 
@@ -198,7 +217,9 @@ def _own_gpu() -> Device:
 
 
 def _torch_adapter() -> Any:
-    if importlib.util.find_spec("torch") is None:
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
         raise MissingDependency("PyTorch is not installed. Install it with `pip install memfit[torch]`.")
     from memfit.adapters.torch import job as adapter
 
@@ -265,9 +286,9 @@ class _Estimator:
         trace = self._traces[self._tracer.batch_size]
         device = self._device
         context_bytes = device.context_bytes or 0
-        answer, unbounded, notes = _replayed(timeline, device, self._options, context_bytes)
-        scale = 1 if not batch_size or not self._tracer.batch_size else batch_size / self._tracer.batch_size
         floor = without_optional(timeline)
+        timeline, answer, unbounded, notes = _replayed(timeline, floor, device, self._options)
+        scale = 1 if not batch_size or not self._tracer.batch_size else batch_size / self._tracer.batch_size
         return Estimate(
             subject=self._tracer.name,
             device=device,
@@ -293,28 +314,35 @@ def without_optional(timeline: Timeline) -> Timeline:
 
 
 def _replayed(
-    timeline: Timeline, device: Device, options: AllocatorOptions, context_bytes: int
-) -> tuple[Replay, Replay, tuple[Note, ...]]:
-    """(what the device makes of the timeline, what an unlimited one would, remarks).
+    timeline: Timeline, floor: Timeline, device: Device, options: AllocatorOptions
+) -> tuple[Timeline, Replay, Replay, tuple[Note, ...]]:
+    """(the timeline as it runs, what the device makes of it, what an unlimited one would of the whole, remarks).
 
-    Where the step doesn't fit, the first is the unlimited one with the failure noted: what would be needed says more than
-    where it broke off.
+    Where the step doesn't fit, the second is the unlimited one with the failure noted: what would be needed says more
+    than where it broke off.
+
+    Args:
+        timeline: with everything the step would like to have.
+        floor: with only what it can't do without.
+        device: the target.
+        options: of its allocator.
     """
     if device.kind is Kind.HOST:
         free = replay_plain(timeline, None)
         capped = replay_plain(timeline, device.usable_bytes)
-        return replace(free, out_of_memory=capped.out_of_memory), free, ()
+        return timeline, replace(free, out_of_memory=capped.out_of_memory), free, ()
     free = replay(timeline, options)
+    context_bytes = device.context_bytes or 0
     if device.usable_bytes is None or free.reserved_peak_bytes + context_bytes <= device.usable_bytes:
-        return free, free, ()
+        return timeline, free, free, ()
     capacity = max(1, device.usable_bytes - context_bytes)
     capped = replay(timeline, options, capacity)
     if capped.out_of_memory is None:
-        return capped, free, (_CACHE_RELEASED,)
-    lean = replay(without_optional(timeline), options, capacity)
+        return timeline, capped, free, (_CACHE_RELEASED,)
+    lean = replay(floor, options, capacity)
     if lean.out_of_memory is None:
-        return lean, free, (_WORKSPACE_DROPPED,)
-    return replace(free, out_of_memory=lean.out_of_memory), free, ()
+        return floor, lean, free, (_WORKSPACE_DROPPED,)
+    return timeline, replace(free, out_of_memory=lean.out_of_memory), free, ()
 
 
 def _host_memory(job: Job, trace: "Trace", device: Device, scale: float) -> HostMemory:
@@ -345,8 +373,6 @@ class _Search:
 
     def run(self, candidates: list[int] | None) -> MaxBatch:
         if candidates is not None:
-            if not candidates or candidates[0] < 1:
-                raise BadInput(f"candidates must be whole numbers from 1 up, but {candidates} was given.")
             best = self._bisect(lambda i: self._fits(candidates[i]), len(candidates))
             size = candidates[best] if best is not None else None
             smallest = candidates[0]

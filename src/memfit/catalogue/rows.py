@@ -7,7 +7,6 @@ Rows of one family stand in the order of preference: the first is what the bare 
 import json
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from memfit.catalogue.context import assume_context_bytes
@@ -33,6 +32,9 @@ class Row:
 @cache
 def read_rows() -> tuple[Row, ...]:
     """All rows of the catalogue, CUDA devices first."""
+    # Slow to import, and `import memfit` needs no device.
+    from importlib.resources import files
+
     text = files("memfit.catalogue").joinpath("devices.json").read_text(encoding="utf-8")
     content = json.loads(text)
     return (*map(_cuda_row, content["cuda"]), *map(_host_row, content["host"]))
@@ -54,6 +56,7 @@ def _cuda_row(entry: dict[str, Any]) -> Row:
         bandwidth_bytes_per_second=entry["bandwidth_gb_per_second"] * 1e9,
         flops=_flops(entry),
         context_bytes=context_bytes,
+        context_origin=Origin.MEASURED if entry.get("context_source") else Origin.ASSUMED,
         source=entry["source"],
         date=entry["date"],
     )

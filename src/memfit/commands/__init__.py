@@ -1,9 +1,10 @@
-"""The command line: one module per subcommand, each of which parses, calls the public API and hands the result to a reporter.
+"""The command line: one module per subcommand, which parses, calls the public API and hands the result to a reporter.
 
 Exit codes: 0 it fits (or the command did its work), 2 bad usage or bad input, 3 it does not fit, 130 interrupted.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -37,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="memfit",
         description="Know before you run: the memory of a training step on a GPU that is not there.",
-        epilog="exit codes: 0 fits, 2 bad usage or input, 3 does not fit, 130 interrupted",
+        epilog="Exit codes: 0 fits, 2 bad usage or input, 3 does not fit, 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=_version())
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -66,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = build_parser().parse_args(arguments)
     try:
         code: int = parsed.run(parsed)
+        # What is still buffered must fail here rather than when the interpreter ends.
+        sys.stdout.flush()
         return code
     except MemfitError as error:
         print(f"memfit: {error}", file=sys.stderr)
@@ -74,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("memfit: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader went away, as `memfit devices | head` does; nothing is left to say to it.
-        sys.stderr.close()
+        # The reader went away, as in `memfit devices | head`: the rest goes nowhere, and the interpreter's own last
+        # flush has nothing to complain about.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FITS

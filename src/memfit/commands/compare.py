@@ -1,10 +1,10 @@
 """Several models side by side on one device.
 
-examples:
+Examples:
   memfit compare timm:resnet50 timm:mobilenetv3_large_100 timm:efficientnet_b0 -b 64 --device t4
   memfit compare hf:bert hf:distilbert --sequence-length 256 --device rtx-3060 --json
 
-exit codes: 0 all fit, 3 at least one does not, 2 bad usage or input
+Exit codes: 0 all fit, 3 at least one does not, 2 bad usage or input
 """
 
 import argparse

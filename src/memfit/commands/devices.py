@@ -1,11 +1,11 @@
 """The catalogue of devices: usable memory, compute capability, bandwidth, rates.
 
-examples:
+Examples:
   memfit devices
   memfit devices a100
   memfit devices --json
 
-exit codes: 0 listed, 2 no such device
+Exit codes: 0 listed, 2 no such device
 """
 
 import argparse

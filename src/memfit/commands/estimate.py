@@ -1,6 +1,6 @@
 """Peak memory of a training step on a device that is not there.
 
-examples:
+Examples:
   memfit estimate timm:resnet50 --batch-size 64 --device rtx-3090 --precision amp-fp16
   memfit estimate hf:GPT2LMHeadModel -b 8 --sequence-length 1024 -d a100-40gb --html memory.html
   memfit estimate train.py:job --device 24GiB --json > estimate.json
@@ -8,7 +8,7 @@ examples:
 TARGET is FILE.py:function (the function returns a memfit.Job), timm:NAME, torchvision:NAME, or hf: with a class
 of transformers, a model type or the path of a config.json.
 
-exit codes: 0 fits, 3 does not fit, 2 bad usage or input
+Exit codes: 0 fits, 3 does not fit, 2 bad usage or input
 """
 
 import argparse
@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Estimates, reports, and says by its exit code whether it fits."""
+    if arguments.html:
+        output.check_writable(arguments.html)
     with output.progress(f"tracing {arguments.target}", quiet=arguments.json):
         job = targets.load_job(arguments.target, arguments)
         result = _api.estimate(job, device=arguments.device, batch_size=arguments.batch_size)

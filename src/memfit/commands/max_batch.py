@@ -1,10 +1,10 @@
 """The largest batch that fits on a device.
 
-examples:
+Examples:
   memfit max-batch timm:resnet50 --device t4 --precision amp-fp16
   memfit max-batch train.py:job --device rtx-4090 --candidates 16,32,48,64
 
-exit codes: 0 found, 3 not even one sample fits, 2 bad usage or input
+Exit codes: 0 found, 3 not even one sample fits, 2 bad usage or input
 """
 
 import argparse
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="TARGET", help="FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG"
     )
-    targets.add_job_arguments(parser)
+    targets.add_job_arguments(parser, with_batch_size=False)
     parser.add_argument("--candidates", metavar="N,N,...", help="sizes to choose from; every whole number by default")
 
 
@@ -41,6 +41,11 @@ def _parse_candidates(text: str | None) -> list[int] | None:
     if text is None:
         return None
     try:
-        return [int(part) for part in text.split(",")]
+        sizes = [int(part) for part in text.split(",")]
     except ValueError:
-        raise BadInput(f"--candidates takes whole numbers separated by commas, but {text!r} was given.") from None
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise BadInput(
+            f"--candidates takes whole numbers from 1 up, separated by commas, such as 16,32,64; {text!r} was given."
+        )
+    return sizes

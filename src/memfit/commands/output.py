@@ -1,12 +1,14 @@
 """How commands write: tables through rich, JSON plainly, progress to standard error."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from memfit.core.device import Device
+from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate
 from memfit.reports import terminal
 
@@ -26,6 +28,17 @@ def progress(text: str, *, quiet: bool) -> Iterator[None]:
         yield
 
 
+def check_writable(path: str) -> None:
+    """Refuses a path that no file can be written to, before any time is spent on what to write."""
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise BadFile(f"there is no folder {folder!r} to write {path!r} to. Make it first, or name another.")
+    if os.path.isdir(path):
+        raise BadFile(f"{path!r} is a folder. Give the path of a file, such as memory.html.")
+    if not os.access(folder, os.W_OK):
+        raise BadFile(f"the folder {folder!r} can't be written to, so {path!r} can't be either. Name another.")
+
+
 def print_json(value: Any) -> None:
     """Writes `value` as one JSON document."""
     json.dump(value, sys.stdout)
@@ -34,7 +47,7 @@ def print_json(value: Any) -> None:
 
 def print_estimate(estimate: Estimate) -> None:
     """Writes one estimate."""
-    terminal.print_estimate(estimate)
+    terminal.print_estimate(estimate, _console())
 
 
 def print_comparison(estimates: Sequence[Estimate]) -> None:
@@ -53,6 +66,17 @@ def print_max_batch(tried: Sequence[tuple[int, int, bool]], chosen: int | None, 
 
 
 def _print(renderable: Any) -> None:
+    _console().print(renderable)
+
+
+def _console() -> "Console":
     from rich.console import Console
 
-    Console().print(renderable)
+    class PlainConsole(Console):
+        def on_broken_pipe(self) -> None:
+            # rich would end the program here with exit code 1; `main` knows better.
+            raise
+
+    # A file or a pipe has no width of its own, and the 80 columns that rich assumes break every table.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_COLUMNS
+    return PlainConsole(width=width)

@@ -18,12 +18,13 @@ PRECISIONS = ("fp32", "fp16", "bf16", "amp-fp16", "amp-bf16")
 OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adafactor")
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+def add_job_arguments(parser: argparse.ArgumentParser, *, with_batch_size: bool = True) -> None:
     """Arguments that say how the step is run."""
     parser.add_argument("--device", "-d", help="a device (`memfit devices`), cpu, or a size such as 24GiB")
-    parser.add_argument(
-        "--batch-size", "-b", type=int, help="samples per step; the job's own by default, 8 for named models"
-    )
+    if with_batch_size:
+        parser.add_argument(
+            "--batch-size", "-b", type=int, help="samples per step; the job's own by default, 8 for named models"
+        )
     parser.add_argument("--precision", "-p", choices=PRECISIONS, help="the job's own by default")
     parser.add_argument(
         "--optimizer", "-o", choices=OPTIMIZERS, help="the job's own by default, adamw for named models"
@@ -37,14 +38,18 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_job(target: str, arguments: argparse.Namespace) -> Job:
     """The job that `target` and the options describe."""
-    for option in ("batch_size", "sequence_length", "image_size"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise BadInput(f"--{option.replace('_', '-')} must be at least 1, but {value} was given.")
+    for option, least in (("batch_size", 1), ("sequence_length", 1), ("image_size", 1), ("workers", 0)):
+        value = getattr(arguments, option, None)
+        if value is not None and value < least:
+            raise BadInput(f"--{option.replace('_', '-')} must be at least {least}, but {value} was given.")
     if target.partition(":")[0] in PREFIXES:
         job = _named(target, arguments)
     else:
         job = _from_file(target)
+        for option in ("sequence_length", "image_size"):
+            if getattr(arguments, option) is not None:
+                name = option.replace("_", "-")
+                print(f"memfit: --{name} is for named models; {target} makes its own batch", file=sys.stderr)
         if arguments.optimizer is not None:
             job = replace(job, optimizer=_api.named_optimizer(arguments.optimizer))
     changes: dict[str, Any] = {}
@@ -73,21 +78,35 @@ def _from_file(target: str) -> Job:
             f"{target!r} is not a target. Write FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG."
         )
     if not os.path.isfile(path):
-        raise BadTarget(f"there is no file {path!r}.")
-    function = getattr(_load_module(path), name, None)
+        raise BadTarget(f"there is no file {path!r} in {os.getcwd()!r}. Write FILE.py:function with a path that exists.")
+    module = _load_module(path)
+    function = getattr(module, name, None)
     if function is None:
-        raise BadTarget(f"{path} has no function {name!r}; it must define one that returns a memfit.Job.")
+        raise BadTarget(
+            f"{path} has no function {name!r}.{_nearest(module, name)} It must define one that returns a memfit.Job."
+        )
     if isinstance(function, Job):
         return function
     if not callable(function):
         raise BadTarget(f"{name!r} in {path} is {type(function).__name__}, not a function that returns a memfit.Job.")
     try:
         job = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadTarget(f"{name}() in {path} failed: {_last_line(error, path)}") from error
     if not isinstance(job, Job):
-        raise BadTarget(f"{name}() in {path} returned {type(job).__name__}, not a memfit.Job.")
+        raise BadTarget(
+            f"{name}() in {path} returned {type(job).__name__}, not a memfit.Job. "
+            "Let it return memfit.Job(model, loss, batch, optimizer=...)."
+        )
     return job
+
+
+def _nearest(module: ModuleType, name: str) -> str:
+    import difflib
+
+    functions = [key for key, value in vars(module).items() if callable(value) or isinstance(value, Job)]
+    close = difflib.get_close_matches(name, functions, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _load_module(path: str) -> ModuleType:
@@ -100,14 +119,14 @@ def _load_module(path: str) -> ModuleType:
     sys.modules.setdefault(name, module)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadTarget(f"{path} can't be loaded: {_last_line(error, path)}") from error
     finally:
         sys.path.pop(0)
     return module
 
 
-def _last_line(error: Exception, path: str) -> str:
+def _last_line(error: BaseException, path: str) -> str:
     """The error and the line of the user's file where it happened."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     where = f" ({os.path.basename(path)}:{lines[-1]})" if lines else ""

@@ -9,7 +9,7 @@
     |   +-- BadOptimizer            an optimizer of another model
     |   +-- BadModel                not a module, tensors on mixed devices
     |   +-- BadTarget               a FILE.py:function, timm: or hf: name that can't be loaded
-    |   +-- BadFile                 a saved estimate that can't be read
+    |   +-- BadFile                 a saved estimate that can't be read, a page that can't be written
     +-- StepFailed                  the user's own code raised; carries its line
     +-- MissingDependency           an extra that isn't installed; names the command that installs it
 
@@ -56,7 +56,7 @@ class BadTarget(BadInput):
 
 
 class BadFile(BadInput):
-    """A file that can't be read as what it should be."""
+    """A file that can't be read as what it should be, or can't be written."""
 
 
 class StepFailed(MemfitError):

@@ -1,6 +1,7 @@
 """The answer of `memfit.estimate`: what a step needs, where it goes, and how sure that is."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -90,7 +91,8 @@ class Estimate:
         precision: as given, or "as given".
         batch_size: first dimension of the batch, or None when its tensors share none.
         timeline: every allocation of the traced steps.
-        replay: what the allocator made of it.
+        replay: what the allocator made of it; where it doesn't fit, what an unlimited device would, with the failure
+            noted.
         context_bytes: memory of the CUDA context.
         lower_bytes: the device can't do with less.
         upper_bytes: the device will not need more, barring what `notes` list.
@@ -129,10 +131,10 @@ class Estimate:
             )
         return self.rescale(batch_size)
 
-    def report(self, path: str) -> None:
+    def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the self-contained HTML page of this estimate, whole or not at all."""
         try:
-            _reporters.write_page(self, path)
+            _reporters.write_page(self, os.fspath(path))
         except OSError as error:
             raise BadFile(
                 f"the page can't be written to {str(path)!r}: {error.strerror or error}. "
@@ -235,7 +237,11 @@ class Estimate:
             "notes": [asdict(note) for note in self.notes],
             "num_parameters": self.num_parameters,
             "seconds": self.seconds,
-            "origin": {"peak_bytes": Origin.SIMULATED.value, "capacity_bytes": self.device.usable_origin.value},
+            "origin": {
+                "peak_bytes": Origin.SIMULATED.value,
+                "capacity_bytes": self.device.usable_origin.value,
+                "context_bytes": self.device.context_origin.value,
+            },
             "timeline": self.timeline.to_json(),
             "replay": asdict(self.replay),
         }
@@ -249,36 +255,41 @@ class Estimate:
                 raise BadFile(
                     f"expected a memfit.estimate of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
                 )
-            device = Device(**data["device"])
-            capability = device.capability
-            device = replace(
-                device,
-                kind=Kind(device.kind),
-                usable_origin=Origin(device.usable_origin),
-                capability=None if capability is None else (capability[0], capability[1]),
-            )
-            replay = dict(data["replay"])
-            out_of_memory = replay.pop("out_of_memory")
             return cls(
                 subject=data["subject"],
-                device=device,
+                device=_read_device(data["device"]),
                 mode=data["mode"],
                 precision=data["precision"],
                 batch_size=data["batch_size"],
                 timeline=Timeline.from_json(data["timeline"]),
-                replay=Replay(
-                    **(replay | {"allocated": tuple(replay["allocated"]), "reserved": tuple(replay["reserved"])}),
-                    out_of_memory=OutOfMemory(**out_of_memory) if out_of_memory else None,
-                ),
-                context_bytes=data["context_bytes"],
-                lower_bytes=data["lower_bytes"],
-                upper_bytes=data["upper_bytes"],
-                host=HostMemory(data["host"]),
+                replay=_read_replay(data["replay"]),
+                context_bytes=int(data["context_bytes"]),
+                lower_bytes=int(data["lower_bytes"]),
+                upper_bytes=int(data["upper_bytes"]),
+                host=HostMemory({part: int(size) for part, size in data["host"].items()}),
                 notes=tuple(Note(**note) for note in data["notes"]),
-                num_parameters=data["num_parameters"],
-                seconds=data["seconds"],
+                num_parameters=int(data["num_parameters"]),
+                seconds=float(data["seconds"]),
             )
         except BadFile:
             raise
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise BadFile(f"not an estimate written by memfit: {type(error).__name__}: {error}") from None
+
+
+def _read_device(data: dict[str, Any]) -> Device:
+    device = Device(**data)
+    capability = device.capability
+    return replace(
+        device,
+        kind=Kind(device.kind),
+        usable_origin=Origin(device.usable_origin),
+        context_origin=Origin(device.context_origin),
+        capability=None if capability is None else (int(capability[0]), int(capability[1])),
+    )
+
+
+def _read_replay(data: dict[str, Any]) -> Replay:
+    lost = data["out_of_memory"]
+    curves = {name: tuple(map(int, data[name])) for name in ("allocated", "reserved")}
+    return Replay(**{**data, **curves, "out_of_memory": None if lost is None else OutOfMemory(**lost)})

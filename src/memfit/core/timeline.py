@@ -166,13 +166,24 @@ class Timeline:
                 raise BadFile(
                     f"expected a memfit.timeline of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
                 )
-            s = data["strings"]
+            s, num_ticks = data["strings"], int(data["num_ticks"])
             blocks = tuple(
-                Block(int(size), int(start), end, Category(s[c]), Phase(s[p]), s[m], s[o], s[src])
+                Block(
+                    int(size),
+                    int(start),
+                    None if end is None else int(end),
+                    Category(s[c]),
+                    Phase(s[p]),
+                    s[m],
+                    s[o],
+                    s[src],
+                )
                 for size, start, end, c, p, m, o, src in data["blocks"]
             )
+            if any(not b.start < (num_ticks if b.end is None else b.end) <= num_ticks for b in blocks):
+                raise ValueError(f"a block lies outside of the timeline's {num_ticks} ticks")
             marks = tuple(Mark(int(t), Phase(p), int(n)) for t, p, n in data["marks"])
-            return cls(blocks, int(data["num_ticks"]), marks)
+            return cls(blocks, num_ticks, marks)
         except BadFile:
             raise
         except (KeyError, TypeError, ValueError, IndexError) as error:

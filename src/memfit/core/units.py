@@ -25,6 +25,8 @@ _FACTORS = {
     "gb": 1000**3,
     "tb": 1000**4,
 }
+# More than a 64-bit program can address.
+_MAX_BYTES = 2**63 - 1
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -52,7 +54,10 @@ def parse_size(text: str | int) -> int:
         match = _SIZE.fullmatch(text)
         if match is None or match[2].lower() not in _FACTORS:
             raise InvalidSize(f"{text!r} is not a size. Write a number and a unit, such as 24GiB or 800MB.")
-        size_bytes = int(float(match[1]) * _FACTORS[match[2].lower()])
+        number = float(match[1]) * _FACTORS[match[2].lower()]
+        if number > _MAX_BYTES:
+            raise InvalidSize(f"{text[:20]!r}... is more than any memory has. Write a size such as 24GiB or 800MB.")
+        size_bytes = int(number)
     if size_bytes <= 0:
         raise InvalidSize(f"a size must be positive, but {text!r} was given.")
     return size_bytes

@@ -5,7 +5,6 @@ from, so those are worked out once, here, from the estimate alone.
 """
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.estimate import CACHED, CONTEXT, Estimate
@@ -86,6 +85,9 @@ def format_count(count: int) -> str:
 
 def package_version() -> str:
     """Version of the installed memfit, or "unknown" when it runs from a source tree."""
+    # Slow to import, and only pages need it.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("memfit")
     except PackageNotFoundError:
@@ -103,18 +105,9 @@ def device_title(device: Device) -> str:
     return printable(device.title or device.name)
 
 
-def needed_bytes(estimate: Estimate) -> int:
-    """What the device must provide; when the replay ran out, the least that it would have taken to go on."""
-    failure = estimate.replay.out_of_memory
-    if failure is None:
-        return estimate.peak_bytes
-    return max(estimate.peak_bytes, failure.allocated_bytes + failure.requested_bytes + estimate.context_bytes)
-
-
 def needed(estimate: Estimate) -> str:
-    """`needed_bytes` in words, saying "at least" when the replay stopped before the end."""
-    text = format_size(needed_bytes(estimate))
-    return text if estimate.replay.out_of_memory is None else f"at least {text}"
+    """What the device must provide, whether it can or not."""
+    return format_size(estimate.peak_bytes)
 
 
 def answer(fits: bool | None) -> str:
@@ -147,7 +140,7 @@ def bounds(estimate: Estimate) -> str:
 
 
 def failure(estimate: Estimate) -> str | None:
-    """Where the replay ran out of memory, or None when it didn't."""
+    """Where the step runs out of memory, or None when it doesn't."""
     lost = estimate.replay.out_of_memory
     if lost is None:
         return None
@@ -187,13 +180,13 @@ def figures(estimate: Estimate) -> list[Figure]:
     """Every headline figure with its origin."""
     simulated, assumed = Origin.SIMULATED.value, Origin.ASSUMED.value
     usable_origin = "" if estimate.capacity_bytes is None else estimate.device.usable_origin.value
-    context_text = context(estimate)
+    context_text, context_origin = context(estimate), estimate.device.context_origin.value
     return [
         Figure("needed on the device", needed(estimate), simulated),
         Figure("usable on the device", format_size(estimate.capacity_bytes), usable_origin),
         Figure("allocated at the peak", format_size(estimate.allocated_peak_bytes), simulated),
         Figure("reserved by the allocator", format_size(estimate.reserved_peak_bytes), simulated),
-        Figure(CONTEXT, context_text, "" if context_text in (UNKNOWN, "none") else assumed),
+        Figure(CONTEXT, context_text, "" if context_text in (UNKNOWN, "none") else context_origin),
         Figure("lower bound", format_size(estimate.lower_bytes), assumed),
         Figure("upper bound", format_size(estimate.upper_bytes), assumed),
         Figure("host memory", host_total(estimate), assumed if estimate.host.parts else ""),

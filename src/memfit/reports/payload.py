@@ -53,7 +53,7 @@ def build_payload(estimate: Estimate) -> dict[str, Any]:
         "seconds": round(estimate.seconds, 2),
         "source": ", ".join(part for part in (estimate.device.source, estimate.device.date) if part),
         "moment": estimate.moment,
-        "needed": figures.needed_bytes(estimate),
+        "needed": estimate.peak_bytes,
         "neededText": figures.needed(estimate),
         "capacity": estimate.capacity_bytes,
         "context": estimate.context_bytes,

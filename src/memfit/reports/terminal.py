@@ -7,7 +7,7 @@ in an install without it. Names reach rich as `Text`, never as markup, so a modu
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memfit.core.device import Device
+from memfit.core.device import Device, Origin
 from memfit.core.errors import BadInput, MissingDependency
 from memfit.core.estimate import Estimate
 from memfit.core.timeline import Category
@@ -139,16 +139,13 @@ def render_devices(devices: Sequence[Device]) -> "RenderableType":
         table.add_column(label, justify="right")
     table.add_column("source", overflow="fold")
     for device in devices:
-        usable = format_size(device.usable_bytes)
-        if device.usable_bytes is not None:
-            usable += f" ({device.usable_origin.value})"
         bandwidth = device.bandwidth_bytes_per_second
         table.add_row(
             Text(figures.printable(device.name), style="bold"),
             Text(figures.device_title(device)),
             format_size(device.nominal_bytes),
-            usable,
-            format_size(device.context_bytes),
+            _with_origin(device.usable_bytes, device.usable_origin),
+            _with_origin(device.context_bytes, device.context_origin),
             UNKNOWN if device.capability is None else f"{device.capability[0]}.{device.capability[1]}",
             UNKNOWN if bandwidth is None else f"{format_size(round(bandwidth))}/s",
             Text(figures.printable(", ".join(part for part in (device.source, device.date) if part) or UNKNOWN)),
@@ -189,6 +186,10 @@ def render_max_batch(
             style="bold" if batch_size == chosen else "",
         )
     return Group(Text(title, style=f"bold {_verdict_style(chosen is not None)}"), table)
+
+
+def _with_origin(size_bytes: int | None, origin: Origin) -> str:
+    return UNKNOWN if size_bytes is None else f"{format_size(size_bytes)} ({origin.value})"
 
 
 def _require_rich() -> None:
@@ -269,7 +270,7 @@ def _comparison_column(estimate: Estimate) -> dict[str, str]:
 def _saving(first: Estimate, other: Estimate) -> "Text":
     from rich.text import Text
 
-    before, after = figures.needed_bytes(first), figures.needed_bytes(other)
+    before, after = first.peak_bytes, other.peak_bytes
     if after == before:
         return Text("no change")
     share = f" ({(after - before) / before:+.1%})" if before else ""

@@ -181,4 +181,10 @@ def make_failed_estimate() -> Estimate:
     whole = make_replay(timeline)
     lost = OutOfMemory(200, 64 * MIB, allocated_bytes=whole.allocated[199], reserved_bytes=whole.reserved[199])
     small = dataclasses.replace(RTX_3090, usable_bytes=900 * MIB)
-    return make_estimate(timeline, small, replay=make_replay(timeline, lost))
+    return make_estimate(timeline, small, replay=dataclasses.replace(whole, out_of_memory=lost))
+
+
+def make_stopped_estimate() -> Estimate:
+    """The same, with a replay that ends where it ran out of memory."""
+    failed = make_failed_estimate()
+    return dataclasses.replace(failed, replay=make_replay(failed.timeline, failed.replay.out_of_memory))

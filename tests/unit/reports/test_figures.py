@@ -1,8 +1,9 @@
 import dataclasses
+import importlib.metadata
 
 import pytest
 
-from memfit.core.device import Kind
+from memfit.core.device import Kind, Origin
 from memfit.core.estimate import CACHED, CONTEXT, HostMemory
 from memfit.core.units import MIB
 from memfit.reports import figures
@@ -26,14 +27,13 @@ def test_unknown_capacity_is_called_unknown():
     assert verdict == "1.13 GiB needed, unknown usable on Mystery accelerator: whether it fits is unknown"
 
 
-def test_a_replay_that_ran_out_gives_a_least_need():
-    # GIVEN a replay that stopped before its peak
+def test_what_does_not_fit_needs_as_much_as_where_it_would():
+    # GIVEN a step that runs out on its device
     estimate = make_failed_estimate()
 
-    # THEN the need is what was live, what was asked for and the context
-    lost = estimate.replay.out_of_memory
-    assert figures.needed_bytes(estimate) == lost.allocated_bytes + lost.requested_bytes + estimate.context_bytes
-    assert figures.verdict(estimate).startswith("at least 902.4 MiB needed")
+    # THEN the need is that of the whole step, and the failure is told beside it
+    assert estimate.peak_bytes == make_estimate().peak_bytes
+    assert figures.verdict(estimate).startswith("1.13 GiB needed, 900.0 MiB usable")
     assert "tick 200: 64.0 MiB requested with 538.4 MiB allocated" in figures.failure(estimate)
     assert figures.failure(make_estimate()) is None
 
@@ -83,6 +83,13 @@ def test_every_figure_known_has_an_origin():
     assert all(figure.origin for figure in shown.values())
 
 
+def test_a_measured_context_is_called_measured():
+    device = dataclasses.replace(RTX_3090, context_origin=Origin.MEASURED)
+    shown = {figure.label: figure for figure in figures.figures(make_estimate(device=device))}
+
+    assert shown["CUDA context"].origin == "measured"
+
+
 def test_unknown_is_never_zero():
     # GIVEN an estimate of which little is known
     estimate = make_estimate(device=MYSTERY, context_bytes=0, host=HostMemory({}), num_parameters=0, batch_size=None)
@@ -109,10 +116,10 @@ def test_printable_defuses_control_characters(bad):
 
 def test_package_version_is_unknown_without_an_install(monkeypatch):
     def missing(name):
-        raise figures.PackageNotFoundError(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(figures, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     assert figures.package_version() == "unknown"
 
-    monkeypatch.setattr(figures, "version", lambda name: "1.2.3")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
     assert figures.package_version() == "1.2.3"

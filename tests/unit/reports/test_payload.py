@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from memfit.core.timeline import Timeline
 from memfit.reports import payload
 from memfit.reports.payload import build_payload, differences, sample_ticks
-from tests.unit.reports.builders import make_estimate, make_failed_estimate, make_large_estimate
+from tests.unit.reports.builders import make_estimate, make_large_estimate, make_stopped_estimate
 
 
 def restore(changes):
@@ -89,7 +89,7 @@ def test_breakdowns_add_up_to_the_peak():
 
 
 def test_a_replay_that_ran_out_is_shorter_than_the_timeline():
-    estimate = make_failed_estimate()
+    estimate = make_stopped_estimate()
 
     data = build_payload(estimate)
 

@@ -129,7 +129,7 @@ def test_comparison_of_nothing_is_refused():
 def test_devices_show_origin_and_unknown():
     rows = lines_of(draw(render_devices([RTX_3090, MYSTERY]), width=200))
 
-    assert rows["rtx-3090"][1:6] == ["24.0 GiB", "23.7 GiB (measured)", "300.0 MiB", "8.6", "871.7 GiB/s"]
+    assert rows["rtx-3090"][1:6] == ["24.0 GiB", "23.7 GiB (measured)", "300.0 MiB (assumed)", "8.6", "871.7 GiB/s"]
     assert rows["rtx-3090"][6] == "torch's own error message, 2026-11-01"
     assert rows["mystery"][1:] == ["unknown"] * 6
 

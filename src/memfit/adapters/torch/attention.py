@@ -2,7 +2,7 @@
 
 `scaled_dot_product_attention` picks flash, memory-efficient or math by device, dtype, shapes, mask, dropout and the switches of
 `torch.backends.cuda`. The rules below follow `sdp_utils.cpp`. The cuDNN kernel, preferred on some Hopper and Blackwell set-ups,
-keeps what flash keeps and is counted as flash.
+keeps what flash keeps and is counted as flash, or with a mask as memory-efficient.
 """
 
 from typing import Any
@@ -14,6 +14,8 @@ from memfit.adapters.torch.interception import Interceptor, call_plain
 from memfit.adapters.torch.shapes import Operator
 
 _HALVES = (torch.float16, torch.bfloat16)
+# Numbers of torch.nn.attention.SDPBackend, as the order of priority gives them.
+_MATH, _FLASH, _EFFICIENT, _CUDNN = range(4)
 
 
 class Attention:
@@ -93,18 +95,28 @@ def choose_cuda_kernel(
     *,
     capability: tuple[int, int],
 ) -> str:
-    """ "flash", "efficient" or "math"."""
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4 or 0 in (query.shape[2], key.shape[2]):
-        return "math"
-    if any(t.stride(-1) != 1 for t in (query, key, value)):
-        return "math"
-    if torch.backends.cuda.flash_sdp_enabled() and _flash_fits(
-        query, key, value, mask, dropout, is_causal, grouped, capability
-    ):
-        return "flash"
-    if torch.backends.cuda.mem_efficient_sdp_enabled() and _efficient_fits(query, key, value, mask, capability):
-        return "efficient"
-    return "math"
+    """The first kernel in PyTorch's order that is switched on and takes the arguments: flash, efficient or math."""
+    switches = torch.backends.cuda
+    fused = query.dim() == key.dim() == value.dim() == 4 and 0 not in (query.shape[2], key.shape[2])
+    fused = fused and all(t.stride(-1) == 1 for t in (query, key, value))
+    for backend in torch._C._get_sdp_priority_order():
+        if backend == _MATH and switches.math_sdp_enabled():
+            return "math"
+        if not fused:
+            continue
+        if backend == _FLASH and switches.flash_sdp_enabled():
+            if _flash_fits(query, key, value, mask, dropout, is_causal, grouped, capability):
+                return "flash"
+        elif backend == _EFFICIENT and switches.mem_efficient_sdp_enabled():
+            if _efficient_fits(query, key, value, mask, capability):
+                return "efficient"
+        elif backend == _CUDNN and switches.cudnn_sdp_enabled() and _cudnn_fits(query, key, value, capability):
+            return "flash" if mask is None else "efficient"
+    raise RuntimeError(
+        "no attention kernel that is switched on takes these arguments: "
+        f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} in {query.dtype}, "
+        f"{'with' if mask is not None else 'without'} a mask. Switch on SDPBackend.MATH as well."
+    )
 
 
 def _flash_fits(
@@ -149,13 +161,24 @@ def _efficient_fits(
         return False
     # Tensor-core kernels load 16 bytes at a time: 8 halves, or 4 floats from Ampere on.
     alignment = 1
-    if query.dtype in _HALVES:
-        alignment = 8 if capability >= (7, 0) else 4
+    if query.dtype in _HALVES and capability >= (7, 0):
+        alignment = 8
     elif capability >= (8, 0):
         alignment = 4
     if query.shape[-1] % alignment or value.shape[-1] % alignment or query.shape[-1] != key.shape[-1]:
         return False
     return mask is None or not mask.requires_grad or mask.dim() in (2, 4)
+
+
+def _cudnn_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> bool:
+    longest = 256 if capability == (9, 0) else 128
+    return (
+        capability >= (8, 0)
+        and query.dtype in _HALVES
+        and query.shape[-1] == key.shape[-1]
+        and all(t.shape[-1] % 8 == 0 and t.shape[-1] <= longest for t in (query, value))
+        and query.shape[0] == key.shape[0]
+    )
 
 
 def _flash(

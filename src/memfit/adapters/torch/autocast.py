@@ -62,6 +62,7 @@ class Autocast:
         table |= dict.fromkeys(FLOAT32, self._float32)
         table |= dict.fromkeys(FLOAT32_BY_DTYPE_ARGUMENT, self._by_dtype)
         table |= dict.fromkeys(WIDEST, self._widest)
+        table |= dict.fromkeys(BANNED, self._banned)
         for name, longer in FLOAT32_BY_EXTRA_DTYPE.items():
             table[name] = self._with_extra_dtype(longer)
         return table
@@ -161,6 +162,15 @@ class Autocast:
             return call_plain(extended, *args[:3], keepdim, dtype=torch.float32)
 
         return intercept
+
+    def _banned(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype is not None and self._device_type == "cuda":
+            name = op._schema.name.replace("aten::", "")
+            raise RuntimeError(
+                f"{name} can't run under autocast on CUDA, because its gradient overflows in half precision. "
+                f"Use {name}_with_logits on the values before the sigmoid."
+            )
+        return call_plain(op, *args, **kwargs)
 
     def _widest(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
         dtype = self.dtype

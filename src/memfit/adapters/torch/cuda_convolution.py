@@ -25,13 +25,15 @@ class ConvolutionWorkspace:
         self._capability = capability
 
     def forward(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-        """Bytes taken during `convolution`."""
-        return [self._bytes(args[0], args[1], out, args[8])]
+        """Bytes taken during `convolution`: layout copies and the workspace."""
+        data, weight = args[:2]
+        return [*_layout_copies((data, weight), data, weight), self._bytes(data, weight, out, args[8])]
 
     def backward(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-        """Bytes taken during `convolution_backward`: the greater of its two parts, one after the other."""
+        """Bytes taken during `convolution_backward`: layout copies and a workspace, the same for its two passes in turn."""
         grad_output, data, weight = args[:3]
-        return [self._bytes(data, weight, grad_output, args[9])]
+        copies = _layout_copies((grad_output, data, weight), data, weight)
+        return [*copies, self._bytes(data, weight, grad_output, args[9])]
 
     def _bytes(self, data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int) -> int:
         if groups > 1 and groups == data.shape[1]:
@@ -39,7 +41,7 @@ class ConvolutionWorkspace:
         if not self._converts(data, weight):
             return 0
         width = 8 if data.dtype in _HALVES else 4
-        return _padded(data, width) + _padded(out, width) + weight.numel() * weight.element_size()
+        return _padded(data, width) + _padded(out, width) + _size(weight)
 
     def _converts(self, data: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether a tensor-core kernel runs on channels-first tensors."""
@@ -48,6 +50,22 @@ class ConvolutionWorkspace:
         if data.dtype in _HALVES:
             return self._capability >= (7, 0)
         return data.dtype is torch.float32 and self._capability >= (8, 0) and torch.backends.cudnn.allow_tf32
+
+
+def _layout_copies(tensors: tuple[torch.Tensor, ...], data: torch.Tensor, weight: torch.Tensor) -> list[int]:
+    """Copies of operands that are not in the layout the convolution runs in (`ConvShared.cpp`).
+
+    The layout is channels-last if the input or the weight is, channels-first otherwise.
+    """
+    if data.dim() not in (4, 5):
+        return [_size(t) for t in tensors if not t.is_contiguous()]
+    channels_last = torch.channels_last if data.dim() == 4 else torch.channels_last_3d
+    wanted = channels_last if _channels_last(data) or _channels_last(weight) else torch.contiguous_format
+    return [_size(t) for t in tensors if not t.is_contiguous(memory_format=wanted)]
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _padded(tensor: torch.Tensor, width: int) -> int:

@@ -46,7 +46,6 @@ class CudaInternals:
             "aten::_safe_softmax": _safe_softmax,
             "aten::_softmax_backward_data": _softmax_backward,
             "aten::embedding_dense_backward": _embedding_backward,
-            "aten::native_layer_norm_backward": _layer_norm_backward,
             "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
             "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
         }
@@ -90,11 +89,6 @@ def _embedding_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str,
     """Sorted indices and where they came from, for more than 3072 of them (native/cuda/Embedding.cu)."""
     indices = args[1]
     return [] if indices.numel() <= 3072 else [_bytes(indices)] * 4
-
-
-def _layer_norm_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-    """Partial sums of the gradients of weight and bias, by 32 rows of blocks (native/cuda/layer_norm_kernel.cu)."""
-    return [2 * 32 * _bytes(part) for part in out[1:] if part is not None]
 
 
 def _flash_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:

@@ -43,7 +43,7 @@ def named_job(target: str, optimizer: str, sequence_length: int | None, image_si
 
 def _import(package: str, extra: str) -> Any:
     try:
-        if package in ("timm", "torchvision"):
+        if package in ("timm", "torchvision", "transformers"):
             define_missing_operators()
         return importlib.import_module(package)
     except ImportError as error:

@@ -65,6 +65,15 @@ class OriginTracker:
         return self._shortener.short(path)
 
     @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """What runs while this lasts belongs to `name`, unless a module is called."""
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    @contextmanager
     def following(self) -> Iterator[None]:
         """Keeps the stack of modules while it lasts, by standing in front of `Module.__call__`."""
         plain: Callable[..., Any] = torch.nn.Module.__call__

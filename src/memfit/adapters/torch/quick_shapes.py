@@ -41,7 +41,21 @@ _ELEMENTWISE = (
 )
 _LIKE = ("zeros_like.default", "ones_like.default", "empty_like.default")
 # Lists of results like the first list; the rest of the family returns norms or maxima.
-_FOREACH = ("add", "sub", "mul", "div", "sqrt", "rsqrt", "neg", "abs", "addcdiv", "addcmul", "lerp", "reciprocal", "sign")
+_FOREACH = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "sqrt",
+    "rsqrt",
+    "neg",
+    "abs",
+    "addcdiv",
+    "addcmul",
+    "lerp",
+    "reciprocal",
+    "sign",
+)
 
 
 def find(func: Operator) -> Rule | None:

@@ -87,11 +87,12 @@ class Recorder:
             del self._refs[index]
         self.add(tensor, op)
 
-    def classify(self, tensor: Any, category: Category) -> None:
-        """Says what the storage of `tensor` is for."""
+    def classify(self, tensor: Any, category: Category, module: str) -> None:
+        """Says what the storage of `tensor` is for, and for which module."""
         index = self._index_of.get(tensor.untyped_storage()._cdata)
         if index is not None:
             self.categories[index] = category
+            self._origins[index] = (module, self._origins[index][1])
 
     def classify_live(self, since: int, category: Category) -> None:
         """Says what all storages are for that started at block `since` or later, are alive, and have no category yet."""

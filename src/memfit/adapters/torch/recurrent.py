@@ -132,13 +132,14 @@ def forward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def reserve_bytes(mode: int, rows: int, hidden: int, num_layers: int, directions: int, element_size: int) -> int:
-    """Bytes cuDNN keeps for the backward pass: per row and layer the gates, and for an LSTM the cell and its tanh.
+    """Bytes cuDNN keeps for the backward pass.
 
-    cuDNN does not publish the formula (`cudnnGetRNNTempSpaceSizes` answers on the device), so this is what
-    back-propagation needs to have at hand; layers between the first and the last also keep their output.
+    cuDNN does not publish the formula (`cudnnGetRNNTempSpaceSizes` answers on the device), so this is what back-propagation
+    must have at hand: per row and layer the gates and the output, for an LSTM the cell as well, and between layers their input.
     """
-    kept = _GATES[mode] + (2 if mode == 2 else 1)
-    return num_layers * directions * rows * hidden * kept * element_size
+    kept = _GATES[mode] + (2 if mode == _MODES["lstm"] else 1)
+    per_layer = rows * hidden * directions * element_size
+    return num_layers * per_layer * kept + (num_layers - 1) * per_layer
 
 
 def backward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:

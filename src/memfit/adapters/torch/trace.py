@@ -31,6 +31,7 @@ from memfit.core.timeline import Category, Phase, Timeline
 PRECISIONS = ("fp32", "fp16", "bf16", "amp-fp16", "amp-bf16")
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _MAX_NOTES = 50
+OPTIMIZER = "(optimizer)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class _Tracer:
         self.recorder = Recorder(self.origin.current)
         self.notes = _Notes(self.origin)
         self.last_loss: Any = None
+        self.module_of: dict[int, str] = {}
         self.autocast = Autocast("cuda" if self.on_cuda else "cpu")
         self.internals: CudaInternals | HostInternals = (
             CudaInternals(device, self.recorder) if self.on_cuda else HostInternals(self.recorder)
@@ -137,13 +139,14 @@ class _Tracer:
             report=self.notes.report,
         )
         look = Look("cuda" if self.on_cuda else "cpu")
-        with _autocast_for_absent_cuda(self.autocast), self.origin.following(), intercepting(interceptors):
+        with _cuda_answers(self.autocast), self.origin.following(), intercepting(interceptors):
             with operators, look:
                 yield
 
     def _set_up(self, model: torch.nn.Module, batch: Any) -> None:
         self.recorder.enter(Phase.SETUP, 0)
         for name, parameter in model.named_parameters():
+            self.module_of[id(parameter)] = name.rpartition(".")[0]
             self._add(parameter, name, Category.PARAMETER)
         for name, buffer in model.named_buffers():
             self._add(buffer, name, Category.BUFFER)
@@ -209,28 +212,28 @@ class _Tracer:
         self.last_loss = value
         for parameter in self.step.model.parameters():
             if parameter.grad is not None:
-                self._classify(parameter.grad, Category.GRADIENT)
+                self._classify(parameter.grad, Category.GRADIENT, parameter)
 
-    def _classify(self, tensor: torch.Tensor, category: Category) -> None:
+    def _classify(self, tensor: torch.Tensor, category: Category, parameter: torch.Tensor) -> None:
+        module = self.module_of.get(id(parameter), "")
         if tensor.layout is torch.strided:
-            self.recorder.classify(tensor, category)
+            self.recorder.classify(tensor, category, module)
         elif tensor.layout is torch.sparse_coo:
-            self.recorder.classify(tensor._indices(), category)
-            self.recorder.classify(tensor._values(), category)
+            self.recorder.classify(tensor._indices(), category, module)
+            self.recorder.classify(tensor._values(), category, module)
 
     def _update(self, optimizer: Any, batch: Any, number: int) -> None:
         self.recorder.enter(Phase.OPTIMIZER, number)
         if optimizer is None:
             return
-        with failures.explained("optimizer step"):
+        with failures.explained("optimizer step"), self.origin.inside(OPTIMIZER):
             if isinstance(optimizer, torch.optim.LBFGS):
                 optimizer.step(lambda: self._forward(batch))
             else:
                 optimizer.step()
-        for state in optimizer.state.values():
+        for parameter, state in optimizer.state.items():
             for tensor in tensors_in(state):
-                if tensor.is_meta or self.on_cuda:
-                    self._classify(tensor, Category.OPTIMIZER_STATE)
+                self._classify(tensor, Category.OPTIMIZER_STATE, parameter)
 
     def _clear_gradients(self, optimizer: Any, *, set_to_none: bool) -> None:
         self.last_loss = None
@@ -285,19 +288,33 @@ def _eager() -> Iterator[None]:
 
 
 @contextmanager
-def _autocast_for_absent_cuda(autocast: Autocast) -> Iterator[None]:
-    """Lets `torch.autocast("cuda")` be entered on a machine without CUDA, and hears when its cache is cleared."""
-    common = torch.cuda.amp.common
-    before = (common.amp_definitely_not_available, torch.cuda.is_bf16_supported, torch.clear_autocast_cache)
+def _cuda_answers(autocast: Autocast) -> Iterator[None]:
+    """Lets `torch.autocast("cuda")` be entered on a machine without CUDA, and hears when its cache is cleared.
+
+    cuDNN is declared unfit for single tensors, so that recurrent layers leave their shape-only weights as they are.
+    """
 
     def clear() -> None:
         autocast.clear_cache()
-        before[2]()
+        plain_clear()
 
-    common.amp_definitely_not_available = lambda: False
-    torch.cuda.is_bf16_supported = lambda including_emulation=True: True
-    torch.clear_autocast_cache = clear
+    plain_clear = torch.clear_autocast_cache
+    with ExitStack() as stack:
+        for owner, name, stand_in in (
+            (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+            (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+            (torch, "clear_autocast_cache", clear),
+            (torch.backends.cudnn, "is_acceptable", lambda tensor: False),
+        ):
+            stack.enter_context(_replaced(owner, name, stand_in))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, stand_in)
     try:
         yield
     finally:
-        common.amp_definitely_not_available, torch.cuda.is_bf16_supported, torch.clear_autocast_cache = before
+        setattr(owner, name, before)

@@ -1,0 +1,61 @@
+"""ResNet-50 and GPT-2 on three GPUs that need not be here: `make demo`, or `python examples/demo/demo.py [FOLDER]`."""
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import memfit
+
+GPUS = ("t4", "rtx-3090", "a100-40gb")
+MODELS = {
+    "resnet50": ("torchvision:resnet50", 512, {}),
+    "gpt2": ("hf:GPT2LMHeadModel", 12, {"sequence_length": 1024}),
+}
+PRECISION = "amp-fp16"
+
+
+def gib(size_bytes):
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def main():
+    started = time.perf_counter()
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "out")
+    folder.mkdir(parents=True, exist_ok=True)
+    table = Table("model", "batch size", "GPU", "needed", "usable", "fits", "largest batch", "mostly")
+    for name, (target, batch_size, options) in MODELS.items():
+        try:
+            job = memfit.named_job(target, **options)
+        except memfit.MemfitError as error:
+            print(f"{target} is left out: {error}")
+            continue
+        for gpu in GPUS:
+            estimate = memfit.estimate(job, device=gpu, precision=PRECISION, batch_size=batch_size)
+            largest = memfit.max_batch(job, device=gpu, precision=PRECISION).batch_size
+            table.add_row(
+                target,
+                str(batch_size),
+                gpu,
+                gib(estimate.peak_bytes),
+                gib(estimate.capacity_bytes),
+                "yes" if estimate.fits else "no",
+                str(largest or "none"),
+                next(iter(estimate.breakdown.by_category)),
+            )
+            if gpu == GPUS[0]:
+                page = folder / f"{name}.html"
+                estimate.report(str(page))
+                print(f"page of {target} on {gpu}: {page}")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"One training step each: AdamW, {PRECISION}, 224 x 224 images or 1024 tokens. "
+        f"No GPU was used. {time.perf_counter() - started:.0f} s in all."
+    )
+
+
+if __name__ == "__main__":
+    main()
