@@ -60,13 +60,13 @@ def facts() -> str:
     """When, from which sources, with which versions and on what machine."""
     packages = ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)) is not None)
     memory = f"{psutil.virtual_memory().total / GIB:.0f} GiB"
-    machine = f"{os.cpu_count()} {platform.machine()} cores, {memory}, {platform.system()} {platform.release()}"
+    machine = f"{os.cpu_count()} {platform.machine()} cores, {memory}, {platform.system()}"
     return bullets(
         [
             f"Date: {datetime.datetime.now(datetime.UTC).date().isoformat()}",
             f"Commit: {_commit()}",
             f"Versions: Python {platform.python_version()}, {packages}",
-            f"Machine: {machine}, no GPU",
+            f"Machine: {machine}, no GPU used, load average {os.getloadavg()[0]:.1f}",
         ]
     )
 

@@ -34,9 +34,9 @@ def read_rows(path: Path) -> list[Row]:
 def keep(loss: Tensor, *outputs: Any) -> Tensor:
     """`loss`, with the outputs alive as long as it is.
 
-    A training step is a function, or a loop's body, in which the model's output has a name: it lives until the step returns or
-    the next output takes its place. Only tensors beside the loss may be kept: an output object that refers to the loss
-    itself would make a cycle, which nothing frees.
+    A training step is a function, or a loop's body, in which the model's output has a name: it lives until the step
+    returns or the next output takes its place. Only tensors beside the loss may be kept: an output object that refers
+    to the loss itself would make a cycle, which nothing frees.
     """
     loss.kept = outputs  # type: ignore[attr-defined]
     return loss
@@ -63,11 +63,12 @@ def images(size: int, *, channels_last: bool = False) -> Callable[[int], tuple[T
 
 
 def optimizer_named(name: str) -> Callable[[Any], torch.optim.Optimizer]:
-    """The class of `torch.optim` called `name`, in any case; its own defaults, with a learning rate where it must be given."""
+    """A maker of the optimizer that `torch.optim` calls `name`, in any case, with its own defaults."""
     classes = {key.lower(): value for key, value in vars(torch.optim).items() if isinstance(value, type)}
     chosen = classes.get(name.lower())
     if chosen is None:
         raise ValueError(f"torch.optim has no optimizer called {name!r}.")
+    # The rate is given because old versions of SGD have no default; it changes no memory.
     return lambda parameters: chosen(parameters, lr=1e-3)
 
 

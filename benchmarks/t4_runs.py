@@ -2,9 +2,9 @@
 
     python -m benchmarks.t4_runs [--csv PATH]
 
-Columns: model, gpu, batch_size, seq_len or image_size, precision, optimizer, gradient_checkpointing, flash_attention, and the measured
-allocated_peak_bytes, reserved_peak_bytes, context_bytes and params. Models come from transformers (default configuration of the
-architecture, published sizes of its larger variants), torchvision or timm, by name.
+Columns: model, gpu, batch_size, seq_len or image_size, precision, optimizer, gradient_checkpointing, flash_attention,
+and the measured allocated_peak_bytes, reserved_peak_bytes, context_bytes and params. Models come from transformers
+(default configuration of the architecture, published sizes of its larger variants), torchvision or timm, by name.
 """
 
 import argparse
@@ -31,7 +31,8 @@ TOTAL_LIMIT = 0.04
 
 PRECISIONS = {"amp": "amp-fp16", "fp32": None}
 
-# Where a published model differs from the defaults of its architecture's configuration; from the models' own config.json.
+# Where a published model differs from the defaults of its architecture's configuration; from the models' own
+# config.json.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "distilgpt2": ("gpt2", {"n_layer": 6}),
     "gpt2-medium": ("gpt2", {"n_layer": 24, "n_head": 16, "n_embd": 1024}),
@@ -67,10 +68,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 ATTENTION = """\
 ## Attention
 
-Rows whose `flash_attention` is False are traced with `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`. This is a reading of the
-measurements, not something they state: by PyTorch's own rules a T4 would run the memory-efficient kernel, and the last column shows
-how far the allocated peak then is from the measured one. The math kernel keeps the whole matrix of attention weights, and with it the
-rows agree; with the other kernel there is no place where the missing bytes could be."""
+Rows whose `flash_attention` is False are traced with `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`. This is a
+reading of the measurements, not something they state: by PyTorch's own rules a T4 would run the memory-efficient
+kernel, and the last column shows how far the allocated peak then is from the measured one. The math kernel keeps the
+matrices of attention weights, which grow with the square of the sequence: with it short and long sequences agree
+alike, with the other kernel the error grows with the length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Outcome:
     Args:
         row: as measured.
         estimate: as predicted.
-        default_attention: as predicted with the attention kernel that PyTorch would choose, or None when that was not asked for.
+        default_attention: as predicted with the attention kernel that PyTorch would choose; None when not asked for.
     """
 
     row: rows.Row
@@ -126,6 +128,8 @@ def language_model(name: str, *, checkpointing: bool) -> tuple[Callable[[], Any]
     config = transformers.AutoConfig.for_model(kind, **changes)
     # Encoders can often be used as decoders too; being made for masked words tells them apart.
     if config.is_encoder_decoder:
+        # The decoder's inputs are the labels moved by one; T5 starts them with its padding.
+        config.decoder_start_token_id = getattr(config, "decoder_start_token_id", None) or config.pad_token_id or 0
         auto, loss = transformers.AutoModelForSeq2SeqLM, labelled_loss
     elif type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING:
         auto, loss = transformers.AutoModel, encoder_loss
@@ -245,6 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, default=DEFAULT_CSV, help="measured rows")
     path: Path = parser.parse_args().csv
+    transformers.logging.set_verbosity_error()
     outcomes, skipped = [], []
     for row in rows.read_rows(path):
         try:

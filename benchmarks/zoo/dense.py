@@ -79,8 +79,8 @@ class TimedBlock(nn.Module):
         y = self.conv1(F.silu(self.norm1(x)))
         y = y + self.time(F.silu(time))[:, :, None, None]
         y = self.conv2(F.dropout(F.silu(self.norm2(y)), 0.1, self.training))
-        shortcut: Tensor = self.shortcut(x)
-        return shortcut + y
+        residual: Tensor = self.shortcut(x) + y
+        return residual
 
 
 class SpatialAttention(nn.Module):

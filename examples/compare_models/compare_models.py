@@ -1,4 +1,4 @@
-"""What a smaller architecture saves: MobileNet for ResNet, DistilBERT for BERT, separable convolutions for plain ones."""
+"""What smaller architectures save: MobileNet for ResNet, DistilBERT for BERT, separable convolutions for plain ones."""
 
 from dataclasses import replace
 

@@ -1,8 +1,4 @@
-"""A training script that can also be estimated.
-
-    python examples/job_file/train.py --steps 5                            really trains, on the CPU
-    memfit estimate examples/job_file/train.py:job --device rtx-3060       predicts its memory on a GPU
-"""
+"""A training script that can also be estimated: README.md has the commands."""
 
 import argparse
 

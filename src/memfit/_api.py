@@ -30,7 +30,7 @@ _LARGEST_BATCH = 2**24
 
 _CACHE_RELEASED = Note(
     "cache-released",
-    "the device is so full that the allocator must return cached memory and ask again: it fits, but the pauses cost time",
+    "the device is so full that the allocator must return cached memory and ask again: it fits, but pauses cost time",
 )
 _WORKSPACE_DROPPED = Note(
     "workspace-dropped", "it fits only because cuDNN falls back to slower algorithms that need no workspace"
@@ -253,14 +253,11 @@ class _Estimator:
         known = self._traces.get(batch_size)
         if known is not None:
             return self._estimate(known.timeline, batch_size, started)
-        family = self._fit()
+        # A batch of 1 tells nothing of larger ones, nor they of it: PyTorch treats dimensions of size 1 apart (they
+        # broadcast, and any stride makes them contiguous), so that it may go through other operators.
+        family = self._fit() if batch_size > 1 else None
         timeline = family.at(batch_size) if family is not None else self._trace(batch_size).timeline
         return self._estimate(timeline, batch_size, started)
-
-    def traced(self, batch_size: int) -> Estimate:
-        """The estimate at `batch_size` from a trace of its own."""
-        started = time.perf_counter()
-        return self._estimate(self._trace(batch_size).timeline, batch_size, started)
 
     def _trace(self, batch_size: int | None) -> "Trace":
         if batch_size not in self._traces:
@@ -270,14 +267,14 @@ class _Estimator:
     def _fit(self) -> Family | None:
         if not self._family_tried:
             self._family_tried = True
-            n: int = self._tracer.batch_size
+            n: int = max(2, self._tracer.batch_size)
             try:
                 first, second = (n, self._trace(n).timeline), (2 * n, self._trace(2 * n).timeline)
                 family = fit(first, second)
                 if family is not None and needs_third(first, second):
                     family = fit(first, second, (3 * n, self._trace(3 * n).timeline))
                 self._family = family
-            except StepFailed:
+            except (StepFailed, BadInput):
                 # The step works at its own batch size only; other sizes will say why when they are asked for.
                 self._family = None
         return self._family
@@ -375,11 +372,10 @@ class _Search:
         if candidates is not None:
             best = self._bisect(lambda i: self._fits(candidates[i]), len(candidates))
             size = candidates[best] if best is not None else None
-            smallest = candidates[0]
         else:
-            size, smallest = self._largest(), 1
+            size = self._largest()
         tried = tuple((n, e.peak_bytes, bool(e.fits)) for n, e in sorted(self._seen.items()))
-        return MaxBatch(size, self._at(size if size is not None else smallest), tried)
+        return MaxBatch(size, self._seen[size if size is not None else min(self._seen)], tried)
 
     def _largest(self) -> int | None:
         high = max(1, self._start.batch_size or 1)
@@ -405,4 +401,10 @@ class _Search:
         return self._seen[batch_size]
 
     def _fits(self, batch_size: int) -> bool:
-        return bool(self._at(batch_size).fits)
+        try:
+            return bool(self._at(batch_size).fits)
+        except StepFailed:
+            # Batch norm, for one, refuses to train on a single sample.
+            if batch_size > 1:
+                raise
+            return False

@@ -14,6 +14,7 @@ PUBLIC = [
     "Device",
     "Estimate",
     "Job",
+    "MaxBatch",
     "MemfitError",
     "StepFailed",
     "Timeline",
@@ -23,6 +24,7 @@ PUBLIC = [
     "find_device",
     "list_devices",
     "max_batch",
+    "named_job",
 ]
 
 

@@ -17,7 +17,7 @@ from memfit.commands import EXIT_FITS, output
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("name", nargs="?", help="one device; all of them by default")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="one device; all of them by default")
     parser.add_argument("--json", action="store_true", help="write JSON to standard output")
 
 

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="TARGET", help="FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG"
     )
-    targets.add_job_arguments(parser, with_batch_size=False)
+    targets.add_job_arguments(parser, of_one_size=False)
     parser.add_argument("--candidates", metavar="N,N,...", help="sizes to choose from; every whole number by default")
 
 

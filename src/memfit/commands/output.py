@@ -5,12 +5,18 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.core.device import Device
 from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate
 from memfit.reports import terminal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# A file or a pipe has no width of its own, and the 80 columns that rich assumes would break every table.
+_PIPE_COLUMNS = 160
 
 
 @contextmanager
@@ -72,11 +78,10 @@ def _print(renderable: Any) -> None:
 def _console() -> "Console":
     from rich.console import Console
 
-    class PlainConsole(Console):
+    class PipedConsole(Console):
         def on_broken_pipe(self) -> None:
-            # rich would end the program here with exit code 1; `main` knows better.
-            raise
+            # rich would end the program with exit code 1; `main` knows what to make of it.
+            raise BrokenPipeError
 
-    # A file or a pipe has no width of its own, and the 80 columns that rich assumes break every table.
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_COLUMNS
-    return PlainConsole(width=width)
+    return PipedConsole(width=width)

@@ -18,21 +18,23 @@ PRECISIONS = ("fp32", "fp16", "bf16", "amp-fp16", "amp-bf16")
 OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adafactor")
 
 
-def add_job_arguments(parser: argparse.ArgumentParser, *, with_batch_size: bool = True) -> None:
-    """Arguments that say how the step is run."""
-    parser.add_argument("--device", "-d", help="a device (`memfit devices`), cpu, or a size such as 24GiB")
-    if with_batch_size:
-        parser.add_argument(
-            "--batch-size", "-b", type=int, help="samples per step; the job's own by default, 8 for named models"
-        )
-    parser.add_argument("--precision", "-p", choices=PRECISIONS, help="the job's own by default")
+def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = True) -> None:
+    """Arguments that say how the step is run; with `of_one_size`, also what a search for the size has no use for."""
     parser.add_argument(
-        "--optimizer", "-o", choices=OPTIMIZERS, help="the job's own by default, adamw for named models"
+        "--device", "-d", metavar="NAME", help="a device (`memfit devices`), cpu, or a size such as 24GiB"
     )
+    if of_one_size:
+        samples = "samples per step; the job's own by default, 8 for named models"
+        parser.add_argument("--batch-size", "-b", type=int, metavar="N", help=samples)
+    precision = f"{', '.join(PRECISIONS)}; the job's own by default"
+    parser.add_argument("--precision", "-p", choices=PRECISIONS, metavar="NAME", help=precision)
+    optimizer = f"{', '.join(OPTIMIZERS)}; the job's own by default, adamw for named models"
+    parser.add_argument("--optimizer", "-o", choices=OPTIMIZERS, metavar="NAME", help=optimizer)
     parser.add_argument("--inference", action="store_true", help="a forward pass without gradients")
     parser.add_argument("--sequence-length", type=int, metavar="N", help="tokens per sample, for hf: models")
     parser.add_argument("--image-size", type=int, metavar="N", help="height and width, for vision models")
-    parser.add_argument("--workers", type=int, metavar="N", help="data loader processes, for the host's memory")
+    if of_one_size:
+        parser.add_argument("--workers", type=int, metavar="N", help="data loader processes, for the host's memory")
     parser.add_argument("--json", action="store_true", help="write JSON to standard output")
 
 
@@ -57,7 +59,7 @@ def load_job(target: str, arguments: argparse.Namespace) -> Job:
         changes["precision"] = arguments.precision
     if arguments.inference:
         changes["mode"] = "inference"
-    if arguments.workers is not None:
+    if getattr(arguments, "workers", None) is not None:
         changes["num_workers"] = arguments.workers
     return replace(job, **changes)
 
@@ -78,7 +80,9 @@ def _from_file(target: str) -> Job:
             f"{target!r} is not a target. Write FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG."
         )
     if not os.path.isfile(path):
-        raise BadTarget(f"there is no file {path!r} in {os.getcwd()!r}. Write FILE.py:function with a path that exists.")
+        raise BadTarget(
+            f"there is no file {path!r} in {os.getcwd()!r}. Write FILE.py:function with a path that exists."
+        )
     module = _load_module(path)
     function = getattr(module, name, None)
     if function is None:
@@ -113,21 +117,21 @@ def _load_module(path: str) -> ModuleType:
     name = os.path.splitext(os.path.basename(path))[0]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise BadTarget(f"{path} is not a Python file.")
+        raise BadTarget(f"{path} is not a Python file. Write FILE.py:function.")
     module = importlib.util.module_from_spec(spec)
+    # As for a script: its folder is importable, and stays so for what it imports later.
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     sys.modules.setdefault(name, module)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise BadTarget(f"{path} can't be loaded: {_last_line(error, path)}") from error
-    finally:
-        sys.path.pop(0)
     return module
 
 
 def _last_line(error: BaseException, path: str) -> str:
     """The error and the line of the user's file where it happened."""
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if os.path.abspath(f.filename) == os.path.abspath(path)]
     where = f" ({os.path.basename(path)}:{lines[-1]})" if lines else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -1,8 +1,8 @@
 """Sums of gradients that the autograd engine makes in place.
 
-Where several gradients meet, the engine adds into the first one if it holds the last reference to it (`input_buffer.cpp`), but never
-while a dispatch mode is active: a trace sees a new tensor where the real run has none. This module recognises those sums by the
-same rule the engine uses, the number of references.
+Where several gradients meet, the engine adds into the first one if it holds the last reference to it
+(`input_buffer.cpp`), but never while a dispatch mode is active: a trace sees a new tensor where the real run has none.
+This module recognises those sums by the same rule the engine uses, the number of references.
 """
 
 from functools import cache
@@ -34,7 +34,7 @@ class Accumulation:
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """(references to the tensor, references to its storage), as seen from a dispatch mode; None where PyTorch can't tell."""
+    """(references to the tensor, to its storage), as seen from a dispatch mode; None where PyTorch can't tell."""
     count = getattr(tensor, "_use_count", None)
     storage_count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None or storage_count is None:
@@ -45,18 +45,17 @@ def _references(tensor: torch.Tensor) -> tuple[int, int] | None:
 @cache
 def _references_of_sole_owner() -> tuple[int, int] | None:
     """What `_references` gives for a gradient that the engine alone holds: found out by making one."""
+    seen: list[tuple[int, int] | None] = [None]
 
     class Watch(TorchDispatchMode):
-        seen: tuple[int, int] | None = None
-
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten.add.Tensor and torch._C._current_autograd_node() is not None:
-                self.seen = _references(args[0])
+                seen[0] = _references(args[0])
             return func(*args, **(kwargs or {}))
 
     leaf = torch.empty(2, device="meta", requires_grad=True)
     middle = leaf * 2
     total = (middle.sin() + middle.cos()).sum()
-    with Watch() as watch, torch.autograd.set_multithreading_enabled(False):
+    with Watch(), torch.autograd.set_multithreading_enabled(False):  # type: ignore[no-untyped-call]
         total.backward()
-    return watch.seen
+    return seen[0]

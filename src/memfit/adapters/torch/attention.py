@@ -1,8 +1,8 @@
 """Which attention kernel runs, by CUDA's and the CPU's own rules, and what it keeps.
 
-`scaled_dot_product_attention` picks flash, memory-efficient or math by device, dtype, shapes, mask, dropout and the switches of
-`torch.backends.cuda`. The rules below follow `sdp_utils.cpp`. The cuDNN kernel, preferred on some Hopper and Blackwell set-ups,
-keeps what flash keeps and is counted as flash, or with a mask as memory-efficient.
+`scaled_dot_product_attention` picks flash, memory-efficient or math by device, dtype, shapes, mask, dropout and the
+switches of `torch.backends.cuda`. The rules below follow `sdp_utils.cpp`. The cuDNN kernel, preferred on some Hopper
+and Blackwell set-ups, keeps what flash keeps and is counted as flash, or with a mask as memory-efficient.
 """
 
 from typing import Any

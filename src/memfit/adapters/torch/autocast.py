@@ -1,8 +1,8 @@
 """CUDA's autocast for shape-only tensors: which operators run in which precision, and which casts are kept.
 
-The state itself (enabled, dtype, nesting, cache) is PyTorch's own for "cuda", so that the user's `torch.autocast("cuda")` blocks,
-`torch.is_autocast_enabled` and checkpointing's replay of the state all work. Only the casts are made here, by the lists of
-PyTorch's `autocast_mode.h`.
+The state itself (enabled, dtype, nesting, cache) is PyTorch's own for "cuda", so that the user's
+`torch.autocast("cuda")` blocks, `torch.is_autocast_enabled` and checkpointing's replay of the state all work. Only the
+casts are made here, by the lists of PyTorch's `autocast_mode.h`.
 """
 
 from typing import Any
@@ -12,33 +12,35 @@ import torch
 from memfit.adapters.torch.interception import Interceptor, call_plain
 from memfit.adapters.torch.shapes import Operator
 
+# Words rather than lists of strings: a hundred quoted names would hide what is in them.
 LOWER_PRECISION = """
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
-    conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv
-    linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell
-    gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
-""".split()
+    conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul
+    einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
+    _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+    scaled_dot_product_attention
+""".split()  # noqa: SIM905
 
 FLOAT32 = """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar
-    softplus layer_norm native_layer_norm group_norm rms_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
-    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
-    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
-    multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
-    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
-    upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
-    _upsample_bicubic2d_aa
-""".split()
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+    pow.Scalar softplus layer_norm native_layer_norm group_norm rms_norm frobenius_norm.dim nuclear_norm
+    nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
+    kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa
+""".split()  # noqa: SIM905
 
 # The reduction gets dtype=float32 instead of a cast input, so that no float32 copy of the input is made.
 FLOAT32_BY_DTYPE_ARGUMENT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
-""".split()
+""".split()  # noqa: SIM905
 
 FLOAT32_BY_EXTRA_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
-WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
+WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()  # noqa: SIM905
 
 BANNED = ["binary_cross_entropy"]
 

@@ -1,8 +1,8 @@
 """Workspaces of cuDNN convolutions.
 
-cuDNN doesn't publish what a convolution will ask for: it depends on the algorithm its heuristics pick. What is known is what each
-family of algorithms must hold. Tensor-core kernels work on channels-last data; given channels-first tensors they convert input,
-weight and output in the workspace, with channels padded to the width of a load.
+cuDNN doesn't publish what a convolution will ask for: it depends on the algorithm its heuristics pick. What is known is
+what each family of algorithms must hold. Tensor-core kernels work on channels-last data; given channels-first tensors
+they convert input, weight and output in the workspace, with channels padded to the width of a load.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ class ConvolutionWorkspace:
         return [*_layout_copies((data, weight), data, weight), self._bytes(data, weight, out, args[8])]
 
     def backward(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-        """Bytes taken during `convolution_backward`: layout copies and a workspace, the same for its two passes in turn."""
+        """Bytes taken during `convolution_backward`: layout copies and a workspace, the same for both of its passes."""
         grad_output, data, weight = args[:3]
         copies = _layout_copies((grad_output, data, weight), data, weight)
         return [*copies, self._bytes(data, weight, grad_output, args[9])]

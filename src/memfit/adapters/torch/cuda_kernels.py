@@ -1,15 +1,17 @@
 """Memory that CUDA kernels take for themselves, operator by operator.
 
 A trace of operators sees their inputs and outputs. What a CUDA kernel allocates inside, and frees before it returns, is
-stated here: one small function per operator, each with its source. Nothing is fitted; where a library doesn't say what it takes
-(cuDNN's workspaces), the rule is what its algorithm needs and the docs list it as assumed.
+stated here: one small function per operator, each with its source. Nothing is fitted; where a library doesn't say what
+it takes (cuDNN's workspaces), the rule is what its algorithm needs and the docs list it as assumed.
 """
 
 from typing import Any
 
 import torch
 
+from memfit.adapters.torch import recurrent
 from memfit.adapters.torch.cuda_convolution import ConvolutionWorkspace
+from memfit.adapters.torch.fallbacks import Rule
 from memfit.adapters.torch.recorder import Recorder
 from memfit.adapters.torch.shapes import Operator
 from memfit.core.device import Device
@@ -38,7 +40,7 @@ class CudaInternals:
         self._convolution = ConvolutionWorkspace(self._capability)
 
     def table(self) -> dict[str, Any]:
-        """Rules by operator name."""
+        """Bytes taken inside, by operator name."""
         rules: dict[str, Any] = {f"aten::{name}": self._gemm for name in _GEMMS}
         rules |= {
             "aten::convolution": self._convolution.forward,
@@ -46,13 +48,24 @@ class CudaInternals:
             "aten::_safe_softmax": _safe_softmax,
             "aten::_softmax_backward_data": _softmax_backward,
             "aten::embedding_dense_backward": _embedding_backward,
+            "aten::index": _mask_indices,
+            "aten::index_put": _mask_indices,
+            "aten::index_put_": _mask_indices,
+            "aten::_index_put_impl_": _mask_indices,
             "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
             "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
         }
         return rules
 
+    def rules(self) -> dict[str, Rule]:
+        """Outputs that only CUDA has, by operator name."""
+        return {
+            "aten::_cudnn_rnn": recurrent.forward_rule,
+            "aten::_cudnn_rnn_backward": recurrent.backward_rule,
+        }
+
     def _gemm(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-        """cuBLAS's workspace: one per thread that multiplies, kept for good (CublasHandlePool.cpp).
+        """The workspace of cuBLAS: one per thread that multiplies, kept for good (CublasHandlePool.cpp).
 
         The autograd engine runs the backward pass on a thread of its own, hence a second one.
         """
@@ -89,6 +102,14 @@ def _embedding_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str,
     """Sorted indices and where they came from, for more than 3072 of them (native/cuda/Embedding.cu)."""
     indices = args[1]
     return [] if indices.numel() <= 3072 else [_bytes(indices)] * 4
+
+
+def _mask_indices(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """Boolean masks become indices, at most one per element and dimension (native/IndexingUtils.h)."""
+    if len(args) > 2 and args[2].numel() == 1:
+        return []
+    masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    return [mask.numel() * mask.dim() * 8 for mask in masks]
 
 
 def _flash_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:

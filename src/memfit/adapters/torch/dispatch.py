@@ -1,7 +1,7 @@
 """The simulated device's operators: a dispatch mode below autograd.
 
-Every operator of the step arrives here after autograd has done its part. It is run for its shapes only, and each new storage
-goes to the recorder. What the operator's CUDA or CPU kernel allocates for itself comes from `internals`.
+Every operator of the step arrives here after autograd has done its part. It is run for its shapes only, and each new
+storage goes to the recorder. What the operator's CUDA or CPU kernel allocates for itself comes from `internals`.
 """
 
 from collections.abc import Callable
@@ -32,6 +32,7 @@ _MIXED_DEVICES_ALLOWED = {
     "aten::_index_put_impl_",
     "aten::set_",
     "aten::lift_fresh",
+    "aten::_pack_padded_sequence",
 }
 
 
@@ -42,6 +43,7 @@ class SimulatedOperators(TorchDispatchMode):
         recorder: receives the blocks.
         origin: knows where the user's code is.
         internals: per operator, what its kernel allocates for itself.
+        rules: per operator, its outputs where only this device has them, beside those of `fallbacks`.
         host_is_device: the simulated device is the host, so tensors on the CPU belong to it.
         report: takes (code, text) of each assumption made.
     """
@@ -51,14 +53,16 @@ class SimulatedOperators(TorchDispatchMode):
         recorder: Recorder,
         origin: OriginTracker,
         internals: dict[str, Internals],
+        rules: dict[str, fallbacks.Rule],
         *,
         host_is_device: bool,
         report: Callable[[str, str], None],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._origin = origin
         self._internals = internals
+        self._rules = {**fallbacks.RULES, **rules}
         self._host_is_device = host_is_device
         self._report = report
         self._names: dict[Operator, str] = {}
@@ -69,12 +73,13 @@ class SimulatedOperators(TorchDispatchMode):
         # Nothing is compiled here; PyTorch would otherwise wrap each call in a guard that costs more than the call.
         return False
 
-    def __torch_dispatch__(  # noqa: D105 - the protocol's own name
+    def __torch_dispatch__(
         self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         kind = shapes.behaviour(func)
-        if torch.is_grad_enabled():
+        # A user's own autograd function runs its forward pass without gradients, but its node has been made already.
+        if torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
             self._origin.remember()
         if kind is Behaviour.VIEW:
             return func(*args, **kwargs)
@@ -85,7 +90,7 @@ class SimulatedOperators(TorchDispatchMode):
             args, kwargs = self._bring_over(func, args, kwargs)
         if func is _ADD and self._accumulation.in_place(args, kwargs):
             return args[0]
-        special = fallbacks.RULES.get(func._schema.name)
+        special = self._rules.get(func._schema.name)
         if special is not None:
             out = special(func, args, kwargs, self._report)
             if out is not NotImplemented:
@@ -154,7 +159,7 @@ class SimulatedOperators(TorchDispatchMode):
     def _bring_over(
         self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Host tensors among device tensors: as shapes where the device is the host, else refused as CUDA refuses them."""
+        """Host tensors among device tensors: as shapes where the device is the host, else refused as CUDA does."""
         if func._schema.name in _MIXED_DEVICES_ALLOWED and not self._host_is_device:
             return args, kwargs
 

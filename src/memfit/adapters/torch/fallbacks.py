@@ -2,9 +2,9 @@
 
 The rules, all reported as notes:
 
-- a shape that depends on data (`nonzero`, boolean indexing, `unique`): the largest it can be;
-- a value read from the device (`item()`): 1, or False for booleans, so that checks such as `isnan` pass;
-- no shape rule (custom operators): the operator's CPU kernel is run on zeros of the same shapes where there is one and they
+- a shape that depends on data (`nonzero`, boolean indexing, `unique`): the largest it can be; - a value read from the
+device (`item()`): 1, or False for booleans, so that checks such as `isnan` pass; - no shape rule (custom operators):
+the operator's CPU kernel is run on zeros of the same shapes where there is one and they
   are small, otherwise each output is taken to be like the first tensor argument.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memfit.adapters.torch import recurrent
+from memfit.adapters.torch import convolution_layout, rms_norm, sparse
 from memfit.adapters.torch.shapes import META, Operator
 from memfit.core.units import MIB, format_size
 
@@ -23,6 +23,8 @@ Rule = Callable[[Operator, tuple[Any, ...], dict[str, Any], Report], Any]
 DATA_DEPENDENT = "data-dependent-shape"
 STAND_IN = "stand-in-value"
 NO_RULE = "no-shape-rule"
+# Attribute of a boolean tensor that `all()` made.
+_IS_ALL = "_memfit_is_all"
 _LARGEST_HOST_RUN_BYTES = 256 * MIB
 
 
@@ -71,6 +73,8 @@ def _index(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report
 def _index_put(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     if not _has_mask(list(args[1])):
         return NotImplemented
+    if args[2].numel() != 1:  # one value for all is a masked fill
+        _upper_bound(func, report, "a boolean mask selects an unknown number of elements")
     if func._schema.name == "aten::index_put":
         return torch.empty_like(args[0], device=META)
     return args[0]
@@ -78,8 +82,14 @@ def _index_put(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], re
 
 def _unique(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     _upper_bound(func, report, "the number of distinct values depends on data")
-    count = args[0].numel()
-    return _empty(count, dtype=args[0].dtype), _empty(*args[0].shape), _empty(count)
+    tensor = args[0]
+    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    dim = given.get("dim")
+    count = tensor.numel() if dim is None else tensor.shape[dim]
+    inverse_shape = tensor.shape if dim is None else (count,)
+    distinct = _empty(*(tensor.shape if dim is not None else (count,)), dtype=tensor.dtype)
+    inverse = _empty(*(inverse_shape if given.get("return_inverse") else (0,)))
+    return distinct, inverse, _empty(count if given.get("return_counts") else 0)
 
 
 def _repeat_interleave(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
@@ -97,9 +107,16 @@ def _bincount(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], rep
 
 def _scalar(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     dtype = args[0].dtype
-    value: Any = False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+    value: Any = hasattr(args[0], _IS_ALL) if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
     report(STAND_IN, f"a value was read from the device: {value!r} stands in for it")
     return value
+
+
+def _all(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    """Marks the result of `all()`: checks such as `isfinite(x).all()` pass, masks without padding are left out."""
+    out = func(*args, **kwargs)
+    setattr(out, _IS_ALL, True)
+    return out
 
 
 def _true(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
@@ -113,11 +130,35 @@ def _copy(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report:
     if device is None or torch.device(device).type == "meta":
         return NotImplemented
     dtype = kwargs.get("dtype") or args[0].dtype
+    report(STAND_IN, "values were copied from the device to the host: zeros stand in for them")
     return torch.zeros(args[0].shape, dtype=dtype)
 
 
 def _copy_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     return NotImplemented if args[0].is_meta else args[0]
+
+
+def _packed(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    """Packed sequences: by the lengths where they are known, as on CUDA, where they are on the host."""
+    data, lengths, batch_first = args
+    if lengths.is_meta or not bool((lengths > 0).all()):
+        report(DATA_DEPENDENT, "pack_padded_sequence: the lengths depend on data; full length assumed for each")
+        batch, steps = (data.shape[0], data.shape[1]) if batch_first else (data.shape[1], data.shape[0])
+        lengths = torch.full((batch,), steps)
+    return func(data, lengths, batch_first)
+
+
+def _reduced_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    """A loss whose scalar keeps the memory of all elements' losses: it is made in their size and resized (Loss.cpp)."""
+    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    if given.get("reduction", 1) == 0:
+        return NotImplemented
+    elements = torch.empty(torch.broadcast_shapes(args[0].shape, args[1].shape), dtype=args[0].dtype, device=META)
+    return elements.as_strided((), ())
+
+
+def _ctc_loss_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    return torch.empty_like(args[1], memory_format=torch.contiguous_format)
 
 
 def _kept_boxes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
@@ -137,13 +178,23 @@ RULES: dict[str, Rule] = {
     "aten::unique_consecutive": _unique,
     "aten::repeat_interleave": _repeat_interleave,
     "aten::bincount": _bincount,
+    "aten::all": _all,
     "aten::_local_scalar_dense": _scalar,
     "aten::equal": _true,
+    "aten::allclose": _true,
     "aten::is_nonzero": _scalar,
     "aten::_to_copy": _copy,
     "aten::copy_": _copy_in_place,
-    "aten::_cudnn_rnn": recurrent.forward_rule,
-    "aten::_cudnn_rnn_backward": recurrent.backward_rule,
+    "aten::_pack_padded_sequence": _packed,
+    "aten::_fused_rms_norm": rms_norm.forward_rule,
+    "aten::convolution": convolution_layout.forward_rule,
+    "aten::convolution_backward": convolution_layout.backward_rule,
+    "aten::mse_loss": _reduced_in_place,
+    "aten::smooth_l1_loss": _reduced_in_place,
+    "aten::soft_margin_loss": _reduced_in_place,
+    "aten::binary_cross_entropy": _reduced_in_place,
+    "aten::_ctc_loss_backward": _ctc_loss_backward,
+    **sparse.RULES,
     "torchvision::nms": _kept_boxes,
 }
 

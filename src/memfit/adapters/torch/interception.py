@@ -1,9 +1,9 @@
 """Choices made above autograd: what CUDA would do where shape-only tensors would do something else.
 
-PyTorch decides some things by device before autograd sees them: which attention kernel runs, how dropout keeps its mask, what
-autocast casts. Shape-only tensors are on no such device. So while a simulation runs, a dispatch key that nothing else uses
-(`AutocastPrivateUse1`) is switched on for this thread, and Python kernels registered there stand in front of those operators,
-whether Python or C++ calls them. Switched off, the registrations are inert.
+PyTorch decides some things by device before autograd sees them: which attention kernel runs, how dropout keeps its
+mask, what autocast casts. Shape-only tensors are on no such device. So while a simulation runs, a dispatch key that
+nothing else uses (`AutocastPrivateUse1`) is switched on for this thread, and Python kernels registered there stand in
+front of those operators, whether Python or C++ calls them. Switched off, the registrations are inert.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ import torch
 
 from memfit.adapters.torch.shapes import Operator
 
-_KEY = torch._C.DispatchKey.AutocastPrivateUse1
+_KEY = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 _KEYSET = torch._C.DispatchKeySet(_KEY)
 
 # An interceptor takes the operator and its arguments and returns the result.

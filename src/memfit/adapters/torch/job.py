@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from memfit.adapters.torch.failures import explained
 from memfit.adapters.torch.stand_in import build_without_weights, check_one_device, map_tensors, tensors_in
 from memfit.adapters.torch.trace import PRECISIONS, Step, Trace, trace
 from memfit.core.device import Device
@@ -46,23 +47,39 @@ class OpenJob:
         self._model = _open_model(job.model)
         if batch_size is not None and batch_size < 1:
             raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
-        self._batch = job.batch(batch_size or _DEFAULT_BATCH_SIZE) if callable(job.batch) else job.batch
-        check_batch(self._batch)
         self.name = job.name or type(self._model).__name__
-        self.batch_size = common_first_dimension(self._batch)
+        self.batch_size: int | None
+        if callable(job.batch):
+            # What a batch size means is then the function's own business: pairs may have twice as many rows.
+            self.batch_size = batch_size or _DEFAULT_BATCH_SIZE
+            self._batch = self._made(self.batch_size)
+        else:
+            check_batch(job.batch)
+            self.batch_size = common_first_dimension(job.batch)
+            self._batch = job.batch
         if batch_size is not None and batch_size != self.batch_size:
             if self.batch_size is None:
-                raise BadBatch("the batch's tensors share no first dimension, so no batch size can be set.")
+                raise BadBatch(
+                    "the batch's tensors share no first dimension, so no batch size can be set. Give a batch whose "
+                    "tensors do, or a function that makes a batch of a given size."
+                )
             self._batch = resized(self._batch, self.batch_size, batch_size)
             self.batch_size = batch_size
         self.notes = self._remarks()
+
+    def _made(self, batch_size: int) -> Any:
+        """The batch that the job's own function makes."""
+        with explained("batch function"):
+            batch = self._job.batch(batch_size)
+        check_batch(batch)
+        return batch
 
     def trace(self, batch_size: int | None) -> Trace:
         """The trace at `batch_size`, or with the batch as it was given when None."""
         job = self._job
         batch = self._batch
         if batch_size is not None and batch_size != self.batch_size:
-            batch = job.batch(batch_size) if callable(job.batch) else resized(batch, self.batch_size, batch_size)
+            batch = self._made(batch_size) if callable(job.batch) else resized(batch, self.batch_size, batch_size)
         step = Step(
             model=self._model,
             loss=job.loss,
@@ -79,7 +96,8 @@ class OpenJob:
             if len(sizes) > 1:
                 numbers = ", ".join(map(str, sizes))
                 raise BadBatch(
-                    f"{failure}\nThe batch's tensors disagree in their first dimension: {numbers}."
+                    f"{failure}\nThe batch's tensors disagree in their first dimension: {numbers}. "
+                    "Where that is the number of samples, give tensors with the same number."
                 ) from failure
             raise
 

@@ -1,10 +1,10 @@
 """Jobs from names: `timm:resnet50`, `hf:GPT2LMHeadModel`, `hf:path/to/config.json`, `torchvision:resnet50`.
 
-Weights are never downloaded: models are built from code and configuration. The step is the usual one for the kind of model.
+Weights are never downloaded: models are built from code and configuration. The step is the usual one for the kind of
+model.
 """
 
 import importlib
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,18 +66,24 @@ def _timm(name: str, image_size: int | None) -> Job:
     config = timm.get_pretrained_cfg(name)
     default = config.input_size[-1] if config is not None else 224
     size = image_size or default
-    # Many vision transformers are built for one image size.
-    options = {"img_size": size} if size != default and _takes(timm.model_entrypoint(name), "img_size") else {}
     return Job(
-        model=lambda: timm.create_model(name, **options),
+        model=lambda: _timm_model(timm, name, None if size == default else size),
         loss=_classification_loss,
         batch=lambda n: _images(n, size),
     )
 
 
-def _takes(function: Callable[..., Any], argument: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+def _timm_model(timm: Any, name: str, image_size: int | None) -> Any:
+    if image_size is None:
+        return timm.create_model(name)
+    try:
+        # Many vision transformers are built for one image size.
+        return timm.create_model(name, img_size=image_size)
+    except TypeError as error:
+        # Convolutional networks take any, and don't know the argument.
+        if "img_size" not in str(error):
+            raise
+        return timm.create_model(name)
 
 
 def _torchvision(name: str, image_size: int | None) -> Job:
@@ -159,8 +165,8 @@ def _hugging_face_batch(model_class: Any, config: Any, length: int, image_size: 
 
     def make(count: int) -> dict[str, torch.Tensor]:
         if main_input == "pixel_values":
-            size = image_size or getattr(config, "image_size", 224)
-            side = size[0] if isinstance(size, list | tuple) else size
+            size: Any = image_size or getattr(config, "image_size", 224)
+            side: int = size[0] if isinstance(size, list | tuple) else size
             channels = getattr(config, "num_channels", 3)
             batch = {"pixel_values": torch.empty(count, channels, side, side, device="meta")}
         elif main_input in ("input_features", "input_values"):
@@ -192,5 +198,6 @@ def _hugging_face_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tens
     if getattr(output, "loss", None) is not None:
         loss: torch.Tensor = output.loss
         return loss
-    hidden = getattr(output, "last_hidden_state", None)
-    return (hidden if hidden is not None else output[0]).float().pow(2).mean()
+    last = getattr(output, "last_hidden_state", None)
+    hidden: torch.Tensor = last if last is not None else output[0]
+    return hidden.float().pow(2).mean()

@@ -1,8 +1,8 @@
 """Where an allocation comes from: the module and the line of the user's code.
 
-In the forward pass both are at hand: a stack of the modules being called, and the Python frames. In the backward pass neither
-is, but each autograd node carries the sequence number it got when its forward operator ran; `OriginTracker` remembers what
-was running at each number.
+In the forward pass both are at hand: a stack of the modules being called, and the Python frames. In the backward pass
+neither is, but each autograd node carries the sequence number it got when its forward operator ran; `OriginTracker`
+remembers what was running at each number.
 """
 
 import os
@@ -16,6 +16,8 @@ import torch
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 HIDDEN_FOLDERS = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _PACKAGE + os.sep)
+# Frames outside of its tracer belong to whoever asked for the trace, not to the step.
+_DRIVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "trace.py")
 _NOWHERE = ("", "")
 
 
@@ -38,13 +40,13 @@ class OriginTracker:
 
     def remember(self) -> None:
         """Notes what runs now under the sequence number of the autograd node that is being made for it."""
-        number = torch.autograd._get_sequence_nr() - 1
+        number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
         # An operator that makes no node (a buffer's update) must not take over the number of the node before it.
         if number not in self._by_sequence:
             self._by_sequence[number] = (self._stack[-1], self.source())
 
     def source(self) -> str:
-        """Innermost line outside of PyTorch and memfit, as "file.py:31", or ""."""
+        """Innermost line of the step outside of PyTorch and memfit, as "file.py:31", or ""."""
         frame: FrameType | None = sys._getframe(1)
         labels = self._labels
         while frame is not None:
@@ -54,12 +56,14 @@ class OriginTracker:
             except KeyError:
                 label = labels[code] = self._label(code)
             if label is not None:
-                return f"{label}:{frame.f_lineno}"
+                return f"{label}:{frame.f_lineno}" if label else ""
             frame = frame.f_back
         return ""
 
     def _label(self, code: CodeType) -> str | None:
         path = code.co_filename
+        if path == _DRIVER and code.co_qualname.startswith("_Tracer."):
+            return ""
         if path.startswith(HIDDEN_FOLDERS) or path.startswith("<frozen") or "importlib" in path:
             return None
         return self._shortener.short(path)

@@ -1,8 +1,8 @@
 """Shape rules for the operators that training steps are made of.
 
-PyTorch's own rules for these are written in Python and take a tenth of a millisecond to two milliseconds each time a new shape
-comes by. The ones here cover the plain cases (same shapes, same strides, dense) and pass everything else on; a test
-compares them with PyTorch's own, operator by operator.
+PyTorch's own rules for these are written in Python and take a tenth of a millisecond to two milliseconds each time a
+new shape comes by. The ones here cover the plain cases (same shapes, same strides, dense) and pass everything else on;
+a test compares them with PyTorch's own, operator by operator.
 """
 
 from collections.abc import Callable

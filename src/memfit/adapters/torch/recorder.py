@@ -4,6 +4,7 @@ Lifetimes are not modelled, they are observed. The step runs on PyTorch's own au
 and a weak reference on each tensor's storage says when the last tensor, saved variable or view that holds it is gone.
 """
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,10 @@ class _StorageRef(weakref.ref[Any]):
     __slots__ = ("index", "key")
     index: int
     key: int
+
+
+# The event at which a phase begins; no block has this number.
+_MARK = sys.maxsize
 
 
 class Recorder:
@@ -33,7 +38,7 @@ class Recorder:
         self._phases: list[Phase] = []
         self._ops: list[str] = []
         self._origins: list[tuple[str, str]] = []
-        self._marks: list[tuple[int, Phase, int]] = []
+        self._marks: dict[int, tuple[Phase, int]] = {}
         self._origin = origin
         self._permanent: set[int] = set()
         self._refs: dict[int, _StorageRef] = {}
@@ -42,7 +47,8 @@ class Recorder:
     def enter(self, phase: Phase, step: int) -> None:
         """From now on blocks belong to `phase` of `step`."""
         self.phase, self.step = phase, step
-        self._marks.append((len(self.events), phase, step))
+        self._marks[len(self.events)] = (phase, step)
+        self.events.append(_MARK)
 
     def add(self, tensor: Any, op: str, category: Category | None = None) -> int | None:
         """Starts a block for the storage of `tensor`; None when it's known already or holds nothing."""
@@ -95,13 +101,13 @@ class Recorder:
             self._origins[index] = (module, self._origins[index][1])
 
     def classify_live(self, since: int, category: Category) -> None:
-        """Says what all storages are for that started at block `since` or later, are alive, and have no category yet."""
+        """Says what all storages are for that started at block `since` or later, live, and have no category yet."""
         for index in self._refs:
             if index >= since and self.categories[index] is None:
                 self.categories[index] = category
 
     def has_live(self, since: int, persistent: tuple[Category, ...]) -> bool:
-        """Whether a storage that started at block `since` or later is alive and in none of the `persistent` categories."""
+        """Whether a storage that started at block `since` or later lives and is in none of `persistent`."""
         return any(index >= since and self.categories[index] not in persistent for index in self._refs)
 
     @property
@@ -134,11 +140,10 @@ class Recorder:
     def timeline(self, segments: list[tuple[int, int]] | None = None) -> Timeline:
         """The timeline of all events, or of the given ranges of events one after another.
 
-        A range may occur twice: its blocks are then allocated anew, so that a later step can be made from the record of an
-        earlier one that does exactly the same.
+        A range may occur twice: its blocks are then allocated anew, so that a later step can be made from the record of
+        an earlier one that does exactly the same.
         """
         ranges = segments if segments is not None else [(0, len(self.events))]
-        marks = {tick: (phase, step) for tick, phase, step in self._marks}
         starts: list[tuple[int, int]] = []
         ends: list[int | None] = []
         current: dict[int, int] = {}
@@ -147,12 +152,13 @@ class Recorder:
         seen_forward = 0
         for first, last in ranges:
             for position in range(first, last):
-                if position in marks:
-                    phase, step = marks[position]
+                event = self.events[position]
+                if event == _MARK:
+                    phase, step = self._marks[position]
                     if phase is Phase.FORWARD:
                         seen_forward += 1
                     composed_marks.append(Mark(tick, phase, seen_forward if step else 0))
-                event = self.events[position]
+                    continue
                 if event >= 0:
                     if event in current and event in self._permanent:
                         continue

@@ -134,8 +134,9 @@ def forward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], 
 def reserve_bytes(mode: int, rows: int, hidden: int, num_layers: int, directions: int, element_size: int) -> int:
     """Bytes cuDNN keeps for the backward pass.
 
-    cuDNN does not publish the formula (`cudnnGetRNNTempSpaceSizes` answers on the device), so this is what back-propagation
-    must have at hand: per row and layer the gates and the output, for an LSTM the cell as well, and between layers their input.
+    cuDNN does not publish the formula (`cudnnGetRNNTempSpaceSizes` answers on the device), so this is what
+    back-propagation must have at hand: per row and layer the gates and the output, for an LSTM the cell as well, and
+    between layers their input.
     """
     kept = _GATES[mode] + (2 if mode == _MODES["lstm"] else 1)
     per_layer = rows * hidden * directions * element_size

@@ -1,8 +1,9 @@
 """Shape-only execution of operators, quickly.
 
-PyTorch can run an operator on meta tensors, but many of its shape rules are written in Python and take up to a millisecond. A
-training step asks for the same few shapes again and again, so the answers are kept: an operator's outputs depend on nothing
-but the sizes, strides and dtypes of its inputs and on its other arguments. The cache belongs to the process and is shared by all traces.
+PyTorch can run an operator on meta tensors, but many of its shape rules are written in Python and take up to a
+millisecond. A training step asks for the same few shapes again and again, so the answers are kept: an operator's
+outputs depend on nothing but the sizes, strides and dtypes of its inputs and on its other arguments. The cache belongs
+to the process and is shared by all traces.
 """
 
 from collections.abc import Callable
@@ -34,8 +35,9 @@ class Behaviour(Enum):
     """Anything else: run it and look."""
 
 
-# Operators that change the metadata or the size of a tensor in place: they must really run.
+# Operators that change the metadata or the size of a tensor in place, or bring in a new one: they must really run.
 _METADATA = {
+    "aten::lift_fresh",
     "aten::resize_",
     "aten::resize_as_",
     "aten::set_",
@@ -47,6 +49,15 @@ _METADATA = {
     "aten::swapaxes_",
     "aten::detach_",
     "aten::_resize_output_",
+}
+
+
+# Their schemas say that the output is new, but it is a view of the input.
+_UNDECLARED_VIEWS = {
+    "aten::_unsafe_view",
+    "aten::unsafe_chunk",
+    "aten::unsafe_split",
+    "aten::unsafe_split_with_sizes",
 }
 
 
@@ -62,6 +73,8 @@ def _read_schema(func: Operator) -> Behaviour:
     schema = func._schema
     if schema.name in _METADATA:
         return Behaviour.OTHER
+    if schema.name in _UNDECLARED_VIEWS:
+        return Behaviour.VIEW
     returns = [r.alias_info for r in schema.returns]
     if any(a is not None and not a.is_write for a in returns):
         return Behaviour.VIEW

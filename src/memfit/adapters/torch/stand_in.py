@@ -1,7 +1,8 @@
 """Shape-only stand-ins for a user's model, batch and optimizer, and their full restoration.
 
 The user's own module object takes part in the simulation, because losses and closures may hold it; for the time of the
-simulation its parameters and buffers are swapped for shape-only ones. Afterwards every module's attributes are what they were.
+simulation its parameters and buffers are swapped for shape-only ones. Afterwards every module's attributes are what
+they were.
 """
 
 import copy
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from memfit.adapters.torch.failures import explained
 from memfit.adapters.torch.shapes import META
 from memfit.core.errors import BadModel, BadOptimizer
 
@@ -184,7 +186,8 @@ def optimizer_for(
                 f"optimizer must be a torch.optim.Optimizer, a callable that takes parameters, or None, "
                 f"but {type(optimizer).__name__} was given."
             )
-        made = optimizer([p for p in model.parameters() if p.requires_grad])
+        with explained("optimizer function"):
+            made = optimizer([p for p in model.parameters() if p.requires_grad])
         if not isinstance(made, torch.optim.Optimizer):
             raise BadOptimizer(f"the optimizer callable returned {type(made).__name__}, not a torch.optim.Optimizer.")
         return made
@@ -210,14 +213,15 @@ def optimizer_for(
 def build_without_weights(builder: Callable[[], Any]) -> torch.nn.Module:
     """The module that `builder` makes, without memory for its weights.
 
-    Tensors of more than a few thousand elements are shape-only from the start; small ones stay real, because constructors
-    compute with them (drop-path rates, index tables). Where that fails the model is built as usual.
+    Tensors of more than a few thousand elements are shape-only from the start; small ones stay real, because
+    constructors compute with them (drop-path rates, index tables). Where that fails the model is built as usual.
     """
     try:
         with _LargeTensorsAsShapes():
             made = builder()
     except Exception:
-        made = builder()
+        with explained("model function"):
+            made = builder()
     if not isinstance(made, torch.nn.Module):
         raise BadModel(f"the model callable returned {type(made).__name__}, not a torch.nn.Module.")
     return made
@@ -231,7 +235,7 @@ class _LargeTensorsAsShapes(torch.overrides.TorchFunctionMode):
 
     _factories = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
 
-    def __torch_function__(  # noqa: D105 - the protocol's own name
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -246,7 +250,9 @@ class _LargeTensorsAsShapes(torch.overrides.TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+# One string of words is easier to read than a list of quotes.
 _INITIALISERS = frozenset(
-    "normal_ uniform_ zero_ fill_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ "
-    "constant_ ones_ zeros_ orthogonal_ erfinv_ mul_ add_ clamp_ copy_ log_normal_ exponential_ bernoulli_".split()
+    """normal_ uniform_ zero_ fill_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
+    constant_ ones_ zeros_ orthogonal_ erfinv_ mul_ add_ clamp_ copy_ log_normal_ exponential_ bernoulli_
+    """.split()  # noqa: SIM905
 )

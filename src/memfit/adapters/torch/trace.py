@@ -1,7 +1,7 @@
 """The trace: a user's training step, run on shapes, as a `Timeline`.
 
-One pass through forward, backward and two optimizer steps is enough: the second step of a training loop differs from the first
-only in its optimizer, so its timeline is composed from the record of the first (`Recorder.timeline`).
+One pass through forward, backward and two optimizer steps is enough: the second step of a training loop differs from
+the first only in its optimizer, so its timeline is composed from the record of the first (`Recorder.timeline`).
 """
 
 import gc
@@ -74,7 +74,8 @@ class _Notes:
     found: dict[tuple[str, str, str], Note] = field(default_factory=dict)
 
     def report(self, code: str, text: str) -> None:
-        source = self.origin.source()
+        source = self.origin.current()[1]
+        # Without a line it is the framework's own doing, such as an optimizer that reads its step counter.
         if source and len(self.found) < _MAX_NOTES:
             self.found.setdefault((code, text, source), Note(code, text, source))
 
@@ -94,9 +95,10 @@ class _Tracer:
         self.notes = _Notes(self.origin)
         self.last_loss: Any = None
         self.module_of: dict[int, str] = {}
+        self.look = Look("cuda" if self.on_cuda else "cpu")
         self.autocast = Autocast("cuda" if self.on_cuda else "cpu")
         self.internals: CudaInternals | HostInternals = (
-            CudaInternals(device, self.recorder) if self.on_cuda else HostInternals(self.recorder)
+            CudaInternals(device, self.recorder) if self.on_cuda else HostInternals()
         )
 
     def run(self) -> Trace:
@@ -135,13 +137,18 @@ class _Tracer:
             self.recorder,
             self.origin,
             self.internals.table(),
+            self.internals.rules(),
             host_is_device=not self.on_cuda,
             report=self.notes.report,
         )
-        look = Look("cuda" if self.on_cuda else "cpu")
-        with _cuda_answers(self.autocast), self.origin.following(), intercepting(interceptors):
-            with operators, look:
-                yield
+        with (
+            _cuda_answers(self.autocast),
+            self.origin.following(),
+            intercepting(interceptors),
+            operators,
+            self.look,
+        ):
+            yield
 
     def _set_up(self, model: torch.nn.Module, batch: Any) -> None:
         self.recorder.enter(Phase.SETUP, 0)
@@ -164,9 +171,8 @@ class _Tracer:
         amp = step.precision is not None and step.precision.startswith("amp-")
         dtype = torch.float16 if step.precision == "amp-fp16" else torch.bfloat16
         device_type = "cuda" if self.on_cuda else "cpu"
-        with torch.autocast(device_type, dtype=dtype) if amp else nullcontext():
-            with failures.explained("forward"):
-                return step.loss(step.model, batch)
+        with torch.autocast(device_type, dtype=dtype) if amp else nullcontext(), failures.explained("forward"):
+            return step.loss(step.model, batch)
 
     def _train(self, optimizer: Any, batch: Any) -> list[tuple[int, int]] | None:
         recorder = self.recorder
@@ -186,7 +192,8 @@ class _Tracer:
         end = len(recorder.events)
         again = (start, after_backward)
         if recorder.has_live(start_block, persistent=(Category.OPTIMIZER_STATE,)):
-            # Something of the first step outlives it, such as an output kept in a variable: the second step is traced in full.
+            # Something of the first step outlives it, such as an output kept in a variable: the second step is traced
+            # in full.
             self._forward_backward(batch, 2)
             again = (end, len(recorder.events))
         return [
@@ -226,14 +233,21 @@ class _Tracer:
         self.recorder.enter(Phase.OPTIMIZER, number)
         if optimizer is None:
             return
-        with failures.explained("optimizer step"), self.origin.inside(OPTIMIZER):
+        with failures.explained("optimizer step"), self.origin.inside(OPTIMIZER), self.look.keeping_scalars():
             if isinstance(optimizer, torch.optim.LBFGS):
-                optimizer.step(lambda: self._forward(batch))
+                optimizer.step(lambda: self._closure(optimizer, batch))
             else:
                 optimizer.step()
         for parameter, state in optimizer.state.items():
             for tensor in tensors_in(state):
                 self._classify(tensor, Category.OPTIMIZER_STATE, parameter)
+
+    def _closure(self, optimizer: Any, batch: Any) -> Any:
+        """The loss and its gradients anew, as an optimizer that searches along a line asks for them."""
+        optimizer.zero_grad(set_to_none=self.step.set_to_none)
+        value = self._forward(batch)
+        value.backward()
+        return value
 
     def _clear_gradients(self, optimizer: Any, *, set_to_none: bool) -> None:
         self.last_loss = None

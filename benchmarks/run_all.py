@@ -1,0 +1,48 @@
+"""Runs every benchmark, one after the other, each in a process of its own.
+
+    python -m benchmarks.run_all [--quick]
+
+Pages go to docs/results. A quick run takes samples, prints them, and leaves a page alone where it saw only a part. A
+bar that is missed is a result and shown as one; the exit code tells only whether every script ran.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+
+from benchmarks.reporting import ROOT
+
+# Script, its arguments, and its arguments in a quick run.
+SCRIPTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("import_time", (), ("--repeats", "5")),
+    ("speed", (), ("--repeats", "1")),
+    ("scale", (), ("Llama-3-8B",)),
+    ("allocator_speed", (), ()),
+    ("cpu_accuracy", (), ()),
+    ("t4_runs", (), ()),
+    ("xmem_cnn", (), ()),
+    ("timm_rtx3090", ("--jobs", "2"), ("--jobs", "2", "--sample", "24")),
+)
+
+
+def main() -> int:
+    """Run all scripts; 1 when one of them failed to run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="samples and few repetitions")
+    quick: bool = parser.parse_args().quick
+    failed = []
+    for name, full, few in SCRIPTS:
+        print(f"== {name}", flush=True)
+        started = time.monotonic()
+        command = [sys.executable, "-m", f"benchmarks.{name}", *(few if quick else full)]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            failed.append(name)
+        print(f"== {name}: {'failed' if name in failed else 'done'} in {time.monotonic() - started:.0f} s", flush=True)
+    if failed:
+        print(f"failed to run: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

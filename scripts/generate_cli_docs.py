@@ -1,0 +1,97 @@
+"""Writes docs/cli.md from the parser of the command line, so that the two can't disagree.
+
+    python scripts/generate_cli_docs.py           write the file
+    python scripts/generate_cli_docs.py --check   exit with 1 if it is out of date
+
+The arguments are read from the parser itself, not from the text of `--help`, whose layout differs between versions of
+Python.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from memfit.commands import build_parser
+
+PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
+
+_HEAD = """\
+# Command line
+
+Written by `python scripts/generate_cli_docs.py`; don't edit by hand.
+
+{description}
+
+The command line can do nothing that Python can't: each command parses its arguments, calls the function of the same
+name in `memfit` and prints the result. Reports go to standard output, progress and errors to standard error. An error
+is one message that says what was given, what was expected and what to do.
+
+## Exit codes
+
+| code | meaning |
+| ---: | --- |
+| 0 | the step fits, or the command did its work |
+| 2 | bad usage or bad input; also a step whose own code fails while it is traced |
+| 3 | the step does not fit (`estimate`, `compare`: any of them; `max-batch`: not even one sample) |
+| 130 | interrupted |
+
+A job whose fate is unknown, because the device's memory is, exits with 0.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    parser = build_parser()
+    parts = [_HEAD.format(description=parser.description)]
+    for name, child in _children(parser).items():
+        parts.append(_section(name, child))
+    return "\n".join(parts)
+
+
+def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    raise AssertionError("the parser has no commands")
+
+
+def _section(name: str, parser: argparse.ArgumentParser) -> str:
+    actions = [a for a in parser._actions if not isinstance(a, argparse._HelpAction)]
+    rows = [f"| {_spelling(action)} | {_meaning(action)} |" for action in actions]
+    lines = [f"## memfit {name}", "", parser.description or "", "", "| argument | meaning |", "| --- | --- |", *rows]
+    return "\n".join([*lines, "", "```text", parser.epilog or "", "```", ""])
+
+
+def _spelling(action: argparse.Action) -> str:
+    value = "" if action.nargs == 0 else str(action.metavar or action.dest.upper())
+    if not action.option_strings:
+        spelled = action.metavar or action.dest
+        return f"`{spelled} ...`" if action.nargs == "+" else f"`{spelled}`"
+    if action.choices is not None:
+        value = "NAME"
+    return ", ".join(f"`{option} {value}`".replace(" `", "`") for option in action.option_strings)
+
+
+def _meaning(action: argparse.Action) -> str:
+    text = (action.help or "").replace("|", "\\|")
+    if action.choices is not None:
+        text += f"; one of {', '.join(f'`{choice}`' for choice in action.choices)}"
+    return text
+
+
+def main() -> int:
+    """Writes or checks the page."""
+    parser = argparse.ArgumentParser(description="Write docs/cli.md from the command line's parser.")
+    parser.add_argument("--check", action="store_true", help="only say whether the file is up to date")
+    text = render()
+    if parser.parse_args().check:
+        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
+            return 0
+        print("docs/cli.md is out of date: run `python scripts/generate_cli_docs.py`.", file=sys.stderr)
+        return 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Puts real output into README.md and docs: every block below `<!-- output: COMMAND -->` is what COMMAND prints.
+
+    python scripts/refresh_readme.py                run the commands and rewrite the blocks
+    python scripts/refresh_readme.py --screenshot   and take docs/images/page.png with a browser
+    python scripts/refresh_readme.py --tests        and run `make test` for its summary
+
+The rows between `<!-- results -->` and `<!-- /results -->` are the tables "Bars" of docs/results/*.md. Between
+`<!-- tests -->` and `<!-- /tests -->` stand the lines of `make test` that sum up each of its parts.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "estimate.md")
+IMAGE = ROOT / "docs" / "images" / "page.png"
+WIDTH = "110"
+SUBJECT = ("timm:resnet50", "--batch-size", "64", "--device", "t4", "--precision", "amp-fp16")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+_OUTPUT = re.compile(r"<!-- output: (?P<command>[^\n]+?) -->\n```text\n.*?^```", re.DOTALL | re.MULTILINE)
+_RESULTS = re.compile(r"<!-- results -->\n.*?<!-- /results -->", re.DOTALL)
+_TESTS = re.compile(r"<!-- tests -->\n.*?<!-- /tests -->", re.DOTALL)
+_SUMMARY = re.compile(r"All checks passed!|\d+ files already formatted|Success: .*|TOTAL .*|=+ .*\bpassed\b.*=+")
+
+
+def run(command: str) -> str:
+    """What `command` prints to standard output; `make` targets are run as the scripts that they are."""
+    words = shlex.split(command)
+    if words == ["make", "demo"]:
+        words = [sys.executable, "examples/demo/demo.py"]
+    elif words[0] == "memfit":
+        words = [sys.executable, "-m", *words]
+    elif words[0] == "python":
+        words = [sys.executable, *words[1:]]
+    environment = {**os.environ, "COLUMNS": WIDTH, "NO_COLOR": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "src"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 3):
+        raise SystemExit(f"{command} failed:\n{done.stderr}")
+    return "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
+
+
+def with_output(match: re.Match[str]) -> str:
+    """The block of `match` with what its command prints now."""
+    command = match["command"]
+    return f"<!-- output: {command} -->\n```text\n$ {command}\n{run(command)}\n```"
+
+
+def results() -> str:
+    """One table of all claims that the benchmarks hold to a limit."""
+    lines = []
+    for path in sorted((ROOT / "docs" / "results").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        title = text.splitlines()[0].removeprefix("# ")
+        _, _, bars = text.partition("## Bars\n\n")
+        rows = bars.split("\n\n")[0].splitlines()[2:]
+        lines += [f"| [{title}](docs/results/{path.name}) {row}" for row in rows]
+    if not lines:
+        return "<!-- results -->\nNo results have been published yet.\n<!-- /results -->"
+    head = ["| benchmark | claim | measured | bar | met |", "| --- | --- | ---: | ---: | --- |"]
+    return "\n".join(["<!-- results -->", *head, *lines, "<!-- /results -->"])
+
+
+def tests() -> str:
+    """The lines that sum up `make test`, which must pass."""
+    done = subprocess.run(["make", "test"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"make test failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    lines = [line for line in done.stdout.splitlines() if _SUMMARY.fullmatch(line)]
+    return "\n".join(["<!-- tests -->", "```text", "$ make test", "...", *lines, "```", "<!-- /tests -->"])
+
+
+def take_screenshot() -> None:
+    """Writes docs/images/page.png: the top of a real page in a real browser."""
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        raise SystemExit(f"no browser: none of {', '.join(BROWSERS)} is on PATH")
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        run(shlex.join(["memfit", "estimate", *SUBJECT, "--html", str(page)]))
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,1340"]
+        flags += [f"--user-data-dir={folder}/profile", f"--screenshot={IMAGE}"]
+        subprocess.run([browser, *flags, page.as_uri()], check=True, capture_output=True, timeout=120)
+
+
+def main() -> int:
+    """Rewrites the pages."""
+    parser = argparse.ArgumentParser(description="Put real output into README.md and docs.")
+    parser.add_argument("--screenshot", action="store_true", help="also take docs/images/page.png")
+    parser.add_argument("--tests", action="store_true", help="also run `make test`")
+    arguments = parser.parse_args()
+    if arguments.screenshot:
+        take_screenshot()
+    for page in PAGES:
+        text = _OUTPUT.sub(with_output, page.read_text(encoding="utf-8"))
+        page.write_text(_RESULTS.sub(lambda _: results(), text), encoding="utf-8")
+    if arguments.tests:
+        # Last, because the tests look at the pages too.
+        summary = tests()
+        readme = PAGES[0]
+        readme.write_text(_TESTS.sub(lambda _: summary, readme.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

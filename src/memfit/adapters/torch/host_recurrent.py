@@ -1,0 +1,201 @@
+"""Recurrent layers as the CPU runs them.
+
+An LSTM goes to oneDNN, one operator per layer and direction, with a workspace for the backward pass. All other layers, and LSTMs that
+oneDNN doesn't take, loop over the time steps; unlike other devices the CPU multiplies the inputs of all steps with the weights
+at once, before the loop. PyTorch decides both above autograd and by device (RNN.cpp), hence the interceptors.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.interception import Interceptor, call_plain
+from memfit.adapters.torch.shapes import META, Operator
+
+_LSTM_MODE = 2
+_GATES = 4
+_ONEDNN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CACHE_LINE_BYTES = 64
+
+_Cell = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class HostRecurrent:
+    """Runs `lstm`, `gru` and `rnn_*` on padded sequences as the CPU does."""
+
+    def interceptors(self) -> dict[str, Interceptor]:
+        """One per kind of layer."""
+        return {
+            "lstm.input": _lstm,
+            "gru.input": _looped(_gru_cell),
+            "rnn_tanh.input": _looped(_simple_cell(torch.tanh)),
+            "rnn_relu.input": _looped(_simple_cell(torch.relu)),
+        }
+
+
+def _lstm(
+    op: Operator,
+    data: torch.Tensor,
+    hx: Any,
+    params: list[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
+    """Layer by layer through oneDNN (mkldnn_rnn in mkldnn/RNN.cpp)."""
+    directions = 2 if bidirectional else 1
+    per_layer = len(params) // (num_layers * directions)
+    projected = per_layer == (5 if has_biases else 3)
+    if projected or data.dtype not in _ONEDNN_DTYPES or not torch.backends.mkldnn.is_available():
+        return call_plain(op, data, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    layer_input = (data.transpose(0, 1) if batch_first else data).contiguous()
+    states, cells = hx[0].contiguous(), hx[1].contiguous()
+    hidden = states.shape[-1]
+    layer = torch.ops.aten.mkldnn_rnn_layer.default
+    last_states, last_cells = [], []
+    for number in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            index = number * directions + direction
+            weights = list(params[index * per_layer : (index + 1) * per_layer])
+            if not has_biases:
+                weights += [torch.zeros(weights[0].shape, dtype=data.dtype, device=META) for _ in range(2)]
+            options = (direction == 1, [], _LSTM_MODE, hidden, num_layers, has_biases, bidirectional, batch_first, train)
+            out, state, cell, _ = call_plain(layer, layer_input, *weights, states[index], cells[index], *options)
+            outputs.append(out)
+            last_states.append(state)
+            last_cells.append(cell)
+        layer_input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if dropout and train and number < num_layers - 1:
+            layer_input = torch.dropout(layer_input, dropout, True)
+    output = layer_input.transpose(0, 1) if batch_first else layer_input
+    return output, torch.stack(last_states), torch.stack(last_cells)
+
+
+def _looped(cell: _Cell) -> Interceptor:
+    """A layer that loops over time steps, after one multiplication of all inputs (FullLayer in RNN.cpp)."""
+
+    def intercept(
+        op: Operator,
+        data: torch.Tensor,
+        hx: torch.Tensor,
+        params: list[torch.Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
+        directions = 2 if bidirectional else 1
+        per_layer = 4 if has_biases else 2
+        layer_input = data.transpose(0, 1) if batch_first else data
+        states = hx.unbind(0)
+        last = []
+        for number in range(num_layers):
+            outputs = []
+            for direction in range(directions):
+                index = number * directions + direction
+                weights = (*params[index * per_layer : (index + 1) * per_layer], None, None)[:4]
+                out, state = _run_steps(cell, layer_input, states[index], weights, reverse=direction == 1)
+                outputs.append(out)
+                last.append(state)
+            layer_input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+            if dropout and train and number < num_layers - 1:
+                layer_input = torch.dropout(layer_input, dropout, True)
+        return (layer_input.transpose(0, 1) if batch_first else layer_input), torch.stack(last)
+
+    return intercept
+
+
+def _run_steps(
+    cell: _Cell, data: torch.Tensor, state: torch.Tensor, weights: tuple[Any, ...], *, reverse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    input_weight, state_weight, input_bias, state_bias = weights
+    steps = torch.nn.functional.linear(data, input_weight, input_bias).unbind(0)
+    outputs = []
+    for step in reversed(steps) if reverse else steps:
+        state = cell(step, state, state_weight, state_bias)
+        outputs.append(state)
+    return torch.stack(outputs[::-1] if reverse else outputs), state
+
+
+def _gru_cell(step: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    from_input = step.unsafe_chunk(3, 1)
+    from_state = torch.nn.functional.linear(state, weight, bias).unsafe_chunk(3, 1)
+    reset = from_state[0].add_(from_input[0]).sigmoid_()
+    update = from_state[1].add_(from_input[1]).sigmoid_()
+    new = from_input[2].add(from_state[2].mul_(reset)).tanh_()
+    return (state - new).mul_(update).add_(new)
+
+
+def _simple_cell(activation: Callable[[torch.Tensor], torch.Tensor]) -> _Cell:
+    def cell(step: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return activation(torch.nn.functional.linear(state, weight, bias).add_(step))
+
+    return cell
+
+
+def _padded_row(count: int, element_size: int) -> int:
+    """Elements of a row as oneDNN lays it out: whole cache lines, one more at multiples of 256 (`get_good_ld`).
+
+    >>> _padded_row(100, 4), _padded_row(1024, 4)
+    (112, 1040)
+    """
+    line = _CACHE_LINE_BYTES // element_size
+    row = -(-count // line) * line
+    return row + line if row % 256 == 0 else row
+
+
+def workspace_bytes(steps: int, batch: int, inputs: int, hidden: int, element_size: int) -> int:
+    """Bytes of what one LSTM layer keeps for its backward pass (`set_offsets` in oneDNN's rnn_utils).
+
+    Gates of every step; then, before and after the layer, the states passed upwards, the states passed on in time and the
+    gradients of both, in padded rows; then cells and outputs of every step and their gradients, in plain ones.
+    """
+    gates = steps * batch * _padded_row(_GATES * hidden, element_size)
+    padded = 3 * 2 * (steps + 1) * batch * _padded_row(max(inputs, hidden), element_size)
+    plain = (5 * steps + 2) * batch * hidden
+    return (gates + padded + plain) * element_size
+
+
+def forward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    """Outputs of one LSTM layer; the fourth is its workspace."""
+    data, state, cell, train = args[0], args[5], args[6], args[15]
+    steps, batch, inputs = data.shape
+    hidden = state.shape[-1]
+    kept = workspace_bytes(steps, batch, inputs, hidden, data.element_size()) if train else 0
+    output = torch.empty((steps, batch, hidden), dtype=data.dtype, device=META)
+    workspace = torch.empty((kept,), dtype=torch.uint8, device=META)
+    return output, torch.empty_like(state), torch.empty_like(cell), workspace
+
+
+def _copied_weights(weights: tuple[torch.Tensor, ...]) -> list[int]:
+    """Both weights with rows of gates padded."""
+    rows = [(w.shape[1], _padded_row(w.shape[0], w.element_size()), w.element_size()) for w in weights]
+    return [count * row * element_size for count, row, element_size in rows]
+
+
+def _gate_scratch(data: torch.Tensor, hidden: int) -> int:
+    return data.shape[0] * data.shape[1] * _GATES * hidden * data.element_size()
+
+
+def forward_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """The weights in oneDNN's layout and the gates of all steps."""
+    return [*_copied_weights(args[1:3]), _gate_scratch(args[0], args[5].shape[-1])]
+
+
+def backward_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """The weights the other way round, their gradients in oneDNN's layout, the gates of all steps, contiguous gradients."""
+    data, weights, gradient = args[0], args[1:3], args[10]
+    turned = [
+        w.shape[0] * _padded_row(w.shape[1], w.element_size()) * w.element_size()
+        for w in weights
+        if _padded_row(w.shape[1], w.element_size()) != w.shape[1]
+    ]
+    copies = [g.numel() * g.element_size() for g in (gradient,) if g is not None and not g.is_contiguous()]
+    return [*turned, *_copied_weights(weights), _gate_scratch(data, args[5].shape[-1]), *copies]

@@ -1,0 +1,169 @@
+"""The documentation tells the truth: its files exist, its links lead somewhere, its code runs, its pages are fresh."""
+
+import doctest
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import memfit
+from memfit.commands import build_parser
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FILE = re.compile(
+    r"(?<![\w/.-])((?:src|docs|examples|tests|scripts|benchmarks)/[\w./-]*\w|[A-Z]+\.md|constraints\.txt)"
+)
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def slugs(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def find_dead_links(page: Path) -> list[str]:
+    dead = []
+    for target in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in slugs(file)):
+            dead.append(target)
+    return dead
+
+
+def load_script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page):
+    assert find_dead_links(page) == []
+
+
+def test_dead_links_are_caught(tmp_path):
+    (tmp_path / "there.md").write_text("# A heading\n")
+    page = tmp_path / "page.md"
+    page.write_text("[a](there.md#a-heading) [b](gone.md) [c](there.md#gone) [d](https://example.com)\n")
+
+    assert find_dead_links(page) == ["gone.md", "there.md#gone"]
+
+
+def test_files_named_in_the_readme_exist():
+    missing = [name for name in FILE.findall(README.read_text(encoding="utf-8")) if not (ROOT / name).exists()]
+
+    assert missing == []
+
+
+def test_make_targets_named_in_the_docs_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page in PAGES:
+        for target in re.findall(r"(?:^|`)make (\w+)", page.read_text(encoding="utf-8"), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{named(page)}: make {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_in_the_docs_can_be_parsed(page):
+    blocks = "\n".join(body for _, body in FENCE.findall(page.read_text(encoding="utf-8")))
+    commands = re.findall(r"^(?:\$ )? *memfit (\w.*)$", blocks, re.MULTILINE)
+    for command in commands:
+        arguments = shlex.split(re.split(r" > | && | \| ", command)[0], comments=True)
+        assert build_parser().parse_args(arguments).command == arguments[0]
+
+
+def test_every_public_name_is_documented():
+    docs = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    words = set(re.findall(r"\w+", docs))
+
+    assert [name for name in memfit.__all__ if name not in words] == []
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert [name for name in memfit.__all__ if f"`{name}`" not in index] == []
+
+
+def test_every_note_code_is_documented():
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    codes = set(re.findall(r'Note\(\s*"([a-z-]+)"', sources))
+    codes |= set(re.findall(r'^[A-Z_]+ = "([a-z]+(?:-[a-z]+)+)"$', sources, re.MULTILINE))
+    page = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `([a-z-]+)` \|", page.partition("\n## Notes\n")[2], re.MULTILINE))
+
+    assert {"data-dependent-shape", "cache-released"} <= codes, "the search for codes is wrong"
+    assert codes == documented
+
+
+def test_the_snippet_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    snippet = next(body for kind, body in FENCE.findall(README.read_text(encoding="utf-8")) if kind == "diff")
+    code = "\n".join(line[1:] for line in snippet.splitlines())
+    monkeypatch.chdir(tmp_path)
+
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+
+    assert "usable on NVIDIA GeForce RTX 3060: fits" in capsys.readouterr().out
+    assert (tmp_path / "memory.html").is_file()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if ">>> " in p.read_text(encoding="utf-8")], ids=named)
+def test_sessions_in_the_docs_are_real(page):
+    pytest.importorskip("torch")
+    result = doctest.testfile(str(page), module_relative=False)
+
+    assert result.attempted
+    assert result.failed == 0
+
+
+def test_the_page_of_the_command_line_is_up_to_date():
+    script = load_script("generate_cli_docs")
+
+    assert script.PAGE.read_text(encoding="utf-8") == script.render(), "run `python scripts/generate_cli_docs.py`"
+
+
+def test_every_output_shown_has_its_command():
+    text = README.read_text(encoding="utf-8")
+    shown = re.findall(r"<!-- output: ([^\n]+?) -->\n```text\n\$ ([^\n]+)\n", text)
+
+    assert len(shown) == text.count("<!-- output: ") == 2
+    assert all(marked == typed for marked, typed in shown)
+
+
+def test_the_results_in_the_readme_are_those_of_the_pages():
+    """Figures may be refreshed at any time, but none may be made up."""
+    text = README.read_text(encoding="utf-8")
+    shown = text.partition("<!-- results -->\n")[2].partition("<!-- /results -->")[0].splitlines()[2:]
+    published = load_script("refresh_readme").results().splitlines()
+
+    assert shown
+    assert [row for row in shown if row not in published] == []
+
+
+def test_the_number_of_devices_in_the_readme_is_right():
+    count = sum(device.kind == "cuda" for device in memfit.list_devices())
+
+    assert f"{count} CUDA devices" in README.read_text(encoding="utf-8")
+
+
+def test_the_picture_is_small():
+    picture = ROOT / "docs" / "images" / "page.png"
+
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size < 300_000

@@ -1,0 +1,95 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memfit.adapters.torch.cuda_kernels import cublas_workspace_bytes
+from memfit.core.timeline import Category, Phase
+from memfit.core.units import KIB, MIB
+from tests.unit.adapters.torch.builders import cuda, forward_blocks, made_in, observe, run
+
+
+def workspaces(blocks, op=""):
+    return [b.size_bytes for b in blocks if b.category is Category.WORKSPACE and b.op.endswith(op)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "size"), [((7, 5), 8320 * KIB), ((8, 6), 8320 * KIB), ((9, 0), 32 * MIB), ((10, 0), 32 * MIB)]
+)
+def test_the_workspace_of_cublas_by_generation(capability, size):
+    assert cublas_workspace_bytes(capability) == size
+
+
+def test_each_thread_that_multiplies_has_one_workspace_for_good():
+    # GIVEN many layers and two steps
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+
+    traced = run(model, torch.empty(4, 8), optimizer=torch.optim.Adam, device=cuda(7, 5))
+
+    # THEN there is one workspace of the forward pass and one of the backward pass, and none is freed
+    blocks = [b for b in traced.timeline.blocks if b.op == "cuBLAS workspace"]
+    assert [(b.phase, b.size_bytes, b.end) for b in blocks] == [
+        (Phase.FORWARD, 8320 * KIB, None),
+        (Phase.BACKWARD, 8320 * KIB, None),
+    ]
+
+
+def test_no_multiplication_no_workspace():
+    _, traced = observe(lambda data: data.sin().shape, torch.empty(4, 8))
+
+    assert workspaces(traced.timeline.blocks) == []
+
+
+def test_the_gradient_of_softmax_takes_a_product():
+    traced = run(nn.Linear(8, 8), torch.empty(4, 8), loss=lambda m, b: F.softmax(m(b), -1).sin().sum())
+
+    assert workspaces(made_in(traced, Phase.BACKWARD), "_softmax_backward_data") == [4 * 8 * 4]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(3072, []), (3073, [3073 * 8] * 4)])
+def test_the_gradient_of_a_large_embedding_sorts_its_indices(count, expected):
+    traced = run(nn.Embedding(10, 2), torch.zeros(count, dtype=torch.int64))
+
+    assert workspaces(made_in(traced, Phase.BACKWARD), "embedding_dense_backward") == expected
+
+
+def test_the_gradient_of_flash_attention_accumulates_in_float32():
+    # GIVEN a length that is no multiple of 128 and a head that is no multiple of 32
+    data = torch.empty(2, 3, 100, 40, dtype=torch.float16)
+
+    def loss(model, batch):
+        mixed = model(batch)
+        return F.scaled_dot_product_attention(mixed, mixed, mixed).float().sum()
+
+    traced = run(nn.Linear(40, 40, dtype=torch.float16), data, loss=loss)
+
+    # THEN both are padded in the accumulator, and the length in the row sums
+    sizes = workspaces(made_in(traced, Phase.BACKWARD), "flash_attention_backward")
+    assert sizes == [2 * 3 * 128 * 64 * 4, 2 * 3 * 128 * 4]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float32, [2 * 3 * 100 * 4]), (torch.float16, [2 * 3 * 100 * 4, 2 * 3 * 100 * 40 * 4])],
+)
+def test_the_gradient_of_efficient_attention(dtype, expected):
+    def loss(model, batch):
+        mixed = model(batch)
+        return F.scaled_dot_product_attention(mixed, mixed, mixed).float().sum()
+
+    traced = run(nn.Linear(40, 40, dtype=dtype), torch.empty(2, 3, 100, 40, dtype=dtype), loss=loss, device=cuda(7, 5))
+
+    assert workspaces(made_in(traced, Phase.BACKWARD), "efficient_attention_backward") == expected
+
+
+def test_a_mask_becomes_indices():
+    def work(data):
+        mask = data > 0
+        data[mask]
+        data[mask] = 0.0
+        data[mask] = data.flatten()
+
+    _, traced = observe(work, torch.empty(4, 8))
+
+    # One int64 per element and dimension for reading and for writing many values; filling needs none.
+    assert workspaces(forward_blocks(traced)) == [4 * 8 * 2 * 8, 4 * 8 * 2 * 8]

@@ -1,0 +1,171 @@
+import gc
+
+import pytest
+import torch
+
+from memfit.adapters.torch.recorder import Recorder
+from memfit.core.timeline import Category, Mark, Phase
+
+
+@pytest.fixture
+def recorder():
+    return Recorder(lambda: ("module", "file.py:1"))
+
+
+def empty(count):
+    return torch.empty(count, dtype=torch.uint8, device="meta")
+
+
+def spans(timeline):
+    return [(b.size_bytes, b.start, b.end) for b in timeline.blocks]
+
+
+def test_a_block_lives_from_its_tensor_to_the_last_holder_of_its_storage(recorder):
+    # GIVEN a tensor and a view of it
+    tensor = empty(8)
+    recorder.add(tensor, "made")
+    view = tensor[2:4]
+
+    # WHEN the tensor goes before the view
+    del tensor
+    other = empty(4)
+    recorder.add(other, "other")
+    del view
+
+    # THEN the view has kept the block alive
+    assert spans(recorder.timeline()) == [(8, 0, 2), (4, 1, None)]
+
+
+def test_a_known_storage_and_an_empty_one_are_no_blocks(recorder):
+    tensor = empty(8)
+
+    assert recorder.add(tensor, "made") == 0
+    assert recorder.add(tensor.view(2, 4), "again") is None
+    assert recorder.add(empty(0), "nothing") is None
+    assert recorder.num_blocks == 1
+
+
+def test_blocks_carry_phase_origin_and_operator(recorder):
+    recorder.enter(Phase.BACKWARD, 2)
+    kept = empty(8)
+    recorder.add(kept, "aten.mm")
+
+    (block,) = recorder.timeline().blocks
+    assert (block.phase, block.module, block.source, block.op) == (Phase.BACKWARD, "module", "file.py:1", "aten.mm")
+    assert block.category is Category.TEMPORARY
+
+
+def test_a_named_tensor_brings_its_own_origin(recorder):
+    weight = empty(8)
+    recorder.add_named(weight, "parameter", Category.PARAMETER, ("layer", ""))
+
+    (block,) = recorder.timeline().blocks
+    assert (block.module, block.source, block.category) == ("layer", "", Category.PARAMETER)
+
+
+def test_transient_blocks_are_alive_together_and_gone_at_once(recorder):
+    recorder.add_transient([8, 0, 4], "inside", Category.WORKSPACE)
+
+    assert spans(recorder.timeline()) == [(8, 0, 3), (4, 1, 2)]
+
+
+def test_a_resized_storage_is_a_new_block(recorder):
+    tensor = empty(8)
+    recorder.add(tensor, "made")
+    tensor.resize_(100)
+    recorder.resized(tensor, "resize")
+    recorder.resized(tensor, "resize to the same size")
+
+    assert spans(recorder.timeline()) == [(8, 0, 1), (100, 2, None)]
+
+
+def test_a_resized_storage_is_followed_to_its_end(recorder):
+    tensor = empty(8)
+    recorder.add(tensor, "made")
+    tensor.resize_(100)
+    recorder.resized(tensor, "resize")
+    del tensor
+    gc.collect()
+
+    assert spans(recorder.timeline()) == [(8, 0, 1), (100, 2, 3)]
+
+
+def test_only_living_blocks_without_category_are_classified_together(recorder):
+    gone, kept, named = empty(1), empty(2), empty(3)
+    recorder.add(gone, "gone")
+    first = recorder.num_blocks
+    recorder.add(kept, "kept")
+    recorder.add(named, "named", Category.BUFFER)
+    del gone
+    late = empty(4)
+    recorder.add(late, "late")
+    del late
+
+    recorder.classify_live(first, Category.ACTIVATION)
+
+    categories = [b.category for b in recorder.timeline().blocks]
+    assert categories == [Category.TEMPORARY, Category.ACTIVATION, Category.BUFFER, Category.TEMPORARY]
+
+
+def test_whether_something_outlives_a_step(recorder):
+    state, output = empty(1), empty(2)
+    recorder.add(state, "state", Category.OPTIMIZER_STATE)
+    recorder.add(output, "output")
+
+    assert recorder.has_live(0, (Category.OPTIMIZER_STATE,))
+    del output
+    assert not recorder.has_live(0, (Category.OPTIMIZER_STATE,))
+
+
+def test_what_is_freed_after_the_end_is_not_recorded(recorder):
+    tensor = empty(8)
+    recorder.add(tensor, "made")
+    recorder.stop()
+    del tensor
+
+    assert spans(recorder.timeline()) == [(8, 0, None)]
+
+
+def test_a_range_can_be_played_twice(recorder):
+    # GIVEN a permanent block, and a step that frees what it makes
+    weight = empty(100)
+    recorder.enter(Phase.SETUP, 0)
+    recorder.add(weight, "weight", Category.PARAMETER)
+    start = len(recorder.events)
+    recorder.enter(Phase.FORWARD, 1)
+    tensor = empty(8)
+    recorder.add(tensor, "made")
+    recorder.add_permanent(50, "workspace", Category.WORKSPACE)
+    del tensor
+    end = len(recorder.events)
+
+    # WHEN the step is played twice
+    timeline = recorder.timeline([(0, start), (start, end), (start, end)])
+
+    # THEN its block is allocated anew, the permanent one is not, and the second is step 2
+    assert spans(timeline) == [(100, 0, None), (8, 1, 3), (50, 2, None), (8, 4, 5)]
+    assert timeline.marks == (
+        Mark(0, Phase.SETUP, 0),
+        Mark(1, Phase.FORWARD, 1),
+        Mark(4, Phase.FORWARD, 2),
+    )
+
+
+def test_a_phase_in_which_nothing_happens_has_its_mark(recorder):
+    recorder.enter(Phase.FORWARD, 1)
+    tensor = empty(8)
+    recorder.add(tensor, "made")
+    recorder.enter(Phase.BACKWARD, 1)
+    recorder.enter(Phase.OPTIMIZER, 1)
+
+    marks = recorder.timeline().marks
+    assert [(m.tick, m.phase) for m in marks] == [(0, Phase.FORWARD), (1, Phase.BACKWARD), (1, Phase.OPTIMIZER)]
+
+
+def test_a_block_of_a_range_that_is_left_out_is_not_freed_in_another(recorder):
+    tensor = empty(8)
+    recorder.add(tensor, "made")
+    middle = len(recorder.events)
+    del tensor
+
+    assert spans(recorder.timeline([(middle, middle + 1)])) == []

@@ -1,0 +1,139 @@
+import pytest
+import torch
+
+from memfit.adapters.torch import shapes
+from memfit.adapters.torch.shapes import Behaviour, behaviour
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (aten.view.default, Behaviour.VIEW),
+        (aten.transpose.int, Behaviour.VIEW),
+        (aten.split.Tensor, Behaviour.VIEW),
+        (aten._unsafe_view.default, Behaviour.VIEW),
+        (aten.relu_.default, Behaviour.IN_PLACE),
+        (aten.add_.Tensor, Behaviour.IN_PLACE),
+        (aten._foreach_add_.Scalar, Behaviour.SILENT),
+        (aten.add.Tensor, Behaviour.FRESH),
+        (aten.topk.default, Behaviour.FRESH),
+        (aten.add.out, Behaviour.OTHER),
+        (aten.resize_.default, Behaviour.OTHER),
+        (aten.t_.default, Behaviour.OTHER),
+        (aten.lift_fresh.default, Behaviour.OTHER),
+    ],
+    ids=str,
+)
+def test_what_operators_do_to_storages(op, expected):
+    assert behaviour(op) is expected
+
+
+def empty(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_signatures_tell_apart_what_shapes_depend_on():
+    different = [
+        (empty(2, 3),),
+        (empty(3, 2),),
+        (empty(3, 2).t(),),
+        (empty(2, 3, dtype=torch.float16),),
+        (torch.empty(2, 3),),
+        (empty(2, 3), 1),
+        (empty(2, 3), 1.0),
+        (empty(2, 3), True),
+        (empty(2, 3), None),
+        (empty(2, 3), torch.float16),
+        (empty(2, 3), [1, 2]),
+        (empty(2, 3), [1, 2.0]),
+        ([empty(2, 3)],),
+    ]
+
+    assert len({shapes.signature(args) for args in different}) == len(different)
+    assert shapes.signature((empty(2, 3), [1])) == shapes.signature((empty(2, 3), [1]))
+
+
+def test_sparse_tensors_have_no_signature():
+    sparse = torch.eye(3).to_sparse()
+
+    with pytest.raises(shapes.Unhashable):
+        shapes.signature((sparse,))
+
+
+class Counting:
+    """Runs operators and counts how often."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, func, args, kwargs):
+        self.calls += 1
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def execute(monkeypatch):
+    monkeypatch.setattr(shapes, "_cache", {})
+    return Counting()
+
+
+def test_the_same_question_is_asked_once(execute):
+    first = shapes.run(aten.mm.default, (empty(2, 3), empty(3, 4)), {}, execute)
+    second = shapes.run(aten.mm.default, (empty(2, 3), empty(3, 4)), {}, execute)
+
+    assert execute.calls == 1
+    assert first.shape == second.shape == (2, 4)
+    # A kept answer is a tensor of its own, not the first one again.
+    assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
+
+
+def test_another_question_is_another_answer(execute):
+    wide = shapes.run(aten.mm.default, (empty(2, 3), empty(3, 4)), {}, execute)
+    narrow = shapes.run(aten.mm.default, (empty(2, 3), empty(3, 1)), {}, execute)
+    cast = shapes.run(aten.sum.default, (empty(2, 3),), {"dtype": torch.float64}, execute)
+    plain = shapes.run(aten.sum.default, (empty(2, 3),), {}, execute)
+
+    assert (wide.shape, narrow.shape) == ((2, 4), (2, 1))
+    assert (cast.dtype, plain.dtype) == (torch.float64, torch.float32)
+
+
+def test_strides_are_kept(execute):
+    layout = torch.channels_last
+    for _ in range(2):
+        out = shapes.run(aten.relu.default, (empty(2, 3, 4, 4).to(memory_format=layout),), {}, execute)
+        assert out.is_contiguous(memory_format=layout)
+    assert execute.calls == 1
+
+
+def test_lists_tuples_and_missing_outputs_are_kept(execute):
+    data, weight = empty(2, 3, 8, 8), empty(4, 3, 3, 3)
+    gradient = empty(2, 4, 6, 6)
+    args = (gradient, data, weight, [0], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
+    for _ in range(2):
+        out = shapes.run(aten.convolution_backward.default, args, {}, execute)
+        assert isinstance(out, tuple)
+        assert [None if t is None else tuple(t.shape) for t in out] == [None, (4, 3, 3, 3), None]
+    assert execute.calls == 1
+
+
+def test_in_place_operators_return_their_argument(execute):
+    for _ in range(2):
+        tensor = empty(2, 3)
+        assert shapes.run(aten.relu_.default, (tensor,), {}, execute) is tensor
+
+
+def test_an_error_is_not_kept(execute):
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            shapes.run(aten.mm.default, (empty(2, 3), empty(2, 3)), {}, execute)
+    assert execute.calls == 2
+
+
+def test_the_cache_has_a_limit(execute, monkeypatch):
+    monkeypatch.setattr(shapes, "_CACHE_LIMIT", 3)
+    for n in range(1, 10):
+        shapes.run(aten.relu.default, (empty(n),), {}, execute)
+
+    assert len(shapes._cache) <= 3

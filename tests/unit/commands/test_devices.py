@@ -1,0 +1,27 @@
+import json
+
+import memfit
+from memfit.commands import main
+
+
+def test_all_devices_are_listed(capsys):
+    code = main(["devices"])
+
+    written = capsys.readouterr().out
+    assert code == 0
+    assert all(device.name in written for device in memfit.list_devices())
+
+
+def test_one_device_is_listed(capsys):
+    code = main(["devices", "RTX 3090", "--json"])
+
+    (device,) = json.loads(capsys.readouterr().out)
+    expected = memfit.find_device("rtx-3090")
+    assert code == 0
+    assert (device["name"], device["usable_bytes"]) == ("rtx-3090", expected.usable_bytes)
+    assert (device["kind"], device["capability"], device["context_origin"]) == ("cuda", [8, 6], expected.context_origin)
+
+
+def test_an_unknown_device_names_the_nearest(capsys):
+    assert main(["devices", "rtx 390"]) == 2
+    assert "memfit: no device is called 'rtx 390'. The nearest: rtx-3090." in capsys.readouterr().err

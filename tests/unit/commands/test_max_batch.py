@@ -1,0 +1,47 @@
+import json
+
+import pytest
+
+import memfit
+from memfit.commands import main
+from tests import jobs
+
+
+def run(capsys, *arguments):
+    code = main(["max-batch", *arguments])
+    return code, capsys.readouterr()
+
+
+def test_json_equals_what_the_api_says(script, capsys):
+    code, written = run(capsys, f"{script}:job", "-d", "400MiB", "--json")
+
+    expected = memfit.max_batch(jobs.conv_job(), device="400MiB")
+    data = json.loads(written.out)
+    assert code == 0
+    assert (data["batch_size"], data["device"]) == (expected.batch_size, "400MiB")
+    assert [tuple(row.values()) for row in data["tried"]] == list(expected.tried)
+
+
+def test_candidates_are_the_only_answers(script, capsys):
+    code, written = run(capsys, f"{script}:job", "-d", "400MiB", "--candidates", "64, 4,8")
+
+    assert code == 0
+    assert "Largest batch size that fits: 64 (400.0 MiB usable" in written.out
+
+
+def test_nothing_fits(script, capsys):
+    code, written = run(capsys, f"{script}:job", "-d", "200MiB")
+
+    assert code == 3
+    assert "No batch size fits: 200.0 MiB usable" in written.out
+
+
+@pytest.mark.parametrize("text", ["", "8,", "a", "4;8", "1.5", "0", "-4,8"])
+def test_candidates_are_whole_numbers(script, capsys, text):
+    code, written = run(capsys, f"{script}:job", "-d", "400MiB", f"--candidates={text}")
+
+    assert code == 2
+    assert written.err == (
+        "memfit: --candidates takes whole numbers from 1 up, separated by commas, such as 16,32,64; "
+        f"{text!r} was given.\n"
+    )

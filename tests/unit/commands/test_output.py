@@ -1,0 +1,92 @@
+import json
+import os
+
+import pytest
+
+from memfit.commands import output
+from memfit.core.errors import BadFile
+from tests.unit.reports.builders import RTX_3090, make_estimate
+
+
+def test_json_is_one_document(capsys):
+    output.print_json({"a": [1, None]})
+
+    assert capsys.readouterr().out == '{"a": [1, null]}\n'
+
+
+def test_everything_is_written_to_standard_output(capsys):
+    estimate = make_estimate()
+    output.print_estimate(estimate)
+    output.print_comparison([estimate, estimate])
+    output.print_devices([RTX_3090])
+    output.print_max_batch([(8, 10**9, True)], 8, RTX_3090)
+
+    written = capsys.readouterr()
+    assert written.err == ""
+    for text in ("1.13 GiB needed", "Comparison", "NVIDIA GeForce RTX 3090", "Largest batch size that fits: 8"):
+        assert text in written.out
+
+
+def test_a_file_is_written_without_colour_and_without_breaking_rows(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    output.print_devices([RTX_3090])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert "\x1b" not in "".join(lines)
+    assert any("rtx-3090" in line and "23.7 GiB (measured)" in line and "300.0 MiB (assumed)" in line for line in lines)
+
+
+def test_the_columns_asked_for_are_used(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    output.print_devices([RTX_3090])
+
+    assert {len(line) for line in capsys.readouterr().out.splitlines()} == {90}
+
+
+def test_progress_is_for_terminals(capsys):
+    with output.progress("tracing", quiet=False):
+        pass
+
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_goes_to_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with output.progress("tracing", quiet=True):
+        pass
+    assert capsys.readouterr().err == ""
+
+    with output.progress("tracing", quiet=False):
+        pass
+    assert capsys.readouterr().out == ""
+
+
+def test_a_path_is_checked_before_any_work(tmp_path):
+    output.check_writable(str(tmp_path / "memory.html"))
+
+    with pytest.raises(
+        BadFile, match=r"there is no folder '.*missing' to write '.*' to\. Make it first, or name another"
+    ):
+        output.check_writable(str(tmp_path / "missing" / "memory.html"))
+    with pytest.raises(BadFile, match=r"is a folder\. Give the path of a file, such as memory\.html"):
+        output.check_writable(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_read_only_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+
+    with pytest.raises(BadFile, match=r"can't be written to, so '.*' can't be either\. Name another"):
+        output.check_writable(str(tmp_path / "memory.html"))
+
+
+def test_a_bare_name_is_in_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    output.check_writable("memory.html")
+
+
+def test_json_of_an_estimate_has_no_surprises(capsys):
+    output.print_json(make_estimate().to_json())
+
+    assert json.loads(capsys.readouterr().out)["device"]["name"] == "rtx-3090"
