@@ -1,5 +1,6 @@
 """The public verbs, composed from the parts: trace, replay, report."""
 
+import operator
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -75,7 +76,8 @@ def estimate(
         The peak, where it goes, and whether it fits.
     """
     job = _as_job(model, loss, batch, optimizer=optimizer, precision=precision, mode=mode)
-    return _Estimator(job, _resolve(device), allocator or AllocatorOptions(), batch_size).run()
+    size = None if batch_size is None else _checked_batch_size(batch_size)
+    return _Estimator(job, _resolve(device), allocator or AllocatorOptions(), size).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +136,23 @@ def max_batch(
 
 def _checked_candidates(candidates: Iterable[int]) -> list[int]:
     given = list(candidates)
-    if not given or any(not isinstance(size, int) or size < 1 for size in given):
-        raise BadInput(f"candidates must be whole numbers from 1 up, such as [16, 32, 64], but {given} was given.")
-    return sorted(set(given))
+    message = f"candidates must be whole numbers from 1 up, such as [16, 32, 64], but {given} was given."
+    if not given:
+        raise BadInput(message)
+    try:
+        return sorted({_checked_batch_size(size) for size in given})
+    except BadBatch:
+        raise BadInput(message) from None
+
+
+def _checked_batch_size(batch_size: Any) -> int:
+    try:
+        size = int(operator.index(batch_size))
+    except TypeError:
+        raise BadBatch(f"a batch size must be a whole number from 1 up, but {batch_size!r} was given.") from None
+    if size < 1:
+        raise BadBatch(f"a batch size must be at least 1, but {size} was given.")
+    return size
 
 
 def compare(jobs: Iterable[Job], *, device: str | Device | None = None) -> list[Estimate]:
@@ -248,8 +264,7 @@ class _Estimator:
 
     def at_batch(self, batch_size: int) -> Estimate:
         started = time.perf_counter()
-        if batch_size < 1:
-            raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
+        batch_size = _checked_batch_size(batch_size)
         known = self._traces.get(batch_size)
         if known is not None:
             return self._estimate(known.timeline, batch_size, started)

@@ -294,6 +294,12 @@ def test_a_batch_has_at_least_one_sample(batch_size):
         memfit.estimate(jobs.conv_job(), device="cpu").at_batch(batch_size)
 
 
+@pytest.mark.parametrize("batch_size", [2.5, "8", [4]])
+def test_a_batch_size_is_a_whole_number(batch_size):
+    with pytest.raises(BadBatch, match=r"a batch size must be a whole number from 1 up, but .* was given"):
+        memfit.estimate(jobs.conv_job(), device="cpu", batch_size=batch_size)
+
+
 def fixed_size_loss(model, batch):
     return model(batch.view(4, 8)).sum()
 

@@ -56,7 +56,8 @@ def parse_size(text: str | int) -> int:
             raise InvalidSize(f"{text!r} is not a size. Write a number and a unit, such as 24GiB or 800MB.")
         number = float(match[1]) * _FACTORS[match[2].lower()]
         if number > _MAX_BYTES:
-            raise InvalidSize(f"{text[:20]!r}... is more than any memory has. Write a size such as 24GiB or 800MB.")
+            shown = text if len(text) <= 20 else f"{text[:20]}..."
+            raise InvalidSize(f"{shown!r} is more than any memory has. Write a size such as 24GiB or 800MB.")
         size_bytes = int(number)
     if size_bytes <= 0:
         raise InvalidSize(f"a size must be positive, but {text!r} was given.")

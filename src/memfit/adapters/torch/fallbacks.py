@@ -114,9 +114,13 @@ def _scalar(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], repor
 
 def _all(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     """Marks the result of `all()`: checks such as `isfinite(x).all()` pass, masks without padding are left out."""
-    out = func(*args, **kwargs)
-    setattr(out, _IS_ALL, True)
-    return out
+    return read_as_true(func(*args, **kwargs))
+
+
+def read_as_true(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, marked as one whose value is taken to be True when it is read."""
+    setattr(tensor, _IS_ALL, True)
+    return tensor
 
 
 def _true(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memfit.adapters.torch import host_recurrent
+from memfit.adapters.torch import host_recurrent, sparse
 from memfit.adapters.torch.convolution_layout import is_channels_last
 from memfit.adapters.torch.fallbacks import Rule
 from memfit.adapters.torch.host_convolution import HostConvolution
@@ -71,6 +71,7 @@ class HostInternals:
             "aten::_ctc_loss_backward": _ctc_loss_backward,
             "aten::roll": _roll,
             "aten::cumsum": _cumsum,
+            **sparse.INTERNALS,
         }
 
     def rules(self) -> dict[str, Rule]:

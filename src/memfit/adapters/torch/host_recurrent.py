@@ -95,16 +95,15 @@ def _looped(cell: _Cell) -> Interceptor:
         per_layer = 4 if has_biases else 2
         layer_input = data.transpose(0, 1) if batch_first else data
         states = hx.unbind(0)
-        last = []
+        last: list[torch.Tensor] = []
         for number in range(num_layers):
-            outputs = []
-            for direction in range(directions):
-                index = number * directions + direction
-                weights = (*params[index * per_layer : (index + 1) * per_layer], None, None)[:4]
-                out, state = _run_steps(cell, layer_input, states[index], weights, reverse=direction == 1)
-                outputs.append(out)
-                last.append(state)
-            layer_input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+            first = number * directions
+            weights = [
+                (*params[index * per_layer : (index + 1) * per_layer], None, None)[:4]
+                for index in range(first, first + directions)
+            ]
+            layer_input, ends = _run_layer(cell, layer_input, states[first : first + directions], weights)
+            last += ends
             if dropout and train and number < num_layers - 1:
                 layer_input = torch.dropout(layer_input, dropout, True)
         return (layer_input.transpose(0, 1) if batch_first else layer_input), torch.stack(last)
@@ -112,16 +111,24 @@ def _looped(cell: _Cell) -> Interceptor:
     return intercept
 
 
-def _run_steps(
-    cell: _Cell, data: torch.Tensor, state: torch.Tensor, weights: tuple[Any, ...], *, reverse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    input_weight, state_weight, input_bias, state_bias = weights
-    steps = torch.nn.functional.linear(data, input_weight, input_bias).unbind(0)
-    outputs = []
-    for step in reversed(steps) if reverse else steps:
-        state = cell(step, state, state_weight, state_bias)
-        outputs.append(state)
-    return torch.stack(outputs[::-1] if reverse else outputs), state
+def _run_layer(
+    cell: _Cell, data: torch.Tensor, states: tuple[torch.Tensor, ...], weights: list[tuple[Any, ...]]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One layer, forwards and, with a second set of weights, backwards; also the state at each end.
+
+    As in RNN.cpp, the multiplied inputs of a direction live until the next direction's replace them or the layer ends.
+    """
+    outputs, ends = [], []
+    for reverse, (input_weight, state_weight, input_bias, state_bias) in enumerate(weights):
+        steps = torch.nn.functional.linear(data, input_weight, input_bias).unbind(0)
+        state = states[reverse]
+        made = []
+        for step in reversed(steps) if reverse else steps:
+            state = cell(step, state, state_weight, state_bias)
+            made.append(state)
+        outputs.append(torch.stack(made[::-1] if reverse else made))
+        ends.append(state)
+    return (torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]), ends
 
 
 def _gru_cell(step: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

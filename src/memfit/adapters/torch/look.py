@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+from memfit.adapters.torch import fallbacks
 from memfit.adapters.torch.shapes import META
 
 # Factories whose first argument is a size.
@@ -47,6 +48,9 @@ class Look(TorchFunctionMode):
             tensor.is_pinned: lambda func, args, kwargs: False,
             tensor.record_stream: lambda func, args, kwargs: None,
             tensor.__format__: self._format,
+            tensor.new: self._new,
+            tensor.isfinite: self._is_finite,
+            torch.isfinite: self._is_finite,
             tensor.new_tensor: self._new_tensor,
             torch.tensor: self._from_data,
             torch.as_tensor: self._from_data,
@@ -140,6 +144,15 @@ class Look(TorchFunctionMode):
             return func(*args, **kwargs)
         given = {"dtype": args[0].dtype, "device": META, **kwargs}
         return self._from_data(torch.tensor, args[1:], {name: v for name, v in given.items() if v is not None})
+
+    def _new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The way in which optimizers make sparse tensors, which PyTorch lacks on its meta device."""
+        if self._simulated(args) and args[0].layout is torch.sparse_coo:
+            return torch.sparse_coo_tensor(*args[1:])
+        return func(*args, **kwargs)
+
+    def _is_finite(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return fallbacks.read_as_true(func(*args, **kwargs))
 
     def _format(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """`f"{loss:.3f}"` reads a value, which PyTorch refuses on its meta device."""

@@ -4,6 +4,7 @@ Shape-only sparse tensors forget how many elements they hold as soon as they are
 the count: an uncoalesced sum holds the elements of both, and coalescing can leave as many as there were.
 """
 
+from math import prod
 from typing import Any
 
 import torch
@@ -59,6 +60,24 @@ def _mask(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report:
     return _like(args[1], args[1]._nnz(), args[0].dtype) if _is_sparse(args[1]) else NotImplemented
 
 
+def _element_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of one element: its index and its values."""
+    indices, values = tensor._indices(), tensor._values()
+    return indices.shape[0] * indices.element_size() + prod(values.shape[1:]) * values.element_size()
+
+
+def add_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """What the target of a sparse sum held before: freed after the sum is made (SparseTensorMath.cpp)."""
+    if not _is_sparse(out):
+        return []
+    return [(out._nnz() - args[1]._nnz()) * _element_bytes(out)]
+
+
+def scale_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """The product, before it is copied into the sparse target (SparseTensorMath.cpp)."""
+    return [out._nnz() * _element_bytes(out)] if _is_sparse(out) else []
+
+
 RULES = {
     "aten::clone": _copy,
     "aten::_coalesce": _copy,
@@ -68,3 +87,6 @@ RULES = {
     "aten::add": _add,
     "aten::sparse_mask": _mask,
 }
+
+# Bytes taken inside, the same on all devices.
+INTERNALS = {"aten::add_": add_bytes, "aten::mul_": scale_bytes, "aten::div_": scale_bytes}

@@ -1,0 +1,264 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memfit.core.errors import StepFailed
+from memfit.core.timeline import Category, Phase
+from tests.unit.adapters.torch.builders import (
+    HOST,
+    forward_blocks,
+    kept_bytes,
+    made_in,
+    notes,
+    observe,
+    parameter_bytes,
+    run,
+    sizes,
+    total,
+)
+
+DATA = torch.empty(8, 10)
+SIZE = 8 * 10 * 4
+
+
+def made_by(work, *inputs, device=None):
+    """(size, operator) of what `work` allocates."""
+    options = {} if device is None else {"device": device}
+    _, traced = observe(work, *(inputs or (DATA,)), **options)
+    return [(b.size_bytes, b.op.removeprefix("aten.")) for b in forward_blocks(traced)]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x.view(80).shape,
+        lambda x: x.t()[1:3, ::2].shape,
+        lambda x: x.reshape(4, 20).shape,
+        lambda x: [part.shape for part in x.split(2)],
+        lambda x: x.expand(3, 8, 10).shape,
+        lambda x: x.unsqueeze(0).squeeze(0).shape,
+        lambda x: x.detach().contiguous().shape,
+        lambda x: x.to(x.dtype).shape,
+        lambda x: x.float().shape,
+    ],
+)
+def test_views_allocate_nothing(work):
+    assert made_by(work) == []
+
+
+def test_a_view_keeps_the_whole_storage_alive():
+    # GIVEN a function that holds a single row of a large tensor
+    class Row(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(10, 10, bias=False)
+
+        def forward(self, data):
+            return self.layer(data).sin()[0].exp()
+
+    # WHEN the backward pass needs the sine's input and the row's exponential
+    traced = run(Row(), DATA, loss=lambda m, b: m(b).sum())
+
+    # THEN the input is kept whole
+    assert kept_bytes(traced) == SIZE + 10 * 4 + 4
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x.relu_().shape,
+        lambda x: x.add_(1).mul_(x).shape,
+        lambda x: x.copy_(x).shape,
+        lambda x: x.fill_(1).shape,
+        lambda x: x.clamp_(0, 1).shape,
+        lambda x: x.uniform_().shape,
+        lambda x: F.relu(x, inplace=True).shape,
+        lambda x: torch.add(x, x, out=x).shape,
+        lambda x: x.t_().shape,
+        lambda x: x.__setitem__(0, 1.0),
+    ],
+)
+def test_writing_in_place_allocates_no_tensor(work):
+    # A number to be written may pass through a tensor of one element.
+    assert [size for size, _ in made_by(work) if size > 8] == []
+
+
+def test_an_activation_in_place_saves_memory():
+    plain = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Sigmoid(), nn.ReLU(), nn.Linear(10, 1))
+    in_place = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Sigmoid(), nn.ReLU(inplace=True), nn.Linear(10, 1))
+
+    with pytest.raises(StepFailed, match="modified by an inplace operation"):
+        run(in_place, DATA)
+    in_place[1] = nn.Identity()
+    plain[1] = nn.Identity()
+    before = [total(forward_blocks(run(m, DATA))) for m in (plain, in_place)]
+    assert before[0] - before[1] == SIZE
+
+
+def test_out_variants_write_into_what_they_are_given():
+    assert made_by(lambda x: torch.mul(x, x, out=torch.empty_like(x)).shape) == [(SIZE, "empty_like")]
+
+
+def test_out_variants_grow_an_empty_tensor():
+    assert made_by(lambda x: torch.mul(x, x, out=x.new_empty(0)).shape) == [(SIZE, "mul")]
+
+
+def test_a_tensor_that_grows_is_a_new_block():
+    def work(x):
+        grown = x.clone()
+        grown.resize_(100)
+        return grown.shape
+
+    _, traced = observe(work, DATA)
+    first, second = forward_blocks(traced)
+    assert (first.size_bytes, second.size_bytes) == (SIZE, 400)
+    # PyTorch copies into the new storage before it lets go of the old one; the trace sees the change at once.
+    assert first.end == second.start - 1
+
+
+@pytest.mark.parametrize(
+    ("work", "size"),
+    [
+        (lambda x: torch.zeros(1000, device="cuda"), 4000),
+        (lambda x: torch.tensor([1.0] * 1000, device="cuda"), 4000),
+        (lambda x: torch.tensor([[1, 2], [3, 4]], device=x.device), 32),
+        (lambda x: torch.as_tensor([1.0] * 1000, device="cuda"), 4000),
+        (lambda x: torch.arange(1000, device=x.device), 8000),
+        (lambda x: torch.zeros(1000).to(x.device), 4000),
+        (lambda x: torch.zeros(1000).to("cuda:0", torch.float16), 2000),
+        (lambda x: torch.zeros(1000).cuda(), 4000),
+        (lambda x: x.new_zeros(1000), 4000),
+        (lambda x: x.new_tensor([1.0] * 1000), 4000),
+        (lambda x: torch.zeros_like(x), SIZE),
+        (lambda x: torch.randn(1000, device=x.device), 4000),
+    ],
+)
+def test_tensors_made_for_the_device_are_counted(work, size):
+    assert [made for made, _ in made_by(work)] == [size]
+
+
+@pytest.mark.parametrize(
+    "work", [lambda x: torch.zeros(1000), lambda x: torch.tensor([1.0] * 1000), lambda x: torch.arange(1000) + 1]
+)
+def test_tensors_on_the_host_are_not_on_the_device(work):
+    assert made_by(work) == []
+
+
+def test_on_the_host_all_tensors_are():
+    assert made_by(lambda x: torch.zeros(1000), device=HOST) == [(4000, "zeros")]
+    assert made_by(lambda x: torch.tensor([1.0] * 1000), device=HOST) == [(4000, "_to_copy")]
+
+
+def test_tensors_of_two_devices_are_refused_as_cuda_refuses_them():
+    with pytest.raises(StepFailed, match=r"same device.*cuda:0 and cpu"):
+        observe(lambda x: x + torch.zeros(10), DATA)
+
+
+def test_single_numbers_may_come_from_the_host():
+    assert observe(lambda x: (x * torch.tensor(2.0)).shape, DATA)[0] == (8, 10)
+
+
+def test_indices_may_come_from_the_host():
+    assert observe(lambda x: x[torch.tensor([0, 2])].shape, DATA)[0] == (2, 10)
+
+    def put(x):
+        x[torch.tensor([0, 2])] = x[:2]
+        return x.shape
+
+    assert observe(put, DATA)[0] == (8, 10)
+
+
+def test_on_the_host_real_tensors_belong_to_the_device():
+    real = torch.zeros(10)
+
+    assert observe(lambda x: (x + real).shape, DATA, device=HOST)[0] == (8, 10)
+
+
+def test_sparse_gradients_of_an_embedding():
+    # GIVEN a large table of which few rows are used
+    model = nn.Embedding(1000, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(list(model.parameters()))
+
+    traced = run(model, torch.zeros(6, dtype=torch.int64), optimizer=optimizer)
+
+    # THEN its gradient is six rows with six indices
+    gradients = [b.size_bytes for b in made_in(traced, Phase.BACKWARD) if b.category is Category.GRADIENT]
+    assert sorted(gradients) == [6 * 8, 6 * 4 * 4]
+    state = total(traced.timeline.live_at(traced.timeline.num_ticks - 1), Category.OPTIMIZER_STATE)
+    assert state == 2 * parameter_bytes(model)
+
+
+def test_sparse_tensors_of_the_batch_pass():
+    batch = torch.eye(8).to_sparse()
+
+    def loss(model, batch):
+        return torch.sparse.mm(batch, model.weight.t()).sum()
+
+    traced = run(nn.Linear(8, 4, bias=False), batch, loss=loss)
+
+    assert made_in(traced, Phase.BACKWARD)
+
+
+def test_channels_last_in_channels_last_out():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    layouts = []
+
+    def loss(model, batch):
+        for layer in model:
+            batch = layer(batch)
+            layouts.append(batch.is_contiguous(memory_format=torch.channels_last))
+        return batch.sum()
+
+    for layout, expected in ((torch.channels_last, True), (torch.contiguous_format, False)):
+        layouts.clear()
+        run(model.to(memory_format=layout), torch.empty(2, 3, 8, 8).to(memory_format=layout), loss=loss)
+        assert set(layouts) == {expected}
+
+
+def test_an_operator_that_is_made_of_others_is_taken_apart():
+    # GIVEN an operator that has no kernel for shapes but is written in terms of others
+    _, traced = observe(lambda x: F.pairwise_distance(x, x).shape, DATA)
+
+    assert traced.notes == ()
+
+
+def test_the_same_operator_on_other_shapes_is_not_confused():
+    def work(x):
+        return [x.narrow(0, 0, n).sum(1).shape[0] for n in (1, 2, 8, 2)]
+
+    assert observe(work, DATA)[0] == [1, 2, 8, 2]
+
+
+def test_complex_numbers_and_transforms_run():
+    made = made_by(lambda x: torch.fft.rfft(x).abs().shape)
+
+    assert made[0] == (8 * 6 * 8, "_fft_r2c")
+
+
+def test_operators_with_several_outputs_are_counted_whole():
+    assert made_by(lambda x: x.topk(2)[0].shape) == [(8 * 2 * 4, "topk"), (8 * 2 * 8, "topk")]
+
+
+def test_nothing_is_noted_for_a_plain_step():
+    assert notes(run(nn.Linear(10, 10), DATA, optimizer=torch.optim.AdamW)) == []
+
+
+def test_values_of_parameters_are_untouched_by_operations_in_place():
+    model = nn.Linear(10, 10)
+    before = model.weight.detach().clone()
+
+    def loss(model, batch):
+        with torch.no_grad():
+            model.weight.zero_()
+        return model(batch).sum()
+
+    run(model, DATA, loss=loss)
+
+    assert torch.equal(model.weight, before)
+
+
+def test_sizes_helper_sees_operators():
+    _, traced = observe(lambda x: (x + 1).shape, DATA)
+
+    assert sizes(forward_blocks(traced), "add") == [SIZE]

@@ -1,0 +1,99 @@
+import pytest
+import torch
+from torch import nn
+
+from memfit.adapters.torch import failures
+from memfit.core.errors import BadInput, BadLoss, StepFailed
+from tests.unit.adapters.torch.builders import line_of, run
+
+DATA = torch.empty(4, 10)
+
+
+def test_the_message_names_part_line_type_and_text():
+    def loss(model, batch):
+        return model(batch @ batch)
+
+    with pytest.raises(StepFailed) as caught:
+        run(nn.Linear(10, 2), DATA, loss=loss)
+
+    text = str(caught.value)
+    assert text.startswith("the step failed in its forward at ")
+    assert f"test_failures.py:{line_of(loss)} in loss: RuntimeError: " in text
+    assert text.endswith("    return model(batch @ batch)")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_the_line_is_the_innermost_of_the_users_own():
+    class Broken(nn.Module):
+        def forward(self, data):
+            raise KeyError("missing")
+
+    with pytest.raises(StepFailed, match=f"test_failures.py:{line_of(Broken.forward)} in forward: KeyError"):
+        run(Broken(), DATA)
+
+
+def test_a_failure_of_the_backward_pass_says_so():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, data):
+            return data * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("no gradient")
+
+    with pytest.raises(StepFailed, match=r"in its backward.*ValueError: no gradient"):
+        run(nn.Linear(10, 2), DATA, loss=lambda m, b: Broken.apply(m(b)).sum())
+
+
+def test_a_failure_of_the_optimizer_says_so():
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ValueError("no step")
+
+    with pytest.raises(StepFailed, match=r"in its optimizer step.*ValueError: no step"):
+        run(nn.Linear(10, 2), DATA, optimizer=lambda p: Broken(p, lr=0.1))
+
+
+def test_an_error_without_a_message():
+    with pytest.raises(StepFailed, match="AssertionError: no message"), failures.explained("forward"):
+        raise AssertionError
+
+
+def test_lines_are_joined():
+    with pytest.raises(StepFailed, match="ValueError: one two"), failures.explained("forward"):
+        raise ValueError("one\n  two")
+
+
+def test_errors_of_memfit_pass_as_they_are():
+    with pytest.raises(BadInput, match="as it is"), failures.explained("forward"):
+        raise BadInput("as it is")
+
+
+def test_interruptions_pass_as_they_are():
+    with pytest.raises(KeyboardInterrupt), failures.explained("forward"):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda m, b: 3.0, "returned float, not a tensor"),
+        (lambda m, b: {"loss": m(b).sum()}, "returned dict, not a tensor"),
+        (lambda m, b: None, "returned NoneType, not a tensor"),
+        (lambda m, b: m(b), r"the loss has shape \(4, 2\)"),
+        (lambda m, b: m(b).detach().sum(), "does not depend on any parameter"),
+        (lambda m, b: torch.zeros(()), "does not depend on any parameter"),
+    ],
+)
+def test_a_loss_that_cannot_be_differentiated(loss, message):
+    with pytest.raises(BadLoss, match=message):
+        run(nn.Linear(10, 2), DATA, loss=loss)
+
+
+def test_a_loss_of_one_element_is_fine():
+    run(nn.Linear(10, 2), DATA, loss=lambda m, b: m(b).sum().view(1, 1))
+
+
+def test_without_training_anything_may_be_returned():
+    run(nn.Linear(10, 2), DATA, loss=lambda m, b: {"logits": m(b)}, training=False)

@@ -1,0 +1,345 @@
+import uuid
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memfit.adapters.torch import fallbacks
+from memfit.core.errors import StepFailed
+from memfit.core.timeline import Phase
+from tests.unit.adapters.torch.builders import AMPERE, HOST, forward_blocks, line_of, made_in, observe, run, sizes
+
+DATA = torch.empty(4, 6)
+
+
+def shape_of(work, *inputs, device=AMPERE):
+    """(what `work` returned, codes and lines of the notes)."""
+    result, traced = observe(work, *(inputs or (DATA,)), device=device)
+    return result, [(note.code, note.source.rpartition(":")[2]) for note in traced.notes]
+
+
+def noted(code, work):
+    return [(code, str(line_of(work)))]
+
+
+def nonzero(x):
+    return x.nonzero().shape
+
+
+def where(x):
+    return [index.shape for index in torch.where(x > 0)]
+
+
+def masked_select(x):
+    return x.masked_select(x > 0).shape
+
+
+def index_by_mask(x):
+    return x[x > 0].shape
+
+
+def index_rows_by_mask(x):
+    return x[(x > 0).any(1)].shape
+
+
+def index_column_by_mask(x):
+    return x[:, (x > 0).any(0)].shape
+
+
+def unique(x):
+    return x.unique().shape
+
+
+def unique_rows(x):
+    return [part.shape for part in x.unique(dim=0, return_inverse=True, return_counts=True)]
+
+
+def unique_all(x):
+    return [part.shape for part in x.unique(return_inverse=True, return_counts=True)]
+
+
+def unique_consecutive(x):
+    return [part.shape for part in torch.unique_consecutive(x, return_inverse=True)]
+
+
+def bincount(x):
+    return torch.bincount(x.long().flatten()).shape
+
+
+def bincount_with_bins(x):
+    return torch.bincount(x.long().flatten(), minlength=100).shape
+
+
+def repeat_interleave(x):
+    return x.repeat_interleave(x[:, 0].long(), dim=0).shape
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (nonzero, (24, 2)),
+        (where, [(24,), (24,)]),
+        (masked_select, (24,)),
+        (index_by_mask, (24,)),
+        (index_rows_by_mask, (4, 6)),
+        (index_column_by_mask, (4, 6)),
+        (unique, (24,)),
+        (unique_rows, [(4, 6), (4,), (4,)]),
+        (unique_all, [(24,), (4, 6), (24,)]),
+        (unique_consecutive, [(24,), (4, 6)]),
+        (bincount, (24,)),
+        (bincount_with_bins, (100,)),
+        (repeat_interleave, (4, 6)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("device", [AMPERE, HOST], ids=["cuda", "host"])
+def test_shapes_that_depend_on_data_are_the_largest_possible(work, expected, device):
+    result, found = shape_of(work, device=device)
+
+    assert result == expected
+    assert found == noted("data-dependent-shape", work)
+
+
+def test_outputs_of_unique_that_nobody_asked_for_take_nothing():
+    _, traced = observe(unique, DATA)
+
+    assert sizes(forward_blocks(traced), "_unique2") == [24 * 4]
+
+
+def put_by_mask(x):
+    x[x > 0] = x.flatten()
+
+
+def fill_by_mask(x):
+    x[x > 0] = 0.0
+
+
+def test_writing_by_a_mask_is_noted():
+    assert shape_of(put_by_mask)[1] == noted("data-dependent-shape", put_by_mask)
+
+
+def test_filling_by_a_mask_needs_no_guess():
+    assert shape_of(fill_by_mask)[1] == []
+
+
+def test_a_known_number_of_repeats_needs_no_guess():
+    assert shape_of(lambda x: x.repeat_interleave(3, dim=0).shape) == ((12, 6), [])
+    counts = torch.tensor([1, 2, 3, 4])
+
+    def given_size(x, counts):
+        return x.repeat_interleave(counts, dim=0, output_size=10).shape
+
+    assert shape_of(given_size, DATA, counts) == ((10, 6), [])
+
+
+def test_selected_elements_have_gradients():
+    model = nn.Linear(6, 6)
+
+    def loss(model, batch):
+        out = model(batch)
+        return out[out > 0].sum()
+
+    traced = run(model, DATA, loss=loss)
+
+    assert made_in(traced, Phase.BACKWARD)
+
+
+def item(x):
+    return x.sum().item()
+
+
+def integer(x):
+    return int(x.long().sum())
+
+
+def any_bad(x):
+    return bool(x.isnan().any())
+
+
+def all_good(x):
+    return bool((x > 0).all())
+
+
+def finite(x):
+    return bool(torch.isfinite(x.sum()))
+
+
+def condition(x):
+    return "yes" if x.sum() > 0 else "no"
+
+
+def formatted(x):
+    return f"{x.sum():.2f}"
+
+
+def equal(x):
+    return torch.equal(x, x)
+
+
+def all_close(x):
+    return torch.allclose(x, x)
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (item, 1.0),
+        (integer, 1),
+        # Checks for nan, overflow and padding pass.
+        (any_bad, False),
+        (all_good, True),
+        (finite, True),
+        (condition, "no"),
+        (formatted, "1.00"),
+        (equal, True),
+        (all_close, True),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("device", [AMPERE, HOST], ids=["cuda", "host"])
+def test_values_read_from_the_device_have_stand_ins(work, expected, device):
+    result, found = shape_of(work, device=device)
+
+    assert result == expected
+    assert found == noted("stand-in-value", work)
+
+
+def copied(x):
+    return x.cpu()
+
+
+def moved(x):
+    return x.to("cpu")
+
+
+def listed(x):
+    return torch.tensor(x.tolist())
+
+
+def as_array(x):
+    return torch.from_numpy(x.detach().cpu().numpy())
+
+
+def as_array_by_numpy(x):
+    return torch.from_numpy(np.asarray(x.cpu()))
+
+
+@pytest.mark.parametrize("work", [copied, moved, listed, as_array, as_array_by_numpy])
+def test_copies_on_the_host_hold_zeros(work):
+    result, found = shape_of(lambda x: bool((work(x) == 0).all()) and tuple(work(x).shape))
+
+    assert result == (4, 6)
+    assert found == noted("stand-in-value", work)
+
+
+@pytest.mark.parametrize("work", [as_array, as_array_by_numpy])
+def test_on_the_host_arrays_hold_zeros(work):
+    result, found = shape_of(lambda x: tuple(work(x).shape), device=HOST)
+
+    assert result == (4, 6)
+    assert found == noted("stand-in-value", work)
+
+
+def test_an_array_of_a_tensor_on_the_device_is_refused_as_on_cuda():
+    with pytest.raises(StepFailed, match=r"Use Tensor\.cpu\(\)"):
+        observe(lambda x: x.numpy(), DATA)
+
+
+def test_copies_into_host_tensors_leave_them_there():
+    def work(x):
+        target = torch.ones(4, 6)
+        target.copy_(x)
+        return target.device.type, float(target.sum())
+
+    assert shape_of(work)[0] == ("cpu", 24.0)
+
+
+@pytest.fixture
+def library():
+    """A namespace of operators that lasts as long as the test."""
+    name = f"memfit_test_{uuid.uuid4().hex}"
+    with torch.library._scoped_library(name, "FRAGMENT") as made:
+        yield name, made
+
+
+def define(library, schema, kernel=None):
+    name, made = library
+    made.define(schema)
+    operator = schema.partition("(")[0]
+    if kernel is not None:
+        made.impl(operator, kernel, "CPU")
+    return getattr(getattr(torch.ops, name), operator)
+
+
+def test_an_operator_without_shape_rule_runs_its_host_kernel_on_zeros(library):
+    # GIVEN a custom operator with a kernel for the CPU alone, whose output is smaller than its input
+    halve = define(library, "halve(Tensor x) -> Tensor", lambda x: x[: x.shape[0] // 2].double())
+
+    def work(x):
+        out = halve(x)
+        return tuple(out.shape), out.dtype
+
+    result, found = shape_of(work)
+
+    assert result == ((2, 6), torch.float64)
+    assert found == noted("no-shape-rule", work)
+
+
+def test_an_operator_without_any_kernel_is_taken_to_be_like_its_first_argument(library):
+    two = define(library, "two(Tensor x, Tensor y) -> (Tensor, Tensor)")
+
+    def work(x, y):
+        return [tuple(part.shape) for part in two(x, y)]
+
+    result, found = shape_of(work, DATA, torch.empty(3))
+
+    assert result == [(4, 6), (4, 6)]
+    assert found == noted("no-shape-rule", work)
+
+
+def test_an_operator_whose_kernel_refuses_zeros_is_taken_to_be_like_its_first_argument(library):
+    def refuse(x):
+        raise ValueError("zeros")
+
+    picky = define(library, "picky(Tensor x) -> Tensor", refuse)
+
+    assert shape_of(lambda x: tuple(picky(x).shape))[0] == (4, 6)
+
+
+def test_a_large_argument_is_not_made_real(library, monkeypatch):
+    monkeypatch.setattr(fallbacks, "_LARGEST_HOST_RUN_BYTES", 10)
+    halve = define(library, "halve(Tensor x) -> Tensor", lambda x: x[:2])
+
+    assert shape_of(lambda x: tuple(halve(x).shape))[0] == (4, 6)
+
+
+def test_an_operator_with_a_shape_rule_needs_no_note(library):
+    name, _ = library
+    double = define(library, "double(Tensor x) -> Tensor", lambda x: x * 2)
+    torch.library.register_fake(f"{name}::double", lambda x: torch.empty_like(x), lib=library[1])
+
+    assert shape_of(lambda x: tuple(double(x).shape)) == ((4, 6), [])
+
+
+def test_losses_that_check_their_values_pass():
+    def loss(model, batch):
+        value = F.mse_loss(model(batch), batch)
+        if torch.isnan(value) or not torch.isfinite(value) or not value.isfinite().all():
+            raise FloatingPointError("loss is nan")
+        return value
+
+    traced = run(nn.Linear(6, 6), DATA, loss=loss)
+
+    assert {note.code for note in traced.notes} == {"stand-in-value"}
+
+
+def test_repeated_reads_on_one_line_are_one_note():
+    def work(x):
+        return [x.sum().item() for _ in range(10)]
+
+    _, traced = observe(work, DATA)
+
+    assert len(traced.notes) == 1
