@@ -124,9 +124,9 @@ FAILURES = {
         ["in its forward at train.py:14 in forward: AttributeError", "no attribute 'layer'", "return self.layer(x)"],
     ),
     "backward": (
-        "def hooked(model, batch):\n    y = model(batch)\n    y.register_hook(lambda g: g.nothing)\n    return y.mean()",
+        "def hooked(model, batch):\n    y = model(batch)\n    y.register_hook(lambda g: g.none)\n    return y.mean()",
         "return nn.Linear(2, 3), hooked, torch.ones(4, 2)",
-        ["in its backward at train.py:14 in <lambda>: AttributeError", "no attribute 'nothing'"],
+        ["in its backward at train.py:14 in <lambda>: AttributeError", "no attribute 'none'"],
     ),
     "model function": (
         "def build():\n    return nn.Linear(2, 3, colour='red')",

@@ -13,7 +13,7 @@ import memfit
 from memfit import _api
 from memfit.commands import targets
 from memfit.core.device import Device, Kind, Origin
-from memfit.core.errors import BadBatch, BadInput, BadModel, StepFailed, UnknownDevice
+from memfit.core.errors import BadBatch, BadInput, BadModel, MissingDependency, StepFailed, UnknownDevice
 from memfit.core.timeline import Category
 from memfit.core.units import GIB, MIB
 from tests import jobs
@@ -165,6 +165,15 @@ def test_a_device_is_a_name_a_size_or_a_device():
 def test_a_missing_gpu_is_told_in_one_message(device):
     with pytest.raises(BadInput, match=r"no CUDA device.*Name the device to simulate, such as device='rtx-3090'"):
         memfit.estimate(jobs.conv_job(), device=device)
+
+
+def test_a_missing_pytorch_names_what_installs_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    with pytest.raises(
+        MissingDependency, match=r"PyTorch is not installed\. Install it with `pip install memfit\[torch\]`"
+    ):
+        memfit.estimate(jobs.conv_job(), device="rtx-3090")
 
 
 @pytest.mark.parametrize(

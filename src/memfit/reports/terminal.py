@@ -127,8 +127,9 @@ def render_comparison(estimates: Sequence[Estimate]) -> "RenderableType":
 
 
 def render_devices(devices: Sequence[Device]) -> "RenderableType":
-    """The devices as a table: memory, capability, bandwidth, and where each figure comes from."""
+    """The devices as a table: memory, capability, bandwidth; for a single device also where its figures come from."""
     _require_rich()
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
@@ -137,7 +138,6 @@ def render_devices(devices: Sequence[Device]) -> "RenderableType":
     table.add_column("device", overflow="fold")
     for label in ("nominal", "usable", "context", "capability", "bandwidth"):
         table.add_column(label, justify="right")
-    table.add_column("source", overflow="fold")
     for device in devices:
         bandwidth = device.bandwidth_bytes_per_second
         table.add_row(
@@ -148,9 +148,11 @@ def render_devices(devices: Sequence[Device]) -> "RenderableType":
             _with_origin(device.context_bytes, device.context_origin),
             UNKNOWN if device.capability is None else f"{device.capability[0]}.{device.capability[1]}",
             UNKNOWN if bandwidth is None else f"{format_size(round(bandwidth))}/s",
-            Text(figures.printable(", ".join(part for part in (device.source, device.date) if part) or UNKNOWN)),
         )
-    return table
+    if len(devices) != 1:
+        return table
+    source = ", ".join(part for part in (devices[0].source, devices[0].date) if part) or UNKNOWN
+    return Group(table, Text(figures.printable(f"source: {source}")))
 
 
 def render_max_batch(

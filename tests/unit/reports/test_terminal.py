@@ -130,8 +130,12 @@ def test_devices_show_origin_and_unknown():
     rows = lines_of(draw(render_devices([RTX_3090, MYSTERY]), width=200))
 
     assert rows["rtx-3090"][1:6] == ["24.0 GiB", "23.7 GiB (measured)", "300.0 MiB (assumed)", "8.6", "871.7 GiB/s"]
-    assert rows["rtx-3090"][6] == "torch's own error message, 2026-11-01"
-    assert rows["mystery"][1:] == ["unknown"] * 6
+    assert rows["mystery"][1:] == ["unknown"] * 5
+
+
+def test_a_single_device_shows_its_source():
+    assert "source: torch's own error message, 2026-11-01" in draw(render_devices([RTX_3090]), width=200)
+    assert "source: unknown" in draw(render_devices([MYSTERY]), width=200)
 
 
 def test_max_batch_marks_the_chosen():

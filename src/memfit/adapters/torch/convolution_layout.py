@@ -1,7 +1,7 @@
 """Shape and layout of a convolution's outputs.
 
-PyTorch's rule for shape-only tensors always answers "contiguous", since they are on no device it could ask. cuDNN and oneDNN
-follow their inputs: if the data or the weight is channels-last, so are the result and all gradients.
+PyTorch's rule for shape-only tensors always answers "contiguous", since they are on no device it could ask. cuDNN and
+oneDNN follow their inputs: if the data or the weight is channels-last, so are the result and all gradients.
 """
 
 from typing import Any

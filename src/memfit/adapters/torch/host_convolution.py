@@ -1,16 +1,17 @@
 """What oneDNN's convolutions allocate on a CPU.
 
-Given channels-first tensors, oneDNN copies data, weight and result into layouts of its own, with channels in blocks as wide as a
-vector register, and the result back at the end. Channels-last tensors it takes as they are, but for the weight. A convolution
-has three passes, each a primitive of its own: gather (data to result), scatter (result's gradient to data's gradient) and weigh
-(both to the weight's gradient). A transposed convolution is the same with gather and scatter exchanged.
+Given channels-first tensors, oneDNN copies data, weight and result into layouts of its own, with channels in blocks as
+wide as a vector register, and the result back at the end. Channels-last tensors it takes as they are, but for the
+weight. A convolution has three passes, each a primitive of its own: gather (data to result), scatter (result's gradient
+to data's gradient) and weigh (both to the weight's gradient). A transposed convolution is the same with gather and
+scatter exchanged.
 
-The passes were watched allocation by allocation under PyTorch's profiler (torch 2.13, AVX-512, float32); the conditions named
-after a kernel are those under which oneDNN 3 refuses its vector kernels and multiplies matrices instead.
+The passes were watched allocation by allocation under PyTorch's profiler (torch 2.13, AVX-512, float32); the conditions
+named after a kernel are those under which oneDNN 3 refuses its vector kernels and multiplies matrices instead.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -25,8 +26,8 @@ _FEW_CHANNELS = 3
 # Widest kernel of the vector code for the weight's gradient, plain and depthwise (jit_avx512_common, jit_uni_dw).
 _WIDEST_KERNEL = 14
 _WIDEST_DEPTHWISE_KERNEL = 3
-# Pixels that the vector code makes at a time: 7 to 15, fewer with more channels. A dilated kernel must not reach further
-# over an edge than that; tested with 16 to 512 channels.
+# Pixels that the vector code makes at a time: 7 to 15, fewer with more channels. A dilated kernel must not reach
+# further over an edge than that; tested with 16 to 512 channels.
 _UNROLLED_PIXELS = 7
 
 
@@ -119,7 +120,7 @@ class Geometry:
 
     @cached_property
     def picked_pixels(self) -> int:
-        """Scratch of a 1x1 kernel with a stride: each thread first picks the pixels it needs of one image (rtus_driver)."""
+        """Scratch of a 1x1 kernel with a stride: each thread first picks its pixels of one image (rtus_driver)."""
         if not self.strided or prod(self.kernel) > 1 or len(self.source) != 4 or self.groups > 1:
             return 0
         pixels = prod(self.result[2:])
@@ -127,7 +128,7 @@ class Geometry:
 
     @cached_property
     def columns(self) -> int:
-        """Scratch of a matrix multiplication: each thread unfolds one image of one group, a slice of its depth at a time."""
+        """Scratch of a matrix multiplication: each thread unfolds an image of one group, slice by slice."""
         pixels = prod(self.result[-2:]) if len(self.source) > 3 else self.result[-1]
         return self.threads * self.source[1] // self.groups * prod(self.kernel) * pixels * self.element_size
 
@@ -141,6 +142,7 @@ class Geometry:
         """Bytes of the extra weight gradients of threads that share the batch, to be summed at the end."""
         return (batch_shares(self) - 1) * self.weight_blocks
 
+    @cached_property
     def gather_peak(self) -> int:
         """Greatest bytes live in the pass that makes the result, that tensor included."""
         result = self.blocks(self.result)
@@ -152,6 +154,7 @@ class Geometry:
             result + self.plain(self.result),
         )
 
+    @cached_property
     def scatter_peak(self) -> int:
         """Greatest bytes live in the pass that makes the source's gradient, that tensor included."""
         source = self.plain(self.source)
@@ -166,6 +169,7 @@ class Geometry:
         copy = self.blocks(self.source)
         return max(self.blocks(self.result) + self.weight_blocks + copy, copy + source)
 
+    @cached_property
     def weigh_peak(self) -> int:
         """Greatest bytes live in the pass that makes the weight's gradient, that tensor included."""
         blocks = self.weight_blocks
@@ -198,7 +202,8 @@ def batch_shares(geometry: Geometry) -> int:
         return 1
     source_blocks = -(-geometry.source[1] // block)
     result_blocks = -(-geometry.result[1] // block)
-    # Its costs: reading counts once, or four times for the first layer's images; a weight counts as its write and reduction.
+    # Its costs: reading counts once, or four times for the first layer's images; a weight counts as its write and
+    # reduction.
     reading = 4 if geometry.few_channels else 1
     writing = 12 if prod(geometry.kernel) == 1 else 5
     source_cost = reading * block * prod(geometry.source[2:]) // prod(geometry.stride)
@@ -216,24 +221,19 @@ def batch_shares(geometry: Geometry) -> int:
     return shares
 
 
+# Layers repeat: what is known about one serves the next.
+_known_geometry = lru_cache(maxsize=4096)(Geometry)
+
+
 def geometry_of(
     data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, options: tuple[Any, ...], threads: int, block: int
 ) -> Geometry:
     """The ordinary convolution behind `convolution(data, weight)`, whose `options` are those after the bias."""
     stride, padding, dilation, transposed, _, groups = options
     source, result = (out, data) if transposed else (data, out)
-    return Geometry(
-        tuple(source.shape),
-        tuple(result.shape),
-        tuple(weight.shape[2:]),
-        tuple(stride),
-        tuple(padding),
-        tuple(dilation),
-        groups,
-        data.element_size(),
-        threads,
-        block,
-    )
+    kernel, element_size = weight.shape[2:], data.element_size()
+    steps = (tuple(stride), tuple(padding), tuple(dilation))
+    return _known_geometry(source.shape, result.shape, kernel, *steps, groups, element_size, threads, block)
 
 
 class HostConvolution:
@@ -253,7 +253,7 @@ class HostConvolution:
             copies = sum(_bytes(t) for t in (data, weight) if not t.is_contiguous(memory_format=layout))
             return [copies + _bytes(weight)]
         geometry = geometry_of(data, weight, out, options, self._threads, self._block)
-        peak = geometry.scatter_peak() if options[3] else geometry.gather_peak()
+        peak = geometry.scatter_peak if options[3] else geometry.gather_peak
         return [_copies(data) + peak - _bytes(out)]
 
     def backward(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
@@ -271,9 +271,9 @@ class HostConvolution:
             return [copies + _channels_last_peak(geometry, data_bytes) - kept]
         peak = 0
         if wanted[0]:
-            peak = geometry.gather_peak() if options[3] else geometry.scatter_peak()
+            peak = geometry.gather_peak if options[3] else geometry.scatter_peak
         if wanted[1]:
-            peak = max(peak, data_bytes + geometry.weigh_peak())
+            peak = max(peak, data_bytes + geometry.weigh_peak)
         return [_copies(gradient, data) + peak - kept]
 
     def _uses_onednn(self, data: torch.Tensor, weight: torch.Tensor, options: tuple[Any, ...]) -> bool:

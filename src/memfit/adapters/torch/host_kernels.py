@@ -1,9 +1,9 @@
 """Memory that CPU kernels take for themselves, operator by operator.
 
-A trace of operators sees their inputs and outputs. What a CPU kernel allocates inside, and frees before it returns, is stated
-here: one small function per operator, each with its source. All were checked, allocation by allocation, against what PyTorch's profiler
-reports; an operator that is not listed takes nothing of its own, or bytes. Convolutions and recurrent layers, which oneDNN runs, have
-modules of their own.
+A trace of operators sees their inputs and outputs. What a CPU kernel allocates inside, and frees before it returns, is
+stated here: one small function per operator, each with its source. All were checked, allocation by allocation, against
+what PyTorch's profiler reports; an operator that is not listed takes nothing of its own, or bytes. Convolutions and
+recurrent layers, which oneDNN runs, have modules of their own.
 """
 
 from math import prod
@@ -78,12 +78,14 @@ class HostInternals:
         """Outputs that only the CPU has, by operator name."""
         return {"aten::mkldnn_rnn_layer": host_recurrent.forward_rule}
 
-    def _layer_norm_backward(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    def _layer_norm_backward(
+        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> list[int]:
         """Each thread's sums of the gradients of weight and bias (layer_norm_kernel.cpp)."""
         return [*_copies(args[0], args[1]), 2 * self._threads * prod(args[2]) * _FLOAT_BYTES]
 
     def _flash(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-        """Each thread's scores of a block, their maxima and sums, and its block of the output (FlashAttentionKernel.cpp)."""
+        """Each thread's scores of a block, their maxima and sums, its block of output (FlashAttentionKernel.cpp)."""
         queries, keys = _attention_blocks(args[0], args[1])
         return [self._threads * queries * (keys + 2 + args[0].shape[3]) * _FLOAT_BYTES]
 
@@ -149,13 +151,13 @@ def _safe_softmax(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def _gelu_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-    """oneDNN's kernel takes contiguous inputs: where only one is, both are copied (mkldnn/Gelu.cpp)."""
+    """The kernel of oneDNN takes contiguous inputs: where only one is, both are copied (mkldnn/Gelu.cpp)."""
     gradient, data = args[0], args[1]
     return [_bytes(gradient), _bytes(data)] if data.is_contiguous() and gradient.stride() != data.stride() else []
 
 
 def _embedding_bag_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-    """Eight lists of indices: bags, sorted indices, positions, counts (EmbeddingBag.cpp); a sparse gradient needs one."""
+    """Eight lists of indices: bags, sorted indices, positions, counts (EmbeddingBag.cpp); one if sparse."""
     indices, sparse = args[1], args[9]
     return [_bytes(indices)] * (1 if sparse else 8)
 

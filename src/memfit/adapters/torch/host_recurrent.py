@@ -1,8 +1,9 @@
 """Recurrent layers as the CPU runs them.
 
-An LSTM goes to oneDNN, one operator per layer and direction, with a workspace for the backward pass. All other layers, and LSTMs that
-oneDNN doesn't take, loop over the time steps; unlike other devices the CPU multiplies the inputs of all steps with the weights
-at once, before the loop. PyTorch decides both above autograd and by device (RNN.cpp), hence the interceptors.
+An LSTM goes to oneDNN, one operator per layer and direction, with a workspace for the backward pass. All other layers,
+and LSTMs that oneDNN doesn't take, loop over the time steps; unlike other devices the CPU multiplies the inputs of all
+steps with the weights at once, before the loop. PyTorch decides both above autograd and by device (RNN.cpp), hence the
+interceptors.
 """
 
 from collections.abc import Callable
@@ -64,8 +65,11 @@ def _lstm(
             weights = list(params[index * per_layer : (index + 1) * per_layer])
             if not has_biases:
                 weights += [torch.zeros(weights[0].shape, dtype=data.dtype, device=META) for _ in range(2)]
-            options = (direction == 1, [], _LSTM_MODE, hidden, num_layers, has_biases, bidirectional, batch_first, train)
-            out, state, cell, _ = call_plain(layer, layer_input, *weights, states[index], cells[index], *options)
+            sizes: list[int] = []
+            options = (direction == 1, sizes, _LSTM_MODE, hidden, num_layers, has_biases, bidirectional)
+            out, state, cell, _ = call_plain(
+                layer, layer_input, *weights, states[index], cells[index], *options, batch_first, train
+            )
             outputs.append(out)
             last_states.append(state)
             last_cells.append(cell)
@@ -161,8 +165,8 @@ def _padded_row(count: int, element_size: int) -> int:
 def workspace_bytes(steps: int, batch: int, inputs: int, hidden: int, element_size: int) -> int:
     """Bytes of what one LSTM layer keeps for its backward pass (`set_offsets` in oneDNN's rnn_utils).
 
-    Gates of every step; then, before and after the layer, the states passed upwards, the states passed on in time and the
-    gradients of both, in padded rows; then cells and outputs of every step and their gradients, in plain ones.
+    Gates of every step; then, before and after the layer, the states passed upwards, the states passed on in time and
+    the gradients of both, in padded rows; then cells and outputs of every step and their gradients, in plain ones.
     """
     gates = steps * batch * _padded_row(_GATES * hidden, element_size)
     padded = 3 * 2 * (steps + 1) * batch * _padded_row(max(inputs, hidden), element_size)
@@ -197,7 +201,7 @@ def forward_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def backward_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-    """The weights the other way round, their gradients in oneDNN's layout, the gates of all steps, contiguous gradients."""
+    """The weights the other way round, their gradients in oneDNN's layout, the gates of all steps, dense gradients."""
     data, weights, gradient = args[0], args[1:3], args[10]
     turned = [
         w.shape[0] * _padded_row(w.shape[1], w.element_size()) * w.element_size()

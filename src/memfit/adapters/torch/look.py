@@ -148,7 +148,7 @@ class Look(TorchFunctionMode):
     def _new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The way in which optimizers make sparse tensors, which PyTorch lacks on its meta device."""
         if self._simulated(args) and args[0].layout is torch.sparse_coo:
-            return torch.sparse_coo_tensor(*args[1:])
+            return torch.sparse_coo_tensor(*args[1:], check_invariants=False)
         return func(*args, **kwargs)
 
     def _is_finite(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memfit.adapters.torch.torchvision_operators import define_missing_operators
-from memfit.core.errors import BadTarget, MissingDependency
+from memfit.core.errors import BadInput, BadTarget, MissingDependency
 from memfit.core.job import Job
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
@@ -114,9 +114,15 @@ def _classification_loss(model: Any, batch: Any) -> torch.Tensor:
 def _hugging_face(name: str, sequence_length: int | None, image_size: int | None) -> Job:
     transformers = _import("transformers", "hf")
     model_class, config = _hugging_face_class(transformers, name)
-    length = sequence_length or min(_longest(config), 512)
+    longest = _longest(config)
+    if sequence_length is not None and longest is not None and sequence_length > longest:
+        raise BadInput(
+            f"a sequence length of {sequence_length} was given, but hf:{name} has {longest} positions. "
+            "Give a shorter one, or a config.json with more."
+        )
+    length = sequence_length or min(longest or 512, 512)
     return Job(
-        model=lambda: _built(model_class, config),
+        model=lambda: model_class(config),
         loss=_hugging_face_loss,
         batch=_hugging_face_batch(model_class, config, length, image_size),
     )
@@ -131,10 +137,12 @@ def _hugging_face_class(transformers: Any, name: str) -> tuple[Any, Any]:
             raise BadTarget(f"{name} is not a configuration that transformers can read: {error}") from None
         architectures = getattr(config, "architectures", None) or []
         chosen = next((getattr(transformers, a) for a in architectures if hasattr(transformers, a)), None)
-        return chosen or transformers.AutoModel, config
+        return chosen or _usual_class(transformers, config), config
     model_class = getattr(transformers, name, None)
     if model_class is not None and getattr(model_class, "config_class", None) is not None:
-        return model_class, model_class.config_class()
+        config = model_class.config_class()
+        _complete(config)
+        return model_class, config
     try:
         config = transformers.AutoConfig.for_model(name)
     except ValueError:
@@ -143,21 +151,35 @@ def _hugging_face_class(transformers: Any, name: str) -> tuple[Any, Any]:
             f"{name!r} is neither a model class of transformers, nor a model type, nor a path to a config.json."
             f"{_nearest(name, known)}"
         ) from None
-    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    return (transformers.AutoModelForCausalLM if causal else transformers.AutoModel), config
+    _complete(config)
+    return _usual_class(transformers, config), config
 
 
-def _built(model_class: Any, config: Any) -> Any:
-    return model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
+def _complete(config: Any) -> None:
+    """Fills in the tokens that a default configuration leaves to the pretrained one; memory doesn't depend on them."""
+    if config.is_encoder_decoder:
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
 
 
-def _longest(config: Any) -> int:
+def _usual_class(transformers: Any, config: Any) -> Any:
+    """The class that a model of this type is usually trained as."""
+    for task in ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION"):
+        mapping = getattr(transformers, f"MODEL_FOR_{task}_MAPPING", {})
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, list | tuple) else found
+    return transformers.MODEL_MAPPING[type(config)]
+
+
+def _longest(config: Any) -> int | None:
     text = getattr(config, "get_text_config", lambda: config)()
     for field in ("max_position_embeddings", "n_positions", "max_source_positions", "max_seq_len"):
         value = getattr(text, field, None)
         if isinstance(value, int) and value > 0:
             return value
-    return 512
+    return None
 
 
 def _hugging_face_batch(model_class: Any, config: Any, length: int, image_size: int | None) -> Callable[[int], Any]:

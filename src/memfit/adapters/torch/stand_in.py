@@ -6,13 +6,15 @@ they were.
 """
 
 import copy
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from memfit.adapters.torch.failures import explained
 from memfit.adapters.torch.shapes import META
@@ -20,7 +22,7 @@ from memfit.core.errors import BadModel, BadOptimizer
 
 
 class ShapeCopies:
-    """Makes one shape-only tensor for each real one, keeping ties and shared storages.
+    """Makes one shape-only tensor for each real one, keeping ties.
 
     Args:
         dtype: floating-point tensors become this, or stay what they are when None.
@@ -56,6 +58,10 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         return change(value)
     if isinstance(value, Mapping):
         return _rebuilt_mapping(value, {k: map_tensors(v, change) for k, v in value.items()})
+    if isinstance(value, PackedSequence):
+        # Its batch sizes are values on the host, wherever its data is.
+        parts = (map_tensors(part, change) for part in (value.sorted_indices, value.unsorted_indices))
+        return PackedSequence(change(value.data), value.batch_sizes, *parts)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(v, change) for v in value))
     if isinstance(value, list | tuple):
@@ -73,6 +79,9 @@ def _rebuilt_mapping(original: Any, items: dict[Any, Any]) -> Any:
         return items
     try:
         clone = copy.copy(original)
+        # A shallow copy shares the dict inside of a mapping of the user's own.
+        attributes = getattr(clone, "__dict__", {})
+        attributes.update({name: copy.copy(held) for name, held in attributes.items() if isinstance(held, dict)})
         for key, value in items.items():
             clone[key] = value
         return clone
@@ -111,33 +120,42 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def swapped(model: torch.nn.Module, copies: ShapeCopies) -> Iterator[None]:
     """Puts shape-only parameters and buffers into `model`; restores every attribute of every module at the end."""
     modules = list(model.modules())
-    saved = [(module, _snapshot(module)) for module in modules]
+    saved: dict[int, tuple[Any, Any]] = {}
+    for module in modules:
+        _save(module.__dict__, saved)
     try:
         for module in modules:
             _swap(module, copies)
         yield
     finally:
-        for module, attributes in saved:
-            _restore(module, attributes)
+        for container, contents in saved.values():
+            container.clear()
+            container.extend(contents) if isinstance(container, list | deque) else container.update(contents)
 
 
-def _snapshot(module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Each attribute with, for plain containers, a copy of what it held."""
-    return {
-        name: (value, copy.copy(value) if isinstance(value, dict | list | set) else None)
-        for name, value in module.__dict__.items()
-    }
-
-
-def _restore(module: torch.nn.Module, attributes: dict[str, tuple[Any, Any]]) -> None:
-    module.__dict__.clear()
-    for name, (value, contents) in attributes.items():
-        if isinstance(value, dict | set):
-            value.clear()
-            value.update(contents)
-        elif isinstance(value, list):
-            value[:] = contents
-        module.__dict__[name] = value
+def _save(value: Any, saved: dict[int, tuple[Any, Any]]) -> None:
+    """Notes what `value` holds, and every plain container or object inside of it: a forward pass may change them."""
+    if id(value) in saved:
+        return
+    if isinstance(value, dict):
+        saved[id(value)] = (value, dict(value))
+        for part in list(value.values()):
+            _save(part, saved)
+    elif isinstance(value, list | deque | set):
+        saved[id(value)] = (value, list(value))
+        for part in list(value):
+            _save(part, saved)
+    elif isinstance(value, tuple):
+        for part in value:
+            _save(part, saved)
+    elif not isinstance(value, torch.nn.Module | torch.Tensor | type | ModuleType) and not callable(value):
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict) and id(attributes) not in saved:
+            # One level: what such an object holds in turn is its own business.
+            saved[id(attributes)] = (attributes, dict(attributes))
+            for part in list(attributes.values()):
+                if isinstance(part, dict | list | deque | set):
+                    _save(part, saved)
 
 
 def _swap(module: torch.nn.Module, copies: ShapeCopies) -> None:

@@ -51,9 +51,7 @@ def overload(name):
     return getattr(getattr(torch.ops.aten, packet), suffix)
 
 
-UNARY = (
-    "neg relu gelu silu sigmoid tanh hardswish exp sqrt rsqrt clone".split()
-)  # fmt: skip
+UNARY = ("neg", "relu", "gelu", "silu", "sigmoid", "tanh", "hardswish", "exp", "sqrt", "rsqrt", "clone")
 
 
 @pytest.mark.parametrize("name", UNARY)

@@ -1,0 +1,164 @@
+import os
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memfit.adapters.torch.origin import OriginTracker, SourceNames
+from memfit.core.timeline import Category, Phase
+from tests.unit.adapters.torch.builders import forward_blocks, line_of, made_in, run
+
+DATA = torch.empty(4, 6)
+FILE = "test_origin.py"
+
+
+class Leaf(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, 6))
+
+    def forward(self, data):
+        return torch.mm(data, self.weight).sin()
+
+
+class Tree(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left = Leaf()
+        self.right = nn.Sequential(Leaf(), nn.Tanh())
+
+    def forward(self, data):
+        return self.left(data) * self.right(data)
+
+
+LEAF_LINE = line_of(Leaf.forward)
+TREE_LINE = line_of(Tree.forward)
+
+
+def origins(blocks, op):
+    return [(b.module, b.source.rpartition("/")[2]) for b in blocks if b.op == f"aten.{op}"]
+
+
+def test_forward_blocks_have_module_and_line():
+    blocks = forward_blocks(run(Tree(), DATA))
+
+    assert origins(blocks, "mm") == [("left", f"{FILE}:{LEAF_LINE}"), ("right.0", f"{FILE}:{LEAF_LINE}")]
+    assert origins(blocks, "tanh") == [("right.1", f"{FILE}:{TREE_LINE}")]
+    assert origins(blocks, "mul") == [("", f"{FILE}:{TREE_LINE}")]
+
+
+def test_backward_blocks_have_those_of_the_forward_operator():
+    blocks = made_in(run(Tree(), DATA), Phase.BACKWARD)
+
+    assert origins(blocks, "tanh_backward") == [("right.1", f"{FILE}:{TREE_LINE}")]
+    # A sine's gradient is a cosine times the gradient.
+    assert sorted(origins(blocks, "cos")) == [("left", f"{FILE}:{LEAF_LINE}"), ("right.0", f"{FILE}:{LEAF_LINE}")]
+    assert sorted(m for m, _ in origins(blocks, "mm")) == ["left", "right.0"]
+
+
+def test_gradients_and_optimizer_state_belong_to_the_module_of_their_parameter():
+    traced = run(Tree(), DATA, optimizer=torch.optim.Adam)
+
+    for category in (Category.GRADIENT, Category.OPTIMIZER_STATE):
+        modules = {b.module for b in traced.timeline.blocks if b.category is category}
+        assert modules == {"left", "right.0"}
+
+
+def test_the_loss_itself_belongs_to_no_module():
+    def loss(model, batch):
+        return model(batch).exp().mean()
+
+    blocks = forward_blocks(run(Tree(), DATA, loss=loss))
+
+    assert origins(blocks, "exp") == [("", f"{FILE}:{line_of(loss)}")]
+
+
+def test_a_users_own_autograd_function_has_its_module_and_line_in_both_passes():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, data):
+            ctx.save_for_backward(data)
+            return data.square()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (data,) = ctx.saved_tensors
+            return gradient.cosh() * data
+
+    class Squared(nn.Module):
+        def forward(self, data):
+            return Square.apply(data)
+
+    traced = run(nn.Sequential(nn.Linear(6, 6), Squared()), DATA)
+
+    assert {m for m, _ in origins(forward_blocks(traced), "pow")} == {"1"}
+    assert {m for m, _ in origins(made_in(traced, Phase.BACKWARD), "cosh")} == {"1"}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_blocks_have_their_module(reentrant):
+    class Checkpointed(Tree):
+        def forward(self, data):
+            return checkpoint(self.right, self.left(data), use_reentrant=reentrant)
+
+    blocks = made_in(run(Checkpointed(), DATA), Phase.BACKWARD)
+
+    assert ("right.0", f"{FILE}:{LEAF_LINE}") in origins(blocks, "sin")
+    assert {m for m, _ in origins(blocks, "tanh_backward")} == {"right.1"}
+
+
+def test_buffers_that_change_take_no_origin_from_others():
+    # GIVEN batch norm, which counts its batches in a buffer between two operators
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+
+    blocks = made_in(run(model, torch.empty(2, 3, 4, 4)), Phase.BACKWARD)
+
+    assert {m for m, _ in origins(blocks, "native_batch_norm_backward")} == {"1"}
+    assert {m for m, _ in origins(blocks, "threshold_backward")} == {"2"}
+
+
+def test_what_the_framework_does_by_itself_has_no_line():
+    # The line that asked for the trace is not part of the step.
+    traced = run(Tree(), DATA, optimizer=torch.optim.Adam)
+
+    sources = {b.source for b in traced.timeline.blocks if b.phase in (Phase.SETUP, Phase.OPTIMIZER)}
+    assert sources == {""}
+
+
+def test_a_module_used_outside_of_the_model_belongs_to_its_caller():
+    stranger = nn.Tanh()
+
+    class Host(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Leaf()
+            self.hidden = [stranger]
+
+        def forward(self, data):
+            return self.hidden[0](self.inner(data))
+
+    blocks = forward_blocks(run(nn.Sequential(Host()), DATA))
+
+    assert [m for m, _ in origins(blocks, "tanh")] == ["0"]
+
+
+def test_calls_of_modules_are_followed_only_inside():
+    plain = nn.Module.__call__
+    tracker = OriginTracker(nn.Identity())
+    with pytest.raises(KeyError), tracker.following():
+        assert nn.Module.__call__ is not plain
+        raise KeyError
+    assert nn.Module.__call__ is plain
+
+
+def test_short_names_of_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), str(tmp_path / "site" / "deeper"), ""])
+    monkeypatch.chdir(tmp_path)
+    names = SourceNames()
+
+    assert names.short(str(tmp_path / "site" / "package" / "model.py")) == os.path.join("package", "model.py")
+    assert names.short(str(tmp_path / "site" / "deeper" / "model.py")) == "model.py"
+    assert names.short(str(tmp_path / "train.py")) == "train.py"
+    assert names.short(os.path.join(os.sep, "elsewhere", "train.py")) == "train.py"
