@@ -25,3 +25,12 @@ def test_one_device_is_listed(capsys):
 def test_an_unknown_device_names_the_nearest(capsys):
     assert main(["devices", "rtx 390"]) == 2
     assert "memfit: no device is called 'rtx 390'. The nearest: rtx-3090." in capsys.readouterr().err
+
+
+def test_a_context_says_whether_it_was_measured(capsys):
+    main(["devices", "t4"])
+    main(["devices", "v100"])
+
+    written = capsys.readouterr().out
+    assert "134.9 MiB (measured)" in written
+    assert "MiB (assumed)" in written

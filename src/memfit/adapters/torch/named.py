@@ -34,6 +34,8 @@ def named_job(target: str, optimizer: str, sequence_length: int | None, image_si
     kind, _, name = target.partition(":")
     if not name or kind not in ("timm", "torchvision", "hf"):
         raise BadTarget(f"{target!r} names no model; write timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG.")
+    if optimizer not in OPTIMIZERS:
+        raise BadInput(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but {optimizer!r} was given.")
     if kind == "hf":
         job = _hugging_face(name, sequence_length, image_size)
     else:
