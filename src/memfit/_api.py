@@ -155,10 +155,18 @@ def _checked_batch_size(batch_size: Any) -> int:
     return size
 
 
-def compare(jobs: Iterable[Job], *, device: str | Device | None = None) -> list[Estimate]:
-    """Estimates of several jobs on one device, for a table side by side."""
+def compare(
+    jobs: Iterable[Job], *, device: str | Device | None = None, batch_size: int | None = None
+) -> list[Estimate]:
+    """Estimates of several jobs on one device, for a table side by side.
+
+    Args:
+        jobs: what to compare; the first is what the others are measured against.
+        device: as for `estimate`.
+        batch_size: the same for all; each job's own by default.
+    """
     target = _resolve(device)
-    return [estimate(job, device=target) for job in jobs]
+    return [estimate(job, device=target, batch_size=batch_size) for job in jobs]
 
 
 def named_job(
@@ -364,13 +372,18 @@ def _host_memory(job: Job, trace: "Trace", device: Device, scale: float) -> Host
     if device.kind is Kind.CUDA:
         parts["model while it is built, before it moves to the device"] = trace.parameter_bytes
     parts["batch being fed"] = batch_bytes
+    ahead = job.num_workers * job.prefetch_factor
     if job.num_workers:
         parts[f"{job.num_workers} loader workers (assumed 250 MiB each)"] = job.num_workers * _WORKER_BYTES
+    if job.num_workers and not job.pin_memory:
         parts[f"{job.num_workers} x {job.prefetch_factor} prefetched batches, in shared memory (/dev/shm)"] = (
-            job.num_workers * job.prefetch_factor * batch_bytes
+            ahead * batch_bytes
         )
     if job.pin_memory:
-        parts["pinned copies of batches"] = max(1, job.num_workers * job.prefetch_factor) * batch_bytes
+        # A thread moves each batch out of shared memory as it arrives, so that prefetched batches wait pinned.
+        parts["prefetched batches, pinned"] = max(1, ahead) * batch_bytes
+        if job.num_workers:
+            parts["batches on their way, in shared memory (/dev/shm)"] = job.num_workers * batch_bytes
     return HostMemory(parts)
 
 

@@ -416,13 +416,13 @@ def test_host_memory_counts_workers_and_pinned_batches():
     more = {name: size for name, size in loaded.parts.items() if name not in plain.parts}
     assert more == {
         "3 loader workers (assumed 250 MiB each)": 3 * 250 * MIB,
-        "3 x 4 prefetched batches, in shared memory (/dev/shm)": 12 * batch_bytes,
-        "pinned copies of batches": 12 * batch_bytes,
+        "prefetched batches, pinned": 12 * batch_bytes,
+        "batches on their way, in shared memory (/dev/shm)": 3 * batch_bytes,
     }
-    assert (
-        memfit.estimate(jobs.conv_job(pin_memory=True), device="rtx-3090").host.parts["pinned copies of batches"]
-        == batch_bytes
-    )
+    alone = memfit.estimate(jobs.conv_job(pin_memory=True), device="rtx-3090").host
+    assert alone.parts["prefetched batches, pinned"] == batch_bytes
+    shared = memfit.estimate(jobs.conv_job(num_workers=3, prefetch_factor=4), device="rtx-3090").host
+    assert shared.parts["3 x 4 prefetched batches, in shared memory (/dev/shm)"] == 12 * batch_bytes
     assert not any("model" in name for name in memfit.estimate(jobs.conv_job(), device="cpu").host.parts)
 
 
@@ -564,3 +564,9 @@ def test_import_loads_nothing_it_does_not_need():
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, env={"PYTHONPATH": "src"})
 
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_compare_at_one_batch_size():
+    estimates = memfit.compare([jobs.conv_job(), jobs.conv_job()], device="t4", batch_size=6)
+
+    assert [e.batch_size for e in estimates] == [6, 6]

@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
         output.print_json({"batch_size": found.batch_size, "device": found.estimate.device.name, "tried": rows})
     else:
         output.print_max_batch(found.tried, found.batch_size, found.estimate.device)
+        for note in found.estimate.notes if found.batch_size is not None else ():
+            print(f"note: {note.text}")
     return EXIT_FITS if found.batch_size is not None else EXIT_DOES_NOT_FIT
 
 

@@ -38,7 +38,7 @@ def test_a_file_is_written_without_colour_and_without_breaking_rows(capsys, monk
 
 def test_the_columns_asked_for_are_used(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
-    output.print_devices([RTX_3090])
+    output.print_devices([RTX_3090, RTX_3090])
 
     assert {len(line) for line in capsys.readouterr().out.splitlines()} == {90}
 

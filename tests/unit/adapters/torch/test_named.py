@@ -70,7 +70,7 @@ def test_a_name_like_no_other_suggests_nothing():
 
 
 def test_an_unknown_optimizer_is_refused():
-    with pytest.raises(BadInput, match="must be one of none, sgd, .* but 'lion' was given"):
+    with pytest.raises(BadInput, match=r"must be one of none, sgd, .* but 'lion' was given"):
         job_of("timm:resnet18", optimizer="lion")
 
 
@@ -157,7 +157,7 @@ def test_the_usual_length_is_what_the_model_has_room_for(tiny_config):
 
 @needs("transformers")
 def test_a_sequence_longer_than_the_model_is_refused(tiny_config):
-    with pytest.raises(BadInput, match="length of 65 was given, but .* has 64 positions"):
+    with pytest.raises(BadInput, match=r"length of 65 was given, but .* has 64 positions"):
         job_of(f"hf:{tiny_config}", sequence_length=65)
 
 
