@@ -23,6 +23,21 @@ RESULTS = ROOT / "docs" / "results"
 _PACKAGES = ("torch", "torchvision", "timm", "transformers")
 
 
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "--short", "HEAD")
+    if not commit:
+        return "unknown"
+    return commit + (" and changes since" if git("status", "--porcelain", "--", "src", "benchmarks") else "")
+
+
+# Taken when the script starts: a long run may outlast a commit.
+_COMMIT = _commit()
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """A claim, what was measured, and the limit it is held to.
@@ -64,7 +79,7 @@ def facts() -> str:
     return bullets(
         [
             f"Date: {datetime.datetime.now(datetime.UTC).date().isoformat()}",
-            f"Commit: {_commit()}",
+            f"Commit: {_COMMIT}",
             f"Versions: Python {platform.python_version()}, {packages}",
             f"Machine: {machine}, no GPU used, load average {os.getloadavg()[0]:.1f}",
         ]
@@ -97,14 +112,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    commit = git("rev-parse", "--short", "HEAD")
-    if not commit:
-        return "unknown"
-    return commit + (" and changes since" if git("status", "--porcelain", "--", "src", "benchmarks") else "")

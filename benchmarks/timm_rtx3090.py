@@ -53,7 +53,7 @@ QUANTITIES = {
 CANDIDATES = ("allocated", "needed")
 
 # (quantity, bytes) settled by a run over all usual rows: docs/results/timm_rtx3090.md.
-SETTLED = ("allocated", 21.6 * GIB)
+SETTLED = ("allocated", 21.175 * GIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +320,12 @@ are not as independent as their sizes suggest."""
 EVIDENCE = """\
 ## Rows that no threshold can satisfy
 
-The misses contradict each other, and no mechanism that we know of tells the sides apart: each pair below has the same
-image size and batch, and the step that needs less memory failed while the one that needs more ran. {num} of {total},
-those furthest apart first:"""
+Each pair below has the same image size and batch, and the step that needs less memory failed while the one that needs
+more ran. No mechanism that we know of tells the sides apart. {num} of {total}, those furthest apart first:"""
+
+ALIKE = """\
+Models that are missed the same way in both layouts, which chance explains less well. Where the number is far from the
+capacity, a mechanism is missing here that we have not found:"""
 
 
 def misses_table(misses: Sequence[Outcome], quantity: str, capacity: float) -> str:
@@ -340,14 +343,46 @@ def misses_table(misses: Sequence[Outcome], quantity: str, capacity: float) -> s
     return table(("row", "ran at, GiB", "failed at, GiB"), cells)
 
 
-def evidence(outcomes: Sequence[Outcome], quantity: str) -> list[str]:
-    """Rows that contradict each other."""
+def missed_alike(misses: Sequence[Outcome], quantity: str, capacity: float) -> list[str]:
+    """Models that are missed at the same end in every layout, if there are several."""
+    ends: dict[tuple[str, str], list[int]] = {}
+    for outcome in misses:
+        name, ran, failed = outcome.row["model"], getattr(outcome.fits, quantity), getattr(outcome.fails, quantity)
+        if ran > capacity:
+            ends.setdefault((f"{name} at {outcome.fits.batch_size}", "ran"), []).append(ran)
+        if failed <= capacity:
+            ends.setdefault((f"{name} at {outcome.fails.batch_size}", "failed"), []).append(failed)
+    return [
+        f"{name}: {verb} with {' and '.join(map(gib, sizes))} GiB"
+        for (name, verb), sizes in ends.items()
+        if len(sizes) > 1
+    ]
+
+
+def evidence(outcomes: Sequence[Outcome], misses: Sequence[Outcome], quantity: str, capacity: float) -> list[str]:
+    """Rows that contradict each other, and rows that agree in being missed."""
     pairs, layouts = contradictions(outcomes, quantity), split_layouts(outcomes, quantity)
     shown = pairs[:NUM_PAIRS]
     parts = [EVIDENCE.format(num=len(shown), total=len(pairs)), bullets(shown)] if pairs else []
+    alike = missed_alike(misses, quantity, capacity)
     if layouts:
         parts += ["Models that ran in one layout and failed in the other at the same batch:", bullets(layouts)]
+    if alike:
+        parts += [ALIKE, bullets(alike)]
     return parts
+
+
+def score_bars(scored: str, mark: Score) -> list[Bar]:
+    """The claims about some rows."""
+    return [
+        Bar(
+            f"rows with both ends right, {scored}",
+            f"{mark.rows:.1%}",
+            f"at least {ROW_LIMIT:.0%}",
+            mark.rows >= ROW_LIMIT,
+        ),
+        Bar(f"ends right, {scored}", f"{mark.ends:.1%}", f"at least {END_LIMIT:.1%}", mark.ends >= END_LIMIT),
+    ]
 
 
 def sections(outcomes: Sequence[Outcome], skipped: Sequence[Skipped], *, settle: bool) -> tuple[list[Bar], list[str]]:
@@ -358,11 +393,9 @@ def sections(outcomes: Sequence[Outcome], skipped: Sequence[Skipped], *, settle:
         body = [CAPACITY.format(contexts=", ".join(map(str, PUBLISHED_CONTEXTS))), candidates]
     else:
         quantity, capacity = SETTLED
-    overall = score(outcomes, quantity, capacity)
-    bars = [
-        Bar("rows with both ends right", f"{overall.rows:.1%}", f"at least {ROW_LIMIT:.0%}", overall.rows >= ROW_LIMIT),
-        Bar("ends right", f"{overall.ends:.1%}", f"at least {END_LIMIT:.1%}", overall.ends >= END_LIMIT),
-    ]
+    bars = score_bars("all", score(outcomes, quantity, capacity))
+    if settle:
+        bars += score_bars("odd models", score(halves(outcomes)[1], quantity, capacity))
     misses = [o for o in outcomes if o.ends_right(quantity, capacity) < 2]
     body = [
         f"## Scores\n\nCompared with the capacity: {QUANTITIES[quantity]}.",
@@ -370,7 +403,7 @@ def sections(outcomes: Sequence[Outcome], skipped: Sequence[Skipped], *, settle:
         *body,
         f"## Misses\n\n{len(misses)} of {len(outcomes)} rows, at the batch that ran and at the batch that failed:",
         misses_table(misses, quantity, capacity),
-        *evidence(outcomes, quantity),
+        *evidence(outcomes, misses, quantity, capacity),
     ]
     if skipped:
         reasons = bullets(f"{describe(s.row)}: {s.reason}" for s in skipped)

@@ -26,6 +26,7 @@ class Accumulation:
         return (
             isinstance(old, torch.Tensor)
             and isinstance(new, torch.Tensor)
+            and old.layout is torch.strided
             and old.shape == new.shape
             and old.dtype is new.dtype
             and _references(old) == self._sole

@@ -64,7 +64,8 @@ def _lstm(
             index = number * directions + direction
             weights = list(params[index * per_layer : (index + 1) * per_layer])
             if not has_biases:
-                weights += [torch.zeros(weights[0].shape, dtype=data.dtype, device=META) for _ in range(2)]
+                # Zeros in the shapes of the weights, not of biases.
+                weights += [torch.zeros(w.shape, dtype=data.dtype, device=META) for w in weights]
             sizes: list[int] = []
             options = (direction == 1, sizes, _LSTM_MODE, hidden, num_layers, has_biases, bidirectional)
             out, state, cell, _ = call_plain(
@@ -151,6 +152,10 @@ def _simple_cell(activation: Callable[[torch.Tensor], torch.Tensor]) -> _Cell:
     return cell
 
 
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def _padded_row(count: int, element_size: int) -> int:
     """Elements of a row as oneDNN lays it out: whole cache lines, one more at multiples of 256 (`get_good_ld`).
 
@@ -165,12 +170,13 @@ def _padded_row(count: int, element_size: int) -> int:
 def workspace_bytes(steps: int, batch: int, inputs: int, hidden: int, element_size: int) -> int:
     """Bytes of what one LSTM layer keeps for its backward pass (`set_offsets` in oneDNN's rnn_utils).
 
-    Gates of every step; then, before and after the layer, the states passed upwards, the states passed on in time and
-    the gradients of both, in padded rows; then cells and outputs of every step and their gradients, in plain ones.
+    The gates of every step. Then, for all points in time below and above the layer: in padded rows the states passed
+    upwards, those passed on in time and the gradients passed downwards; in plain ones the cells and their gradients.
+    Finally the output of every step.
     """
     gates = steps * batch * _padded_row(_GATES * hidden, element_size)
     padded = 3 * 2 * (steps + 1) * batch * _padded_row(max(inputs, hidden), element_size)
-    plain = (5 * steps + 2) * batch * hidden
+    plain = (2 * 2 * (steps + 1) + steps) * batch * hidden
     return (gates + padded + plain) * element_size
 
 
@@ -192,7 +198,9 @@ def _copied_weights(weights: tuple[torch.Tensor, ...]) -> list[int]:
 
 
 def _gate_scratch(data: torch.Tensor, hidden: int) -> int:
-    return data.shape[0] * data.shape[1] * _GATES * hidden * data.element_size()
+    """The gates of all steps, and two states passed from one step to the next."""
+    steps, batch = data.shape[:2]
+    return (steps * _GATES + 2) * batch * hidden * data.element_size()
 
 
 def forward_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
@@ -201,12 +209,16 @@ def forward_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def backward_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-    """The weights the other way round, their gradients in oneDNN's layout, the gates of all steps, dense gradients."""
-    data, weights, gradient = args[0], args[1:3], args[10]
+    """The weights the other way round, their gradients in oneDNN's layout, the gates, and gradients that come in.
+
+    Of those, the missing ones are made of zeros and the others made contiguous.
+    """
+    data, weights = args[0], args[1:3]
     turned = [
         w.shape[0] * _padded_row(w.shape[1], w.element_size()) * w.element_size()
         for w in weights
         if _padded_row(w.shape[1], w.element_size()) != w.shape[1]
     ]
-    copies = [g.numel() * g.element_size() for g in (gradient,) if g is not None and not g.is_contiguous()]
-    return [*turned, *_copied_weights(weights), _gate_scratch(data, args[5].shape[-1]), *copies]
+    pairs = zip(args[7:10], args[10:13], strict=True)
+    gradients = [_bytes(value) for value, given in pairs if given is None or not given.is_contiguous()]
+    return [*turned, *_copied_weights(weights), _gate_scratch(data, args[5].shape[-1]), *gradients]

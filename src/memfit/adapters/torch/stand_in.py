@@ -90,11 +90,27 @@ def _rebuilt_mapping(original: Any, items: dict[Any, Any]) -> Any:
 
 
 def _shape_only(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.layout is torch.sparse_coo:
+        indices, values = dense_parts(tensor)
+        return torch.sparse_coo_tensor(
+            torch.empty(indices.shape, dtype=indices.dtype, device=META),
+            torch.empty(values.shape, dtype=dtype, device=META),
+            tensor.shape,
+            check_invariants=False,
+            is_coalesced=tensor.is_coalesced(),
+        )
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return tensor.to(META)
     if dtype is tensor.dtype and _dense(tensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=META)
     return torch.empty_like(tensor, dtype=dtype, device=META)
+
+
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the memory of `tensor`: itself, or what a sparse one is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor] if tensor.layout is torch.strided else []
 
 
 def _dense(tensor: torch.Tensor) -> bool:

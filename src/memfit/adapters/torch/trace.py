@@ -23,7 +23,7 @@ from memfit.adapters.torch.interception import intercepting
 from memfit.adapters.torch.look import Look
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.recorder import Recorder
-from memfit.adapters.torch.stand_in import ShapeCopies, map_tensors, optimizer_for, swapped, tensors_in
+from memfit.adapters.torch.stand_in import ShapeCopies, dense_parts, map_tensors, optimizer_for, swapped, tensors_in
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
 from memfit.core.timeline import Category, Phase, Timeline
@@ -108,6 +108,8 @@ class _Tracer:
         parameters = list(step.model.parameters())
         with ExitStack() as stack:
             stack.enter_context(_undisturbed())
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
             stack.enter_context(swapped(step.model, copies))
             batch = map_tensors(step.batch, copies.of)
             stack.enter_context(self._simulation())
@@ -116,7 +118,7 @@ class _Tracer:
             segments = self._train(optimizer, batch) if step.training else self._infer(batch)
             self.recorder.stop()
             parameter_bytes = sum(p.numel() * p.element_size() for p in step.model.parameters())
-            batch_bytes = sum(t.numel() * t.element_size() for t in tensors_in(batch))
+            batch_bytes = sum(t.numel() * t.element_size() for x in tensors_in(batch) for t in dense_parts(x))
         return Trace(
             self.recorder.timeline(segments),
             tuple(self.notes.found.values()),
@@ -158,13 +160,13 @@ class _Tracer:
         for name, buffer in model.named_buffers():
             self._add(buffer, name, Category.BUFFER)
         for tensor in tensors_in(batch):
-            if tensor.layout is torch.strided:
-                self.recorder.add(tensor, "batch", Category.BATCH)
+            for part in dense_parts(tensor):
+                self.recorder.add(part, "batch", Category.BATCH)
 
     def _add(self, tensor: torch.Tensor, name: str, category: Category) -> None:
-        if tensor.layout is torch.strided:
-            module = name.rpartition(".")[0]
-            self.recorder.add_named(tensor, str(category), category, (module, ""))
+        module = name.rpartition(".")[0]
+        for part in dense_parts(tensor):
+            self.recorder.add_named(part, str(category), category, (module, ""))
 
     def _forward(self, batch: Any) -> Any:
         step = self.step
@@ -172,7 +174,8 @@ class _Tracer:
         dtype = torch.float16 if step.precision == "amp-fp16" else torch.bfloat16
         device_type = "cuda" if self.on_cuda else "cpu"
         with torch.autocast(device_type, dtype=dtype) if amp else nullcontext(), failures.explained("forward"):
-            return step.loss(step.model, batch)
+            # Each step of a real loop gets a batch of its own, and losses do take batches apart.
+            return step.loss(step.model, map_tensors(batch, lambda tensor: tensor))
 
     def _train(self, optimizer: Any, batch: Any) -> list[tuple[int, int]] | None:
         recorder = self.recorder
@@ -223,11 +226,8 @@ class _Tracer:
 
     def _classify(self, tensor: torch.Tensor, category: Category, parameter: torch.Tensor) -> None:
         module = self.module_of.get(id(parameter), "")
-        if tensor.layout is torch.strided:
-            self.recorder.classify(tensor, category, module)
-        elif tensor.layout is torch.sparse_coo:
-            self.recorder.classify(tensor._indices(), category, module)
-            self.recorder.classify(tensor._values(), category, module)
+        for part in dense_parts(tensor):
+            self.recorder.classify(part, category, module)
 
     def _update(self, optimizer: Any, batch: Any, number: int) -> None:
         self.recorder.enter(Phase.OPTIMIZER, number)
