@@ -36,7 +36,7 @@ from memfit.core.units import GIB, MIB
 DEFAULT_CSVS = tuple(rows.DATA / f"timm_train_rtx3090_{layout}.csv" for layout in ("nchw", "nhwc"))
 DEVICE = "rtx-3090"
 NUM_PAIRS = 15
-ROW_LIMIT, END_LIMIT = 0.95, 0.975
+ROW_LIMIT, END_LIMIT = 0.97, 0.985
 
 # Bytes left for PyTorch's allocator, as a grid in GiB.
 GRID = tuple(20.5 + 0.05 * step for step in range(51))

@@ -1,7 +1,7 @@
 """What a convolution allocates on a CPU.
 
-oneDNN runs it, with copies of channels-first tensors in layouts of its own (`onednn_convolution`). Channels-last tensors
-it takes as they are, but for the weight. A transposed convolution is an ordinary one with gather and scatter exchanged.
+oneDNN runs it, with copies of channels-first tensors in layouts of its own (`onednn_convolution`). Channels-last
+tensors it takes as they are, but for the weight. A transposed convolution is an ordinary one with gather and scatter exchanged.
 Small convolutions and other types of numbers go to PyTorch's own kernels, which unfold every image into a matrix.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memfit.adapters.torch.convolution_layout import channels_last_format
-from memfit.adapters.torch.onednn_convolution import WIDEST_DEPTHWISE_KERNEL, Geometry, block_width
+from memfit.adapters.torch.onednn_convolution import Geometry, block_width
 from memfit.adapters.torch.shapes import Operator
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -104,11 +104,10 @@ def _unfolded(data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, optio
 def _channels_last_peak(geometry: Geometry, data_bytes: int) -> int:
     """Both backward passes on channels-last tensors: only the weight and its gradient are copied into blocks."""
     weight = geometry.weight_bytes
-    blocks = weight
-    if geometry.depthwise and geometry.kernel[-1] > WIDEST_DEPTHWISE_KERNEL:
-        # The general kernel takes over and pads each group's only channel to a block, on both sides.
-        blocks = weight * geometry.block**2
-    scratch = geometry.strided_scratch if geometry.strided and geometry.groups == 1 else 0
-    scatter = data_bytes + weight + scratch
+    # The general kernel pads the channels of each group to a block, on both sides.
+    padded = geometry.wide_depthwise or (geometry.groups > 1 and not geometry.depthwise)
+    blocks = geometry.padded_groups if padded else weight
+    scratch = geometry.strided_scratch if geometry.strided and not geometry.depthwise else 0
+    scatter = data_bytes + (weight if geometry.depthwise else blocks) + scratch
     weigh = data_bytes + (1 + geometry.reductions) * blocks + geometry.picked_pixels
     return max(scatter if data_bytes else 0, weigh, data_bytes + blocks + 2 * weight)

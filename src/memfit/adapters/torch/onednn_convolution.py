@@ -18,10 +18,14 @@ import torch
 _IMAGE_CHANNELS = 3
 # Widest kernel of the vector code for the weight's gradient, plain and depthwise (jit_avx512_common, jit_uni_dw).
 _WIDEST_KERNEL = 14
-WIDEST_DEPTHWISE_KERNEL = 3
-# Pixels that the vector code makes at a time: 7 to 15, fewer with more channels. A dilated kernel must not reach
-# further over an edge than that; tested with 16 to 512 channels.
-_UNROLLED_PIXELS = 7
+_WIDEST_DEPTHWISE_KERNEL = 3
+# Registers that hold pixels in the making; one more is kept for the weight.
+_REGISTERS = 31
+# Pixels that kernels wider than this make at a time, however many channels there are.
+_NARROW_KERNEL = 3
+_UNROLLED_PIXELS = 28
+# The narrowest vector code needs whole groups of this many channels.
+_GROUP_MULTIPLE = 8
 
 
 def _round_up(count: int, block: int) -> int:
@@ -67,6 +71,14 @@ class Geometry:
         return self.groups > 1 and self.groups == self.source[1] == self.result[1]
 
     @cached_property
+    def multiplies(self) -> bool:
+        """No pass has vector code: odd groups, or depthwise in three dimensions."""
+        if self.depthwise:
+            return len(self.source) == 5
+        widths = (self.source[1] // self.groups, self.result[1] // self.groups)
+        return self.groups > 1 and any(width % _GROUP_MULTIPLE for width in widths)
+
+    @cached_property
     def narrow(self) -> bool:
         """Fewer source channels than a block, under a kernel of several taps: first layers."""
         return self.groups == 1 and self.source[1] < self.block and prod(self.kernel) > 1
@@ -75,6 +87,11 @@ class Geometry:
     def reads_images(self) -> bool:
         """So few source channels that no pass but the scatter copies them."""
         return self.narrow and self.source[1] <= _IMAGE_CHANNELS
+
+    @cached_property
+    def wide_depthwise(self) -> bool:
+        """Depthwise, with a kernel that its own vector code for the weight's gradient doesn't take."""
+        return self.depthwise and (self.kernel[-1] > _WIDEST_DEPTHWISE_KERNEL or self.dilation[-1] > 1)
 
     @cached_property
     def strided(self) -> bool:
@@ -97,6 +114,12 @@ class Geometry:
             source_channels = _round_up(self.source[1], self.block)
         return source_channels * _round_up(self.result[1], self.block) * taps
 
+    @cached_property
+    def padded_groups(self) -> int:
+        """Bytes of the weight with the channels of each group in blocks."""
+        widths = (_round_up(sizes[1] // self.groups, self.block) for sizes in (self.source, self.result))
+        return self.groups * prod(widths) * prod(self.kernel) * self.element_size
+
     def plain(self, sizes: tuple[int, ...]) -> int:
         """Bytes of a tensor of `sizes`."""
         return prod(sizes) * self.element_size
@@ -118,6 +141,8 @@ class Geometry:
     @cached_property
     def columns(self) -> int:
         """Scratch of a matrix multiplication: each thread unfolds an image of one group, slice by slice."""
+        if prod(self.kernel) == 1 and not self.strided:
+            return 0
         pixels = prod(self.result[-2:]) if len(self.source) > 3 else self.result[-1]
         return self.threads * self.source[1] // self.groups * prod(self.kernel) * pixels * self.element_size
 
@@ -135,7 +160,7 @@ class Geometry:
     def gather_peak(self) -> int:
         """Greatest bytes live in the pass that makes the result, that tensor included."""
         result, plain = self.blocks(self.result), self.plain(self.result)
-        if self._refuses(self.padding[-1]):
+        if self.multiplies or self._overlaps(self.padding[-1], self.result[1]):
             return max(plain + self.columns, 2 * plain)
         if self.narrow:
             return result + max(self.weight_blocks(self.source[1]), plain)
@@ -146,7 +171,7 @@ class Geometry:
         """Greatest bytes live in the pass that makes the source's gradient, that tensor included."""
         source = self.plain(self.source)
         reach = (self.kernel[-1] - 1) * self.dilation[-1]
-        if self._refuses(reach - self.padding[-1]):
+        if self.multiplies or self._overlaps(reach - self.padding[-1], self.source[1]):
             return max(source + self.columns, 2 * source)
         if self.strided and self.groups == 1:
             # Works on channels-last copies, and the gradient is copied twice more on its way out.
@@ -176,13 +201,23 @@ class Geometry:
             sums = self.reductions * weight + self.picked_pixels
         return weight + max(inputs + sums, self.weight_bytes)
 
-    def _refuses(self, overlap: int) -> bool:
-        """A dilated kernel that overlaps an edge by too many pixels."""
-        return self.dilation[-1] > 1 and not self.strided and overlap > _UNROLLED_PIXELS
+    def _overlaps(self, pixels: int, channels: int) -> bool:
+        """Whether a dilated kernel reaches over an edge by more pixels than are made at a time.
+
+        Pixels in the making, each with some blocks of channels and a register more, fill the registers; tested with
+        16 to 512 channels.
+        """
+        if self.dilation[-1] == 1 or self.strided:
+            return False
+        if self.kernel[-1] > _NARROW_KERNEL:
+            return pixels > _UNROLLED_PIXELS
+        blocks = -(-channels // self.block)
+        at_once = next(n for n in (4, 3, 2, 1) if blocks % n == 0)
+        return pixels > _REGISTERS // (at_once + 1)
 
     def _refuses_weigh(self) -> bool:
         """Kernels too wide, or in three dimensions deeper than the data or with few channels."""
-        if self.kernel[-1] > (WIDEST_DEPTHWISE_KERNEL if self.depthwise else _WIDEST_KERNEL):
+        if self.multiplies or self.wide_depthwise or self.kernel[-1] > _WIDEST_KERNEL:
             return True
         narrow = self.narrow and not self.reads_images
         return len(self.source) == 5 and (narrow or self.source[2] < self.kernel[0])

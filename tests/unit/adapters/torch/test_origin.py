@@ -116,6 +116,7 @@ def test_buffers_that_change_take_no_origin_from_others():
     blocks = made_in(run(model, torch.empty(2, 3, 4, 4)), Phase.BACKWARD)
 
     assert {m for m, _ in origins(blocks, "native_batch_norm_backward")} == {"1"}
+    assert {b.module for b in blocks if b.op == "aten.convolution_backward"} == {"0"}
     assert {m for m, _ in origins(blocks, "threshold_backward")} == {"2"}
 
 

@@ -21,6 +21,8 @@ def make_model(dtype=torch.float32):
 def test_it_is_one_kernel_that_keeps_a_number_per_row():
     traced = run(make_model(), DATA, loss=sum_of_output)
 
+    made = [b.size_bytes for b in forward_blocks(traced) if b.category is not Category.WORKSPACE]
+    assert made == [OUTPUT, OUTPUT, 10 * 4, 4]
     assert sizes(forward_blocks(traced), "_fused_rms_norm") == [OUTPUT, 10 * 4]
     # The norm's input, the scales, and the loss.
     assert kept_bytes(traced) == OUTPUT + 10 * 4 + 4
