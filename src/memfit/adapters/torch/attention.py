@@ -211,7 +211,14 @@ def _padded_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tens
 
 
 class HostAttention:
-    """Chooses the kernel of the CPU."""
+    """Chooses the kernel of the CPU.
+
+    Args:
+        autocast: casts queries, keys and values first, as the CPU's autocast does.
+    """
+
+    def __init__(self, autocast: Autocast) -> None:
+        self._autocast = autocast
 
     def interceptors(self) -> dict[str, Interceptor]:
         """The interceptor of `scaled_dot_product_attention`."""
@@ -230,6 +237,9 @@ class HostAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
+        dtype = self._autocast.dtype
+        if dtype is not None:
+            query, key, value, attn_mask = self._autocast.cast((query, key, value, attn_mask), dtype)
         if self._flash_fits(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
             mask = _additive_mask(attn_mask, query.dtype)
             flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -1,10 +1,11 @@
-"""CUDA's autocast for shape-only tensors: which operators run in which precision, and which casts are kept.
+"""Autocast for shape-only tensors: which operators run in which precision, and which casts are kept.
 
-The state itself (enabled, dtype, nesting, cache) is PyTorch's own for "cuda", so that the user's
-`torch.autocast("cuda")` blocks, `torch.is_autocast_enabled` and checkpointing's replay of the state all work. Only the
-casts are made here, by the lists of PyTorch's `autocast_mode.h`.
+The state itself (enabled, dtype, nesting, cache) is PyTorch's own, so that the user's `torch.autocast("cuda")` blocks,
+`torch.is_autocast_enabled` and checkpointing's replay of the state all work. Only the casts are made here, by the lists
+of PyTorch's `autocast_mode.h` for CUDA and of `autocast_mode.cpp` for the CPU, which differ in most operators.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,6 +45,25 @@ WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put t
 
 BANNED = ["binary_cross_entropy"]
 
+HOST_LOWER_PRECISION = """
+    conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input _convolution.deprecated bmm mm linalg_vecdot baddbmm addmm _addmm_activation addbmm linear
+    matmul prelu mkldnn_rnn_layer scaled_dot_product_attention _native_multi_head_attention
+""".split()  # noqa: SIM905
+
+HOST_WIDEST = ["stack", "cat", "index_copy"]
+
+
+@cache
+def host_float32() -> tuple[str, ...]:
+    """Every other operator that PyTorch's autocast for the CPU knows: those run in float32."""
+    known = (
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCPU")
+    )
+    return tuple(sorted(set(known) - {*HOST_LOWER_PRECISION, *HOST_WIDEST}))
+
 
 class Autocast:
     """Makes the casts.
@@ -60,6 +80,10 @@ class Autocast:
     def interceptors(self) -> dict[str, Interceptor]:
         """An interceptor for every operator on the lists."""
         table: dict[str, Interceptor] = {}
+        if self._device_type == "cpu":
+            table |= dict.fromkeys(HOST_LOWER_PRECISION, self._lower)
+            table |= dict.fromkeys(HOST_WIDEST, self._widest)
+            return table | dict.fromkeys(host_float32(), self._float32)
         table |= dict.fromkeys(LOWER_PRECISION, self._lower)
         table |= dict.fromkeys(FLOAT32, self._float32)
         table |= dict.fromkeys(FLOAT32_BY_DTYPE_ARGUMENT, self._by_dtype)
@@ -146,7 +170,7 @@ class Autocast:
         name = op._schema.name
         if name in ("aten::softmax", "aten::log_softmax"):
             dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-            if args[0].dtype is torch.float16 and dtype is torch.float32 and self._device_type == "cuda":
+            if args[0].dtype is torch.float16 and dtype is torch.float32:
                 fused = torch.ops.aten._softmax if name == "aten::softmax" else torch.ops.aten._log_softmax
                 return call_plain(fused.default, args[0], args[1], True)
         return call_plain(op, *args, **kwargs)
@@ -166,7 +190,7 @@ class Autocast:
         return intercept
 
     def _banned(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
-        if self.dtype is not None and self._device_type == "cuda":
+        if self.dtype is not None:
             name = op._schema.name.replace("aten::", "")
             raise RuntimeError(
                 f"{name} can't run under autocast on CUDA, because its gradient overflows in half precision. "

@@ -26,7 +26,7 @@ def cuda_interceptors(capability: tuple[int, int], autocast: Autocast) -> dict[s
 
 def host_interceptors(autocast: Autocast) -> dict[str, Interceptor]:
     """What the CPU decides above autograd."""
-    return {**autocast.interceptors(), **HostAttention().interceptors(), **HostRecurrent().interceptors()}
+    return {**autocast.interceptors(), **HostAttention(autocast).interceptors(), **HostRecurrent().interceptors()}
 
 
 def _native_dropout(op: Operator, tensor: torch.Tensor, p: float, train: bool) -> Any:

@@ -1,8 +1,8 @@
 """What a convolution allocates on a CPU.
 
 oneDNN runs it, with copies of channels-first tensors in layouts of its own (`onednn_convolution`). Channels-last
-tensors it takes as they are, but for the weight. A transposed convolution is an ordinary one with gather and scatter exchanged.
-Small convolutions and other types of numbers go to PyTorch's own kernels, which unfold every image into a matrix.
+tensors it takes as they are, but for the weight. A transposed convolution is an ordinary one with gather and scatter
+exchanged. Small convolutions and other types of numbers go to PyTorch's own kernels, which unfold images into matrices.
 """
 
 from functools import lru_cache

@@ -90,11 +90,10 @@ class HostInternals:
         return [self._threads * queries * (keys + 2 + args[0].shape[3]) * _FLOAT_BYTES]
 
     def _flash_backward(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-        """Each thread's scores of a block, their gradients and row sums; a copy of a gradient in an unusual layout."""
+        """Each thread's scores of a block and their gradients; a copy of the gradient unless heads come after positions."""
         gradient = args[0]
         queries, keys = _attention_blocks(args[1], args[2])
-        usual = gradient.is_contiguous() or gradient.transpose(1, 2).is_contiguous()
-        return [0 if usual else _bytes(gradient), self._threads * queries * (2 * keys + 1) * _FLOAT_BYTES]
+        return [*_copies(gradient.transpose(1, 2)), self._threads * queries * 2 * keys * _FLOAT_BYTES]
 
 
 def _attention_blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from memfit.adapters.torch.shapes import Operator
 
 _KEY = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 _KEYSET = torch._C.DispatchKeySet(_KEY)
+_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 
 # An interceptor takes the operator and its arguments and returns the result.
 Interceptor = Callable[..., Any]
@@ -57,13 +58,14 @@ def _register(names: list[str]) -> None:
             continue
         op = overload(name)
 
-        def kernel(*args: Any, _name: str = name, _op: Operator = op, **kwargs: Any) -> Any:
+        def kernel(keys: Any, *args: Any, _name: str = name, _op: Operator = op, **kwargs: Any) -> Any:
             interceptor = _active.get(_name)
             if interceptor is None:
-                return call_plain(_op, *args, **kwargs)
+                # Registered for another device: the operators it calls in turn may have interceptors on this one.
+                return _op.redispatch(keys & _BELOW, *args, **kwargs)
             return interceptor(_op, *args, **kwargs)
 
-        _library.impl(name, kernel, "AutocastPrivateUse1")
+        _library.impl(name, kernel, "AutocastPrivateUse1", with_keyset=True)
         _registered.add(name)
 
 

@@ -14,6 +14,8 @@ from math import prod
 
 import torch
 
+from memfit.core.units import KIB
+
 # Channels of images: with so few the weigh pass reads the source in place.
 _IMAGE_CHANNELS = 3
 # Widest kernel of the vector code for the weight's gradient, plain and depthwise (jit_avx512_common, jit_uni_dw).
@@ -24,6 +26,10 @@ _REGISTERS = 31
 # Pixels that kernels wider than this make at a time, however many channels there are.
 _NARROW_KERNEL = 3
 _UNROLLED_PIXELS = 28
+# Of a matrix to be multiplied, a thread of the gather makes what its core's cache holds (290 to 720 KB measured), one of
+# the weigh pass at most this many columns (416 with up to 64 output channels, fewer with more).
+_CACHED_COLUMNS_BYTES = 640 * KIB
+_UNFOLDED_PIXELS = 416
 # The narrowest vector code needs whole groups of this many channels.
 _GROUP_MULTIPLE = 8
 
@@ -138,13 +144,14 @@ class Geometry:
         pixels = prod(self.result[2:])
         return self.threads * _round_up(self.source[1], self.block) * pixels * self.element_size
 
-    @cached_property
-    def columns(self) -> int:
-        """Scratch of a matrix multiplication: each thread unfolds an image of one group, slice by slice."""
+    def columns(self, most_pixels: int | None = None) -> int:
+        """Bytes that a thread needs to unfold an image of one group, a slice of its depth and some pixels at a time."""
         if prod(self.kernel) == 1 and not self.strided:
             return 0
         pixels = prod(self.result[-2:]) if len(self.source) > 3 else self.result[-1]
-        return self.threads * self.source[1] // self.groups * prod(self.kernel) * pixels * self.element_size
+        if most_pixels is not None:
+            pixels = min(pixels, most_pixels)
+        return self.source[1] // self.groups * prod(self.kernel) * pixels * self.element_size
 
     @cached_property
     def strided_scratch(self) -> int:
@@ -161,7 +168,7 @@ class Geometry:
         """Greatest bytes live in the pass that makes the result, that tensor included."""
         result, plain = self.blocks(self.result), self.plain(self.result)
         if self.multiplies or self._overlaps(self.padding[-1], self.result[1]):
-            return max(plain + self.columns, 2 * plain)
+            return plain + max(self.threads * min(self.columns(), _CACHED_COLUMNS_BYTES), plain)
         if self.narrow:
             return result + max(self.weight_blocks(self.source[1]), plain)
         return result + max(self.blocks(self.source) + self.weight_blocks() + self.picked_pixels, plain)
@@ -172,7 +179,7 @@ class Geometry:
         source = self.plain(self.source)
         reach = (self.kernel[-1] - 1) * self.dilation[-1]
         if self.multiplies or self._overlaps(reach - self.padding[-1], self.source[1]):
-            return max(source + self.columns, 2 * source)
+            return source + max(self.threads * self.columns(), source)
         if self.strided and self.groups == 1:
             # Works on channels-last copies, and the gradient is copied twice more on its way out.
             channels = _round_up(self.source[1], self.block) * self.result[1]
@@ -185,8 +192,9 @@ class Geometry:
         """Greatest bytes live in the pass that makes the weight's gradient, that tensor included."""
         if self._refuses_weigh():
             # The gradients to be summed are booked by bytes where elements are meant: four times as large for float32.
-            sums = 4 * self.threads * self.weight_bytes if self.source[0] > 1 and self.threads > 1 else 0
-            return self.weight_bytes + max(self.columns + sums, self.weight_bytes)
+            sums = 4 * self.weight_bytes if self.source[0] > 1 and self.threads > 1 else 0
+            scratch = self.threads * (self.columns(_UNFOLDED_PIXELS) + sums)
+            return self.weight_bytes + max(scratch, self.weight_bytes)
         if self.reads_images:
             weight = self.weight_blocks(self.source[1])
             inputs, sums = self.blocks(self.result), self.reductions * weight

@@ -108,8 +108,8 @@ class _Tracer:
         parameters = list(step.model.parameters())
         with ExitStack() as stack:
             stack.enter_context(_undisturbed())
+            # Wherever it is called from: this also switches gradients on.
             stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
             stack.enter_context(swapped(step.model, copies))
             batch = map_tensors(step.batch, copies.of)
             stack.enter_context(self._simulation())

@@ -29,12 +29,12 @@ LISTS = {
 }
 
 
-def known_to_torch():
-    """Operators for which this build of PyTorch has a kernel of CUDA's autocast, whether or not it has CUDA."""
+def known_to_torch(key="AutocastCUDA"):
+    """Operators for which this build of PyTorch has a kernel of an autocast, whether or not it has CUDA."""
     return {
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_all_op_names()
-        if torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
     }
 
 
@@ -200,6 +200,18 @@ def test_a_frozen_parameter_is_cast_again_at_each_use():
     assert len(casts(forward_blocks(traced), 64 * 64 * 2)) == 2
 
 
+def test_an_activation_is_cast_again_at_each_use():
+    # GIVEN a float32 activation with a gradient, which is no leaf
+    def loss(model, batch):
+        middle = model.layer.weight[:8].exp()
+        with torch.autocast("cuda"):
+            return (model.layer(middle) + model.layer(middle)).float().sum()
+
+    traced = run(Twice(), torch.empty(1), loss=loss)
+
+    assert len(casts(forward_blocks(traced), 8 * 64 * 2)) == 2
+
+
 @pytest.mark.parametrize("function", [F.softmax, F.log_softmax])
 def test_softmax_of_float16_makes_no_float32_copy_of_its_input(function):
     def work(data):
@@ -296,12 +308,50 @@ def test_the_state_is_what_it_was_after_a_failed_trace():
     assert torch.clear_autocast_cache is before
 
 
-def test_autocast_of_the_host_follows_the_host():
-    def work(data):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return torch.mm(data, data).dtype
+ON_THE_HOST = {
+    "mm": (torch.mm, (MATRIX, MATRIX)),
+    "linear": (F.linear, (MATRIX, MATRIX, torch.empty(4))),
+    "einsum": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (MATRIX, MATRIX)),
+    "mv": (torch.mv, (MATRIX, MATRIX[0])),
+    "convolution": (lambda a: F.conv1d(a.view(1, 4, 4), torch.zeros(4, 4, 1, dtype=a.dtype)), (MATRIX,)),
+    "attention": (lambda a: F.scaled_dot_product_attention(*[a.view(1, 1, 4, 4)] * 3), (MATRIX,)),
+    "softmax": (lambda a: F.softmax(a, -1), (HALF,)),
+    "layer norm": (lambda a: F.layer_norm(a, (4,)), (HALF,)),
+    "exp": (torch.exp, (HALF,)),
+    "sum": (torch.sum, (HALF,)),
+    "norm": (lambda a: a.norm(), (HALF,)),
+    "prod": (torch.prod, (HALF,)),
+    "squared error": (F.mse_loss, (HALF, HALF)),
+    "cross entropy": (lambda a: F.cross_entropy(a, torch.zeros(4, dtype=torch.int64)), (HALF,)),
+    "binary cross entropy": (lambda a: F.binary_cross_entropy(a.sigmoid(), a.sigmoid()), (HALF,)),
+    "cat": (lambda a, b: torch.cat([a, b]), (HALF, MATRIX)),
+    "stack": (lambda a, b: torch.stack([a, b]), (HALF, MATRIX)),
+    "index copy": (lambda a, b: a.index_copy(0, torch.tensor([0]), b[:1]), (MATRIX, MATRIX)),
+    "padding": (lambda a: F.pad(a.view(1, 4, 4), (1, 1), mode="reflect"), (HALF,)),
+    "pooling": (lambda a: F.avg_pool3d(a.view(1, 1, 4, 2, 2), 2), (HALF,)),
+    "relu": (torch.relu, (HALF,)),
+}
 
-    assert observe(work, MATRIX, device=HOST)[0] is torch.bfloat16
+
+@pytest.mark.parametrize("name", ON_THE_HOST)
+def test_the_host_gives_the_precision_that_the_real_one_gives(name):
+    # GIVEN real numbers and PyTorch's own autocast
+    work, inputs = ON_THE_HOST[name]
+    inputs = [torch.zeros_like(tensor).to(torch.bfloat16 if tensor is HALF else tensor.dtype) for tensor in inputs]
+
+    def under_autocast(*arguments):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return work(*arguments).dtype
+
+    # THEN shapes on the host come out in the same precision
+    assert observe(under_autocast, *inputs, device=HOST)[0] is under_autocast(*inputs)
+
+
+def test_the_host_has_a_list_for_every_operator_that_torch_casts_there():
+    listed = [*autocast.HOST_LOWER_PRECISION, *autocast.HOST_WIDEST, *autocast.host_float32()]
+
+    assert sorted(listed) == sorted(set(listed))
+    assert set(listed) == known_to_torch("AutocastCPU")
 
 
 def test_real_tensors_are_left_alone():

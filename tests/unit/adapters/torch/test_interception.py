@@ -112,6 +112,19 @@ def test_an_operator_of_an_earlier_block_is_left_alone():
     assert out.shape == (2, 4)
 
 
+def test_an_operator_of_an_earlier_block_does_not_hide_those_inside_of_it():
+    # GIVEN an operator that is made of others, registered for a device that is no longer simulated
+    with intercepting({"cross_entropy_loss": Watch()}):
+        pass
+
+    # WHEN another device intercepts one of the others
+    watch = Watch()
+    with intercepting({"log_softmax.int": watch}):
+        F.cross_entropy(meta(2, 3), torch.zeros(2, dtype=torch.int64, device="meta"))
+
+    assert watch.calls == 1
+
+
 def test_other_threads_are_left_alone():
     watch = Watch()
     shapes = []
