@@ -2,10 +2,10 @@
 
     python -m benchmarks.cpu_accuracy [case ...]
 
-The truth is tests/accuracy/cpu_measured.json, written by `python -m benchmarks.measure_cpu`: the greatest sum of live bytes of
-PyTorch's CPU allocator in two training steps. The prediction is the peak of the timeline for the same steps, model and batch.
-It is made with as many threads as the measurement had, whatever this machine has. Cases whose shapes depend on data are held
-to another bar: their prediction is an upper bound.
+The truth is tests/accuracy/cpu_measured.json, written by `python -m benchmarks.measure_cpu`: the greatest sum of live
+bytes of PyTorch's CPU allocator in two training steps. The prediction is the peak of the timeline for the same steps,
+model and batch. It is made with as many threads as the measurement had, whatever this machine has. Cases whose shapes
+depend on data are held to another bar: their prediction is an upper bound.
 """
 
 import argparse
@@ -141,7 +141,7 @@ def main() -> None:
     notes = [f"Not comparable: {text}." for text in sorted(differences)]
     notes.append(
         f"Error of the predicted peak of live bytes, two training steps on the CPU with {NUM_THREADS} threads, "
-        f"measured with {measured[0].cpu_capability} instructions. Optimizers that a case can't train with are left blank."
+        f"measured with {measured[0].cpu_capability} instructions. Blank: the case can't train with that optimizer."
     )
     title = "Accuracy on the CPU"
     publish("cpu_accuracy", title, bars(errors), [*notes, error_table(errors)], save=not names and not differences)

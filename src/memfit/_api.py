@@ -21,7 +21,6 @@ from memfit.reports import text
 if TYPE_CHECKING:
     from memfit.adapters.torch.trace import Trace
 
-MODES = ("training", "inference")
 # A second batch size is traced right away when the first trace took less than this.
 _EAGER_SECONDS = 0.6
 # What a process with PyTorch holds before any tensor, and what each loader worker adds (docs/estimate.md).
@@ -55,7 +54,7 @@ def estimate(
     optimizer: Any = None,
     device: str | Device | None = None,
     precision: str | None = None,
-    mode: str = "training",
+    mode: str | None = None,
     allocator: AllocatorOptions | None = None,
     batch_size: int | None = None,
 ) -> Estimate:
@@ -68,7 +67,7 @@ def estimate(
         optimizer: an instance, a callable that takes parameters, or None.
         device: a name of the catalogue ("rtx-3090"), "cpu", a size ("24GiB"); None means this machine's own GPU.
         precision: "fp32", "fp16", "bf16", "amp-fp16", "amp-bf16", or None to leave the model as it is.
-        mode: "training", or "inference" for a forward pass without gradients.
+        mode: "training" (the default), or "inference" for a forward pass without gradients.
         allocator: settings of PyTorch's caching allocator.
         batch_size: replaces the first dimension of the batch.
 
@@ -103,7 +102,7 @@ def max_batch(
     optimizer: Any = None,
     device: str | Device | None = None,
     precision: str | None = None,
-    mode: str = "training",
+    mode: str | None = None,
     allocator: AllocatorOptions | None = None,
     candidates: Iterable[int] | None = None,
 ) -> MaxBatch:
@@ -195,24 +194,17 @@ def named_optimizer(name: str) -> Any:
     _torch_adapter()
     from memfit.adapters.torch import named
 
-    if name not in named.OPTIMIZERS:
-        raise BadInput(f"optimizer must be one of {', '.join(named.OPTIMIZERS)}, but {name!r} was given.")
-    return named.OPTIMIZERS[name]
+    return named.named_optimizer(name)
 
 
 def _as_job(model: Any, loss: Any, batch: Any, **options: Any) -> Job:
     if isinstance(model, Job):
         if loss is not None or batch is not None:
             raise BadInput("a Job brings its own loss and batch; give either a Job or a model with loss and batch.")
-        given = {k: v for k, v in options.items() if v is not None and not (k == "mode" and v == "training")}
-        job = replace(model, **given)
-    else:
-        if loss is None:
-            raise BadInput("loss is missing: give a function that takes (model, batch) and returns the scalar loss.")
-        job = Job(model, loss, batch, **options)
-    if job.mode not in MODES:
-        raise BadInput(f"mode must be one of {', '.join(MODES)}, but {job.mode!r} was given.")
-    return job
+        return replace(model, **{k: v for k, v in options.items() if v is not None})
+    if loss is None:
+        raise BadInput("loss is missing: give a function that takes (model, batch) and returns the scalar loss.")
+    return Job(model, loss, batch, **{k: v for k, v in options.items() if v is not None})
 
 
 def _resolve(device: str | Device | None) -> Device:

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from memfit.core.device import Device
@@ -21,10 +21,20 @@ _PIPE_COLUMNS = 160
 
 @contextmanager
 def progress(text: str, *, quiet: bool) -> Iterator[None]:
-    """A spinner with the time passed on standard error, where that is a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield
-        return
+    """A spinner with the time passed on standard error, where that is a terminal.
+
+    What the user's code prints meanwhile goes there too: standard output is for the answer.
+    """
+    with redirect_stdout(sys.stderr):
+        if quiet or not sys.stderr.isatty():
+            yield
+            return
+        with _spinner(text):
+            yield
+
+
+@contextmanager
+def _spinner(text: str) -> Iterator[None]:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -41,6 +51,8 @@ def check_writable(path: str) -> None:
         raise BadFile(f"there is no folder {folder!r} to write {path!r} to. Make it first, or name another.")
     if os.path.isdir(path):
         raise BadFile(f"{path!r} is a folder. Give the path of a file, such as memory.html.")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise BadFile(f"{path!r} is not a file. Give the path of one, such as memory.html.")
     if not os.access(folder, os.W_OK):
         raise BadFile(f"the folder {folder!r} can't be written to, so {path!r} can't be either. Name another.")
 

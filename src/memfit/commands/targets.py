@@ -11,11 +11,9 @@ from typing import Any
 
 from memfit import _api
 from memfit.core.errors import BadInput, BadTarget
-from memfit.core.job import Job
+from memfit.core.job import OPTIMIZERS, PRECISIONS, Job
 
 PREFIXES = ("timm", "torchvision", "hf")
-PRECISIONS = ("fp32", "fp16", "bf16", "amp-fp16", "amp-bf16")
-OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adafactor")
 
 
 def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = True) -> None:

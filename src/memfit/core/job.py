@@ -4,6 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from memfit.core.errors import BadInput
+
+PRECISIONS = ("fp32", "fp16", "bf16", "amp-fp16", "amp-bf16")
+MODES = ("training", "inference")
+OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adafactor")
+"""Optimizers that can be asked for by name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -34,3 +41,14 @@ class Job:
     num_workers: int = 0
     prefetch_factor: int = 2
     pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise BadInput(f"precision must be one of {', '.join(PRECISIONS)}, but {self.precision!r} was given.")
+        if self.mode not in MODES:
+            raise BadInput(f"mode must be one of {', '.join(MODES)}, but {self.mode!r} was given.")
+        if self.num_workers < 0 or self.prefetch_factor < 1:
+            raise BadInput(
+                f"num_workers must be at least 0 and prefetch_factor at least 1, "
+                f"but {self.num_workers} and {self.prefetch_factor} were given."
+            )

@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate
 from memfit.reports import figures
 from memfit.reports.payload import build_payload
@@ -40,8 +41,13 @@ def render_page(estimate: Estimate) -> str:
 
 
 def write_page(estimate: Estimate, path: str | os.PathLike[str]) -> Path:
-    """Write the page to `path`, whole or not at all, and give back the path."""
-    target = Path(path)
+    """Write the page to `path`, whole or not at all, and give back the path.
+
+    A link is followed; what is neither a file nor missing (a folder, a device such as /dev/null) is refused.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise BadFile(f"{str(path)!r} is not a file. Give the path of one, such as memory.html.")
     text = render_page(estimate)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:

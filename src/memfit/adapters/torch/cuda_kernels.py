@@ -99,9 +99,14 @@ def _softmax_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _embedding_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-    """Sorted indices and where they came from, for more than 3072 of them (native/cuda/Embedding.cu)."""
-    indices = args[1]
-    return [] if indices.numel() <= 3072 else [_bytes(indices)] * 4
+    """Sorted indices and float32 sums of their segments, for more than 3072 (EmbeddingBackwardKernel.cu)."""
+    indices, num_weights = args[1], args[2]
+    count = indices.numel()
+    if count <= 3072:
+        return []
+    # A thread sums ten rows, so that a segment may be split between threads.
+    num_segments = count // 10 + min(count, num_weights)
+    return [*[_bytes(indices)] * 4, num_segments * args[0].shape[-1] * 4]
 
 
 def _mask_indices(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:

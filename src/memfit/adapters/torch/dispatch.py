@@ -33,6 +33,8 @@ _MIXED_DEVICES_ALLOWED = {
     "aten::set_",
     "aten::lift_fresh",
     "aten::_pack_padded_sequence",
+    "aten::_ctc_loss",
+    "aten::_ctc_loss_backward",
 }
 
 

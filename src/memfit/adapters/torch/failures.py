@@ -11,6 +11,15 @@ import torch
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS, SourceNames
 from memfit.core.errors import BadLoss, MemfitError, StepFailed
 
+# What to do about failures that the simulation, not the user's code, is the reason of.
+_HINTS = {
+    "Expected all tensors to be on the same device": (
+        "Everything the step uses must be on the simulated device: put teachers, class weights and the like into the "
+        "model or the batch, and write x.device instead of the name of a device."
+    ),
+    "HigherOrderOperator": "Higher-order operators (flex_attention, torch.cond) can't be run on shapes yet.",
+}
+
 
 @contextmanager
 def explained(part: str) -> Iterator[None]:
@@ -19,11 +28,12 @@ def explained(part: str) -> Iterator[None]:
         yield
     except MemfitError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where, line = _user_line(error)
         text = " ".join(str(error).split()) or "no message"
         message = f"the step failed in its {part}{where}: {type(error).__name__}: {text}"
-        raise StepFailed(message + (f"\n    {line}" if line else "")) from error
+        hint = next((hint for sign, hint in _HINTS.items() if sign in text), "")
+        raise StepFailed(message + (f"\n    {line}" if line else "") + (f"\n{hint}" if hint else "")) from error
 
 
 def _user_line(error: BaseException) -> tuple[str, str]:

@@ -2,10 +2,10 @@
 
 The rules, all reported as notes:
 
-- a shape that depends on data (`nonzero`, boolean indexing, `unique`): the largest it can be; - a value read from the
-device (`item()`): 1, or False for booleans, so that checks such as `isnan` pass; - no shape rule (custom operators):
-the operator's CPU kernel is run on zeros of the same shapes where there is one and they
-  are small, otherwise each output is taken to be like the first tensor argument.
+- a shape that depends on data (`nonzero`, boolean indexing, `unique`): the largest it can be;
+- a value read from the device (`item()`): 1, or False for booleans, so that checks such as `isnan` pass;
+- no shape rule (custom operators): the operator's CPU kernel is run on zeros of the same shapes where there is one and
+  they are small, otherwise each output is taken to be like the first tensor argument.
 """
 
 from collections.abc import Callable

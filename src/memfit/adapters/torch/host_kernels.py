@@ -90,7 +90,7 @@ class HostInternals:
         return [self._threads * queries * (keys + 2 + args[0].shape[3]) * _FLOAT_BYTES]
 
     def _flash_backward(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-        """Each thread's scores of a block and their gradients; a copy of the gradient unless heads come after positions."""
+        """Each thread's scores of a block and their gradients; a copy unless the gradient's heads come last but one."""
         gradient = args[0]
         queries, keys = _attention_blocks(args[1], args[2])
         return [*_copies(gradient.transpose(1, 2)), self._threads * queries * 2 * keys * _FLOAT_BYTES]

@@ -8,7 +8,7 @@ front of those operators, whether Python or C++ calls them. Switched off, the re
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,13 +20,6 @@ _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 
 # An interceptor takes the operator and its arguments and returns the result.
 Interceptor = Callable[..., Any]
-
-
-class Choices(Protocol):
-    """A device's choices: interceptors by operator name, "linear" or "norm.Scalar"."""
-
-    def interceptors(self) -> dict[str, Interceptor]:
-        """Interceptors by operator name."""
 
 
 _library: torch.library.Library | None = None

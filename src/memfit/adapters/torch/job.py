@@ -1,12 +1,13 @@
 """Opens a job: checks what the user gave, builds the model without weights, and traces at any batch size."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from memfit.adapters.torch.failures import explained
-from memfit.adapters.torch.stand_in import build_without_weights, check_one_device, map_tensors, tensors_in
-from memfit.adapters.torch.trace import PRECISIONS, Step, Trace, trace
+from memfit.adapters.torch.stand_in import build_without_weights, check_model, map_tensors, tensors_in
+from memfit.adapters.torch.trace import Step, Trace, trace, undisturbed
 from memfit.core.device import Device
 from memfit.core.errors import BadBatch, BadInput, BadModel, StepFailed
 from memfit.core.estimate import Note
@@ -38,8 +39,6 @@ class OpenJob:
     """
 
     def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
-        if job.precision is not None and job.precision not in PRECISIONS:
-            raise BadInput(f"precision must be one of {', '.join(PRECISIONS)}, but {job.precision!r} was given.")
         if not callable(job.loss):
             raise BadInput(f"loss must be a function of (model, batch), but {type(job.loss).__name__} was given.")
         self._job = job
@@ -69,7 +68,7 @@ class OpenJob:
 
     def _made(self, batch_size: int) -> Any:
         """The batch that the job's own function makes."""
-        with explained("batch function"):
+        with undisturbed(), explained("batch function"):
             batch = self._job.batch(batch_size)
         check_batch(batch)
         return batch
@@ -109,30 +108,31 @@ class OpenJob:
 
 
 def _open_model(model: Any) -> torch.nn.Module:
-    if isinstance(model, torch.nn.Module):
-        check_one_device(model)
-        return model
-    if isinstance(model, type) and issubclass(model, torch.nn.Module):
-        return build_without_weights(model)
-    if callable(model):
-        return build_without_weights(model)
-    raise BadModel(
-        f"model must be a torch.nn.Module or a function that builds one, but {type(model).__name__} was given."
-    )
+    if not isinstance(model, torch.nn.Module):
+        if not callable(model):
+            raise BadModel(
+                f"model must be a torch.nn.Module or a function that builds one, but {type(model).__name__} was given."
+            )
+        with undisturbed():
+            model = build_without_weights(model)
+    module: torch.nn.Module = model
+    check_model(module)
+    return module
 
 
 def check_batch(batch: Any) -> None:
-    """Refuses a batch without tensors, with empty tensors, or spread over devices."""
+    """Refuses a batch without tensors, with no sample, or spread over devices."""
     tensors = list(tensors_in(batch))
     if not tensors:
         raise BadBatch(
-            f"the batch holds no tensor ({type(batch).__name__} was given); give the tensors one step works on."
+            f"the batch holds no tensor ({type(batch).__name__} was given); give the tensors one step works on, "
+            "alone or in tuples, lists, dictionaries or dataclasses."
         )
-    for tensor in tensors:
-        if tensor.numel() == 0:
-            raise BadBatch(
-                f"the batch holds an empty tensor of shape {tuple(tensor.shape)}; a batch needs at least 1 sample."
-            )
+    # Empty tensors beside others are fine: an image without boxes.
+    if common_first_dimension(batch) == 0 or all(tensor.numel() == 0 for tensor in tensors):
+        raise BadBatch(
+            f"the batch holds an empty tensor of shape {tuple(tensors[0].shape)}; a batch needs at least 1 sample."
+        )
     devices = {str(t.device) for t in tensors if t.device.type != "meta"}
     if len(devices) > 1:
         raise BadBatch(
@@ -141,9 +141,26 @@ def check_batch(batch: Any) -> None:
 
 
 def common_first_dimension(batch: Any) -> int | None:
-    """The batch size, if every tensor with dimensions has the same first one."""
-    sizes = {t.shape[0] for t in tensors_in(batch) if t.dim()}
+    """The batch size, if every tensor with dimensions has the same first one.
+
+    In a list of samples, as detectors take, the first dimension is something else (the channels), so there is none.
+    """
+    tensors = list(tensors_in(batch))
+    if any(t.layout is not torch.strided for t in tensors) or _has_list_of_samples(batch):
+        return None
+    sizes = {t.shape[0] for t in tensors if t.dim()}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def _has_list_of_samples(value: Any) -> bool:
+    """Whether more than two tensors of one shape stand in a list: two may be an input and its target."""
+    if isinstance(value, Mapping):
+        return any(_has_list_of_samples(part) for part in value.values())
+    if not isinstance(value, list | tuple):
+        return False
+    shapes = {tuple(part.shape) for part in value if isinstance(part, torch.Tensor)}
+    alike = len(value) > 2 and len(shapes) == 1 and all(isinstance(part, torch.Tensor) for part in value)
+    return (alike and len(next(iter(shapes))) > 1) or any(_has_list_of_samples(part) for part in value)
 
 
 def resized(batch: Any, old: int | None, new: int) -> Any:

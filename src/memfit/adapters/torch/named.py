@@ -14,9 +14,9 @@ import torch
 
 from memfit.adapters.torch.torchvision_operators import define_missing_operators
 from memfit.core.errors import BadInput, BadTarget, MissingDependency
-from memfit.core.job import Job
+from memfit.core.job import OPTIMIZERS, Job
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
     "none": None,
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -29,18 +29,23 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
 }
 
 
+def named_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer] | None:
+    """A callable that makes the optimizer called `name`, or None for "none"."""
+    if name not in _OPTIMIZERS:
+        raise BadInput(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but {name!r} was given.")
+    return _OPTIMIZERS[name]
+
+
 def named_job(target: str, optimizer: str, sequence_length: int | None, image_size: int | None) -> Job:
     """The job that `target` names, with made-up batches of the given sizes or the model's own."""
     kind, _, name = target.partition(":")
     if not name or kind not in ("timm", "torchvision", "hf"):
         raise BadTarget(f"{target!r} names no model; write timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG.")
-    if optimizer not in OPTIMIZERS:
-        raise BadInput(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but {optimizer!r} was given.")
     if kind == "hf":
         job = _hugging_face(name, sequence_length, image_size)
     else:
         job = _timm(name, image_size) if kind == "timm" else _torchvision(name, image_size)
-    return replace(job, optimizer=OPTIMIZERS[optimizer], name=target)
+    return replace(job, optimizer=named_optimizer(optimizer), name=target)
 
 
 def _import(package: str, extra: str) -> Any:

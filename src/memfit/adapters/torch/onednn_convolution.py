@@ -26,8 +26,8 @@ _REGISTERS = 31
 # Pixels that kernels wider than this make at a time, however many channels there are.
 _NARROW_KERNEL = 3
 _UNROLLED_PIXELS = 28
-# Of a matrix to be multiplied, a thread of the gather makes what its core's cache holds (290 to 720 KB measured), one of
-# the weigh pass at most this many columns (416 with up to 64 output channels, fewer with more).
+# Of a matrix to be multiplied, a thread of the gather makes what its core's cache holds (290 to 720 KB measured), one
+# of the weigh pass at most this many columns (416 with up to 64 output channels, fewer with more).
 _CACHED_COLUMNS_BYTES = 640 * KIB
 _UNFOLDED_PIXELS = 416
 # The narrowest vector code needs whole groups of this many channels.

@@ -6,7 +6,7 @@ they were.
 """
 
 import copy
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from memfit.adapters.torch.failures import explained
 from memfit.adapters.torch.shapes import META
-from memfit.core.errors import BadModel, BadOptimizer
+from memfit.core.errors import BadModel
 
 
 class ShapeCopies:
@@ -134,7 +134,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def swapped(model: torch.nn.Module, copies: ShapeCopies) -> Iterator[None]:
-    """Puts shape-only parameters and buffers into `model`; restores every attribute of every module at the end."""
+    """Puts shape-only parameters and buffers into `model`; restores every attribute of every module at the end.
+
+    Tensors and arrays that a module holds as plain attributes are copied for the time, so that code which changes them
+    in place leaves the user's alone.
+    """
     modules = list(model.modules())
     saved: dict[int, tuple[Any, Any]] = {}
     for module in modules:
@@ -183,65 +187,35 @@ def _swap(module: torch.nn.Module, copies: ShapeCopies) -> None:
     for name, value in list(module.__dict__.items()):
         if isinstance(value, list | tuple) and any(copies.known(part) is not None for part in value):
             module.__dict__[name] = type(value)(_or_same(copies.known(part), part) for part in value)
-        elif isinstance(value, torch.Tensor) and copies.known(value) is not None:
-            module.__dict__[name] = copies.known(value)
+        elif isinstance(value, torch.Tensor):
+            known = copies.known(value)
+            module.__dict__[name] = known if known is not None else value.detach().clone()
+        elif type(value).__module__ == "numpy" and hasattr(value, "copy"):
+            module.__dict__[name] = value.copy()
 
 
 def _or_same(found: Any, otherwise: Any) -> Any:
     return otherwise if found is None else found
 
 
-def check_one_device(model: torch.nn.Module) -> None:
-    """Refuses a model whose tensors are on several devices."""
+def check_model(model: torch.nn.Module) -> None:
+    """Refuses a model that can't be run on shapes: TorchScript, parameters without a shape yet, several devices."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise BadModel(
+            "the model holds a TorchScript module (torch.jit), which hides its operators. "
+            "Give the nn.Module that it was made from."
+        )
+    if any(torch.nn.parameter.is_lazy(p) for p in (*model.parameters(), *model.buffers())):
+        raise BadModel(
+            "the model has parameters without a shape yet (lazy modules such as nn.LazyLinear). "
+            "Run one batch through it first, so that they get one."
+        )
     devices = {str(t.device) for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"}
     if len(devices) > 1:
         raise BadModel(
             f"the model's tensors are on mixed devices: {', '.join(sorted(devices))}. "
             "Move the whole model to one device before the estimate; any one will do."
         )
-
-
-def optimizer_for(
-    optimizer: Any, model: torch.nn.Module, copies: ShapeCopies, parameters: list[torch.nn.Parameter]
-) -> torch.optim.Optimizer | None:
-    """The user's optimizer, with a fresh state, on the shape-only parameters.
-
-    Args:
-        optimizer: an instance over the model's parameters, a callable that takes parameters, or None.
-        model: the model, swapped.
-        copies: knows the shape-only copy of each real parameter.
-        parameters: the real parameters of the model.
-    """
-    if optimizer is None:
-        return None
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        if not callable(optimizer):
-            raise BadOptimizer(
-                f"optimizer must be a torch.optim.Optimizer, a callable that takes parameters, or None, "
-                f"but {type(optimizer).__name__} was given."
-            )
-        with explained("optimizer function"):
-            made = optimizer([p for p in model.parameters() if p.requires_grad])
-        if not isinstance(made, torch.optim.Optimizer):
-            raise BadOptimizer(f"the optimizer callable returned {type(made).__name__}, not a torch.optim.Optimizer.")
-        return made
-    own = {id(p) for p in parameters}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    strange = [p for p in held if id(p) not in own]
-    if strange:
-        shapes = ", ".join(str(tuple(p.shape)) for p in strange[:3])
-        raise BadOptimizer(
-            f"{len(strange)} of the optimizer's {len(held)} parameters are not the model's (shapes {shapes}). "
-            "Make the optimizer from the parameters of the model that is estimated."
-        )
-    clone: torch.optim.Optimizer = copy.copy(optimizer)
-    # A learning-rate scheduler replaces `step` on the instance by one bound to the original.
-    clone.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
-    clone.param_groups = [
-        {**group, "params": [copies.of(p) for p in group["params"]]} for group in optimizer.param_groups
-    ]
-    clone.state = defaultdict(dict)
-    return clone
 
 
 def build_without_weights(builder: Callable[[], Any]) -> torch.nn.Module:

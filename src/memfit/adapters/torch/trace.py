@@ -7,6 +7,7 @@ the first only in its optimizer, so its timeline is composed from the record of 
 import gc
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,16 +22,18 @@ from memfit.adapters.torch.dispatch import SimulatedOperators
 from memfit.adapters.torch.host_kernels import HostInternals
 from memfit.adapters.torch.interception import intercepting
 from memfit.adapters.torch.look import Look
+from memfit.adapters.torch.optimizers import optimizer_for
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.recorder import Recorder
-from memfit.adapters.torch.stand_in import ShapeCopies, dense_parts, map_tensors, optimizer_for, swapped, tensors_in
+from memfit.adapters.torch.stand_in import ShapeCopies, dense_parts, map_tensors, swapped, tensors_in
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
 from memfit.core.timeline import Category, Phase, Timeline
 
-PRECISIONS = ("fp32", "fp16", "bf16", "amp-fp16", "amp-bf16")
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _MAX_NOTES = 50
+# A simulation replaces a few functions of PyTorch for the whole process, so only one may run.
+_ONE_AT_A_TIME = threading.RLock()
 OPTIMIZER = "(optimizer)"
 
 
@@ -43,7 +46,7 @@ class Step:
         loss: takes the model and a batch, returns the loss.
         batch: any nesting of tensors.
         optimizer: an instance, a callable on parameters, or None.
-        precision: one of `PRECISIONS`, or None to leave the model as it is.
+        precision: one of `memfit.core.job.PRECISIONS`, or None to leave the model as it is.
         training: forward, backward and optimizer; otherwise a forward pass without gradients.
         set_to_none: gradients are freed before each step (PyTorch's default) rather than zeroed in place.
     """
@@ -102,12 +105,16 @@ class _Tracer:
         )
 
     def run(self) -> Trace:
+        with _ONE_AT_A_TIME:
+            return self._run()
+
+    def _run(self) -> Trace:
         step = self.step
         precision = step.precision
         copies = ShapeCopies(_DTYPES.get(precision or ""))
         parameters = list(step.model.parameters())
         with ExitStack() as stack:
-            stack.enter_context(_undisturbed())
+            stack.enter_context(undisturbed())
             # Wherever it is called from: this also switches gradients on.
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(swapped(step.model, copies))
@@ -267,7 +274,7 @@ class _Tracer:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Leaves random states, the garbage collector and compilation as they were."""
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     numpy_random = sys.modules.get("numpy.random")
