@@ -16,7 +16,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate
 from memfit.reports import figures
 from memfit.reports.payload import build_payload
@@ -47,7 +46,7 @@ def write_page(estimate: Estimate, path: str | os.PathLike[str]) -> Path:
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        raise BadFile(f"{str(path)!r} is not a file. Give the path of one, such as memory.html.")
+        raise OSError("it is not a file")
     text = render_page(estimate)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:

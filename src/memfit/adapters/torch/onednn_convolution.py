@@ -224,11 +224,14 @@ class Geometry:
         return pixels > _REGISTERS // (at_once + 1)
 
     def _refuses_weigh(self) -> bool:
-        """Kernels too wide, or in three dimensions deeper than the data or with few channels."""
+        """Kernels too wide; dilated ones higher than the data; in three dimensions deeper ones, or few channels."""
         if self.multiplies or self.wide_depthwise or self.kernel[-1] > _WIDEST_KERNEL:
             return True
-        narrow = self.narrow and not self.reads_images
-        return len(self.source) == 5 and (narrow or self.source[2] < self.kernel[0])
+        extent = (self.kernel[0] - 1) * self.dilation[0] + 1
+        too_large = extent > self.source[2]
+        if len(self.source) == 5:
+            return too_large or (self.narrow and not self.reads_images)
+        return len(self.source) == 4 and self.dilation[0] > 1 and too_large
 
 
 def batch_shares(geometry: Geometry) -> int:

@@ -88,6 +88,18 @@ def test_a_view_is_copied_first():
     assert predicted == pytest.approx(measured, rel=0.03, abs=SLACK_BYTES)
 
 
+@needs_avx512
+def test_the_weight_of_a_kernel_dilated_beyond_the_image_is_multiplied():
+    data, weight, options = tensors((4, 64, (16, 16), 64, 3, 1, 12, 12, 1))
+    gradient = torch.randn_like(data)
+
+    measured, predicted = internal_bytes(
+        aten.convolution_backward.default, gradient, data, weight, None, *options, [True, True, False]
+    )
+
+    assert predicted == pytest.approx(measured, rel=0.03, abs=SLACK_BYTES)
+
+
 def test_doubles_are_unfolded_without_onednn():
     data, weight, options = tensors(SHAPES["3x3"])
 

@@ -6,9 +6,10 @@ import torch
 
 from memfit.adapters.torch import named
 from memfit.adapters.torch.job import open_job
-from memfit.adapters.torch.named import OPTIMIZERS, named_job
+from memfit.adapters.torch.named import named_job, named_optimizer
 from memfit.adapters.torch.stand_in import build_without_weights
 from memfit.core.errors import BadInput, BadTarget, MissingDependency
+from memfit.core.job import OPTIMIZERS
 from memfit.core.timeline import Category
 from tests.unit.adapters.torch.builders import AMPERE
 
@@ -81,7 +82,7 @@ def test_a_package_that_is_missing_says_how_to_install_it():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_named_optimizer_can_be_made(name):
-    make = OPTIMIZERS[name]
+    make = named_optimizer(name)
     if name == "none":
         assert make is None
         return

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import memfit
+from memfit.adapters.torch.optimizers import optimizer_for
+from memfit.adapters.torch.stand_in import ShapeCopies, swapped
 from memfit.core.errors import BadOptimizer
 
 
@@ -121,3 +123,43 @@ def test_an_optimizer_of_another_model_is_refused():
 def test_something_else_is_refused(bad, text):
     with pytest.raises(BadOptimizer, match=text):
         memfit.estimate(make_model(), loss, torch.randn(4, 8), optimizer=bad, device="t4")
+
+
+def optimizer_of(model, optimizer):
+    copies = ShapeCopies()
+    parameters = list(model.parameters())
+    with swapped(model, copies):
+        return optimizer_for(optimizer, model, copies, parameters), list(model.parameters())
+
+
+def test_an_instance_is_cloned_with_its_groups_and_without_its_state():
+    # GIVEN an optimizer with two groups that has already stepped
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters(), "weight_decay": 0.5}]
+    optimizer = torch.optim.Adam(groups, lr=0.2)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+    # WHEN it is made for the shapes
+    clone, shapes = optimizer_of(model, optimizer)
+
+    # THEN groups and options are the same, the parameters are shapes, and the state is fresh
+    assert type(clone) is torch.optim.Adam
+    assert [(g["lr"], g["weight_decay"]) for g in clone.param_groups] == [(0.1, 0), (0.2, 0.5)]
+    assert [id(p) for g in clone.param_groups for p in g["params"]] == [id(p) for p in shapes]
+    assert not clone.state
+    assert len(optimizer.state) == 4
+    assert not any(p.is_meta for g in optimizer.param_groups for p in g["params"])
+
+
+def test_a_function_gets_the_parameters_that_learn():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+
+    made, shapes = optimizer_of(model, torch.optim.AdamW)
+
+    assert [id(p) for p in made.param_groups[0]["params"]] == [id(p) for p in shapes[2:]]
+
+
+def test_no_optimizer_is_none():
+    assert optimizer_of(torch.nn.Linear(2, 2), None)[0] is None

@@ -10,13 +10,12 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from memfit.adapters.torch.stand_in import (
     ShapeCopies,
     build_without_weights,
-    check_one_device,
+    check_model,
     map_tensors,
-    optimizer_for,
     swapped,
     tensors_in,
 )
-from memfit.core.errors import BadModel, BadOptimizer, StepFailed
+from memfit.core.errors import BadModel, StepFailed
 from memfit.core.units import GIB, MIB
 
 
@@ -281,7 +280,7 @@ def test_a_parameter_under_two_names_has_one_copy():
 
 def test_a_module_on_two_devices_is_refused():
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
-    check_one_device(model)  # meta counts as anywhere
+    check_model(model)  # meta counts as anywhere
 
     class Elsewhere:
         device = torch.device("cuda", 1)
@@ -291,72 +290,18 @@ def test_a_module_on_two_devices_is_refused():
             return iter([Elsewhere()])
 
     with pytest.raises(BadModel, match="mixed devices: cpu, cuda:1"):
-        check_one_device(Mixed(2, 2))
+        check_model(Mixed(2, 2))
 
 
-def optimizer_of(model, optimizer):
-    copies = ShapeCopies()
-    parameters = list(model.parameters())
-    with swapped(model, copies):
-        return optimizer_for(optimizer, model, copies, parameters), list(model.parameters())
+def test_a_model_without_shapes_is_refused():
+    with pytest.raises(BadModel, match=r"without a shape yet .*nn\.LazyLinear"):
+        check_model(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))
 
 
-def test_an_instance_is_cloned_with_its_groups_and_without_its_state():
-    # GIVEN an optimizer with two groups that has already stepped
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters(), "weight_decay": 0.5}]
-    optimizer = torch.optim.Adam(groups, lr=0.2)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-
-    # WHEN it is made for the shapes
-    clone, shapes = optimizer_of(model, optimizer)
-
-    # THEN groups and options are the same, the parameters are shapes, and the state is fresh
-    assert type(clone) is torch.optim.Adam
-    assert [(g["lr"], g["weight_decay"]) for g in clone.param_groups] == [(0.1, 0), (0.2, 0.5)]
-    assert [id(p) for g in clone.param_groups for p in g["params"]] == [id(p) for p in shapes]
-    assert not clone.state
-    assert len(optimizer.state) == 4
-    assert not any(p.is_meta for g in optimizer.param_groups for p in g["params"])
-
-
-def test_the_step_that_a_scheduler_put_on_the_instance_is_left_behind():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-    clone, _ = optimizer_of(model, optimizer)
-
-    assert "step" in vars(optimizer)
-    assert "step" not in vars(clone)
-
-
-def test_a_function_gets_the_parameters_that_learn():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].requires_grad_(False)
-
-    made, shapes = optimizer_of(model, torch.optim.AdamW)
-
-    assert [id(p) for p in made.param_groups[0]["params"]] == [id(p) for p in shapes[2:]]
-
-
-def test_no_optimizer_is_none():
-    assert optimizer_of(nn.Linear(2, 2), None)[0] is None
-
-
-def test_an_optimizer_of_another_model_is_refused():
-    stranger = torch.optim.SGD(nn.Linear(5, 7).parameters(), lr=0.1)
-
-    with pytest.raises(BadOptimizer, match=r"2 of the optimizer's 2 parameters are not the model's .*\(7, 5\)"):
-        optimizer_of(nn.Linear(2, 2), stranger)
-
-
-def test_what_is_no_optimizer_is_refused():
-    with pytest.raises(BadOptimizer, match="but str was given"):
-        optimizer_of(nn.Linear(2, 2), "adam")
-    with pytest.raises(BadOptimizer, match="returned list"):
-        optimizer_of(nn.Linear(2, 2), list)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_model_is_refused():
+    with pytest.raises(BadModel, match="TorchScript"):
+        check_model(nn.Sequential(torch.jit.script(nn.ReLU())))
 
 
 def resident_bytes():
