@@ -1,9 +1,10 @@
 """Operators whose output the shapes don't decide, and operators without a shape rule.
 
-The rules, all reported as notes:
+Where a rule has to assume something, it reports a note:
 
 - a shape that depends on data (`nonzero`, boolean indexing, `unique`): the largest it can be;
-- a value read from the device (`item()`): 1, or False for booleans, so that checks such as `isnan` pass;
+- a value read from the device (`item()`): 1, or for booleans False, so that checks such as `isnan(x).any()` pass, but
+  True for `all()`, so that those such as `isfinite(x).all()` do;
 - no shape rule (custom operators): the operator's CPU kernel is run on zeros of the same shapes where there is one and
   they are small, otherwise each output is taken to be like the first tensor argument.
 """

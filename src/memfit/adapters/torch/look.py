@@ -21,15 +21,21 @@ _SIZED = frozenset({torch.zeros, torch.ones, torch.empty})
 _Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
+KEPT_ON_DEVICE = "kept-on-device"
+
+
 class Look(TorchFunctionMode):
     """Shows shape-only tensors as tensors of the target device.
 
     Args:
         device_type: "cuda" or "cpu".
+        report: takes (code, text) of each assumption made.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, report: Callable[[str, str], None] = lambda code, text: None) -> None:
         super().__init__()
+        self._report = report
+        self._has_gpu = torch.cuda.is_available()
         self._shown = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
         self._type = device_type
         self._scalars_stay = False
@@ -115,10 +121,24 @@ class Look(TorchFunctionMode):
 
     def _to(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) > 1 and isinstance(args[1], str | torch.device | int):
-            args = (args[0], self.real(args[1]), *args[2:])
+            args = (args[0], self._destination(args, args[1]), *args[2:])
         if "device" in kwargs:
-            kwargs = {**kwargs, "device": self.real(kwargs["device"])}
+            kwargs = {**kwargs, "device": self._destination(args, kwargs["device"])}
         return func(*args, **kwargs)
+
+    def _destination(self, args: tuple[Any, ...], device: Any) -> Any:
+        """Where `.to(device)` sends a tensor.
+
+        `"cuda" if torch.cuda.is_available() else "cpu"` gives "cpu" on a machine without a GPU, and would on the target
+        have given "cuda": there a simulated tensor stays where it is. `.cpu()` still means the host.
+        """
+        real = self.real(device)
+        if real is None or self._type == "cpu" or self._has_gpu or not self._simulated(args):
+            return real
+        if torch.device(real).type == "cpu":
+            self._report(KEPT_ON_DEVICE, '.to("cpu") on a machine without a GPU was taken to mean the simulated device')
+            return META
+        return real
 
     def _cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].to(self.real("cuda"))

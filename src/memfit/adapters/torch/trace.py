@@ -98,7 +98,7 @@ class _Tracer:
         self.notes = _Notes(self.origin)
         self.last_loss: Any = None
         self.module_of: dict[int, str] = {}
-        self.look = Look("cuda" if self.on_cuda else "cpu")
+        self.look = Look("cuda" if self.on_cuda else "cpu", self.notes.report)
         self.autocast = Autocast("cuda" if self.on_cuda else "cpu")
         self.internals: CudaInternals | HostInternals = (
             CudaInternals(device, self.recorder) if self.on_cuda else HostInternals()

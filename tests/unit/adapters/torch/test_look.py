@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+import memfit
 from memfit.adapters.torch.look import Look
 from tests.unit.adapters.torch.builders import HOST, observe, run
 
@@ -25,7 +26,7 @@ DATA = torch.empty(4, 6)
         (lambda x: torch.tensor([1], device=x.device).device.type, "cuda", "cpu"),
         (lambda x: torch.zeros(3).device.type, "cpu", "cpu"),
         (lambda x: x.cpu().device.type, "cpu", "cpu"),
-        (lambda x: x.to("cpu").device.type, "cpu", "cpu"),
+        (lambda x: x.to("cpu").device.type, "cpu" if torch.cuda.is_available() else "cuda", "cpu"),
         (lambda x: x.to(torch.float16).device.type, "cuda", "cpu"),
         (lambda x: x.to(device="cpu", dtype=torch.float16).dtype, torch.float16, torch.float16),
         (lambda x: x.is_pinned(), False, False),
@@ -144,3 +145,21 @@ def test_optimizers_that_compute_with_counters(name, device):
     traced = run(nn.Linear(6, 2), DATA, optimizer=getattr(torch.optim, name), **options)
 
     assert traced.notes == ()
+
+
+def test_to_the_device_of_a_machine_without_a_gpu_stays_on_the_simulated_one():
+    # GIVEN a step written for any machine, on one without a GPU
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    seen = []
+
+    def loss(model, batch):
+        batch = batch.to(device)
+        seen.append(batch.is_cuda)
+        return model(batch).mean()
+
+    # WHEN it is estimated for a GPU
+    estimate = memfit.estimate(torch.nn.Linear(4, 4), loss, torch.randn(2, 4), device="t4")
+
+    # THEN the batch is on that GPU, and a note says what was assumed
+    assert all(seen)
+    assert [note.code for note in estimate.notes] == ([] if torch.cuda.is_available() else ["kept-on-device"])
