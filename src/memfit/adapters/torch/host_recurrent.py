@@ -2,8 +2,8 @@
 
 An LSTM goes to oneDNN, one operator per layer and direction, with a workspace for the backward pass. Other layers loop
 over the time steps; unlike other devices the CPU multiplies the inputs of all steps with the weights at once, before
-the loop. PyTorch decides both above autograd and by device (RNN.cpp), hence the interceptors. Packed sequences, and LSTMs
-that oneDNN doesn't take (projections, doubles), are left to the loop that shape-only tensors take.
+the loop. PyTorch decides both above autograd and by device (RNN.cpp), hence the interceptors. Packed sequences, and
+LSTMs that oneDNN doesn't take (projections, doubles), are left to the loop that shape-only tensors take.
 """
 
 from collections.abc import Callable
