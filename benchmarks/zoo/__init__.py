@@ -4,9 +4,9 @@ Nothing is downloaded: all models come from code or a configuration. Sizes are c
 most a few seconds on two cores, and the peak of most lies between 50 MB and 1 GB.
 """
 
-from benchmarks.zoo import torchvision_shim
+from memfit.adapters.torch.torchvision_operators import define_missing_operators
 
-torchvision_shim.install()
+define_missing_operators()
 
 from benchmarks.zoo import dense, language, patterns, recurrent, routing, vision  # noqa: E402, F401
 from benchmarks.zoo.case import CASES, Case  # noqa: E402
