@@ -49,7 +49,8 @@ def main():
                 page = folder / f"{name}.html"
                 estimate.report(str(page))
                 print(f"page of {target} on {gpu}: {page}")
-    console = Console()
+    # A pipe has no width of its own; 120 columns hold the table.
+    console = Console() if sys.stdout.isatty() else Console(width=120)
     console.print(table)
     console.print(
         f"One training step each: AdamW, {PRECISION}, 224 x 224 images or 1024 tokens. "

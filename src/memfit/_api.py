@@ -64,7 +64,7 @@ def estimate(
         model: an `nn.Module`, a callable that builds one (built without memory for its weights), or a `Job`.
         loss: takes the model and a batch and returns the scalar loss.
         batch: any nesting of tensors, meta tensors included.
-        optimizer: an instance, a callable that takes parameters, or None.
+        optimizer: an instance, a callable that takes parameters, a name such as "adamw", or None.
         device: a name of the catalogue ("rtx-3090"), "cpu", a size ("24GiB"); None means this machine's own GPU.
         precision: "fp32", "fp16", "bf16", "amp-fp16", "amp-bf16", or None to leave the model as it is.
         mode: "training" (the default), or "inference" for a forward pass without gradients.
@@ -86,7 +86,8 @@ class MaxBatch:
     Args:
         batch_size: the answer; None when not even the smallest fits.
         estimate: the estimate at that batch size, or at the smallest one tried when nothing fits.
-        tried: (batch size, peak bytes, fits) of every size looked at, in order of size.
+        tried: (batch size, bytes needed where nothing limits the allocator, fits) of every size looked at, in order.
+            A size may fit though it would take more than there is: the allocator then releases its cache.
     """
 
     batch_size: int | None
@@ -197,14 +198,25 @@ def named_optimizer(name: str) -> Any:
     return named.named_optimizer(name)
 
 
+def mend_torchvision() -> None:
+    """Lets torchvision be imported beside a build of PyTorch that its compiled operators don't match."""
+    _torch_adapter()
+    from memfit.adapters.torch.torchvision_operators import define_missing_operators
+
+    define_missing_operators()
+
+
 def _as_job(model: Any, loss: Any, batch: Any, **options: Any) -> Job:
+    given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(given.get("optimizer"), str):
+        given["optimizer"] = named_optimizer(given["optimizer"])
     if isinstance(model, Job):
         if loss is not None or batch is not None:
             raise BadInput("a Job brings its own loss and batch; give either a Job or a model with loss and batch.")
-        return replace(model, **{k: v for k, v in options.items() if v is not None})
+        return replace(model, **given)
     if loss is None:
         raise BadInput("loss is missing: give a function that takes (model, batch) and returns the scalar loss.")
-    return Job(model, loss, batch, **{k: v for k, v in options.items() if v is not None})
+    return Job(model, loss, batch, **given)
 
 
 def _resolve(device: str | Device | None) -> Device:
@@ -236,7 +248,7 @@ def _torch_adapter() -> Any:
     from importlib.util import find_spec
 
     if find_spec("torch") is None:
-        raise MissingDependency("PyTorch is not installed. Install it with `pip install memfit[torch]`.")
+        raise MissingDependency("PyTorch is not installed. Install it with `pip install 'memfit[torch]'`.")
     from memfit.adapters.torch import job as adapter
 
     return adapter
@@ -394,7 +406,7 @@ class _Search:
             size = candidates[best] if best is not None else None
         else:
             size = self._largest()
-        tried = tuple((n, e.peak_bytes, bool(e.fits)) for n, e in sorted(self._seen.items()))
+        tried = tuple((n, e.upper_bytes, bool(e.fits)) for n, e in sorted(self._seen.items()))
         return MaxBatch(size, self._seen[size if size is not None else min(self._seen)], tried)
 
     def _largest(self) -> int | None:

@@ -139,3 +139,19 @@ def test_a_report_follows_links_and_refuses_devices(tmp_path):
     with pytest.raises(BadFile, match="is not a file"):
         estimate.report(str(pipe))
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16, torch.float64])
+@pytest.mark.parametrize("device", ["t4", "cpu"])
+def test_matrices_of_different_dtypes_are_refused_as_kernels_refuse_them(dtype, device):
+    with pytest.raises(StepFailed, match="must have the same dtype"):
+        memfit.estimate(torch.nn.Linear(8, 8), loss, torch.zeros(4, 8).to(dtype), device=device)
+
+
+def test_a_short_representation():
+    estimate = memfit.estimate(torch.nn.Linear(8, 8), loss, torch.randn(4, 8), device="t4")
+    found = memfit.max_batch(torch.nn.Linear(8, 8), loss, torch.randn(4, 8), device="t4", candidates=[4, 8])
+
+    assert repr(estimate).startswith("<Estimate of Linear: ")
+    assert repr(estimate).endswith(" on t4, fits>")
+    assert len(repr(found)) < 500

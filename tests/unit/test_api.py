@@ -171,7 +171,7 @@ def test_a_missing_pytorch_names_what_installs_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
     with pytest.raises(
-        MissingDependency, match=r"PyTorch is not installed\. Install it with `pip install memfit\[torch\]`"
+        MissingDependency, match=r"PyTorch is not installed\. Install it with `pip install 'memfit\[torch\]'`"
     ):
         memfit.estimate(jobs.conv_job(), device="rtx-3090")
 
@@ -501,7 +501,7 @@ def test_a_named_job_can_be_estimated():
     job = memfit.named_job("timm:resnet18", optimizer="sgd", image_size=64)
     estimate = memfit.estimate(job, device="rtx-3090", batch_size=2)
 
-    assert estimate.subject == "timm:resnet18"
+    assert estimate.subject == "timm:resnet18 (64 x 64 pixels)"
     assert estimate.batch_size == 2
     assert estimate.num_parameters == 11_689_512
     assert category_bytes(estimate, Category.OPTIMIZER_STATE) == 0

@@ -94,7 +94,8 @@ def _from_file(target: str) -> Job:
     try:
         job = function()
     except (Exception, SystemExit) as error:
-        raise BadTarget(f"{name}() in {path} failed: {_last_line(error, path)}") from error
+        hint = ". Leave the model on the CPU: memfit moves it" if "CUDA" in str(error) else ""
+        raise BadTarget(f"{name}() in {path} failed: {_last_line(error, path)}{hint}") from error
     if not isinstance(job, Job):
         raise BadTarget(
             f"{name}() in {path} returned {type(job).__name__}, not a memfit.Job. "
@@ -121,10 +122,25 @@ def _load_module(path: str) -> ModuleType:
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     sys.modules.setdefault(name, module)
     try:
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except (RuntimeError, ImportError) as error:
+            if not _names_torchvision(error):
+                raise
+            _api.mend_torchvision()
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise BadTarget(f"{path} can't be loaded: {_last_line(error, path)}") from error
     return module
+
+
+def _names_torchvision(error: BaseException | None) -> bool:
+    """Whether the cause of an import's failure is a torchvision that doesn't match PyTorch's build."""
+    while error is not None:
+        if "torchvision::" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _last_line(error: BaseException, path: str) -> str:

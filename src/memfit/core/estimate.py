@@ -80,7 +80,7 @@ class Breakdown:
     by_source: dict[str, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Estimate:
     """Peak memory of one training or inference step on a device.
 
@@ -121,6 +121,10 @@ class Estimate:
 
     def __str__(self) -> str:
         return _reporters.describe(self)
+
+    def __repr__(self) -> str:
+        verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[self.fits]
+        return f"<Estimate of {self.subject}: {format_size(self.peak_bytes)} on {self.device.name}, {verdict}>"
 
     def at_batch(self, batch_size: int) -> "Estimate":
         """The same step at another batch size, without running it again where the traces at hand allow it."""

@@ -21,6 +21,7 @@ from memfit.core.timeline import Category
 Internals = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], list[int]]
 
 _ADD = torch.ops.aten.add.Tensor
+_MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
 # Operators that may take host tensors beside device tensors, as CUDA's do.
 _MIXED_DEVICES_ALLOWED = {
@@ -143,6 +144,8 @@ class SimulatedOperators(TorchDispatchMode):
                 self._add(part, name)
 
     def _execute(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func._schema.name in _MATRIX_PRODUCTS:
+            _check_same_dtype(args)
         try:
             return func(*args, **kwargs)
         except NotImplementedError:
@@ -179,6 +182,14 @@ class SimulatedOperators(TorchDispatchMode):
             return value
 
         return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
+
+
+def _check_same_dtype(args: tuple[Any, ...]) -> None:
+    """Refuses what kernels of matrix products refuse; PyTorch's shape rules let it pass."""
+    dtypes = {value.dtype for value in args if isinstance(value, torch.Tensor)}
+    if len(dtypes) > 1:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise RuntimeError(f"the matrices of a product must have the same dtype, but {names} were given")
 
 
 def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:

@@ -45,7 +45,8 @@ def named_job(target: str, optimizer: str, sequence_length: int | None, image_si
         job = _hugging_face(name, sequence_length, image_size)
     else:
         job = _timm(name, image_size) if kind == "timm" else _torchvision(name, image_size)
-    return replace(job, optimizer=named_optimizer(optimizer), name=target)
+    # The name says what was assumed: the class, and the size of a sample.
+    return replace(job, optimizer=named_optimizer(optimizer), precision="fp32", name=f"{target} ({job.name})")
 
 
 def _import(package: str, extra: str) -> Any:
@@ -55,7 +56,7 @@ def _import(package: str, extra: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise MissingDependency(
-            f"{package} can't be imported ({error}). Install it with `pip install memfit[{extra}]`."
+            f"{package} can't be imported ({error}). Install it with `pip install 'memfit[{extra}]'`."
         ) from None
 
 
@@ -77,6 +78,7 @@ def _timm(name: str, image_size: int | None) -> Job:
         model=lambda: _timm_model(timm, name, None if size == default else size),
         loss=_classification_loss,
         batch=lambda n: _images(n, size),
+        name=f"{size} x {size} pixels",
     )
 
 
@@ -102,6 +104,7 @@ def _torchvision(name: str, image_size: int | None) -> Job:
         model=lambda: models.get_model(name, weights=None),
         loss=_classification_loss,
         batch=lambda n: _images(n, size),
+        name=f"{size} x {size} pixels",
     )
 
 
@@ -129,10 +132,35 @@ def _hugging_face(name: str, sequence_length: int | None, image_size: int | None
         )
     length = sequence_length or min(longest or 512, 512)
     return Job(
-        model=lambda: model_class(config),
+        model=lambda: _built(model_class, config),
         loss=_hugging_face_loss,
         batch=_hugging_face_batch(model_class, config, length, image_size),
+        name=f"{model_class.__name__}, {_sample_size(model_class, config, length, image_size)}",
     )
+
+
+def _built(model_class: Any, config: Any) -> Any:
+    model = model_class(config)
+    if getattr(model, "loss_type", "") is None:
+        # What transformers falls back to, with a warning.
+        model.loss_type = "ForCausalLM"
+    return model
+
+
+def _main_input(model_class: Any, config: Any) -> str:
+    return str(getattr(model_class, "main_input_name", None) or getattr(config, "main_input_name", "input_ids"))
+
+
+def _image_side(config: Any, image_size: int | None) -> int:
+    size: Any = image_size or getattr(config, "image_size", 224)
+    return int(size[0] if isinstance(size, list | tuple) else size)
+
+
+def _sample_size(model_class: Any, config: Any, length: int, image_size: int | None) -> str:
+    if _main_input(model_class, config) == "pixel_values":
+        side = _image_side(config, image_size)
+        return f"{side} x {side} pixels"
+    return f"{length} tokens"
 
 
 def _hugging_face_class(transformers: Any, name: str) -> tuple[Any, Any]:
@@ -190,12 +218,11 @@ def _longest(config: Any) -> int | None:
 
 
 def _hugging_face_batch(model_class: Any, config: Any, length: int, image_size: int | None) -> Callable[[int], Any]:
-    main_input = getattr(model_class, "main_input_name", None) or getattr(config, "main_input_name", "input_ids")
+    main_input = _main_input(model_class, config)
 
     def make(count: int) -> dict[str, torch.Tensor]:
         if main_input == "pixel_values":
-            size: Any = image_size or getattr(config, "image_size", 224)
-            side: int = size[0] if isinstance(size, list | tuple) else size
+            side = _image_side(config, image_size)
             channels = getattr(config, "num_channels", 3)
             batch = {"pixel_values": torch.empty(count, channels, side, side, device="meta")}
         elif main_input in ("input_features", "input_values"):

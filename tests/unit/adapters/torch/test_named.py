@@ -76,7 +76,7 @@ def test_an_unknown_optimizer_is_refused():
 
 
 def test_a_package_that_is_missing_says_how_to_install_it():
-    with pytest.raises(MissingDependency, match=r"no_such_package can't be imported .*pip install memfit\[timm\]"):
+    with pytest.raises(MissingDependency, match=r"no_such_package can't be imported .*pip install 'memfit\[timm\]'"):
         named._import("no_such_package", "timm")
 
 
@@ -96,7 +96,7 @@ def test_every_named_optimizer_can_be_made(name):
 def test_a_model_of_timm():
     job = job_of("timm:resnet18", "adamw")
 
-    assert job.name == "timm:resnet18"
+    assert job.name == "timm:resnet18 (224 x 224 pixels)"
     assert job.optimizer is torch.optim.AdamW
     assert shapes_of(job) == [(2, 3, 224, 224), (2,)]
 

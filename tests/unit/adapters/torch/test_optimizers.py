@@ -119,7 +119,7 @@ def test_an_optimizer_of_another_model_is_refused():
         memfit.estimate(make_model(), loss, torch.randn(4, 8), optimizer=optimizer, device="t4")
 
 
-@pytest.mark.parametrize("bad, text", [("adam", "str was given"), (lambda p: 3, "returned int")])
+@pytest.mark.parametrize("bad, text", [(3, "int was given"), (lambda p: 3, "returned int")])
 def test_something_else_is_refused(bad, text):
     with pytest.raises(BadOptimizer, match=text):
         memfit.estimate(make_model(), loss, torch.randn(4, 8), optimizer=bad, device="t4")
@@ -163,3 +163,12 @@ def test_a_function_gets_the_parameters_that_learn():
 
 def test_no_optimizer_is_none():
     assert optimizer_of(torch.nn.Linear(2, 2), None)[0] is None
+
+
+def test_an_optimizer_may_be_given_by_name():
+    by_name = memfit.estimate(make_model(), loss, torch.randn(4, 8), optimizer="adamw", device="t4")
+    by_class = memfit.estimate(make_model(), loss, torch.randn(4, 8), optimizer=torch.optim.AdamW, device="t4")
+
+    assert by_name.timeline == by_class.timeline
+    with pytest.raises(memfit.BadInput, match="optimizer must be one of none, sgd"):
+        memfit.estimate(make_model(), loss, torch.randn(4, 8), optimizer="adamm", device="t4")
