@@ -39,7 +39,7 @@ def convolution_job(name, separable):
 
 def named(target, batch_size, **options):
     job = memfit.named_job(target, **options)
-    return replace(job, batch=job.batch(batch_size))
+    return replace(job, batch=job.batch(batch_size), name=target)
 
 
 def main():

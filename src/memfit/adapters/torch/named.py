@@ -131,11 +131,12 @@ def _hugging_face(name: str, sequence_length: int | None, image_size: int | None
             "Give a shorter one, or a config.json with more."
         )
     length = sequence_length or min(longest or 512, 512)
+    size = _sample_size(model_class, config, length, image_size)
     return Job(
         model=lambda: _built(model_class, config),
         loss=_hugging_face_loss,
         batch=_hugging_face_batch(model_class, config, length, image_size),
-        name=f"{model_class.__name__}, {_sample_size(model_class, config, length, image_size)}",
+        name=("" if model_class.__name__ == name else f"{model_class.__name__}, ") + size,
     )
 
 
