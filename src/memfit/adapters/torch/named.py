@@ -182,10 +182,11 @@ def _hugging_face_class(transformers: Any, name: str) -> tuple[Any, Any]:
     try:
         config = transformers.AutoConfig.for_model(name)
     except ValueError:
-        known = [*transformers.CONFIG_MAPPING.keys(), *(n for n in dir(transformers) if n.endswith(("Model", "LM")))]
+        classes = (n for n in dir(transformers) if "For" in n or n.endswith(("Model", "LM")))
         raise BadTarget(
-            f"{name!r} is neither a model class of transformers, nor a model type, nor a path to a config.json."
-            f"{_nearest(name, known)}"
+            f"{name!r} is neither a model class of transformers, nor a model type, nor a path to a config.json. "
+            "Nothing is downloaded: a model of the Hub needs its config.json."
+            f"{_nearest(name, [*transformers.CONFIG_MAPPING.keys(), *classes])}"
         ) from None
     _complete(config)
     return _usual_class(transformers, config), config
