@@ -219,9 +219,12 @@ def _as_job(model: Any, loss: Any, batch: Any, **options: Any) -> Job:
     return Job(model, loss, batch, **given)
 
 
-def _resolve(device: str | Device | None) -> Device:
+def _resolve(device: Any) -> Device:
     if isinstance(device, Device):
         return device
+    if type(device).__module__ == "torch":
+        # A torch.device: "cuda" and "cpu" mean this machine's own.
+        device = str(device)
     if device is not None and not isinstance(device, str):
         raise BadInput(f"device must be a name such as 'rtx-3090' or a size such as '24GiB', but {device!r} was given.")
     if device is None or device.strip().lower() in ("cuda", "cuda:0", "gpu"):
@@ -235,7 +238,8 @@ def _own_gpu() -> Device:
     if own is None:
         raise BadInput(
             "this machine has no CUDA device that PyTorch can use, so there is no default. "
-            "Name the device to simulate, such as device='rtx-3090', or device='cpu' (`memfit devices` lists all)."
+            "Name the device to simulate, such as device='rtx-3090' (--device rtx-3090), or 'cpu'; "
+            "`memfit devices` lists all."
         )
     name, total_bytes, capability = own
     try:

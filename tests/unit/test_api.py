@@ -570,3 +570,11 @@ def test_compare_at_one_batch_size():
     estimates = memfit.compare([jobs.conv_job(), jobs.conv_job()], device="t4", batch_size=6)
 
     assert [e.batch_size for e in estimates] == [6, 6]
+
+
+def test_a_device_of_torch_means_this_machine():
+    import torch
+
+    by_name = memfit.estimate(jobs.conv_job(), device="cpu")
+
+    assert memfit.estimate(jobs.conv_job(), device=torch.device("cpu")).device == by_name.device
