@@ -5,6 +5,8 @@ switches of `torch.backends.cuda`. The rules below follow `sdp_utils.cpp`. The c
 and Blackwell set-ups, keeps what flash keeps and is counted as flash, or with a mask as memory-efficient.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +18,57 @@ from memfit.adapters.torch.shapes import Operator
 _HALVES = (torch.float16, torch.bfloat16)
 # Numbers of torch.nn.attention.SDPBackend, as the order of priority gives them.
 _MATH, _FLASH, _EFFICIENT, _CUDNN = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Arguments of `scaled_dot_product_attention`, in its own order and by its own names."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = field(default=None, kw_only=True)
+    enable_gqa: bool = field(default=False, kw_only=True)
+
+    def cast(self, autocast: Autocast) -> "Call":
+        """The call as autocast changes it."""
+        dtype = autocast.dtype
+        if dtype is None:
+            return self
+        query, key, value, mask = autocast.cast((self.query, self.key, self.value, self.attn_mask), dtype)
+        return replace(self, query=query, key=key, value=value, attn_mask=mask)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values."""
+        return self.query, self.key, self.value
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a backward pass will want what the kernel keeps for it."""
+        return any(t.requires_grad for t in self.tensors)
+
+    @property
+    def heads_match(self) -> bool:
+        """Whether queries, keys and values have as many heads."""
+        return self.query.shape[1] == self.key.shape[1] == self.value.shape[1]
+
+    def run_math(self, run: Callable[..., Any]) -> Any:
+        """The plain operators, on any device."""
+        math = torch.ops.aten._scaled_dot_product_attention_math.default
+        return run(
+            math,
+            *self.tensors,
+            self.attn_mask,
+            self.dropout_p,
+            self.is_causal,
+            None,
+            scale=self.scale,
+            enable_gqa=self.enable_gqa,
+        )[0]
 
 
 class Attention:
@@ -34,130 +87,82 @@ class Attention:
         """The interceptor of `scaled_dot_product_attention`."""
         return {"scaled_dot_product_attention": self._attend}
 
-    def _attend(
-        self,
-        op: Operator,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        dtype = self._autocast.dtype
-        if dtype is not None:
-            query, key, value, attn_mask = self._autocast.cast((query, key, value, attn_mask), dtype)
-        kernel = choose_cuda_kernel(
-            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, capability=self._capability
-        )
+    def _attend(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        call = Call(*args, **kwargs).cast(self._autocast)
+        kernel = choose_cuda_kernel(call, self._capability)
         run = self._autocast.suspended_call
         if kernel == "flash":
-            return _flash(query, key, value, dropout_p, is_causal, scale)
+            return _flash(call)
         if kernel == "efficient":
-            mask = _additive_mask(attn_mask, query.dtype)
-            keep = query.requires_grad or key.requires_grad or value.requires_grad
+            mask = _additive_mask(call.attn_mask, call.query.dtype)
             return run(
                 torch.ops.aten._scaled_dot_product_efficient_attention.default,
-                query,
-                key,
-                value,
-                _padded_mask(mask, query, key),
-                keep and torch.is_grad_enabled(),
-                dropout_p,
-                is_causal,
-                scale=scale,
+                *call.tensors,
+                _padded_mask(mask, call.query, call.key),
+                call.needs_grad and torch.is_grad_enabled(),
+                call.dropout_p,
+                call.is_causal,
+                scale=call.scale,
             )[0]
-        return run(
-            torch.ops.aten._scaled_dot_product_attention_math.default,
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            None,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )[0]
+        return call.run_math(run)
 
 
-def choose_cuda_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    grouped: bool,
-    *,
-    capability: tuple[int, int],
-) -> str:
+def choose_cuda_kernel(call: Call, capability: tuple[int, int]) -> str:
     """The first kernel in PyTorch's order that is switched on and takes the arguments: flash, efficient or math."""
     switches = torch.backends.cuda
+    query, key, value = call.tensors
     fused = query.dim() == key.dim() == value.dim() == 4 and 0 not in (query.shape[2], key.shape[2])
-    fused = fused and all(t.stride(-1) == 1 for t in (query, key, value))
-    for backend in torch._C._get_sdp_priority_order():
+    fused = fused and all(t.stride(-1) == 1 for t in call.tensors)
+    for backend in _priority_order():
         if backend == _MATH and switches.math_sdp_enabled():
             return "math"
         if not fused:
             continue
         if backend == _FLASH and switches.flash_sdp_enabled():
-            if _flash_fits(query, key, value, mask, dropout, is_causal, grouped, capability):
+            if _flash_fits(call, capability):
                 return "flash"
         elif backend == _EFFICIENT and switches.mem_efficient_sdp_enabled():
-            if _efficient_fits(query, key, value, mask, capability):
+            if _efficient_fits(call, capability):
                 return "efficient"
-        elif backend == _CUDNN and switches.cudnn_sdp_enabled() and _cudnn_fits(query, key, value, capability):
-            return "flash" if mask is None else "efficient"
+        elif backend == _CUDNN and switches.cudnn_sdp_enabled() and _cudnn_fits(call, capability):
+            return "flash" if call.attn_mask is None else "efficient"
     raise RuntimeError(
         "no attention kernel that is switched on takes these arguments: "
         f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} in {query.dtype}, "
-        f"{'with' if mask is not None else 'without'} a mask. Switch on SDPBackend.MATH as well."
+        f"{'with' if call.attn_mask is not None else 'without'} a mask. Switch on SDPBackend.MATH as well."
     )
 
 
-def _flash_fits(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    grouped: bool,
-    capability: tuple[int, int],
-) -> bool:
-    heads_match = query.shape[1] == key.shape[1] == value.shape[1]
-    groups_match = grouped and key.shape[1] == value.shape[1] and query.shape[1] % key.shape[1] == 0
+def _priority_order() -> list[int]:
+    """The user's order of kernels, or the one of versions that had no other."""
+    order = getattr(torch._C, "_get_sdp_priority_order", None)
+    return list(order()) if order is not None else [_FLASH, _EFFICIENT, _MATH]
+
+
+def _flash_fits(call: Call, capability: tuple[int, int]) -> bool:
+    query, key, value = call.tensors
+    groups_match = call.enable_gqa and key.shape[1] == value.shape[1] and query.shape[1] % key.shape[1] == 0
     head_size = query.shape[-1]
     # Between 192 and 256 the backward pass needs more shared memory than consumer parts of Ampere and Ada have.
     roomy = capability in ((8, 0), (9, 0), (10, 0), (10, 3))
-    needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
     return (
         capability >= (8, 0)
         and query.dtype in _HALVES
-        and mask is None
+        and call.attn_mask is None
         and head_size == key.shape[-1] == value.shape[-1] <= 256
-        and (heads_match or groups_match)
+        and (call.heads_match or groups_match)
         and query.shape[0] == key.shape[0]
-        and not (is_causal and query.shape[2] != key.shape[2])
-        and not (needs_grad and not roomy and (head_size > 224 or (head_size > 192 and dropout > 0)))
+        and not (call.is_causal and query.shape[2] != key.shape[2])
+        and not (call.needs_grad and not roomy and (head_size > 224 or (head_size > 192 and call.dropout_p > 0)))
     )
 
 
-def _efficient_fits(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    capability: tuple[int, int],
-) -> bool:
+def _efficient_fits(call: Call, capability: tuple[int, int]) -> bool:
+    query, key, value = call.tensors
     dtypes = (torch.float16, torch.float32) if capability < (8, 0) else (*_HALVES, torch.float32)
     if query.dtype not in dtypes or capability < (5, 0):
         return False
-    if not (query.shape[1] == key.shape[1] == value.shape[1] and query.shape[0] == key.shape[0]):
+    if not call.heads_match or query.shape[0] != key.shape[0]:
         return False
     # Tensor-core kernels load 16 bytes at a time: 8 halves, or 4 floats from Ampere on.
     alignment = 1
@@ -167,10 +172,12 @@ def _efficient_fits(
         alignment = 4
     if query.shape[-1] % alignment or value.shape[-1] % alignment or query.shape[-1] != key.shape[-1]:
         return False
+    mask = call.attn_mask
     return mask is None or not mask.requires_grad or mask.dim() in (2, 4)
 
 
-def _cudnn_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> bool:
+def _cudnn_fits(call: Call, capability: tuple[int, int]) -> bool:
+    query, key, value = call.tensors
     longest = 256 if capability == (9, 0) else 128
     return (
         capability >= (8, 0)
@@ -181,16 +188,16 @@ def _cudnn_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cap
     )
 
 
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, is_causal: bool, scale: float | None
-) -> torch.Tensor:
+def _flash(call: Call) -> torch.Tensor:
+    query, key, value = call.tensors
+    scale = call.scale
     head_size = query.shape[-1]
     missing = -head_size % 8
     if missing:
-        query, key, value = (torch.nn.functional.pad(t, (0, missing)) for t in (query, key, value))
+        query, key, value = (torch.nn.functional.pad(t, (0, missing)) for t in call.tensors)
         scale = scale if scale is not None else float(head_size) ** -0.5
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
-    out: torch.Tensor = call_plain(flash, query, key, value, dropout, is_causal, False, scale=scale)[0]
+    out: torch.Tensor = call_plain(flash, query, key, value, call.dropout_p, call.is_causal, False, scale=scale)[0]
     return out[..., :head_size] if missing else out
 
 
@@ -224,50 +231,27 @@ class HostAttention:
         """The interceptor of `scaled_dot_product_attention`."""
         return {"scaled_dot_product_attention": self._attend}
 
-    def _attend(
-        self,
-        op: Operator,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        dtype = self._autocast.dtype
-        if dtype is not None:
-            query, key, value, attn_mask = self._autocast.cast((query, key, value, attn_mask), dtype)
-        if self._flash_fits(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
-            mask = _additive_mask(attn_mask, query.dtype)
-            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-            return call_plain(flash, query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
-        math = torch.ops.aten._scaled_dot_product_attention_math.default
-        return call_plain(
-            math, query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )[0]
+    def _attend(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        call = Call(*args, **kwargs).cast(self._autocast)
+        if not self._flash_fits(call):
+            return call.run_math(call_plain)
+        mask = _additive_mask(call.attn_mask, call.query.dtype)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return call_plain(flash, *call.tensors, call.dropout_p, call.is_causal, attn_mask=mask, scale=call.scale)[0]
 
     @staticmethod
-    def _flash_fits(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout: float,
-        is_causal: bool,
-        grouped: bool,
-    ) -> bool:
+    def _flash_fits(call: Call) -> bool:
+        query, key, value = call.tensors
+        mask = call.attn_mask
         return (
             torch.backends.cuda.flash_sdp_enabled()
             and query.dim() == key.dim() == value.dim() == 4
             and query.dtype in (torch.float32, torch.float64, *_HALVES)
-            and dropout == 0.0
+            and call.dropout_p == 0.0
             and query.shape[-1] == key.shape[-1] == value.shape[-1]
-            and (query.shape[1] == key.shape[1] == value.shape[1] or grouped)
+            and (call.heads_match or call.enable_gqa)
             and 0 not in (query.shape[2], key.shape[2])
-            and not (is_causal and (mask is not None or query.shape[2] != key.shape[2]))
+            and not (call.is_causal and (mask is not None or query.shape[2] != key.shape[2]))
             and (mask is None or (not mask.requires_grad and mask.dim() in (2, 4)))
-            and all(t.stride(-1) == 1 for t in (query, key, value))
+            and all(t.stride(-1) == 1 for t in call.tensors)
         )

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memfit.adapters.torch.attention import choose_cuda_kernel
+from memfit.adapters.torch.attention import Call, choose_cuda_kernel
 from memfit.core.errors import StepFailed
 from memfit.core.timeline import Category, Phase
 from tests.unit.adapters.torch.builders import AMPERE, HOST, cuda, forward_blocks, kept_bytes, made_in, run
@@ -22,7 +22,7 @@ def choose(
 ):
     """The kernel for tensors of one shape, unless some are given."""
     query, key, value = (t if t is not None else tensor(**shape) for t in (query, key, value))
-    return choose_cuda_kernel(query, key, value, mask, dropout, causal, grouped, capability=capability)
+    return choose_cuda_kernel(Call(query, key, value, mask, dropout, causal, enable_gqa=grouped), capability)
 
 
 @pytest.mark.parametrize(
