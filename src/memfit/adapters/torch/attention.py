@@ -13,9 +13,8 @@ import torch
 
 from memfit.adapters.torch.autocast import Autocast
 from memfit.adapters.torch.interception import Interceptor, call_plain
-from memfit.adapters.torch.shapes import Operator
+from memfit.adapters.torch.shapes import HALVES, Operator
 
-_HALVES = (torch.float16, torch.bfloat16)
 # Numbers of torch.nn.attention.SDPBackend, as the order of priority gives them.
 _MATH, _FLASH, _EFFICIENT, _CUDNN = range(4)
 
@@ -147,7 +146,7 @@ def _flash_fits(call: Call, capability: tuple[int, int]) -> bool:
     roomy = capability in ((8, 0), (9, 0), (10, 0), (10, 3))
     return (
         capability >= (8, 0)
-        and query.dtype in _HALVES
+        and query.dtype in HALVES
         and call.attn_mask is None
         and head_size == key.shape[-1] == value.shape[-1] <= 256
         and (call.heads_match or groups_match)
@@ -159,14 +158,14 @@ def _flash_fits(call: Call, capability: tuple[int, int]) -> bool:
 
 def _efficient_fits(call: Call, capability: tuple[int, int]) -> bool:
     query, key, value = call.tensors
-    dtypes = (torch.float16, torch.float32) if capability < (8, 0) else (*_HALVES, torch.float32)
+    dtypes = (torch.float16, torch.float32) if capability < (8, 0) else (*HALVES, torch.float32)
     if query.dtype not in dtypes or capability < (5, 0):
         return False
     if not call.heads_match or query.shape[0] != key.shape[0]:
         return False
     # Tensor-core kernels load 16 bytes at a time: 8 halves, or 4 floats from Ampere on.
     alignment = 1
-    if query.dtype in _HALVES and capability >= (7, 0):
+    if query.dtype in HALVES and capability >= (7, 0):
         alignment = 8
     elif capability >= (8, 0):
         alignment = 4
@@ -181,7 +180,7 @@ def _cudnn_fits(call: Call, capability: tuple[int, int]) -> bool:
     longest = 256 if capability == (9, 0) else 128
     return (
         capability >= (8, 0)
-        and query.dtype in _HALVES
+        and query.dtype in HALVES
         and query.shape[-1] == key.shape[-1]
         and all(t.shape[-1] % 8 == 0 and t.shape[-1] <= longest for t in (query, value))
         and query.shape[0] == key.shape[0]
@@ -246,7 +245,7 @@ class HostAttention:
         return (
             torch.backends.cuda.flash_sdp_enabled()
             and query.dim() == key.dim() == value.dim() == 4
-            and query.dtype in (torch.float32, torch.float64, *_HALVES)
+            and query.dtype in (torch.float32, torch.float64, *HALVES)
             and call.dropout_p == 0.0
             and query.shape[-1] == key.shape[-1] == value.shape[-1]
             and (call.heads_match or call.enable_gqa)

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from memfit.adapters.torch.shapes import Operator
-
-_HALVES = (torch.float16, torch.bfloat16)
+from memfit.adapters.torch.shapes import HALVES, Operator, size_bytes
 
 
 class ConvolutionWorkspace:
@@ -40,14 +38,14 @@ class ConvolutionWorkspace:
             return 0
         if not self._converts(data, weight):
             return 0
-        width = 8 if data.dtype in _HALVES else 4
-        return _padded(data, width) + _padded(out, width) + _size(weight)
+        width = 8 if data.dtype in HALVES else 4
+        return _padded(data, width) + _padded(out, width) + size_bytes(weight)
 
     def _converts(self, data: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether a tensor-core kernel runs on channels-first tensors."""
         if _channels_last(data) or _channels_last(weight):
             return False
-        if data.dtype in _HALVES:
+        if data.dtype in HALVES:
             return self._capability >= (7, 0)
         return data.dtype is torch.float32 and self._capability >= (8, 0) and torch.backends.cudnn.allow_tf32
 
@@ -58,14 +56,10 @@ def _layout_copies(tensors: tuple[torch.Tensor, ...], data: torch.Tensor, weight
     The layout is channels-last if the input or the weight is, channels-first otherwise.
     """
     if data.dim() not in (4, 5):
-        return [_size(t) for t in tensors if not t.is_contiguous()]
+        return [size_bytes(t) for t in tensors if not t.is_contiguous()]
     channels_last = torch.channels_last if data.dim() == 4 else torch.channels_last_3d
     wanted = channels_last if _channels_last(data) or _channels_last(weight) else torch.contiguous_format
-    return [_size(t) for t in tensors if not t.is_contiguous(memory_format=wanted)]
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return [size_bytes(t) for t in tensors if not t.is_contiguous(memory_format=wanted)]
 
 
 def _padded(tensor: torch.Tensor, width: int) -> int:

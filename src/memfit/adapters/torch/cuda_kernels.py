@@ -13,16 +13,12 @@ from memfit.adapters.torch import recurrent
 from memfit.adapters.torch.cuda_convolution import ConvolutionWorkspace
 from memfit.adapters.torch.fallbacks import Rule
 from memfit.adapters.torch.recorder import Recorder
-from memfit.adapters.torch.shapes import Operator
+from memfit.adapters.torch.shapes import Operator, size_bytes
 from memfit.core.device import Device
 from memfit.core.timeline import Category, Phase
 from memfit.core.units import KIB, MIB
 
 _GEMMS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_addmm_activation", "linear")
-
-
-def _bytes(tensor: Any) -> int:
-    return tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
 
 
 class CudaInternals:
@@ -90,12 +86,12 @@ def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
 
 def _safe_softmax(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
     """The softmax itself and a boolean mask of its -inf inputs; the output is a third tensor (native/SoftMax.cpp)."""
-    return [_bytes(out), args[0].numel()]
+    return [size_bytes(out), args[0].numel()]
 
 
 def _softmax_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
     """The product of gradient and output (native/cuda/SoftMax.cu)."""
-    return [_bytes(args[0])]
+    return [size_bytes(args[0])]
 
 
 def _embedding_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
@@ -106,7 +102,7 @@ def _embedding_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str,
         return []
     # A thread sums ten rows, so that a segment may be split between threads.
     num_segments = count // 10 + min(count, num_weights)
-    return [*[_bytes(indices)] * 4, num_segments * args[0].shape[-1] * 4]
+    return [*[size_bytes(indices)] * 4, num_segments * args[0].shape[-1] * 4]
 
 
 def _mask_indices(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:

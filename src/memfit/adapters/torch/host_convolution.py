@@ -13,13 +13,9 @@ import torch
 
 from memfit.adapters.torch.convolution_layout import channels_last_format
 from memfit.adapters.torch.onednn_convolution import Geometry, block_width
-from memfit.adapters.torch.shapes import Operator
+from memfit.adapters.torch.shapes import Operator, size_bytes
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 # Layers repeat: what is known about one serves the next.
@@ -51,11 +47,11 @@ class HostConvolution:
             return [_unfolded(data, weight, out, options)]
         layout = channels_last_format(data, weight)
         if layout is not None:
-            copies = sum(_bytes(t) for t in (data, weight) if not t.is_contiguous(memory_format=layout))
-            return [copies + _bytes(weight)]
+            copies = sum(size_bytes(t) for t in (data, weight) if not t.is_contiguous(memory_format=layout))
+            return [copies + size_bytes(weight)]
         geometry = geometry_of(data, weight, out, options, self._threads, self._block)
         peak = geometry.scatter_peak if options[3] else geometry.gather_peak
-        return [_copies(data) + peak - _bytes(out)]
+        return [_copies(data) + peak - size_bytes(out)]
 
     def backward(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
         """Bytes taken during `convolution_backward`: first the data's gradient, then the weight's."""
@@ -65,10 +61,10 @@ class HostConvolution:
             return [_unfolded(data, weight, gradient, options)]
         geometry = geometry_of(data, weight, gradient, options, self._threads, self._block)
         layout = channels_last_format(data, weight)
-        kept = sum(_bytes(part) for part in out if part is not None)
-        data_bytes = _bytes(data) if wanted[0] else 0
+        kept = sum(size_bytes(part) for part in out if part is not None)
+        data_bytes = size_bytes(data) if wanted[0] else 0
         if layout is not None:
-            copies = sum(_bytes(t) for t in (gradient, data, weight) if not t.is_contiguous(memory_format=layout))
+            copies = sum(size_bytes(t) for t in (gradient, data, weight) if not t.is_contiguous(memory_format=layout))
             return [copies + _channels_last_peak(geometry, data_bytes) - kept]
         peak = 0
         if wanted[0]:
@@ -90,7 +86,7 @@ class HostConvolution:
 
 
 def _copies(*tensors: torch.Tensor) -> int:
-    return sum(_bytes(t) for t in tensors if not t.is_contiguous())
+    return sum(size_bytes(t) for t in tensors if not t.is_contiguous())
 
 
 def _unfolded(data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, options: tuple[Any, ...]) -> int:

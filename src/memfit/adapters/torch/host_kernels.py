@@ -15,7 +15,7 @@ from memfit.adapters.torch import host_recurrent, sparse
 from memfit.adapters.torch.convolution_layout import is_channels_last
 from memfit.adapters.torch.fallbacks import Rule
 from memfit.adapters.torch.host_convolution import HostConvolution
-from memfit.adapters.torch.shapes import Operator
+from memfit.adapters.torch.shapes import Operator, size_bytes
 
 _FLOAT_BYTES = 4
 # Queries per block by the length they are cut from, and keys per block (FlashAttentionKernel.cpp).
@@ -25,13 +25,9 @@ _KEY_BLOCK = 512
 _VECTORISED_UPSAMPLING = 128
 
 
-def _bytes(tensor: Any) -> int:
-    return tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
-
-
 def _copies(*tensors: torch.Tensor) -> list[int]:
     """A contiguous copy of each tensor that is not contiguous."""
-    return [_bytes(t) for t in tensors if not t.is_contiguous()]
+    return [size_bytes(t) for t in tensors if not t.is_contiguous()]
 
 
 class HostInternals:
@@ -122,7 +118,7 @@ def _batch_norm_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str
     """The gradient before it is written out, unless a strided loop is used (batch_norm_backward_cpu_template)."""
     gradient, data = args[0], args[1]
     dense = data.is_contiguous() or is_channels_last(data)
-    return [_bytes(data)] if dense and gradient.stride() == data.stride() else []
+    return [size_bytes(data)] if dense and gradient.stride() == data.stride() else []
 
 
 def _group_norm_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
@@ -135,7 +131,7 @@ def _upsample(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out
     """The vectorised kernels work on channels-last copies of input and output (UpSampleKernel.cpp)."""
     if is_channels_last(args[0]) or out.shape[-1] + out.shape[-2] > _VECTORISED_UPSAMPLING:
         return []
-    return [_bytes(args[0]), _bytes(out)]
+    return [size_bytes(args[0]), size_bytes(out)]
 
 
 def _max_pool_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
@@ -152,36 +148,38 @@ def _safe_softmax(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any],
 def _gelu_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
     """The kernel of oneDNN takes contiguous inputs: where only one is, both are copied (mkldnn/Gelu.cpp)."""
     gradient, data = args[0], args[1]
-    return [_bytes(gradient), _bytes(data)] if data.is_contiguous() and gradient.stride() != data.stride() else []
+    return (
+        [size_bytes(gradient), size_bytes(data)] if data.is_contiguous() and gradient.stride() != data.stride() else []
+    )
 
 
 def _embedding_bag_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
     """Eight lists of indices: bags, sorted indices, positions, counts (EmbeddingBag.cpp); one if sparse."""
     indices, sparse = args[1], args[9]
-    return [_bytes(indices)] * (1 if sparse else 8)
+    return [size_bytes(indices)] * (1 if sparse else 8)
 
 
 def _unreduced_loss(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
     """The loss of each element, before they are averaged or summed (Loss.cpp)."""
-    return [] if out.dim() else [_bytes(args[0])]
+    return [] if out.dim() else [size_bytes(args[0])]
 
 
 def _logits_loss(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
     """log-sigmoid and, before the reduction, the loss of each element (Loss.cpp)."""
-    return [_bytes(args[0])] * (1 if out.dim() else 2)
+    return [size_bytes(args[0])] * (1 if out.dim() else 2)
 
 
 def _ctc_loss_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
     """Backward variables, as many as the forward ones (LossCTC.cpp)."""
-    return [_bytes(args[6])]
+    return [size_bytes(args[6])]
 
 
 def _roll(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
     """One dimension after another, each into a new tensor (TensorTransformations.cpp)."""
     dims = args[2] if len(args) > 2 else ()
-    return [_bytes(out)] if len(dims) > 1 else []
+    return [size_bytes(out)] if len(dims) > 1 else []
 
 
 def _cumsum(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
     """The input in the output's type, where they differ (ReduceOps.cpp)."""
-    return [_bytes(out)] if args[0].dtype is not out.dtype else []
+    return [size_bytes(out)] if args[0].dtype is not out.dtype else []

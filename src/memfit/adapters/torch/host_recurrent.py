@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from memfit.adapters.torch.interception import Interceptor, call_plain
-from memfit.adapters.torch.shapes import META, Operator
+from memfit.adapters.torch.recurrent import Layers
+from memfit.adapters.torch.shapes import META, Operator, size_bytes
 
 _LSTM_MODE = 2
 _GATES = 4
@@ -35,83 +36,68 @@ class HostRecurrent:
         }
 
 
-def _lstm(
-    op: Operator,
-    data: torch.Tensor,
-    hx: Any,
-    params: list[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> Any:
+def _lstm(op: Operator, *args: Any) -> Any:
     """Layer by layer through oneDNN (mkldnn_rnn in mkldnn/RNN.cpp)."""
-    directions = 2 if bidirectional else 1
-    per_layer = len(params) // (num_layers * directions)
-    projected = per_layer == (5 if has_biases else 3)
-    if projected or data.dtype not in _ONEDNN_DTYPES or not torch.backends.mkldnn.is_available():
-        return call_plain(op, data, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-    layer_input = (data.transpose(0, 1) if batch_first else data).contiguous()
-    states, cells = hx[0].contiguous(), hx[1].contiguous()
+    layers = Layers(*args)
+    data = layers.data
+    if layers.projected or data.dtype not in _ONEDNN_DTYPES or not torch.backends.mkldnn.is_available():
+        return call_plain(op, *args)
+    layer_input = (data.transpose(0, 1) if layers.batch_first else data).contiguous()
+    states, cells = layers.hx[0].contiguous(), layers.hx[1].contiguous()
     hidden = states.shape[-1]
     layer = torch.ops.aten.mkldnn_rnn_layer.default
     last_states, last_cells = [], []
-    for number in range(num_layers):
+    for number in range(layers.num_layers):
         outputs = []
-        for direction in range(directions):
-            index = number * directions + direction
-            weights = list(params[index * per_layer : (index + 1) * per_layer])
-            if not has_biases:
+        for direction in range(layers.directions):
+            index = number * layers.directions + direction
+            weights = list(layers.params[index * layers.per_layer : (index + 1) * layers.per_layer])
+            if not layers.has_biases:
                 # Zeros in the shapes of the weights, not of biases.
                 weights += [torch.zeros(w.shape, dtype=data.dtype, device=META) for w in weights]
             sizes: list[int] = []
-            options = (direction == 1, sizes, _LSTM_MODE, hidden, num_layers, has_biases, bidirectional)
+            options = (
+                direction == 1,
+                sizes,
+                _LSTM_MODE,
+                hidden,
+                layers.num_layers,
+                layers.has_biases,
+                layers.bidirectional,
+            )
             out, state, cell, _ = call_plain(
-                layer, layer_input, *weights, states[index], cells[index], *options, batch_first, train
+                layer, layer_input, *weights, states[index], cells[index], *options, layers.batch_first, layers.train
             )
             outputs.append(out)
             last_states.append(state)
             last_cells.append(cell)
-        layer_input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        if dropout and train and number < num_layers - 1:
-            layer_input = torch.dropout(layer_input, dropout, True)
-    output = layer_input.transpose(0, 1) if batch_first else layer_input
+        layer_input = outputs[0] if layers.directions == 1 else torch.cat(outputs, -1)
+        if layers.dropout and layers.train and number < layers.num_layers - 1:
+            layer_input = torch.dropout(layer_input, layers.dropout, True)
+    output = layer_input.transpose(0, 1) if layers.batch_first else layer_input
     return output, torch.stack(last_states), torch.stack(last_cells)
 
 
 def _looped(cell: _Cell) -> Interceptor:
     """A layer that loops over time steps, after one multiplication of all inputs (FullLayer in RNN.cpp)."""
 
-    def intercept(
-        op: Operator,
-        data: torch.Tensor,
-        hx: torch.Tensor,
-        params: list[torch.Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> Any:
-        directions = 2 if bidirectional else 1
-        per_layer = 4 if has_biases else 2
-        layer_input = data.transpose(0, 1) if batch_first else data
-        states = hx.unbind(0)
+    def intercept(op: Operator, *args: Any) -> Any:
+        layers = Layers(*args)
+        per_layer, directions = layers.per_layer, layers.directions
+        layer_input = layers.data.transpose(0, 1) if layers.batch_first else layers.data
+        states = layers.hx.unbind(0)
         last: list[torch.Tensor] = []
-        for number in range(num_layers):
+        for number in range(layers.num_layers):
             first = number * directions
             weights = [
-                (*params[index * per_layer : (index + 1) * per_layer], None, None)[:4]
+                (*layers.params[index * per_layer : (index + 1) * per_layer], None, None)[:4]
                 for index in range(first, first + directions)
             ]
             layer_input, ends = _run_layer(cell, layer_input, states[first : first + directions], weights)
             last += ends
-            if dropout and train and number < num_layers - 1:
-                layer_input = torch.dropout(layer_input, dropout, True)
-        return (layer_input.transpose(0, 1) if batch_first else layer_input), torch.stack(last)
+            if layers.dropout and layers.train and number < layers.num_layers - 1:
+                layer_input = torch.dropout(layer_input, layers.dropout, True)
+        return (layer_input.transpose(0, 1) if layers.batch_first else layer_input), torch.stack(last)
 
     return intercept
 
@@ -150,10 +136,6 @@ def _simple_cell(activation: Callable[[torch.Tensor], torch.Tensor]) -> _Cell:
         return activation(torch.nn.functional.linear(state, weight, bias).add_(step))
 
     return cell
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _padded_row(count: int, element_size: int) -> int:
@@ -220,5 +202,5 @@ def backward_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
         if _padded_row(w.shape[1], w.element_size()) != w.shape[1]
     ]
     pairs = zip(args[7:10], args[10:13], strict=True)
-    gradients = [_bytes(value) for value, given in pairs if given is None or not given.is_contiguous()]
+    gradients = [size_bytes(value) for value, given in pairs if given is None or not given.is_contiguous()]
     return [*turned, *_copied_weights(weights), _gate_scratch(data, args[5].shape[-1]), *gradients]

@@ -1,5 +1,6 @@
 """Recurrent layers as cuDNN runs them: one operator with a reserve space, instead of a loop over time steps."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,36 @@ from memfit.adapters.torch.shapes import META, Operator
 # cuDNN's numbers for the kinds of cell, and gates of each.
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Arguments of `lstm`, `gru` and `rnn_*`, in their own order; packed sequences have no `batch_first`."""
+
+    data: torch.Tensor
+    hx: Any
+    params: list[torch.Tensor]
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool = False
+
+    @property
+    def directions(self) -> int:
+        """How often each layer runs."""
+        return 2 if self.bidirectional else 1
+
+    @property
+    def per_layer(self) -> int:
+        """Parameters of one layer in one direction."""
+        return len(self.params) // (self.num_layers * self.directions)
+
+    @property
+    def projected(self) -> bool:
+        """Whether the output of a cell is projected to another size."""
+        return self.per_layer == (5 if self.has_biases else 3)
 
 
 class Recurrent:
@@ -32,76 +63,38 @@ class Recurrent:
         return table
 
     def _padded(self, name: str) -> Interceptor:
-        def intercept(
-            op: Operator,
-            data: torch.Tensor,
-            hx: Any,
-            params: list[torch.Tensor],
-            has_biases: bool,
-            num_layers: int,
-            dropout: float,
-            train: bool,
-            bidirectional: bool,
-            batch_first: bool,
-        ) -> Any:
-            options = (has_biases, num_layers, dropout, train, bidirectional)
-            return self._run(name, data, hx, params, options, batch_first, [])
-
-        return intercept
+        return lambda op, *args: self._run(name, Layers(*args), [])
 
     def _packed(self, name: str) -> Interceptor:
-        def intercept(
-            op: Operator,
-            data: torch.Tensor,
-            batch_sizes: torch.Tensor,
-            hx: Any,
-            params: list[torch.Tensor],
-            has_biases: bool,
-            num_layers: int,
-            dropout: float,
-            train: bool,
-            bidirectional: bool,
-        ) -> Any:
-            options = (has_biases, num_layers, dropout, train, bidirectional)
-            return self._run(name, data, hx, params, options, False, batch_sizes.tolist())
+        def intercept(op: Operator, data: torch.Tensor, batch_sizes: torch.Tensor, *args: Any) -> Any:
+            return self._run(name, Layers(data, *args), batch_sizes.tolist())
 
         return intercept
 
-    def _run(
-        self,
-        name: str,
-        data: torch.Tensor,
-        hx: Any,
-        params: list[torch.Tensor],
-        options: tuple[bool, int, float, bool, bool],
-        batch_first: bool,
-        batch_sizes: list[int],
-    ) -> Any:
-        has_biases, num_layers, dropout, train, bidirectional = options
-        state, cell = (hx[0], hx[1]) if name == "lstm" else (hx, None)
+    def _run(self, name: str, layers: Layers, batch_sizes: list[int]) -> Any:
+        data, params = layers.data, list(layers.params)
+        state, cell = (layers.hx[0], layers.hx[1]) if name == "lstm" else (layers.hx, None)
         dtype = self._autocast.dtype
         if dtype is not None:
-            data, state, cell, params = self._autocast.cast((data, state, cell, list(params)), dtype)
-        per_layer = len(params) // (num_layers * (2 if bidirectional else 1))
+            data, state, cell, params = self._autocast.cast((data, state, cell, params), dtype)
         # With a projection cuDNN's cell is larger than its output.
-        projected = per_layer == (5 if has_biases else 3)
         hidden = cell.shape[-1] if cell is not None else state.shape[-1]
         out, h, c, _, _ = call_plain(
             torch.ops.aten._cudnn_rnn.default,
             data,
             params,
-            per_layer,
+            layers.per_layer,
             None,
             state,
             cell,
             _MODES[name],
             hidden,
-            state.shape[-1] if projected else 0,
-            num_layers,
-            batch_first,
-            dropout,
-            train,
-            bidirectional,
+            state.shape[-1] if layers.projected else 0,
+            layers.num_layers,
+            layers.batch_first,
+            layers.dropout,
+            layers.train,
+            layers.bidirectional,
             batch_sizes,
             None,
         )

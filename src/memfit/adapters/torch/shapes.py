@@ -14,6 +14,7 @@ import torch
 
 Operator = Any  # torch._ops.OpOverload; its module has no public name
 META = torch.device("meta")
+HALVES = (torch.float16, torch.bfloat16)
 _CACHE_LIMIT = 100_000
 
 _cache: dict[Any, Any] = {}
@@ -59,6 +60,11 @@ _UNDECLARED_VIEWS = {
     "aten::unsafe_split",
     "aten::unsafe_split_with_sizes",
 }
+
+
+def size_bytes(tensor: Any) -> int:
+    """Bytes of a tensor's elements; 0 for anything else."""
+    return tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
 
 
 def behaviour(func: Operator) -> Behaviour:
