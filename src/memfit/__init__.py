@@ -3,9 +3,10 @@
 `import memfit` is light: no framework is loaded until a verb needs one.
 """
 
-from memfit._api import MaxBatch, compare, estimate, max_batch, named_job
+from memfit._api import MaxBatch, compare, dryrun, estimate, max_batch, named_job
 from memfit.catalogue import find_device, list_devices
 from memfit.core.device import Device
+from memfit.core.dryrun import DryRun
 from memfit.core.errors import BadInput, MemfitError, StepFailed
 from memfit.core.estimate import Estimate
 from memfit.core.job import Job
@@ -18,6 +19,7 @@ __all__ = [
     "AllocatorOptions",
     "BadInput",
     "Device",
+    "DryRun",
     "Estimate",
     "Job",
     "MaxBatch",
@@ -26,6 +28,7 @@ __all__ = [
     "Timeline",
     "__version__",
     "compare",
+    "dryrun",
     "estimate",
     "find_device",
     "list_devices",

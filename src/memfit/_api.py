@@ -1,6 +1,8 @@
 """The public verbs, composed from the parts: trace, replay, report."""
 
 import operator
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -8,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.allocator import replay, replay_plain
 from memfit.catalogue import find_device
+from memfit.core import dryrun as dryrun_results
 from memfit.core.device import Device, Kind, Origin
+from memfit.core.dryrun import DryRun, Request
 from memfit.core.errors import BadBatch, BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Estimate, HostMemory, Note, use_reporters
 from memfit.core.job import Job
@@ -16,7 +20,7 @@ from memfit.core.replay import AllocatorOptions, Replay
 from memfit.core.scaling import Family, fit, needs_third
 from memfit.core.timeline import Category, Timeline
 from memfit.core.units import MIB
-from memfit.reports import text
+from memfit.reports import run_text, text
 
 if TYPE_CHECKING:
     from memfit.adapters.torch.trace import Trace
@@ -43,7 +47,14 @@ def _write_page(result: Estimate, path: str) -> None:
     page.write_page(result, path)
 
 
+def _write_run_page(result: DryRun, path: str) -> None:
+    from memfit.reports import page
+
+    page.write_run_page(result, path)
+
+
 use_reporters(text.format_estimate, _write_page)
+dryrun_results.use_reporters(run_text.format_run, _write_run_page)
 
 
 def estimate(
@@ -206,6 +217,69 @@ def mend_torchvision() -> None:
     define_missing_operators()
 
 
+def dryrun(
+    script: str | os.PathLike[str],
+    arguments: Iterable[str] = (),
+    *,
+    device: str | Device | None = None,
+    module: bool = False,
+    count: int = 1,
+    steps: int = 3,
+    scan: int = 0,
+    checkpoint_folder: str | os.PathLike[str] | None = None,
+    quiet_output: bool = False,
+) -> DryRun:
+    """How an unmodified training script fares on a device that need not be there.
+
+    The script runs in a process of its own, in which PyTorch sees the device. What it prints goes where ours goes.
+
+    Args:
+        script: path of the script, or dotted name of a module.
+        arguments: what the script is given.
+        device: as for `estimate`; a CUDA device.
+        module: whether `script` is the name of a module, as for `python -m`.
+        count: how many such devices PyTorch sees; the figures are those of one of them.
+        steps: optimizer steps after which the script is ended.
+        scan: batches of its loader to look at for the largest; 0: none.
+        checkpoint_folder: where checkpoints go that the script writes; a temporary place by default.
+        quiet_output: send what the script prints to standard error.
+    """
+    for option, value, least in (("count", count, 1), ("steps", steps, 1), ("scan", scan, 0)):
+        if value < least:
+            raise BadInput(f"{option} must be at least {least}, but {value} was given.")
+    target, name = _resolve(device), os.fspath(script)
+    if target.kind is not Kind.CUDA:
+        raise BadInput(
+            f"only CUDA devices can be simulated for a script, but {target.name!r} was given. "
+            "Name one, such as device='rtx-3090' (--device rtx-3090); `memfit devices` lists all."
+        )
+    # Processes and moves are of no use to anyone who doesn't run a script.
+    from memfit.planner import advise
+    from memfit.runs.sequence import dry_run
+    from memfit.runs.target import check_module, check_script
+
+    (check_module if module else check_script)(name)
+    _require_torch()
+    folder = "" if checkpoint_folder is None else os.path.abspath(checkpoint_folder)
+    request = Request(name, module, tuple(arguments), target, count, steps, scan, checkpoint_folder=folder)
+    run, too_large = dry_run(request, quiet_output=quiet_output, announce=_announce)
+    if run.fits is not False or too_large is None:
+        return run
+    found = advise(
+        too_large.timeline,
+        too_large.replay,
+        AllocatorOptions(),
+        context_bytes=too_large.context_bytes,
+        num_parameters=too_large.num_parameters,
+        num_devices=count,
+    )
+    return replace(run, advice=found)
+
+
+def _announce(text: str) -> None:
+    print(f"memfit: {text}", file=sys.stderr, flush=True)
+
+
 def _as_job(model: Any, loss: Any, batch: Any, **options: Any) -> Job:
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(given.get("optimizer"), str):
@@ -248,11 +322,15 @@ def _own_gpu() -> Device:
         return Device(name, name, Kind.CUDA, None, total_bytes, Origin.MEASURED, capability, source="this machine")
 
 
-def _torch_adapter() -> Any:
+def _require_torch() -> None:
     from importlib.util import find_spec
 
     if find_spec("torch") is None:
         raise MissingDependency("PyTorch is not installed. Install it with `pip install 'memfit[torch]'`.")
+
+
+def _torch_adapter() -> Any:
+    _require_torch()
     from memfit.adapters.torch import job as adapter
 
     return adapter

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "memfit"
 ROWS = (
     ("core",),
     ("adapters", "allocator", "catalogue"),
-    ("planner", "guard", "monitor", "data", "doctor", "shrink", "cloud"),
+    ("planner", "guard", "monitor", "data", "doctor", "shrink", "cloud", "runs"),
     ("reports",),
     ("_api",),
     ("memfit",),
@@ -23,7 +23,7 @@ ROWS = (
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
 
 # These are handed an adapter by `_api`, so that they work, and are tested, without any framework.
-FORBIDDEN = {("guard", "adapters"), ("monitor", "adapters")}
+FORBIDDEN = {("guard", "adapters"), ("monitor", "adapters"), ("planner", "adapters"), ("runs", "adapters")}
 
 FRAMEWORKS = {"torch", "torchvision", "timm", "transformers", "keras", "jax", "tensorflow"}
 
@@ -118,6 +118,8 @@ def build(package: Path, files: dict[str, str]) -> Path:
         ("allocator/a.py", "from memfit.catalogue import b", "allocator imports its sibling catalogue"),
         ("guard/a.py", "import memfit.doctor.b", "guard imports its sibling doctor"),
         ("guard/a.py", "from memfit.adapters.torch import b", "guard must not import adapters"),
+        ("planner/a.py", "from memfit.adapters.torch import b", "planner must not import adapters"),
+        ("runs/a.py", "from memfit.planner import b", "runs imports its sibling planner"),
         ("reports/a.py", "def f():\n    import memfit._api", "reports imports _api, which is above it"),
         ("_api.py", "from memfit.commands import main", "_api imports commands, which is above it"),
         ("__init__.py", "from memfit.commands import main", "memfit imports commands, which is above it"),

@@ -37,8 +37,13 @@ DEFAULT_OPTIONS = AllocatorOptions()
 class Source(Protocol):
     """Where the pools get memory from and return it to."""
 
+    capacity_bytes: int
     reserved: int
     num_segments: int
+    num_taken: int
+    num_returned: int
+    num_oversize: int
+    num_oversize_taken: int
 
     def choose(self, pool: Pool, index: int) -> int:
         """Position in the pool of the block to use, given that of the smallest sufficient one."""
@@ -67,12 +72,12 @@ class CachingAllocator:
 
     __slots__ = (
         "_choose",
-        "_large",
-        "_max_split_bytes",
         "_oversize_key",
-        "_small",
         "allocated",
+        "large",
+        "max_split_bytes",
         "num_retries",
+        "small",
         "source",
     )
 
@@ -86,21 +91,21 @@ class CachingAllocator:
         self.source: Source
         if options.expandable_segments:
             self.source = ExpandableSegments(limit_bytes, fraction_set=collects)
-            self._large = Pool(LARGE_SEGMENT_BYTES, MIN_BLOCK_BYTES, NO_LIMIT)
+            self.large = Pool(LARGE_SEGMENT_BYTES, MIN_BLOCK_BYTES, NO_LIMIT)
         else:
             threshold_bytes = int(options.garbage_collection_threshold * limit_bytes) if collects else None
             self.source = Segments(limit_bytes, max_split_bytes, threshold_bytes)
-            self._large = Pool(LARGE_SEGMENT_BYTES, SMALL_BYTES + 1, max_split_bytes)
-        self._small = Pool(SMALL_SEGMENT_BYTES, MIN_BLOCK_BYTES, NO_LIMIT)
+            self.large = Pool(LARGE_SEGMENT_BYTES, SMALL_BYTES + 1, max_split_bytes)
+        self.small = Pool(SMALL_SEGMENT_BYTES, MIN_BLOCK_BYTES, NO_LIMIT)
         self._choose = self.source.choose if options.expandable_segments else None
-        self._max_split_bytes = max_split_bytes
+        self.max_split_bytes = max_split_bytes
         self._oversize_key = max_split_bytes << ADDRESS_BITS
         self.allocated = 0
         self.num_retries = 0
 
     def malloc(self, size: int) -> Block | None:
         """A block of at least `size` bytes, a size that `round_size` made; None when out of memory."""
-        pool = self._small if size <= SMALL_BYTES else self._large
+        pool = self.small if size <= SMALL_BYTES else self.large
         pool.num_searches += 1
         keys, by_key = pool.keys, pool.by_key
         block = None
@@ -139,20 +144,24 @@ class CachingAllocator:
         self.allocated -= block.size
         block.pool.insert_merged(block)
 
+    def release_cached(self) -> None:
+        """Return to the device all that isn't in use and can be returned (`release_cached_blocks`)."""
+        self.source.release_cached(self.large)
+        self.source.release_cached(self.small)
+
     def _accepts_oversize(self, size: int, block_size: int) -> bool:
         """Whether a request may have a block of `max_split_size` or more (the end of `get_free_block`)."""
-        return size >= self._max_split_bytes and block_size < size + OVERSIZE_SLACK_BYTES
+        return size >= self.max_split_bytes and block_size < size + OVERSIZE_SLACK_BYTES
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """A block from new memory, making room for it step by step (the middle of `malloc`)."""
         source = self.source
-        source.collect_garbage(self._large)
+        source.collect_garbage(self.large)
         block = source.take(pool, size)
         if block is None and source.release_oversize(pool, size):
             block = source.take(pool, size)
         if block is None:
-            source.release_cached(self._large)
-            source.release_cached(self._small)
+            self.release_cached()
             self.num_retries += 1
             block = source.take(pool, size)
         return block

@@ -24,13 +24,28 @@ class ExpandableSegments:
         fraction_set: the capacity is also the process's memory fraction, which is checked before any page is mapped.
     """
 
-    __slots__ = ("_capacity_bytes", "_fraction_set", "num_segments", "reserved")
+    __slots__ = (
+        "_fraction_set",
+        "capacity_bytes",
+        "num_oversize",
+        "num_oversize_taken",
+        "num_returned",
+        "num_segments",
+        "num_taken",
+        "reserved",
+    )
 
     def __init__(self, capacity_bytes: int, fraction_set: bool) -> None:
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._fraction_set = fraction_set
         self.reserved = 0
         self.num_segments = 0
+        # How often pages were mapped, and unmapped.
+        self.num_taken = 0
+        self.num_returned = 0
+        # Every part of an expandable segment can be split.
+        self.num_oversize = 0
+        self.num_oversize_taken = 0
 
     def choose(self, pool: Pool, index: int) -> int:
         """Position in the pool of the block to use, given that of the smallest sufficient one.
@@ -53,7 +68,7 @@ class ExpandableSegments:
 
         A failure may leave pages mapped that were mapped before the device was full, as upstream does.
         """
-        if self._fraction_set and self.reserved + segment_size(size_bytes) > self._capacity_bytes:
+        if self._fraction_set and self.reserved + segment_size(size_bytes) > self.capacity_bytes:
             return None
         block = self._find_room(pool, size_bytes)
         if block.state == UNMAPPED and not self._map(block, min(block.size, size_bytes)):
@@ -105,9 +120,12 @@ class ExpandableSegments:
         """Put pages behind the start of an unmapped block; False when the device is full (`map_block`)."""
         pool = block.pool
         mapped_bytes = -(-size_bytes // pool.page_bytes) * pool.page_bytes
-        if self.reserved + mapped_bytes > self._capacity_bytes:
+        if self.reserved + mapped_bytes > self.capacity_bytes:
             return False
         self.reserved += mapped_bytes
+        self.num_taken += 1
+        pool.reserved += mapped_bytes
+        pool.taken += mapped_bytes
         pool.unmapped.remove(block)
         if mapped_bytes < block.size:
             rest = Block(pool, block.address + mapped_bytes, block.size - mapped_bytes, UNMAPPED)
@@ -138,6 +156,8 @@ class ExpandableSegments:
             pool.insert(after)
         block.address, block.size, block.state = first, last - first, UNMAPPED
         self.reserved -= block.size
+        self.num_returned += 1
+        pool.reserved -= block.size
         for neighbour in (block.prev, block.next):
             if neighbour is not None and neighbour.state == UNMAPPED:
                 pool.unmapped.remove(neighbour)

@@ -28,7 +28,7 @@ class Block:
         state: IN_USE, FREE or UNMAPPED.
     """
 
-    __slots__ = ("address", "born", "key", "next", "pool", "prev", "size", "state")
+    __slots__ = ("address", "born", "key", "next", "pool", "prev", "requested", "size", "state")
 
     def __init__(self, pool: "Pool", address: int, size: int, state: int) -> None:
         self.pool = pool
@@ -38,6 +38,8 @@ class Block:
         self.prev: Block | None = None
         self.next: Block | None = None
         self.key = 0
+        # What the program asked for, before rounding; kept by who hands the block out.
+        self.requested = 0
         # Searches that the pool had seen when the block was last put into it (gc_count_base).
         self.born = 0
 
@@ -77,9 +79,13 @@ class Pool:
         "by_key",
         "keys",
         "num_searches",
+        "num_segments",
+        "num_segments_taken",
         "page_bytes",
+        "reserved",
         "split_below_bytes",
         "split_remainder_bytes",
+        "taken",
         "unmapped",
     )
 
@@ -91,6 +97,9 @@ class Pool:
         self.by_key: dict[int, Block] = {}
         self.unmapped: list[Block] = []
         self.num_searches = 0
+        # Bytes and segments held from the device now, and taken from it since the beginning.
+        self.reserved = self.taken = 0
+        self.num_segments = self.num_segments_taken = 0
 
     def insert(self, block: Block) -> None:
         """Add a block as free."""

@@ -24,20 +24,30 @@ class Segments:
 
     __slots__ = (
         "_address",
-        "_capacity_bytes",
         "_garbage_threshold_bytes",
         "_max_split_bytes",
+        "capacity_bytes",
+        "num_oversize",
+        "num_oversize_taken",
+        "num_returned",
         "num_segments",
+        "num_taken",
         "reserved",
     )
 
     def __init__(self, capacity_bytes: int, max_split_bytes: int, garbage_threshold_bytes: int | None) -> None:
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._max_split_bytes = max_split_bytes
         self._garbage_threshold_bytes = garbage_threshold_bytes
         self._address = 0
         self.reserved = 0
         self.num_segments = 0
+        # Calls of cudaMalloc that succeeded, and of cudaFree.
+        self.num_taken = 0
+        self.num_returned = 0
+        # Segments that can't be split, held now and taken since the beginning.
+        self.num_oversize = 0
+        self.num_oversize_taken = 0
 
     def choose(self, pool: Pool, index: int) -> int:
         """Position in the pool of the block to use, given that of the smallest sufficient one: the same."""
@@ -46,12 +56,20 @@ class Segments:
     def take(self, pool: Pool, size_bytes: int) -> Block | None:
         """A new segment that holds `size_bytes`, in no list yet; None when the device is full (`alloc_block`)."""
         segment_bytes = segment_size(size_bytes)
-        if self.reserved + segment_bytes > self._capacity_bytes:
+        if self.reserved + segment_bytes > self.capacity_bytes:
             return None
         block = Block(pool, self._address, segment_bytes, IN_USE)
         self._address += segment_bytes
         self.reserved += segment_bytes
         self.num_segments += 1
+        self.num_taken += 1
+        pool.reserved += segment_bytes
+        pool.taken += segment_bytes
+        pool.num_segments += 1
+        pool.num_segments_taken += 1
+        if segment_bytes >= self._max_split_bytes:
+            self.num_oversize += 1
+            self.num_oversize_taken += 1
         return block
 
     def release_cached(self, pool: Pool) -> None:
@@ -102,9 +120,15 @@ class Segments:
             blocks = kept
 
     def _release(self, block: Block) -> None:
-        block.pool.remove(block)
+        pool = block.pool
+        pool.remove(block)
         self.reserved -= block.size
         self.num_segments -= 1
+        self.num_returned += 1
+        pool.reserved -= block.size
+        pool.num_segments -= 1
+        if block.size >= self._max_split_bytes:
+            self.num_oversize -= 1
 
 
 def _whole_segments(pool: Pool) -> list[Block]:

@@ -1,4 +1,4 @@
-"""The estimate as one web page that needs nothing but itself.
+"""The estimate, or the dry run, as one web page that needs nothing but itself.
 
 Style, script and data are inside the file; it opens from a disk with no network, and a content security policy made
 of the hashes of our own style and script lets a browser run nothing else. Data travels as JSON in an inert
@@ -12,42 +12,64 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from memfit.core.dryrun import DryRun
 from memfit.core.estimate import Estimate
-from memfit.reports import figures
+from memfit.reports import figures, run_figures
 from memfit.reports.payload import build_payload
+from memfit.reports.run_payload import build_run_payload
+from memfit.reports.run_text import format_run
 from memfit.reports.text import format_estimate
 
-_SCRIPTS = ("document", "curves", "chart", "treemap", "tables", "page")
+_SCRIPTS = ("document", "curves", "chart", "treemap", "tables", "run", "page")
 
 
 def render_page(estimate: Estimate) -> str:
-    """The page as one string of HTML."""
+    """The page of an estimate as one string of HTML."""
+    return _render(figures.headline(estimate), format_estimate(estimate), build_payload(estimate))
+
+
+def render_run_page(run: DryRun) -> str:
+    """The page of a dry run as one string of HTML."""
+    return _render(run_figures.verdict(run), format_run(run), build_run_payload(run))
+
+
+def write_page(estimate: Estimate, path: str | os.PathLike[str]) -> Path:
+    """Write the page of an estimate to `path`, whole or not at all, and give back the path.
+
+    A link is followed; what is neither a file nor missing (a folder, a device such as /dev/null) is refused.
+    """
+    return _write(lambda: render_page(estimate), path)
+
+
+def write_run_page(run: DryRun, path: str | os.PathLike[str]) -> Path:
+    """Write the page of a dry run to `path`, as `write_page` does."""
+    return _write(lambda: render_run_page(run), path)
+
+
+def _render(title: str, plain: str, payload: dict[str, Any]) -> str:
     style, script = _asset("assets/page.css"), _script()
     parts = {
         "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'",
-        "title": html.escape(f"memfit: {figures.headline(estimate)}"),
-        "plain": html.escape(format_estimate(estimate)),
+        "title": html.escape(f"memfit: {title}"),
+        "plain": html.escape(plain),
         "style": style,
         "script": script,
-        "data": embed_json(build_payload(estimate)),
+        "data": embed_json(payload),
     }
     # One pass over the template: what is put in is never searched for placeholders again.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("templates/page.html"))
 
 
-def write_page(estimate: Estimate, path: str | os.PathLike[str]) -> Path:
-    """Write the page to `path`, whole or not at all, and give back the path.
-
-    A link is followed; what is neither a file nor missing (a folder, a device such as /dev/null) is refused.
-    """
+def _write(render: Callable[[], str], path: str | os.PathLike[str]) -> Path:
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise OSError("it is not a file")
-    text = render_page(estimate)
+    text = render()
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:

@@ -72,6 +72,7 @@ def build_payload(estimate: Estimate) -> dict[str, Any]:
         "host": [[row.name, row.size_bytes] for row in figures.rows(estimate.host.parts, estimate.host.total_bytes)],
         "hostTotal": figures.host_total(estimate),
         "notes": [[note.code, note.text, note.source] for note in estimate.notes],
+        "run": None,
         **_blocks(timeline, categories),
     }
 

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 __all__ = [
+    "breakdown_table",
     "format_estimate",
     "print_estimate",
     "render_comparison",
     "render_devices",
     "render_estimate",
     "render_max_batch",
+    "require_rich",
+    "verdict_style",
 ]
 
 _BAR_WIDTH = 20
@@ -60,7 +63,7 @@ class _Bar:
 
 def print_estimate(estimate: Estimate, console: "Console | None" = None) -> None:
     """Print the estimate to `console`, by default standard output."""
-    _require_rich()
+    require_rich()
     from rich.console import Console
 
     (Console() if console is None else console).print(render_estimate(estimate))
@@ -68,14 +71,14 @@ def print_estimate(estimate: Estimate, console: "Console | None" = None) -> None
 
 def render_estimate(estimate: Estimate) -> "RenderableType":
     """The estimate as something rich can print: verdict, breakdown, top modules and lines, host, figures, notes."""
-    _require_rich()
+    require_rich()
     from rich.console import Group
     from rich.text import Text
 
     peak_bytes, breakdown = estimate.peak_bytes, estimate.breakdown
     head = [
         Text(figures.headline(estimate), style="bold"),
-        Text(figures.verdict(estimate), style=f"bold {_verdict_style(estimate.fits)}"),
+        Text(figures.verdict(estimate), style=f"bold {verdict_style(estimate.fits)}"),
         Text(figures.bounds(estimate), style="dim"),
     ]
     lost = figures.failure(estimate)
@@ -84,11 +87,11 @@ def render_estimate(estimate: Estimate) -> "RenderableType":
     modules = figures.top_rows(breakdown.by_module, peak_bytes, NUM_TOP)
     sources = figures.top_rows(breakdown.by_source, peak_bytes, NUM_TOP)
     sections = {
-        f"Peak {figures.printable(estimate.moment)}": _breakdown_table(
+        f"Peak {figures.printable(estimate.moment)}": breakdown_table(
             figures.rows(breakdown.by_category, peak_bytes), with_bar=True
         ),
-        f"Largest modules at the peak (top {NUM_TOP})": _breakdown_table(modules),
-        f"Largest source lines at the peak (top {NUM_TOP})": _breakdown_table(sources),
+        f"Largest modules at the peak (top {NUM_TOP})": breakdown_table(modules),
+        f"Largest source lines at the peak (top {NUM_TOP})": breakdown_table(sources),
         f"Host memory: {figures.host_total(estimate)}": _host_table(estimate),
         f"Figures and their origin ({figures.parameters(estimate)} parameters)": _figures_table(estimate),
     }
@@ -108,7 +111,7 @@ def render_comparison(estimates: Sequence[Estimate]) -> "RenderableType":
     """The estimates side by side, a column each; the last row is the saving of the peak against the first."""
     if not estimates:
         raise BadInput("nothing to compare: expected at least one estimate, got none.")
-    _require_rich()
+    require_rich()
     from rich.table import Table
     from rich.text import Text
 
@@ -128,7 +131,7 @@ def render_comparison(estimates: Sequence[Estimate]) -> "RenderableType":
 
 def render_devices(devices: Sequence[Device]) -> "RenderableType":
     """The devices as a table: memory, capability, bandwidth; for a single device also where its figures come from."""
-    _require_rich()
+    require_rich()
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -165,7 +168,7 @@ def render_max_batch(
         chosen: the batch size to use; None when none fits.
         device: the target.
     """
-    _require_rich()
+    require_rich()
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -184,24 +187,26 @@ def render_max_batch(
             str(batch_size),
             format_size(peak_bytes),
             share,
-            Text(_fits_word(fits), style=_verdict_style(fits)),
+            Text(_fits_word(fits), style=verdict_style(fits)),
             style="bold" if batch_size == chosen else "",
         )
-    return Group(Text(title, style=f"bold {_verdict_style(chosen is not None)}"), table)
+    return Group(Text(title, style=f"bold {verdict_style(chosen is not None)}"), table)
 
 
 def _with_origin(size_bytes: int | None, origin: Origin) -> str:
     return UNKNOWN if size_bytes is None else f"{format_size(size_bytes)} ({origin.value})"
 
 
-def _require_rich() -> None:
+def require_rich() -> None:
+    """Says what to install where rich is missing."""
     try:
         import rich  # noqa: F401 (only whether it can be imported matters)
     except ImportError:
         raise MissingDependency("coloured reports need rich, which isn't installed. Run `pip install rich`.") from None
 
 
-def _verdict_style(fits: bool | None) -> str:
+def verdict_style(fits: bool | None) -> str:
+    """The colour of an answer."""
     return {True: "green", False: "red", None: "yellow"}[fits]
 
 
@@ -218,7 +223,8 @@ def _listing() -> "Table":
     return table
 
 
-def _breakdown_table(rows: list[Row], with_bar: bool = False) -> "Table":
+def breakdown_table(rows: list[Row], with_bar: bool = False) -> "Table":
+    """The lines of a breakdown, with bars of their shares where that is wanted."""
     from rich.text import Text
 
     table = _listing()

@@ -22,18 +22,19 @@ def format_estimate(estimate: Estimate) -> str:
         lines.append(f"  {lost}")
     peak_bytes, breakdown = estimate.peak_bytes, estimate.breakdown
     lines += ["", f"Peak {figures.printable(estimate.moment)}"]
-    lines += [_line(row, with_bar=True) for row in figures.rows(breakdown.by_category, peak_bytes)]
+    lines += [format_row(row, with_bar=True) for row in figures.rows(breakdown.by_category, peak_bytes)]
     lines += ["", f"Largest modules at the peak (top {NUM_TOP})"]
-    lines += [_line(row) for row in figures.top_rows(breakdown.by_module, peak_bytes, NUM_TOP)]
+    lines += [format_row(row) for row in figures.top_rows(breakdown.by_module, peak_bytes, NUM_TOP)]
     lines += ["", f"Largest source lines at the peak (top {NUM_TOP})"]
-    lines += [_line(row) for row in figures.top_rows(breakdown.by_source, peak_bytes, NUM_TOP)]
+    lines += [format_row(row) for row in figures.top_rows(breakdown.by_source, peak_bytes, NUM_TOP)]
     lines += ["", *_host(estimate), "", *_figures(estimate)]
     if estimate.notes:
         lines += ["", "Notes", *_notes(estimate)]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _line(row: Row, with_bar: bool = False) -> str:
+def format_row(row: Row, with_bar: bool = False) -> str:
+    """A line of a breakdown, with a bar of its share where that is wanted."""
     name = figures.shorten(row.name, _NAME_WIDTH)
     bar = "#" * round(row.share * _BAR_WIDTH) if with_bar else ""
     return f"  {name:<{_NAME_WIDTH}}{format_size(row.size_bytes):>10}{figures.format_share(row.share):>8}  {bar}"

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.adapters.torch import fallbacks, quick_shapes, shapes
 from memfit.adapters.torch.accumulation import Accumulation
 from memfit.adapters.torch.origin import OriginTracker
+from memfit.adapters.torch.places import BARE, Places
 from memfit.adapters.torch.recorder import Recorder
 from memfit.adapters.torch.shapes import META, Behaviour, Operator
+from memfit.adapters.torch.values import KnownValues
 from memfit.core.timeline import Category
 
 # (operator, arguments, keyword arguments, output) -> bytes of blocks that live only inside the operator.
@@ -49,6 +51,9 @@ class SimulatedOperators(TorchDispatchMode):
         rules: per operator, its outputs where only this device has them, beside those of `fallbacks`.
         host_is_device: the simulated device is the host, so tensors on the CPU belong to it.
         report: takes (code, text) of each assumption made.
+        places: knows the shape-only tensors that are not on the simulated device.
+        values: knows the values of small tensors; None: no value is known.
+        copied_in: what tensors are for that come from the host, until somebody knows better.
     """
 
     def __init__(
@@ -60,8 +65,14 @@ class SimulatedOperators(TorchDispatchMode):
         *,
         host_is_device: bool,
         report: Callable[[str, str], None],
+        places: Places,
+        values: KnownValues | None = None,
+        copied_in: Category | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._places = places
+        self._values = values
+        self._copied_in = copied_in
         self._recorder = recorder
         self._origin = origin
         self._internals = internals
@@ -79,23 +90,41 @@ class SimulatedOperators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        # The autograd engine comes here with the function mode on, which would hide that tensors are shape-only.
+        with torch._C.DisableTorchFunction():
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = shapes.behaviour(func)
         # A user's own autograd function runs its forward pass without gradients, but its node has been made already.
         if torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
             self._origin.remember()
         if kind is Behaviour.VIEW:
             return func(*args, **kwargs)
+        if self._places:
+            place = self._elsewhere(func, args, kwargs)
+            if place is not None:
+                return self._run_elsewhere(func, args, kwargs, place)
         simulated, foreign = _devices(args, kwargs)
         if not simulated:
             return self._run_on_host(func, args, kwargs)
         if foreign:
             args, kwargs = self._bring_over(func, args, kwargs)
         if func is _ADD and self._accumulation.in_place(args, kwargs):
+            if self._values is not None:
+                self._values.forget(args[0])
             return args[0]
+        out = self._run_on_device(func, args, kwargs, kind)
+        if self._values is not None:
+            self._values.follow(func, args, kwargs, out)
+        return out
+
+    def _run_on_device(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Behaviour) -> Any:
         special = self._rules.get(func._schema.name)
         if special is not None:
-            out = special(func, args, kwargs, self._report)
+            out = self._values.exact(func, args, kwargs) if self._values is not None else NotImplemented
+            if out is NotImplemented:
+                out = special(func, args, kwargs, self._report)
             if out is not NotImplemented:
                 return self._record(func, args, kwargs, out)
         if kind is Behaviour.OTHER:
@@ -130,18 +159,18 @@ class SimulatedOperators(TorchDispatchMode):
         self._add(out, self._name(func))
         return out
 
-    def _add(self, out: Any, name: str) -> None:
+    def _add(self, out: Any, name: str, category: Category | None = None) -> None:
         if isinstance(out, torch.Tensor):
             if not out.is_meta:
                 return
             if out.layout is torch.strided:
-                self._recorder.add(out, name)
+                self._recorder.add(out, name, category)
             elif out.layout is torch.sparse_coo:
-                self._recorder.add(out._indices(), name)
-                self._recorder.add(out._values(), name)
+                self._recorder.add(out._indices(), name, category)
+                self._recorder.add(out._values(), name, category)
         elif isinstance(out, list | tuple):
             for part in out:
-                self._add(part, name)
+                self._add(part, name, category)
 
     def _execute(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.name in _MATRIX_PRODUCTS:
@@ -156,9 +185,51 @@ class SimulatedOperators(TorchDispatchMode):
             return fallbacks.without_rule(func, args, kwargs, self._report)
 
     def _run_on_host(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A factory for the device, or an operator on host tensors only."""
+        """A factory for the device, a copy to it, or an operator on host tensors only."""
         out = func(*args, **kwargs)
-        self._add(out, self._name(func))
+        if isinstance(out, torch.Tensor) and out.is_meta:
+            copied = args and isinstance(args[0], torch.Tensor)
+            self._add(out, self._name(func), self._copied_in if copied else None)
+            if self._values is not None:
+                if copied and func._schema.name == "aten::_to_copy":
+                    self._values.learn(out, args[0])
+                else:
+                    self._values.follow(func, args, kwargs, out)
+        elif not isinstance(out, torch.Tensor):
+            self._add(out, self._name(func))
+        return out
+
+    def _elsewhere(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+        """The place of what an operator makes, where that isn't the simulated device."""
+        places = self._places
+        if places.requested is not None:
+            return places.requested if places.requested != places.device else None
+        found: list[torch.device] = []
+        for value in shapes.tensors((*args, *kwargs.values())):
+            if value.is_meta:
+                found.append(places.of(value))
+        if not found or all(place == places.device for place in found):
+            return None
+        real = {place for place in found if place != BARE}
+        if len(real) > 1 and func._schema.name not in _MIXED_DEVICES_ALLOWED:
+            names = " and ".join(sorted(str(place) for place in real))
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, {names}!"
+            )
+        place = next((place for place in found if place != BARE), BARE)
+        return place if place != places.device else None
+
+    def _run_elsewhere(
+        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: torch.device
+    ) -> Any:
+        """Runs an operator of another place: for its shapes, on nobody's account."""
+        special = self._rules.get(func._schema.name)
+        out = special(func, args, kwargs, self._report) if special is not None else NotImplemented
+        if out is NotImplemented:
+            out = self._execute(func, args, kwargs)
+        for tensor in shapes.tensors(out if isinstance(out, list | tuple) else (out,)):
+            if tensor.is_meta and not self._recorder.known(tensor):
+                self._places.mark(tensor, place)
         return out
 
     def _bring_over(

@@ -36,6 +36,14 @@ def explained(part: str) -> Iterator[None]:
         raise StepFailed(message + (f"\n    {line}" if line else "") + (f"\n{hint}" if hint else "")) from error
 
 
+def one_line(error: BaseException) -> str:
+    """The error, where the user's code met it, and what to do where the simulation is the reason."""
+    where, _ = _user_line(error)
+    text = " ".join(str(error).split()) or "no message"
+    hint = next((f" {hint}" for sign, hint in _HINTS.items() if sign in text), "")
+    return f"{type(error).__name__}: {text}{where}{hint}"
+
+
 def _user_line(error: BaseException) -> tuple[str, str]:
     """(" at file.py:31 in forward", the code of that line) of the innermost frame outside of the framework."""
     names = SourceNames()

@@ -184,6 +184,7 @@ RULES: dict[str, Rule] = {
     "aten::repeat_interleave": _repeat_interleave,
     "aten::bincount": _bincount,
     "aten::all": _all,
+    "aten::_is_all_true": _all,
     "aten::_local_scalar_dense": _scalar,
     "aten::equal": _true,
     "aten::allclose": _true,

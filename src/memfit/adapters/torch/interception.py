@@ -53,10 +53,12 @@ def _register(names: list[str]) -> None:
 
         def kernel(keys: Any, *args: Any, _name: str = name, _op: Operator = op, **kwargs: Any) -> Any:
             interceptor = _active.get(_name)
-            if interceptor is None:
-                # Registered for another device: the operators it calls in turn may have interceptors on this one.
-                return _op.redispatch(keys & _BELOW, *args, **kwargs)
-            return interceptor(_op, *args, **kwargs)
+            # As in dispatch: tensors are to be seen as what they are.
+            with torch._C.DisableTorchFunction():
+                if interceptor is None:
+                    # Registered for another device: the operators it calls in turn may have interceptors on this one.
+                    return _op.redispatch(keys & _BELOW, *args, **kwargs)
+                return interceptor(_op, *args, **kwargs)
 
         _library.impl(name, kernel, "AutocastPrivateUse1", with_keyset=True)
         _registered.add(name)
@@ -70,12 +72,23 @@ def exists(name: str) -> bool:
 
 @contextmanager
 def intercepting(interceptors: dict[str, Interceptor]) -> Iterator[None]:
-    """Puts the interceptors in front of their operators, for this thread."""
+    """Puts the interceptors in front of their operators, for this thread and those that are `switched_on`."""
     usable = {name: f for name, f in interceptors.items() if exists(name)}
     _register(list(usable))
     before = dict(_active)
     _active.clear()
     _active.update(usable)
+    try:
+        with switched_on():
+            yield
+    finally:
+        _active.clear()
+        _active.update(before)
+
+
+@contextmanager
+def switched_on() -> Iterator[None]:
+    """Lets this thread's operators meet the interceptors."""
     was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
     try:
@@ -83,5 +96,9 @@ def intercepting(interceptors: dict[str, Interceptor]) -> Iterator[None]:
             yield
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, was_excluded)
-        _active.clear()
-        _active.update(before)
+
+
+def switch_off() -> None:
+    """Ends the interception in this thread for good, as in a process that was forked off."""
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, True)

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import _device_constructors
 
 from memfit.adapters.torch import fallbacks
+from memfit.adapters.torch.places import BARE, Places
 from memfit.adapters.torch.shapes import META
+from memfit.adapters.torch.tensor_types import cuda_type_name, dtype_of_type
 
 # Factories whose first argument is a size.
 _SIZED = frozenset({torch.zeros, torch.ones, torch.empty})
@@ -28,43 +30,65 @@ class Look(TorchFunctionMode):
     """Shows shape-only tensors as tensors of the target device.
 
     Args:
-        device_type: "cuda" or "cpu".
+        places: where shape-only tensors are; its device is the simulated one.
         report: takes (code, text) of each assumption made.
+        knows_device: the user's code has been told that the device is there, so that "cpu" means the host. Otherwise
+            it may have chosen "cpu" only because this machine has no GPU.
     """
 
-    def __init__(self, device_type: str, report: Callable[[str, str], None] = lambda code, text: None) -> None:
+    def __init__(
+        self,
+        places: Places,
+        report: Callable[[str, str], None] = lambda code, text: None,
+        *,
+        knows_device: bool = False,
+    ) -> None:
         super().__init__()
+        self._places = places
         self._report = report
-        self._has_gpu = torch.cuda.is_available()
-        self._shown = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
-        self._type = device_type
+        self._cpu_means_host = knows_device or torch.cuda.is_available()
+        self._type = places.device.type
         self._scalars_stay = False
+        self.default_device: torch.device | None = None
+        self.on_parameter: Callable[[torch.Tensor], None] = lambda parameter: None
+        """Called when a module has moved a parameter to the simulated device."""
+        self._all_constructors = frozenset(_device_constructors())
+        # On the host every tensor the step makes belongs to the simulated device.
+        self._constructors = self._all_constructors if self._type == "cpu" else frozenset()
+        self._handlers = self._table()
+
+    def _table(self) -> dict[Any, _Handler]:
         tensor: Any = torch.Tensor
-        self._handlers: dict[Any, _Handler] = {
+        handlers: dict[Any, _Handler] = {
             tensor.device.__get__: self._device,
             tensor.is_cuda.__get__: self._is_cuda,
             tensor.is_cpu.__get__: self._is_cpu,
             tensor.is_meta.__get__: self._is_meta,
+            tensor.data.__set__: self._set_data,
             tensor.get_device: self._index,
             torch.get_device: self._index,
             tensor.to: self._to,
             tensor.cuda: self._cuda,
             tensor.cpu: self._cpu,
+            tensor.type: self._cast_by_name,
             tensor.pin_memory: self._same,
+            tensor.share_memory_: self._same_if_simulated,
             tensor.is_pinned: lambda func, args, kwargs: False,
             tensor.record_stream: lambda func, args, kwargs: None,
             tensor.__format__: self._format,
+            tensor.__repr__: self._describe,
+            tensor.tolist: self._from_host_copy,
             tensor.new: self._new,
             tensor.isfinite: self._is_finite,
             torch.isfinite: self._is_finite,
             tensor.new_tensor: self._new_tensor,
             torch.tensor: self._from_data,
             torch.as_tensor: self._from_data,
+            torch.asarray: self._from_data,
         }
-        if device_type == "cpu":
-            self._handlers |= {tensor.numpy: self._from_host_copy, tensor.__array__: self._from_host_copy}
-        # On the host every tensor the step makes belongs to the simulated device.
-        self._constructors = frozenset(_device_constructors()) if device_type == "cpu" else frozenset()
+        if self._type == "cpu":
+            return handlers | {tensor.numpy: self._from_host_copy, tensor.__array__: self._from_host_copy}
+        return handlers | {tensor.numpy: self._no_array, tensor.__array__: self._no_array}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -75,10 +99,15 @@ class Look(TorchFunctionMode):
             return handler(func, args, kwargs)
         if self._scalars_stay and func in _SIZED and args and args[0] in ((), []):
             return func(*args, **kwargs)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": self.real(kwargs["device"])}
-        if kwargs.get("device") is None and func in self._constructors:
+        if "generator" in kwargs and getattr(kwargs["generator"], "is_simulated", False):
+            kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        device = kwargs.get("device")
+        if device is not None:
+            return self._call_for(device, func, args, kwargs)
+        if func in self._constructors:
             kwargs = {**kwargs, "device": META}
+        elif self.default_device is not None and func in self._all_constructors:
+            return self._call_for(self.default_device, func, args, kwargs)
         return func(*args, **kwargs)
 
     @contextmanager
@@ -90,20 +119,53 @@ class Look(TorchFunctionMode):
         finally:
             self._scalars_stay = False
 
-    def real(self, device: Any) -> Any:
-        """Where tensors for `device` really go."""
-        if device is None or isinstance(device, torch.dtype):
-            return device
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """On again for code of the user's that a function of PyTorch calls: modes are off inside of those."""
+        with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
+            if any(mode is self for mode in _get_current_function_mode_stack()):
+                yield
+                return
+            with self:
+                yield
+
+    def put(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
+        """`tensor`, a real one or one of shapes only, as a new tensor on `device`."""
+        with torch._C.DisableTorchFunction():
+            place = self.place(device) or self._places.device
+            with self._places.requesting(place):
+                if tensor.is_meta:
+                    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+                return tensor.to(META)
+
+    def place(self, device: Any) -> torch.device | None:
+        """The place that shape-only tensors for `device` have; None when real tensors go there."""
         if isinstance(device, int):
-            return META
-        return META if torch.device(device).type == self._type else device
+            return torch.device("cuda", device) if self._type == "cuda" else None
+        device = torch.device(device)
+        if device.type == "meta":
+            return BARE
+        if device.type != self._type:
+            return None
+        return self._places.device if device.index is None else device
+
+    def _call_for(self, device: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls `func` so that what it makes is on `device`."""
+        place = self.place(device)
+        if place is None:
+            return func(*args, **{**kwargs, "device": device})
+        with self._places.requesting(place):
+            return func(*args, **{**kwargs, "device": META})
 
     def _device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = func(*args)
-        return self._shown if device.type == "meta" else device
+        return self._places.of(args[0]) if device.type == "meta" else device
+
+    def _shape_only(self, tensor: Any) -> bool:
+        return bool(torch.Tensor.is_meta.__get__(tensor))  # type: ignore[attr-defined]
 
     def _simulated(self, args: tuple[Any, ...]) -> bool:
-        return bool(torch.Tensor.is_meta.__get__(args[0]))  # type: ignore[attr-defined]
+        return self._shape_only(args[0]) and self._places.of(args[0]).type == self._type
 
     def _is_cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._type == "cuda" if self._simulated(args) else bool(func(*args))
@@ -112,74 +174,188 @@ class Look(TorchFunctionMode):
         return self._type == "cpu" if self._simulated(args) else bool(func(*args))
 
     def _is_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return False
+        return self._shape_only(args[0]) and not self._simulated(args)
 
     def _index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if self._simulated(args):
-            return 0 if self._type == "cuda" else -1
+            return (self._places.of(args[0]).index or 0) if self._type == "cuda" else -1
         return int(func(*args))
 
     def _to(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) > 1 and isinstance(args[1], str | torch.device | int):
-            args = (args[0], self._destination(args, args[1]), *args[2:])
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": self._destination(args, kwargs["device"])}
-        return func(*args, **kwargs)
+        tensor, rest = args[0], args[1:]
+        device: Any = kwargs.get("device")
+        if rest and (isinstance(rest[0], str | torch.device) or type(rest[0]) is int):
+            device, rest = rest[0], rest[1:]
+        elif rest and rest[0] is None:
+            rest = rest[1:]
+        elif rest and isinstance(rest[0], torch.Tensor):
+            other, rest = rest[0], rest[1:]
+            device = self._places.of(other) if self._shape_only(other) else other.device
+            kwargs = {"dtype": other.dtype, **kwargs}
+        if rest and isinstance(rest[0], torch.dtype):
+            kwargs, rest = {**kwargs, "dtype": rest[0]}, rest[1:]
+        for name, value in zip(("non_blocking", "copy"), rest, strict=False):
+            kwargs = {**kwargs, name: value}
+        kwargs = {name: value for name, value in kwargs.items() if name != "device" and value is not None}
+        return func(tensor, **kwargs) if device is None else self._move(tensor, device, func, kwargs)
 
-    def _destination(self, args: tuple[Any, ...], device: Any) -> Any:
-        """Where `.to(device)` sends a tensor.
+    def _move(self, tensor: Any, device: Any, func: Any, kwargs: dict[str, Any]) -> Any:
+        place = self.place(device)
+        if place is None:
+            if self._guessed_host(tensor, device):
+                place = self._places.device
+            else:
+                return func(tensor, device=device, **kwargs)
+        if not self._shape_only(tensor):
+            with self._places.requesting(place):
+                return func(tensor, device=META, **kwargs)
+        here = self._places.of(tensor)
+        if here == place:
+            return func(tensor, **kwargs)
+        with self._places.requesting(place):
+            return func(tensor, **{**kwargs, "copy": True})
 
-        `"cuda" if torch.cuda.is_available() else "cpu"` gives "cpu" on a machine without a GPU, and would on the target
-        have given "cuda": there a simulated tensor stays where it is. `.cpu()` still means the host.
+    def _guessed_host(self, tensor: Any, device: Any) -> bool:
+        """Whether `.to(device)` names the host only because this machine has no GPU.
+
+        `"cuda" if torch.cuda.is_available() else "cpu"` gives "cpu" there, and would on the target have given "cuda".
+        `.cpu()` still means the host.
         """
-        real = self.real(device)
-        if real is None or self._type == "cpu" or self._has_gpu or not self._simulated(args):
-            return real
-        if torch.device(real).type == "cpu":
-            self._report(KEPT_ON_DEVICE, '.to("cpu") on a machine without a GPU was taken to mean the simulated device')
-            return META
-        return real
+        if self._type == "cpu" or self._cpu_means_host or not self._shape_only(tensor):
+            return False
+        if torch.device(device).type != "cpu":
+            return False
+        self._report(KEPT_ON_DEVICE, '.to("cpu") on a machine without a GPU was taken to mean the simulated device')
+        return True
 
     def _cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[0].to(self.real("cuda"))
+        given = args[1] if len(args) > 1 else kwargs.get("device")
+        return self._move(args[0], "cuda" if given is None else given, torch.Tensor.to, {})
 
     def _cpu(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0] if self._type == "cpu" and self._simulated(args) else func(*args, **kwargs)
 
+    def _cast_by_name(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`x.type()` and `x.type(torch.cuda.FloatTensor)`, which names a device as well as a dtype."""
+        wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
+        if wanted is None:
+            simulated = self._type == "cuda" and self._simulated(args)
+            return cuda_type_name(args[0].dtype) if simulated else func(*args)
+        if isinstance(wanted, torch.dtype):
+            return func(args[0], wanted)
+        device, dtype = dtype_of_type(wanted)
+        return self._move(args[0], device, torch.Tensor.to, {"dtype": dtype})
+
+    def _set_data(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`parameter.data = moved`: how modules change their device while the parameter stays the same object."""
+        target, value = args
+        if self._shape_only(target) == self._shape_only(value):
+            func(*args)
+            return
+        shell = value.detach().requires_grad_(target.requires_grad)
+        if target.grad is not None:
+            with self._places.requesting(self._places.of(value) if self._shape_only(value) else None):
+                shell.grad = torch.empty_like(target.grad, device=value.device)
+        torch._C._swap_tensor_impl(target, shell)  # type: ignore[attr-defined]
+        if self._simulated((target,)):
+            self.on_parameter(target)
+
     def _from_data(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A tensor from Python data is made on the host and copied over, which PyTorch's meta device doesn't show."""
-        data = args[0] if args else kwargs.get("data")
-        device = self.real(kwargs.get("device"))
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        device = kwargs.get("device")
         if self._scalars_stay and isinstance(data, int | float):
             return func(*args, **kwargs)
-        if device is None and self._type == "cpu":
-            device = META
-        if device != META or isinstance(data, torch.Tensor):
-            return func(*args, **(kwargs if kwargs.get("device") is None else {**kwargs, "device": device}))
-        options = {name: value for name, value in kwargs.items() if name not in ("device", "requires_grad")}
-        return func(*args, **options).to(META).requires_grad_(kwargs.get("requires_grad", False))
+        if device is None:
+            device = self.default_device if self._type == "cuda" else self._places.device
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        if isinstance(data, torch.Tensor):
+            return self._from_tensor(func, data, args, kwargs, device)
+        if device is None or self.place(device) is None:
+            return func(*args, **kwargs, **({} if device is None else {"device": device}))
+        grad = kwargs.pop("requires_grad", False)
+        made = func(*_on_host(args), **kwargs)
+        return self._move(made, device, torch.Tensor.to, {}).requires_grad_(grad)
+
+    def _from_tensor(
+        self, func: Any, data: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], device: Any
+    ) -> Any:
+        if device is None or (not self._shape_only(data) and self.place(device) is None):
+            return func(*args, **kwargs)
+        dtype = kwargs.get("dtype")
+        options = {} if dtype is None else {"dtype": dtype}
+        if func is torch.tensor:
+            made = self._move(data.detach(), device, torch.Tensor.to, {**options, "copy": True})
+            return made.requires_grad_(kwargs.get("requires_grad", False))
+        return self._move(data, device, torch.Tensor.to, options)
 
     def _new_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._simulated(args):
             return func(*args, **kwargs)
-        given = {"dtype": args[0].dtype, "device": META, **kwargs}
+        given = {"dtype": args[0].dtype, "device": self._places.of(args[0]), **kwargs}
         return self._from_data(torch.tensor, args[1:], {name: v for name, v in given.items() if v is not None})
 
     def _new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The way in which optimizers make sparse tensors, which PyTorch lacks on its meta device."""
-        if self._simulated(args) and args[0].layout is torch.sparse_coo:
+        if not self._simulated(args):
+            return func(*args, **kwargs)
+        if args[0].layout is torch.sparse_coo:
             return torch.sparse_coo_tensor(*args[1:], check_invariants=False)
-        return func(*args, **kwargs)
+        if args[1:] and all(type(size) is int for size in args[1:]):
+            return args[0].new_empty(args[1:])
+        if len(args) == 2 and isinstance(args[1], torch.Size):
+            return args[0].new_empty(args[1])
+        return self._new_tensor(func, args, kwargs) if args[1:] else args[0].new_empty(0)
 
     def _is_finite(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return fallbacks.read_as_true(func(*args, **kwargs))
+        made = func(*args, **kwargs)
+        return fallbacks.read_as_true(made) if self._shape_only(made) else made
 
     def _format(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """`f"{loss:.3f}"` reads a value, which PyTorch refuses on its meta device."""
-        return format(args[0].item(), args[1]) if self._simulated(args) and args[0].dim() == 0 else str(func(*args))
+        if not self._simulated(args):
+            return str(func(*args))
+        return format(args[0].item(), args[1]) if args[0].dim() == 0 else self._describe(func, args[:1], {})
+
+    def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        tensor = args[0]
+        if not self._simulated(args):
+            return str(func(*args, **kwargs))
+        values = str(tensor.item()) if tensor.dim() == 0 else "..."
+        parts = [values, f"device='{self._places.of(tensor)}'"]
+        if tensor.dim():
+            parts.append(f"size={tuple(tensor.shape)}")
+        if tensor.dtype not in (torch.float32, torch.int64, torch.bool):
+            parts.append(f"dtype={tensor.dtype}")
+        if tensor.grad_fn is not None:
+            parts.append(f"grad_fn=<{type(tensor.grad_fn).__name__}>")
+        elif tensor.requires_grad:
+            parts.append("requires_grad=True")
+        text = f"tensor({', '.join(parts)})"
+        return f"Parameter containing:\n{text}" if isinstance(tensor, torch.nn.Parameter) else text
 
     def _from_host_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(args[0].to("cpu") if self._simulated(args) else args[0], *args[1:], **kwargs)
+        return func(args[0].detach().to("cpu") if self._simulated(args) else args[0], *args[1:], **kwargs)
+
+    def _no_array(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._simulated(args):
+            raise TypeError(
+                f"can't convert {self._places.of(args[0])} device type tensor to numpy. "
+                "Use Tensor.cpu() to copy the tensor to host memory first."
+            )
+        return func(*args, **kwargs)
 
     def _same(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
+
+    def _same_if_simulated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0] if self._simulated(args) else func(*args, **kwargs)
+
+
+def _on_host(value: Any) -> Any:
+    """`torch.tensor([loss, 2.0])`: shape-only numbers among Python data as the numbers that stand in for them."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.is_meta and value.numel() == 1 else value
+    if type(value) in (list, tuple) and any(isinstance(part, torch.Tensor | list | tuple) for part in value):
+        return type(value)(_on_host(part) for part in value)
+    return value

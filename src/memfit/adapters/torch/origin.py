@@ -5,8 +5,11 @@ neither is, but each autograd node carries the sequence number it got when its f
 remembers what was running at each number.
 """
 
+import linecache
 import os
 import sys
+import sysconfig
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
@@ -16,20 +19,73 @@ import torch
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 HIDDEN_FOLDERS = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _PACKAGE + os.sep)
+# Where libraries live: the user's own code doesn't.
+INSTALLED_FOLDERS = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 # Frames outside of its tracer belong to whoever asked for the trace, not to the step.
 _DRIVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "trace.py")
 _NOWHERE = ("", "")
 
 
 class OriginTracker:
-    """Knows the module path and the source line of whatever PyTorch is doing."""
+    """Knows the module path and the source line of whatever PyTorch is doing.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._paths = {id(module): name for name, module in model.named_modules()}
+    Args:
+        model: the module whose parts have names; None when models are met as they are called.
+        met: takes (module, its name) when a module is called that is part of no known one.
+        entered: called when a model, rather than a part of one, is called.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        met: Callable[[torch.nn.Module, str], None] = lambda module, name: None,
+        entered: Callable[[torch.nn.Module], None] = lambda module: None,
+    ) -> None:
+        self._paths: dict[int, str] = {}
+        self._alive: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._met = met
+        self._entered = entered
+        self._num_models = 0
+        self._meets_models = model is None
+        if model is not None:
+            self._name_parts(model, "")
         self._stack: list[str] = [""]
         self._by_sequence: dict[int, tuple[str, str]] = {}
         self._labels: dict[CodeType, str | None] = {}
         self._shortener = SourceNames()
+
+    def _meet(self, model: torch.nn.Module) -> str:
+        """Names the parts of `model`: by their path, from the second model on behind the model's own name."""
+        has_parameters = next(model.parameters(), None) is not None
+        prefix = "" if has_parameters and not self._num_models else type(model).__name__
+        self._num_models += has_parameters
+        self._name_parts(model, prefix)
+        self._met(model, prefix)
+        return prefix
+
+    def _name_parts(self, model: torch.nn.Module, prefix: str) -> None:
+        for path, module in model.named_modules():
+            key = id(module)
+            if key not in self._paths:
+                self._paths[key] = f"{prefix}.{path}" if prefix and path else prefix or path
+                # A number may come back for another module once this one is gone.
+                self._alive[key] = weakref.ref(module, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+
+    def _forget(self, key: int) -> None:
+        self._paths.pop(key, None)
+        self._alive.pop(key, None)
+
+    def _path_of(self, module: torch.nn.Module) -> str:
+        """The path of a module being called; one that is part of no known model is met here."""
+        path = self._paths.get(id(module))
+        outermost = len(self._stack) == 1
+        if path is None:
+            if not outermost or not self._meets_models:
+                return self._stack[-1]
+            path = self._meet(module)
+        if outermost:
+            self._entered(module)
+        return path
 
     def current(self) -> tuple[str, str]:
         """(module path, source line) of what runs now."""
@@ -60,6 +116,17 @@ class OriginTracker:
             frame = frame.f_back
         return ""
 
+    def user_line(self) -> tuple[str, str]:
+        """("train.py:31", the text of that line) of the innermost frame of the user's own code, or ("", "")."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if not path.startswith((*HIDDEN_FOLDERS, *INSTALLED_FOLDERS, "<")):
+                text = linecache.getline(path, frame.f_lineno, frame.f_globals).strip()
+                return f"{self._shortener.short(path)}:{frame.f_lineno}", text
+            frame = frame.f_back
+        return "", ""
+
     def _label(self, code: CodeType) -> str | None:
         path = code.co_filename
         if path == _DRIVER and code.co_qualname.startswith("_Tracer."):
@@ -81,10 +148,10 @@ class OriginTracker:
     def following(self) -> Iterator[None]:
         """Keeps the stack of modules while it lasts, by standing in front of `Module.__call__`."""
         plain: Callable[..., Any] = torch.nn.Module.__call__
-        paths, stack = self._paths, self._stack
+        stack, path_of = self._stack, self._path_of
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            stack.append(paths.get(id(module), stack[-1]))
+            stack.append(path_of(module))
             try:
                 return plain(module, *args, **kwargs)
             finally:

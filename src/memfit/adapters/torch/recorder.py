@@ -75,7 +75,8 @@ class Recorder:
     def add_transient(self, sizes_bytes: list[int], op: str, category: Category) -> None:
         """Blocks that live only inside one operator."""
         started = [self._start(size, op, category) for size in sizes_bytes if size > 0]
-        self.events.extend(~index for index in reversed(started))
+        for index in reversed(started):
+            self._end(index)
 
     def add_permanent(self, size_bytes: int, op: str, category: Category) -> None:
         """A block that nothing ever frees, such as a library's workspace."""
@@ -89,7 +90,7 @@ class Recorder:
             if self.sizes[index] == storage.nbytes():
                 self._index_of[storage._cdata] = index
                 return
-            self.events.append(~index)
+            self._end(index)
             del self._refs[index]
         self.add(tensor, op)
 
@@ -105,6 +106,10 @@ class Recorder:
         for index in self._refs:
             if index >= since and self.categories[index] is None:
                 self.categories[index] = category
+
+    def known(self, tensor: Any) -> bool:
+        """Whether the storage of `tensor` is a live block."""
+        return tensor.untyped_storage()._cdata in self._index_of
 
     def has_live(self, since: int, persistent: tuple[Category, ...]) -> bool:
         """Whether a storage that started at block `since` or later lives and is in none of `persistent`."""
@@ -130,9 +135,12 @@ class Recorder:
         self.events.append(index)
         return index
 
+    def _end(self, index: int) -> None:
+        self.events.append(~index)
+
     def _freed(self, reference: "weakref.ref[Any]") -> None:
         assert isinstance(reference, _StorageRef)
-        self.events.append(~reference.index)
+        self._end(reference.index)
         self._refs.pop(reference.index, None)
         if self._index_of.get(reference.key) == reference.index:
             del self._index_of[reference.key]

@@ -6,7 +6,7 @@ outputs depend on nothing but the sizes, strides and dtypes of its inputs and on
 to the process and is shared by all traces.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Any
 
@@ -65,6 +65,15 @@ _UNDECLARED_VIEWS = {
 def size_bytes(tensor: Any) -> int:
     """Bytes of a tensor's elements; 0 for anything else."""
     return tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
+
+
+def tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or outputs of an operator."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors(value)
 
 
 def behaviour(func: Operator) -> Behaviour:

@@ -7,33 +7,24 @@ the first only in its optimizer, so its timeline is composed from the record of 
 import gc
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from memfit.adapters.torch import choices, failures
-from memfit.adapters.torch.autocast import Autocast
-from memfit.adapters.torch.cuda_kernels import CudaInternals
-from memfit.adapters.torch.dispatch import SimulatedOperators
-from memfit.adapters.torch.host_kernels import HostInternals
-from memfit.adapters.torch.interception import intercepting
-from memfit.adapters.torch.look import Look
+from memfit.adapters.torch import failures
 from memfit.adapters.torch.optimizers import optimizer_for
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.recorder import Recorder
+from memfit.adapters.torch.simulation import ONE_AT_A_TIME, Simulation, eager
 from memfit.adapters.torch.stand_in import ShapeCopies, dense_parts, map_tensors, swapped, tensors_in
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
 from memfit.core.timeline import Category, Phase, Timeline
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_MAX_NOTES = 50
-# A simulation replaces a few functions of PyTorch for the whole process, so only one may run.
-_ONE_AT_A_TIME = threading.RLock()
 OPTIMIZER = "(optimizer)"
 
 
@@ -71,18 +62,6 @@ class Trace:
     batch_bytes: int
 
 
-@dataclass(slots=True)
-class _Notes:
-    origin: OriginTracker
-    found: dict[tuple[str, str, str], Note] = field(default_factory=dict)
-
-    def report(self, code: str, text: str) -> None:
-        source = self.origin.current()[1]
-        # Without a line it is the framework's own doing, such as an optimizer that reads its step counter.
-        if source and len(self.found) < _MAX_NOTES:
-            self.found.setdefault((code, text, source), Note(code, text, source))
-
-
 def trace(step: Step, device: Device) -> Trace:
     """Runs `step` on a simulated `device`."""
     return _Tracer(step, device).run()
@@ -91,21 +70,15 @@ def trace(step: Step, device: Device) -> Trace:
 class _Tracer:
     def __init__(self, step: Step, device: Device) -> None:
         self.step = step
-        self.device = device
         self.on_cuda = device.kind is Kind.CUDA
         self.origin = OriginTracker(step.model)
         self.recorder = Recorder(self.origin.current)
-        self.notes = _Notes(self.origin)
+        self.simulation = Simulation(device, self.recorder, self.origin)
         self.last_loss: Any = None
         self.module_of: dict[int, str] = {}
-        self.look = Look("cuda" if self.on_cuda else "cpu", self.notes.report)
-        self.autocast = Autocast("cuda" if self.on_cuda else "cpu")
-        self.internals: CudaInternals | HostInternals = (
-            CudaInternals(device, self.recorder) if self.on_cuda else HostInternals()
-        )
 
     def run(self) -> Trace:
-        with _ONE_AT_A_TIME:
+        with ONE_AT_A_TIME:
             return self._run()
 
     def _run(self) -> Trace:
@@ -119,7 +92,7 @@ class _Tracer:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(swapped(step.model, copies))
             batch = map_tensors(step.batch, copies.of)
-            stack.enter_context(self._simulation())
+            stack.enter_context(self.simulation.running())
             optimizer = optimizer_for(step.optimizer, step.model, copies, parameters) if step.training else None
             self._set_up(step.model, batch)
             segments = self._train(optimizer, batch) if step.training else self._infer(batch)
@@ -128,36 +101,11 @@ class _Tracer:
             batch_bytes = sum(t.numel() * t.element_size() for x in tensors_in(batch) for t in dense_parts(x))
         return Trace(
             self.recorder.timeline(segments),
-            tuple(self.notes.found.values()),
+            tuple(self.simulation.notes.found.values()),
             sum(p.numel() for p in parameters),
             parameter_bytes,
             batch_bytes,
         )
-
-    @contextmanager
-    def _simulation(self) -> Iterator[None]:
-        capability = self.device.capability or (8, 0)
-        interceptors = (
-            choices.cuda_interceptors(capability, self.autocast)
-            if self.on_cuda
-            else choices.host_interceptors(self.autocast)
-        )
-        operators = SimulatedOperators(
-            self.recorder,
-            self.origin,
-            self.internals.table(),
-            self.internals.rules(),
-            host_is_device=not self.on_cuda,
-            report=self.notes.report,
-        )
-        with (
-            _cuda_answers(self.autocast),
-            self.origin.following(),
-            intercepting(interceptors),
-            operators,
-            self.look,
-        ):
-            yield
 
     def _set_up(self, model: torch.nn.Module, batch: Any) -> None:
         self.recorder.enter(Phase.SETUP, 0)
@@ -240,7 +188,7 @@ class _Tracer:
         self.recorder.enter(Phase.OPTIMIZER, number)
         if optimizer is None:
             return
-        with failures.explained("optimizer step"), self.origin.inside(OPTIMIZER), self.look.keeping_scalars():
+        with failures.explained("optimizer step"), self.origin.inside(OPTIMIZER), self.simulation.look.keeping_scalars():
             if isinstance(optimizer, torch.optim.LBFGS):
                 optimizer.step(lambda: self._closure(optimizer, batch))
             else:
@@ -282,7 +230,7 @@ def undisturbed() -> Iterator[None]:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with _eager():
+        with eager():
             yield
     finally:
         if collecting:
@@ -291,51 +239,3 @@ def undisturbed() -> Iterator[None]:
         torch.set_rng_state(torch_state)
         if numpy_random is not None and numpy_state is not None:
             numpy_random.set_state(numpy_state)
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Compiled models run uncompiled: shape-only tensors have nothing to compile for."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        yield
-        return
-    before = dynamo.config.disable
-    dynamo.config.disable = True
-    try:
-        yield
-    finally:
-        dynamo.config.disable = before
-
-
-@contextmanager
-def _cuda_answers(autocast: Autocast) -> Iterator[None]:
-    """Lets `torch.autocast("cuda")` be entered on a machine without CUDA, and hears when its cache is cleared.
-
-    cuDNN is declared unfit for single tensors, so that recurrent layers leave their shape-only weights as they are.
-    """
-
-    def clear() -> None:
-        autocast.clear_cache()
-        plain_clear()
-
-    plain_clear = torch.clear_autocast_cache
-    with ExitStack() as stack:
-        for owner, name, stand_in in (
-            (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-            (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
-            (torch, "clear_autocast_cache", clear),
-            (torch.backends.cudnn, "is_acceptable", lambda tensor: False),
-        ):
-            stack.enter_context(_replaced(owner, name, stand_in))
-        yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, stand_in)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -28,6 +28,7 @@ function fillFoot() {
     node("code", { text: source ? `${code}, ${source}` : code, parent: item });
   }
   if (!data.notes.length) node("li", { text: "None.", parent: notes });
+  byId("host-section").hidden = Boolean(data.run) && !data.host.length;
   const host = byId("host");
   heads(host, [["part (assumed)"], ["bytes", true]]);
   const body = node("tbody", { parent: host });
@@ -38,7 +39,7 @@ function fillFoot() {
   }
   const lines = [
     `${data.parameters} parameters, ${numTicks.toLocaleString("en")} ticks, ` +
-      `${(data.blocks.length + data.numLeftOut).toLocaleString("en")} blocks; estimated in ${data.seconds} s by memfit, version ${data.memfit}.`,
+      `${(data.blocks.length + data.numLeftOut).toLocaleString("en")} blocks; ${data.run ? "run" : "estimated"} in ${data.seconds} s by memfit, version ${data.memfit}.`,
     "Simulated: worked out from a trace of the step. Measured: read on a device. Assumed: a documented guess.",
   ];
   if (data.source) lines.push(`Usable memory of the device: ${data.source}.`);
@@ -47,6 +48,7 @@ function fillFoot() {
 }
 
 fillHead();
+fillRun();
 drawLegend();
 drawChart();
 pinFromAddress();

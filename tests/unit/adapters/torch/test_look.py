@@ -4,6 +4,7 @@ from torch import nn
 
 import memfit
 from memfit.adapters.torch.look import Look
+from memfit.adapters.torch.places import Places
 from tests.unit.adapters.torch.builders import HOST, observe, run
 
 DATA = torch.empty(4, 6)
@@ -118,16 +119,17 @@ def test_real_tensors_are_shown_as_they_are():
 
 
 def test_where_devices_really_are():
-    look = Look("cuda")
+    look = Look(Places(torch.device("cuda", 0)))
 
-    assert look.real("cuda:0") == look.real(0) == torch.device("meta")
-    assert look.real("cpu") == "cpu"
-    assert look.real(None) is None
-    assert Look("cpu").real("cpu") == torch.device("meta")
+    assert look.place("cuda:0") == look.place(0) == look.place("cuda") == torch.device("cuda", 0)
+    assert look.place("cuda:1") == torch.device("cuda", 1)
+    assert look.place("meta") == torch.device("meta")
+    assert look.place("cpu") is None
+    assert Look(Places(torch.device("cpu"))).place("cpu") == torch.device("cpu")
 
 
 def test_numbers_stay_real_on_the_host_only_while_asked():
-    look = Look("cpu")
+    look = Look(Places(torch.device("cpu")))
     with look:
         with look.keeping_scalars():
             kept = torch.tensor(3.0), torch.zeros(()), torch.ones((), device="cpu")

@@ -1,0 +1,146 @@
+"""Distributed training, seen from one rank: the process group is PyTorch's fake one, which talks to nobody.
+
+Collectives allocate what they allocate and return at once. What other ranks would have sent is not there: reduced
+tensors keep the rank's own values, gathered objects are copies of its own. `DistributedDataParallel` and `fully_shard`
+run as they are, with their own buckets and unsharded parameters.
+"""
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+
+from memfit.adapters.torch.replacement import Replacement
+
+_GROUP_BACKENDS = ("nccl", "gloo", "mpi", "ucc", "cpu:gloo,cuda:nccl")
+SPAWNED = "processes-not-spawned"
+SIMULATED_RANK = "one-rank"
+
+
+def environment(count: int) -> dict[str, str]:
+    """What `torchrun --nproc-per-node=count` would tell the process of rank 0."""
+    if count == 1:
+        return {}
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+
+
+def distributed_replacements(count: int, report: Callable[[str, str], None]) -> list[Replacement]:
+    """What stands in for the parts of `torch.distributed` that would talk to other processes."""
+    if not dist.is_available():
+        return [_spawn(count, report)]
+    owners = (dist, dist.distributed_c10d)
+    stand_ins = {
+        "init_process_group": _init_process_group(count, report),
+        "new_group": _without_backend(dist.new_group),
+        "barrier": lambda *args, **kwargs: None,
+        "monitored_barrier": lambda *args, **kwargs: None,
+        "all_gather_object": _all_gather_object,
+        "gather_object": _gather_object,
+        "broadcast_object_list": lambda *args, **kwargs: None,
+        "scatter_object_list": _scatter_object_list,
+        "is_nccl_available": lambda: True,
+    }
+    found = [
+        Replacement(owner, name, value)
+        for owner in owners
+        for name, value in stand_ins.items()
+        if hasattr(owner, name)
+    ]
+    module = torch.nn.parallel.distributed
+    return [
+        *found,
+        _spawn(count, report),
+        Replacement(module, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),
+        Replacement(DistributedDataParallel, "__init__", _init_data_parallel()),
+        Replacement(DistributedDataParallel, "register_comm_hook", lambda *args, **kwargs: None),
+    ]
+
+
+def _init_process_group(count: int, report: Callable[[str, str], None]) -> Callable[..., None]:
+    plain = dist.init_process_group
+
+    def init_process_group(
+        backend: Any = None,
+        init_method: Any = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: Any = None,
+        group_name: str = "",
+        pg_options: Any = None,
+        device_id: Any = None,
+        **_: Any,
+    ) -> None:
+        # Its module registers the backend called "fake".
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", count))
+        own = rank if rank >= 0 else int(os.environ.get("RANK", 0))
+        plain("fake", store=FakeStore(), rank=own, world_size=size)
+        report(SIMULATED_RANK, f"the memory is that of rank {own} of {size}; its collectives send nothing")
+
+    return init_process_group
+
+
+def _without_backend(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **kwargs: Any) -> Any:
+        return plain(ranks, timeout, None, **{name: v for name, v in kwargs.items() if name != "device_id"})
+
+    return new_group
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    for index in range(len(object_list)):
+        object_list[index] = copy.copy(obj)
+
+
+def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if object_gather_list is not None:
+        _all_gather_object(object_gather_list, obj)
+
+
+def _scatter_object_list(
+    scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None, *args: Any, **_: Any
+) -> None:
+    if scatter_object_input_list:
+        scatter_object_output_list[0] = scatter_object_input_list[0]
+
+
+def _init_data_parallel() -> Callable[..., None]:
+    plain = DistributedDataParallel.__init__
+    plain_register = DistributedDataParallel.register_comm_hook
+
+    def __init__(module: Any, *args: Any, **kwargs: Any) -> None:
+        plain(module, *args, **kwargs)
+        # The fake group's work has no result, which the reducer would ask for.
+        plain_register(module, None, _keep_own_gradients)
+
+    return __init__
+
+
+def _keep_own_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _spawn(count: int, report: Callable[[str, str], None]) -> Replacement:
+    def spawn(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any) -> None:
+        report(SPAWNED, f"torch.multiprocessing.spawn of {nprocs} processes: the first was run, in this process")
+        fn(0, *args)
+
+    return Replacement(torch.multiprocessing, "spawn", spawn)

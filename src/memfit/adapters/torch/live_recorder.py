@@ -1,0 +1,148 @@
+"""The recorder of a run on a device of limited memory: each block is asked of the device as the program goes.
+
+Where `Recorder` notes what a step would like to have, this one has a memory that can be full. Then the operator that
+asked gets PyTorch's own error, at that very moment.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from memfit.adapters.torch.recorder import Recorder
+from memfit.core.replay import OutOfMemory, Replay
+from memfit.core.timeline import Category
+
+
+class Memory(Protocol):
+    """A device that gives memory as it is asked for, such as `memfit.allocator.LiveAllocator`."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    num_segments: int
+    num_retries: int
+
+    def malloc(self, size_bytes: int) -> Any:
+        """A block, or None when the device is full."""
+
+    def free(self, block: Any) -> None:
+        """Takes a block back."""
+
+
+class LiveRecorder(Recorder):
+    """A recorder that asks a memory for every block.
+
+    Args:
+        origin: gives (module path, source line) of what runs now.
+        memory: the device.
+        refuse: takes the bytes that were asked for and the operator, returns the exception to raise.
+    """
+
+    def __init__(
+        self, origin: Callable[[], tuple[str, str]], memory: Memory, refuse: Callable[[int, str], Exception]
+    ) -> None:
+        super().__init__(origin)
+        self._memory = memory
+        self._refuse = refuse
+        self._held: dict[int, Any] = {}
+        self._allocated: list[int] = []
+        self._reserved: list[int] = []
+        self._requested_peak = 0
+        self._requested = 0
+        self._lock = threading.RLock()
+        self._busy = False
+        # The garbage collector may run, and free storages, at any moment: also in the middle of an allocation.
+        self._waiting: deque[int] = deque()
+        self.dropped_workspace = False
+
+    @property
+    def num_ticks(self) -> int:
+        """Allocations and frees so far."""
+        return len(self._allocated)
+
+    def add_transient(self, sizes_bytes: list[int], op: str, category: Category) -> None:
+        """Blocks that live only inside one operator; cuDNN does without a workspace where there is no room for it."""
+        optional = category is Category.WORKSPACE and "convolution" in op
+        started: list[int] = []
+        try:
+            for size_bytes in sizes_bytes:
+                if size_bytes <= 0:
+                    continue
+                index = self._try_start(size_bytes, op, category)
+                if index is not None:
+                    started.append(index)
+                elif optional:
+                    self.dropped_workspace = True
+                else:
+                    raise self._refuse(size_bytes, op)
+        finally:
+            for index in reversed(started):
+                self._end(index)
+
+    def live_bytes(self) -> dict[str, int]:
+        """Bytes of the live blocks by category, largest first."""
+        groups: dict[str, int] = {}
+        for index in list(self._held):
+            name = str(self.categories[index] or Category.TEMPORARY)
+            groups[name] = groups.get(name, 0) + self.sizes[index]
+        return dict(sorted(groups.items(), key=lambda item: (-item[1], item[0])))
+
+    def replay(self, out_of_memory: OutOfMemory | None) -> Replay:
+        """What the device made of the run."""
+        return Replay(
+            allocated=tuple(self._allocated),
+            reserved=tuple(self._reserved),
+            allocated_peak_bytes=max(self._allocated, default=0),
+            reserved_peak_bytes=max(self._reserved, default=0),
+            requested_peak_bytes=self._requested_peak,
+            num_segments=self._memory.num_segments,
+            num_retries=self._memory.num_retries,
+            out_of_memory=out_of_memory,
+        )
+
+    def _start(self, size_bytes: int, op: str, category: Category | None) -> int:
+        index = self._try_start(size_bytes, op, category)
+        if index is None:
+            raise self._refuse(size_bytes, op)
+        return index
+
+    def _try_start(self, size_bytes: int, op: str, category: Category | None) -> int | None:
+        with self._lock:
+            self._busy = True
+            try:
+                block = self._memory.malloc(size_bytes)
+                if block is None:
+                    return None
+                index = super()._start(size_bytes, op, category)
+                self._held[index] = block
+                self._requested += size_bytes
+                self._requested_peak = max(self._requested_peak, self._requested)
+                self._note_level()
+                return index
+            finally:
+                self._end_waiting()
+                self._busy = False
+
+    def _end(self, index: int) -> None:
+        self._waiting.append(index)
+        if not self._busy:
+            with self._lock:
+                self._busy = True
+                try:
+                    self._end_waiting()
+                finally:
+                    self._busy = False
+
+    def _end_waiting(self) -> None:
+        while self._waiting:
+            index = self._waiting.popleft()
+            block = self._held.pop(index, None)
+            if block is not None:
+                super()._end(index)
+                self._memory.free(block)
+                self._requested -= self.sizes[index]
+                self._note_level()
+
+    def _note_level(self) -> None:
+        self._allocated.append(self._memory.allocated_bytes)
+        self._reserved.append(self._memory.reserved_bytes)

@@ -1,0 +1,166 @@
+"""Runs a user's script, unmodified, in a session, and says how it went.
+
+The script is run as Python would run it: as `__main__`, with its own arguments and its own folder first on the path.
+Whatever it does, what has been seen until then is told.
+"""
+
+import importlib.util
+import os
+import random
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch import failures
+from memfit.adapters.torch.checkpoints import Checkpoints
+from memfit.adapters.torch.live_recorder import Memory
+from memfit.adapters.torch.loaders import Loaders
+from memfit.adapters.torch.origin import HIDDEN_FOLDERS
+from memfit.adapters.torch.session import Session
+from memfit.adapters.torch.steps import EndOfRun
+from memfit.adapters.torch.torchvision_operators import define_missing_operators
+from memfit.core.dryrun import DryRun, Outcome, Request, Scan
+
+
+class ScriptRun:
+    """One run of a script.
+
+    Args:
+        request: the script and the device.
+        memory: what the device can give.
+    """
+
+    def __init__(self, request: Request, memory: Memory) -> None:
+        self._request = request
+        self.loaders = Loaders(request.scan, request.loader_ordinal if request.largest_first else None)
+        self.session = Session(
+            request.device, memory, count=request.count, steps=request.steps, settled=self.loaders.settle
+        )
+        report = self.session.simulation.notes.report
+        self._checkpoints = Checkpoints(request.checkpoint_folder or None, report, self.session.simulation.look.put)
+
+    def run(self) -> DryRun:
+        """Runs the script and says how it went."""
+        started = time.perf_counter()
+        error: BaseException | None = None
+        answers = [*self.loaders.replacements(), *self._checkpoints.replacements()]
+        with _torchvision_mended(), self.session.running(answers):
+            _seed()
+            try:
+                self._run_script()
+            except BaseException as raised:
+                error = raised
+                if not isinstance(raised, SystemExit):
+                    _print_traceback(raised)
+        return self._result(error, time.perf_counter() - started)
+
+    def _run_script(self) -> None:
+        request = self._request
+        if request.module:
+            sys.argv = [request.script, *request.arguments]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(request.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [request.script, *request.arguments]
+            sys.path.insert(0, os.path.dirname(os.path.abspath(request.script)))
+            runpy.run_path(request.script, run_name="__main__")
+
+    def _result(self, error: BaseException | None, seconds: float) -> DryRun:
+        request, session = self._request, self.session
+        num_steps = session.counter.num_steps
+        outcome, exit_code = self._outcome(error, num_steps)
+        survived = outcome in (Outcome.COMPLETED, Outcome.ENDED, Outcome.NO_STEP)
+        return DryRun(
+            script=request.script,
+            arguments=request.arguments,
+            estimate=session.estimate(os.path.basename(request.script), seconds),
+            outcome=outcome,
+            num_steps=num_steps,
+            steps_wanted=request.steps,
+            num_devices=request.count,
+            failures=tuple(session.marked_failures(survived=survived)),
+            error="" if survived or error is None else failures.one_line(error),
+            exit_code=exit_code,
+            redirected=dict(self._checkpoints.redirected),
+            scan=self._scan(),
+            seconds=seconds,
+        )
+
+    def _outcome(self, error: BaseException | None, num_steps: int) -> tuple[Outcome, int | None]:
+        if isinstance(error, EndOfRun):
+            return Outcome.COMPLETED, None
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            return (Outcome.ENDED if num_steps else Outcome.NO_STEP), 0
+        exit_code = 1 if not isinstance(error, SystemExit) or not isinstance(error.code, int) else error.code
+        # A script may have wrapped the error in one of its own, or have said so itself and ended.
+        if self.session.unrecovered and (isinstance(error, SystemExit) or _caused_by_full_device(error)):
+            return Outcome.OUT_OF_MEMORY, exit_code
+        return Outcome.FAILED, exit_code
+
+    def _scan(self) -> Scan | None:
+        if not self._request.largest_first:
+            return None
+        return self.loaders.scan() or Scan(problem="the script reads no torch.utils.data.DataLoader for its steps")
+
+
+def _caused_by_full_device(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _seed() -> None:
+    """The same script is to do the same every time, unless it sets seeds of its own."""
+    random.seed(0)
+    torch.manual_seed(0)
+    if importlib.util.find_spec("numpy") is not None:
+        import numpy
+
+        numpy.random.seed(0)
+
+
+def _print_traceback(error: BaseException) -> None:
+    """The traceback that Python would print, without our own frames."""
+    shown = traceback.TracebackException.from_exception(error)
+    _without_our_frames(shown)
+    print("".join(shown.format()), end="", file=sys.stderr)
+
+
+def _without_our_frames(shown: traceback.TracebackException | None) -> None:
+    if shown is None:
+        return
+    ours = HIDDEN_FOLDERS[1]
+    kept = [f for f in shown.stack if not f.filename.startswith(ours) and not f.filename.startswith("<frozen")]
+    shown.stack = traceback.StackSummary.from_list(kept)
+    _without_our_frames(shown.__cause__)
+    _without_our_frames(shown.__context__)
+
+
+@contextmanager
+def _torchvision_mended() -> Iterator[None]:
+    """Lets the script import a torchvision whose compiled operators don't match this build of PyTorch."""
+
+    class Finder:
+        """Hears of the first import of torchvision."""
+
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+            if name == "torchvision" and finder in sys.meta_path:
+                sys.meta_path.remove(finder)  # type: ignore[arg-type]
+                define_missing_operators()
+
+    finder = Finder()
+    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)  # type: ignore[arg-type]

@@ -1,0 +1,301 @@
+"""A program on a simulated device: who allocates what, in which phase of which step, and where it runs out.
+
+`Session` puts the simulation, a memory that can be full and the watchers of steps and models together. Nothing in the
+program has been prepared for it: phases are told from what it does. A model that is called begins a forward pass, the
+autograd engine's start a backward pass, an optimizer's hooks an update.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torch.utils._python_dispatch import _pop_mode
+
+from memfit.adapters.torch import interception
+from memfit.adapters.torch.cuda_memory import out_of_memory_message
+from memfit.adapters.torch.cuda_module import cuda_replacements
+from memfit.adapters.torch.live_recorder import LiveRecorder, Memory
+from memfit.adapters.torch.origin import OriginTracker
+from memfit.adapters.torch.replacement import Replacement
+from memfit.adapters.torch.simulation import ONE_AT_A_TIME, Simulation, eager
+from memfit.adapters.torch.stand_in import dense_parts, tensors_in
+from memfit.adapters.torch.steps import StepCounter
+from memfit.core.device import Device
+from memfit.core.dryrun import Failure
+from memfit.core.estimate import Estimate, HostMemory, Note
+from memfit.core.timeline import Category, Phase
+
+_WORKSPACE_DROPPED = "cuDNN fell back to slower algorithms that need no workspace, for lack of memory"
+_CACHE_RELEASED = (
+    "the device was so full that the allocator returned cached memory and asked again: it fits, but pauses cost time"
+)
+# More than anyone takes.
+NO_END = 2**62
+
+
+class Session:
+    """A simulated device for as long as `running` lasts.
+
+    Args:
+        device: the target.
+        memory: what the device can give.
+        count: devices of that kind that PyTorch sees; the memory is that of the first.
+        steps: optimizer steps after which the program is ended.
+        settled: called after each optimizer step.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        memory: Memory,
+        *,
+        count: int = 1,
+        steps: int = NO_END,
+        settled: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.device = device
+        self.memory = memory
+        self.failures: list[Failure] = []
+        self._count = count
+        self._settled = settled
+        self._first_block = 0
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._num_recovered = 0
+        self.origin = OriginTracker(met=self._met, entered=self._entered)
+        self.recorder = LiveRecorder(self.origin.current, memory, self._refuse)
+        self.simulation = Simulation(device, self.recorder, self.origin, scripted=True)
+        self.simulation.look.on_parameter = self._moved
+        self.counter = StepCounter(steps, self._begin_update, self._end_update)
+
+    @contextmanager
+    def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
+        """Shows PyTorch the device while it lasts."""
+        # Imported before anything is replaced: it keeps what it finds at its first import.
+        import torch._dynamo
+
+        with ONE_AT_A_TIME, eager(), _left_in_children(), self._watching():
+            report = self.simulation.notes.report
+            given = cuda_replacements(self.device, self._count, self.memory, report, self.simulation.look)
+            with self.simulation.running([*given, *self._answers(), *answers]):
+                yield
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        handles = self.counter.watch()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.recorder.stop()
+
+    def _answers(self) -> list[Replacement]:
+        plain_bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+        session = self
+
+        def bootstrap(thread: threading.Thread) -> None:
+            with session.simulation.in_thread():
+                plain_bootstrap(thread)
+
+        return [
+            Replacement(threading.Thread, "_bootstrap_inner", bootstrap),
+            Replacement(torch.optim.Optimizer, "__init__", self.counter.counting_init()),
+            *self._around_backward(),
+        ]
+
+    def _around_backward(self) -> list[Replacement]:
+        session, look = self, self.simulation.look
+        plain: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            # Inside of a backward pass it is a part of that one, such as checkpointing's.
+            outermost = torch._C._current_autograd_node() is None
+            if outermost:
+                session._begin_backward(accumulates=bool(kwargs.get("accumulate_grad")))
+            with look.again():
+                result = plain(*args, **kwargs)
+            if outermost:
+                session._end_backward()
+            return result
+
+        return [
+            Replacement(owner, "_engine_run_backward", run_backward) for owner in (torch.autograd, torch.autograd.graph)
+        ]
+
+    @property
+    def step(self) -> int:
+        """The step in progress, counted from 1."""
+        return self.counter.num_steps + 1
+
+    @property
+    def unrecovered(self) -> bool:
+        """Whether the device was full after the last step taken."""
+        return len(self.failures) > self._num_recovered
+
+    def marked_failures(self, *, survived: bool) -> list[Failure]:
+        """The failures; those the program went on after are marked as handled, all of them where it `survived`."""
+        known = len(self.failures) if survived else self._num_recovered
+        return [replace(failure, handled=number < known) for number, failure in enumerate(self.failures)]
+
+    def estimate(self, subject: str, seconds: float) -> Estimate:
+        """What has been seen so far.
+
+        Args:
+            subject: what ran.
+            seconds: how long it took.
+        """
+        timeline = self.recorder.timeline()
+        seen = self.recorder.replay(None)
+        context_bytes = self.device.context_bytes or 0
+        floor = timeline.without(lambda block: block.category is Category.WORKSPACE and "convolution" in block.op)
+        notes = list(self.simulation.notes.found.values())
+        if self.recorder.dropped_workspace:
+            notes.append(Note("workspace-dropped", _WORKSPACE_DROPPED))
+        if seen.num_retries:
+            notes.append(Note("cache-released", _CACHE_RELEASED))
+        parameters = [p for p in (reference() for reference, _ in self._parameters.values()) if p is not None]
+        return Estimate(
+            subject=subject,
+            device=self.device,
+            mode="dry run",
+            precision="as given",
+            batch_size=None,
+            timeline=timeline,
+            replay=seen,
+            context_bytes=context_bytes,
+            lower_bytes=min(floor.peak()[1], seen.reserved_peak_bytes) + context_bytes,
+            upper_bytes=seen.reserved_peak_bytes + context_bytes,
+            host=HostMemory(_host_parts()),
+            notes=tuple(notes),
+            num_parameters=sum(p.numel() for p in parameters),
+            seconds=seconds,
+        )
+
+    def _met(self, model: torch.nn.Module, name: str) -> None:
+        """A model is called for the first time: its parameters get their names."""
+        prefix = f"{name}." if name else ""
+        for path, parameter in model.named_parameters():
+            module = (prefix + path).rpartition(".")[0]
+            self._name(parameter, module)
+        for path, buffer in model.named_buffers():
+            self._classify(buffer, Category.BUFFER, (prefix + path).rpartition(".")[0])
+
+    def _name(self, parameter: torch.Tensor, module: str) -> None:
+        self._parameters[id(parameter)] = (weakref.ref(parameter), module)
+        self._classify(parameter, Category.PARAMETER, module)
+
+    def _moved(self, parameter: torch.Tensor) -> None:
+        self._classify(parameter, Category.PARAMETER, "")
+
+    def _entered(self, model: torch.nn.Module) -> None:
+        if self.recorder.phase is not Phase.FORWARD and torch._C._current_autograd_node() is None:
+            self._enter(Phase.FORWARD)
+
+    def _enter(self, phase: Phase) -> None:
+        self._first_block = self.recorder.num_blocks
+        self.recorder.enter(phase, self.step)
+
+    def _begin_backward(self, *, accumulates: bool) -> None:
+        if accumulates:
+            self.counter.begin_backward()
+        self.recorder.classify_live(self._first_block, Category.ACTIVATION)
+        self._enter(Phase.BACKWARD)
+
+    def _end_backward(self) -> None:
+        for key, (reference, module) in list(self._parameters.items()):
+            parameter = reference()
+            if parameter is None:
+                del self._parameters[key]
+            elif parameter.grad is not None:
+                self._classify(parameter.grad, Category.GRADIENT, module)
+
+    def _begin_update(self) -> None:
+        self._enter(Phase.OPTIMIZER)
+
+    def _end_update(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._parameters:
+                    # A tensor that no model holds, such as an image that is optimized itself.
+                    self._name(parameter, "")
+                module = self._parameters[id(parameter)][1]
+                for tensor in tensors_in(dict(optimizer.state.get(parameter, {}))):
+                    self._classify(tensor, Category.OPTIMIZER_STATE, module)
+        # From here until a model is called it is the loop's own work.
+        self._enter(Phase.FORWARD)
+        self._num_recovered = len(self.failures)
+        self._settled()
+
+    def _classify(self, tensor: Any, category: Category, module: str) -> None:
+        with torch._C.DisableTorchFunction():
+            for part in dense_parts(getattr(tensor, "_local_tensor", tensor)):
+                if part.is_meta:
+                    self.recorder.classify(part, category, module)
+
+    def _refuse(self, size_bytes: int, op: str) -> Exception:
+        """PyTorch's own error, noted with where and when it is raised."""
+        message = out_of_memory_message(self.device, self.memory, size_bytes)
+        with torch._C.DisableTorchFunction():
+            module, inner = self.origin.current()
+            source, code = self.origin.user_line()
+        self.failures.append(
+            Failure(
+                message=message,
+                tick=self.recorder.num_ticks,
+                requested_bytes=size_bytes,
+                allocated_bytes=self.memory.allocated_bytes,
+                reserved_bytes=self.memory.reserved_bytes,
+                source=source or inner,
+                code=code,
+                module=module,
+                op=op,
+                phase=self.recorder.phase,
+                step=self.recorder.step,
+                by_category=self.recorder.live_bytes(),
+            )
+        )
+        return torch.OutOfMemoryError(message)
+
+
+def _host_parts() -> dict[str, int]:
+    """What the process has held at most; its host tensors were real."""
+    try:
+        import resource
+    except ImportError:
+        return {}
+    # In KiB on Linux.
+    return {"the script's process (measured)": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+_at_fork_registered = False
+_active = 0
+
+
+@contextmanager
+def _left_in_children() -> Iterator[None]:
+    """Processes forked off meanwhile, such as a loader's workers, leave the simulation at once."""
+    global _at_fork_registered, _active
+    if not _at_fork_registered and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_leave)
+        _at_fork_registered = True
+    _active += 1
+    try:
+        yield
+    finally:
+        _active -= 1
+
+
+def _leave() -> None:
+    if not _active:
+        return
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+    while torch._C._len_torch_dispatch_stack():
+        _pop_mode()
+    interception.switch_off()

@@ -1,0 +1,181 @@
+"""The simulation: for as long as it runs, PyTorch takes the simulated device for its own.
+
+Four layers, from the user's code down: functions of PyTorch that are replaced (`answers`), a function mode that shows
+shape-only tensors as tensors of the device (`Look`), interceptors that make the device's choices above autograd
+(`choices`), and a dispatch mode that runs operators for their shapes and records what they allocate
+(`SimulatedOperators`). Modes belong to a thread; every further thread enters them by `in_thread`.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch import choices, fallbacks
+from memfit.adapters.torch.autocast import Autocast
+from memfit.adapters.torch.cuda_kernels import CudaInternals
+from memfit.adapters.torch.dispatch import SimulatedOperators
+from memfit.adapters.torch.host_kernels import HostInternals
+from memfit.adapters.torch.interception import intercepting, switched_on
+from memfit.adapters.torch.look import Look
+from memfit.adapters.torch.origin import OriginTracker
+from memfit.adapters.torch.places import Places
+from memfit.adapters.torch.recorder import Recorder
+from memfit.adapters.torch.replacement import Replacement, replaced
+from memfit.adapters.torch.values import KnownValues
+from memfit.core.device import Device, Kind
+from memfit.core.estimate import Note
+from memfit.core.timeline import Category
+
+_MAX_NOTES = 50
+# A simulation replaces a few functions of PyTorch for the whole process, so only one may run.
+ONE_AT_A_TIME = threading.RLock()
+
+
+@dataclass(slots=True)
+class Notes:
+    """The assumptions made on the way, each once per line of code."""
+
+    origin: OriginTracker
+    found: dict[tuple[str, str, str], Note] = field(default_factory=dict)
+
+    def report(self, code: str, text: str) -> None:
+        """Notes an assumption at the line that runs now."""
+        source = self.origin.current()[1]
+        # A value read by no line of the user's is read by the framework, such as an optimizer's step counter.
+        if (source or code != fallbacks.STAND_IN) and len(self.found) < _MAX_NOTES:
+            self.found.setdefault((code, text, source), Note(code, text, source))
+
+
+class Simulation:
+    """A device of the catalogue in the place of a real one.
+
+    Args:
+        device: the target.
+        recorder: receives every allocation.
+        origin: knows where the user's code is.
+        scripted: a whole program runs in it, which sees the device from the start and whose values are followed;
+            otherwise it is one step that memfit drives.
+    """
+
+    def __init__(
+        self, device: Device, recorder: Recorder, origin: OriginTracker, *, scripted: bool = False
+    ) -> None:
+        on_cuda = device.kind is Kind.CUDA
+        device_type = "cuda" if on_cuda else "cpu"
+        self.origin = origin
+        self.notes = Notes(origin)
+        self.places = Places(torch.device("cuda", 0) if on_cuda else torch.device("cpu"))
+        self.look = Look(self.places, self.notes.report, knows_device=scripted)
+        self.autocast = Autocast(device_type)
+        self.values = KnownValues() if scripted else None
+        internals = CudaInternals(device, recorder) if on_cuda else HostInternals()
+        self.operators = SimulatedOperators(
+            recorder,
+            origin,
+            internals.table(),
+            internals.rules(),
+            host_is_device=not on_cuda,
+            report=self.notes.report,
+            places=self.places,
+            values=self.values,
+            copied_in=Category.BATCH if scripted else None,
+        )
+        capability = device.capability or (8, 0)
+        self._interceptors = (
+            choices.cuda_interceptors(capability, self.autocast)
+            if on_cuda
+            else choices.host_interceptors(self.autocast)
+        )
+
+    @contextmanager
+    def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
+        """Simulates in this thread while it lasts; `answers` replace further functions of PyTorch."""
+        with (
+            replaced([*self._own_answers(), *answers]),
+            self.origin.following(),
+            intercepting(self._interceptors),
+            self.operators,
+            self.look,
+        ):
+            yield
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Simulates in a further thread while it lasts."""
+        with switched_on(), self.operators, self.look:
+            yield
+
+    def _own_answers(self) -> list[Replacement]:
+        """What any simulation needs: autocast for CUDA without CUDA, and code of the user's seen inside of PyTorch.
+
+        cuDNN is declared unfit for single tensors, so that recurrent layers leave their shape-only weights as they are.
+        """
+        plain_clear = torch.clear_autocast_cache
+        plain_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        plain_group = torch._C._group_tensors_by_device_and_dtype
+        plain_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
+        plain_compatible = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]
+        autocast, look = self.autocast, self.look
+
+        def clear() -> None:
+            autocast.clear_cache()
+            plain_clear()
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            with look.again():
+                return plain_backward(*args, **kwargs)
+
+        def with_look(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def call(value: Any) -> Any:
+                with look.again():
+                    return hook(value)
+
+            return call
+
+        def saved_tensors_hooks(context: Any, pack_hook: Any, unpack_hook: Any) -> None:
+            plain_hooks(context, with_look(pack_hook), with_look(unpack_hook))
+
+        def group(*args: Any, **kwargs: Any) -> Any:
+            shown = self.places.device
+            return {
+                (shown if device is not None and device.type == "meta" else device, dtype): tensors
+                for (device, dtype), tensors in plain_group(*args, **kwargs).items()
+            }
+
+        def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+            # As between CPU and CUDA: a parameter stays the same object when its module moves (`Look._set_data`).
+            with torch._C.DisableTorchFunction():
+                moves = tensor.is_meta != other.is_meta
+            return moves or bool(plain_compatible(tensor, other))
+
+        return [
+            Replacement(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+            Replacement(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+            Replacement(torch, "clear_autocast_cache", clear),
+            Replacement(torch.backends.cudnn, "is_acceptable", lambda tensor: False),
+            Replacement(torch.autograd, "_engine_run_backward", run_backward),
+            Replacement(torch.autograd.graph, "_engine_run_backward", run_backward),
+            Replacement(torch, "_has_compatible_shallow_copy_type", compatible),
+            Replacement(torch._C, "_group_tensors_by_device_and_dtype", group),
+            Replacement(torch.autograd.graph.saved_tensors_hooks, "__init__", saved_tensors_hooks),
+        ]
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Compiled models run uncompiled: shape-only tensors have nothing to compile for."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        yield
+        return
+    before = dynamo.config.disable
+    dynamo.config.disable = True
+    try:
+        yield
+    finally:
+        dynamo.config.disable = before

@@ -1,0 +1,93 @@
+"""Counts a script's training steps, and ends it when there have been enough.
+
+A step is one call of an optimizer's `step`. Where a script has several optimizers (a GAN, an actor and a critic) all
+must have taken the number wanted; one that is never used must not keep the run going for ever, so that five times the
+number by any of them ends it too. A script that updates its parameters by hand has no optimizer: there each backward
+pass is a step.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_PATIENCE = 5
+
+
+class EndOfRun(SystemExit):
+    """Raised in the script when it has taken the steps wanted: an orderly exit, which `except Exception` lets pass."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class StepCounter:
+    """Knows how many steps have been taken.
+
+    Args:
+        wanted: steps after which the run ends.
+        before: called before an optimizer's step.
+        after: called after an optimizer's step, with the optimizer.
+    """
+
+    def __init__(
+        self,
+        wanted: int,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[Any], None] = lambda optimizer: None,
+    ) -> None:
+        self._wanted = wanted
+        self._before = before
+        self._after = after
+        self._taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._most = 0
+        self._num_backward = 0
+        self.has_optimizer = False
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken: by the busiest optimizer, or updates by hand."""
+        return self._most if self.has_optimizer else self._num_backward
+
+    def made(self, optimizer: Any) -> None:
+        """An optimizer was made."""
+        self.has_optimizer = True
+        self._taken.setdefault(optimizer, 0)
+
+    def begin_backward(self) -> None:
+        """A backward pass is about to begin; ends the run where it would be one more than wanted."""
+        if not self.has_optimizer:
+            if self._num_backward >= self._wanted:
+                raise EndOfRun
+            self._num_backward += 1
+
+    def begin_step(self, optimizer: Any, *_: Any) -> None:
+        """An optimizer is about to step."""
+        self.made(optimizer)
+        self._before()
+
+    def end_step(self, optimizer: Any, *_: Any) -> None:
+        """An optimizer has stepped; ends the run where that was the last step wanted."""
+        taken = self._taken[optimizer] = self._taken.get(optimizer, 0) + 1
+        self._most = max(self._most, taken)
+        self._after(optimizer)
+        if min(self._taken.values()) >= self._wanted or taken >= _PATIENCE * self._wanted:
+            raise EndOfRun
+
+    def watch(self) -> list[Any]:
+        """Starts counting; gives handles whose `remove()` ends it."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        return [register_optimizer_step_pre_hook(self.begin_step), register_optimizer_step_post_hook(self.end_step)]
+
+    def counting_init(self) -> Callable[..., None]:
+        """Stands in for `Optimizer.__init__`, to hear of optimizers before they step."""
+        plain: Callable[..., None] = torch.optim.Optimizer.__init__
+        counter = self
+
+        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            plain(optimizer, *args, **kwargs)
+            counter.made(optimizer)
+
+        return __init__

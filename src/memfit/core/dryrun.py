@@ -1,0 +1,376 @@
+"""The answer of `memfit.dryrun`: how an unmodified script fared on a simulated device, and what would help.
+
+The child process that runs the script writes a `DryRun` as JSON; the parent reads it, combines it with what further
+runs found, and hands it to the reports. `Request` is what the parent asks of the child. Both sides import this module
+and nothing of each other.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from memfit.core.device import Device, Origin
+from memfit.core.errors import BadFile
+from memfit.core.estimate import Estimate, _read_device
+from memfit.core.timeline import Phase
+from memfit.core.units import format_size
+
+FORMAT_VERSION = 1
+
+
+class Outcome(StrEnum):
+    """How a dry run ended."""
+
+    COMPLETED = "completed"
+    """All the steps asked for were taken."""
+    ENDED = "ended"
+    """The script ended by itself before that many, after at least one."""
+    NO_STEP = "no step"
+    """The script ended without an optimizer step."""
+    OUT_OF_MEMORY = "out of memory"
+    """The simulated device was full and the script died of it."""
+    FAILED = "failed"
+    """Any other exception, or an exit code other than 0."""
+    CRASHED = "crashed"
+    """The process died and left no result."""
+
+
+EXIT_CODES = {
+    Outcome.COMPLETED: 0,
+    Outcome.ENDED: 0,
+    Outcome.OUT_OF_MEMORY: 3,
+    Outcome.FAILED: 4,
+    Outcome.CRASHED: 4,
+    Outcome.NO_STEP: 5,
+}
+"""What `memfit dryrun` returns for each outcome, where no scan says otherwise."""
+
+_RAN = (Outcome.COMPLETED, Outcome.ENDED)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One simulated `torch.OutOfMemoryError`.
+
+    Args:
+        message: PyTorch's text.
+        tick: of the timeline, at which the allocation was refused.
+        requested_bytes: what was asked for.
+        allocated_bytes: what the program held at that moment.
+        reserved_bytes: what the allocator had taken from the device.
+        source: line of the user's code, "train.py:88", or "".
+        code: the text of that line, or "".
+        module: dotted path of the module, or "".
+        op: operator that asked, or "".
+        phase: part of the step.
+        step: number of the step, from 1; 0 is set-up.
+        by_category: live bytes at that moment.
+        handled: whether the script caught the error and went on.
+    """
+
+    message: str
+    tick: int
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    source: str
+    code: str
+    module: str
+    op: str
+    phase: Phase
+    step: int
+    by_category: dict[str, int] = field(default_factory=dict)
+    handled: bool = False
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Failure":
+        """The failure that `asdict` wrote."""
+        return cls(**{**data, "phase": Phase(data["phase"]), "by_category": dict(data["by_category"])})
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedLeaf:
+    """How one tensor of the batch varies over a scan.
+
+    Args:
+        name: its place in the batch: "input_ids", "labels", "0".
+        dtype: "int64".
+        smallest_shape: its shape where it has fewest elements.
+        largest_shape: its shape where it has most.
+    """
+
+    name: str
+    dtype: str
+    smallest_shape: tuple[int, ...]
+    largest_shape: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "ScannedLeaf":
+        """The leaf that `asdict` wrote."""
+        shapes = {name: tuple(map(int, data[name])) for name in ("smallest_shape", "largest_shape")}
+        return cls(**{**data, **shapes})
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """How the batches of the script's own loader vary, and whether a step with the largest fits.
+
+    Args:
+        num_batches: how many were looked at.
+        total: how many the loader has; None when it doesn't say.
+        leaves: each tensor of the batch.
+        smallest_bytes: of the smallest batch.
+        median_bytes: of the batch in the middle.
+        largest_bytes: of the largest batch.
+        largest_index: its place in the loader, from 0.
+        largest_tokens: elements of its largest integer tensor of two or more dimensions; None without one.
+        fits: whether the step with it fits; None when no such step was run.
+        peak_bytes: what the device must provide for it; None when unknown.
+        failure: where that step ran out of memory, or None.
+        problem: why there is nothing above, or "".
+    """
+
+    num_batches: int = 0
+    total: int | None = None
+    leaves: tuple[ScannedLeaf, ...] = ()
+    smallest_bytes: int = 0
+    median_bytes: int = 0
+    largest_bytes: int = 0
+    largest_index: int = 0
+    largest_tokens: int | None = None
+    fits: bool | None = None
+    peak_bytes: int | None = None
+    failure: Failure | None = None
+    problem: str = ""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Scan":
+        """The scan that `asdict` wrote."""
+        failure = data["failure"]
+        leaves = tuple(map(ScannedLeaf.from_json, data["leaves"]))
+        return cls(**{**data, "leaves": leaves, "failure": None if failure is None else Failure.from_json(failure)})
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change that would save memory.
+
+    Args:
+        title: the change in words.
+        saves_bytes: what it saves at the peak.
+        peak_bytes: what the device must provide after it.
+        keeps: "exact": the same numbers; "rounding": the same mathematics; or "changes training".
+        how: one line of code or the setting.
+        origin: simulated where only the order of events or the allocator changes, assumed where sizes are guessed.
+    """
+
+    title: str
+    saves_bytes: int
+    peak_bytes: int
+    keeps: str
+    how: str
+    origin: Origin
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Advice":
+        """The advice that `asdict` wrote."""
+        return cls(**{**data, "origin": Origin(data["origin"])})
+
+
+def _describe(run: "DryRun") -> str:
+    return f"{run.script}: {run.outcome} after {run.num_steps} steps"
+
+
+def _write_no_page(run: "DryRun", path: str) -> None:
+    raise NotImplementedError("import memfit to have reports")
+
+
+@dataclass(slots=True)
+class _Reporters:
+    describe: "Callable[[DryRun], str]" = _describe
+    write_page: "Callable[[DryRun, str], object]" = _write_no_page
+
+
+_reporters = _Reporters()
+
+
+def use_reporters(describe: "Callable[[DryRun], str]", write_page: "Callable[[DryRun, str], object]") -> None:
+    """Sets what `print(run)` and `run.report` do; core can't import the reports itself."""
+    _reporters.describe, _reporters.write_page = describe, write_page
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DryRun:
+    """How a script fared on a simulated device.
+
+    Args:
+        script: its name, or that of the module.
+        arguments: what it was given.
+        estimate: peak, timeline and notes; of an unlimited device where the script died of the limited one. None when
+            the process left no result.
+        outcome: how it ended.
+        num_steps: optimizer steps taken.
+        steps_wanted: optimizer steps asked for.
+        num_devices: devices simulated; the figures are those of one of them.
+        failures: every simulated out-of-memory error, in order.
+        error: exception and line of the user's code in one line, or "".
+        exit_code: the script's own; None when it didn't get to one.
+        advice: changes that would save most.
+        redirected: checkpoints by the path the script gave, and where they went.
+        scan: how the batches vary, when that was asked for.
+        seconds: how long all runs took.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    estimate: Estimate | None
+    outcome: Outcome
+    num_steps: int
+    steps_wanted: int
+    num_devices: int = 1
+    failures: tuple[Failure, ...] = ()
+    error: str = ""
+    exit_code: int | None = None
+    advice: tuple[Advice, ...] = ()
+    redirected: dict[str, str] = field(default_factory=dict)
+    scan: Scan | None = None
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return _reporters.describe(self)
+
+    def __repr__(self) -> str:
+        peak = "" if self.estimate is None else f", {format_size(self.estimate.peak_bytes)}"
+        return f"<DryRun of {self.script}: {self.outcome} after {self.num_steps} steps{peak}>"
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes the self-contained HTML page of this run, whole or not at all."""
+        try:
+            _reporters.write_page(self, os.fspath(path))
+        except OSError as error:
+            raise BadFile(
+                f"the page can't be written to {str(path)!r}: {error.strerror or error}. "
+                "Give the path of a file in a folder that exists and can be written to."
+            ) from error
+
+    @property
+    def fatal(self) -> Failure | None:
+        """The out-of-memory error that ended the script, or None."""
+        if self.outcome is not Outcome.OUT_OF_MEMORY:
+            return None
+        return next((failure for failure in reversed(self.failures) if not failure.handled), None)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the script runs on the device; None when it ended too early to tell."""
+        if self.outcome is Outcome.OUT_OF_MEMORY or (self.scan is not None and self.scan.fits is False):
+            return False
+        if self.outcome not in _RAN or self.estimate is None or self.estimate.capacity_bytes is None:
+            return None
+        return True
+
+    @property
+    def exit_code_of_command(self) -> int:
+        """What `memfit dryrun` returns: 0 fits, 3 does not fit, 4 the script failed, 5 it took no step."""
+        return 3 if self.fits is False else EXIT_CODES[self.outcome]
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain structure that `json` can write, and `from_json` read back."""
+        return {
+            "format": "memfit.dryrun",
+            "version": FORMAT_VERSION,
+            "script": self.script,
+            "arguments": list(self.arguments),
+            "outcome": self.outcome.value,
+            "fits": self.fits,
+            "exit_code_of_command": self.exit_code_of_command,
+            "num_steps": self.num_steps,
+            "steps_wanted": self.steps_wanted,
+            "num_devices": self.num_devices,
+            "failures": [asdict(failure) for failure in self.failures],
+            "error": self.error,
+            "exit_code": self.exit_code,
+            "advice": [asdict(advice) for advice in self.advice],
+            "redirected": self.redirected,
+            "scan": None if self.scan is None else asdict(self.scan),
+            "seconds": self.seconds,
+            "estimate": None if self.estimate is None else self.estimate.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> "DryRun":
+        """The dry run that `to_json` wrote, from its structure or its text."""
+        try:
+            data = json.loads(data) if isinstance(data, str | bytes) else data
+            if data["format"] != "memfit.dryrun" or data["version"] != FORMAT_VERSION:
+                raise BadFile(
+                    f"expected a memfit.dryrun of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
+                )
+            estimate, scan = data["estimate"], data["scan"]
+            return cls(
+                script=data["script"],
+                arguments=tuple(data["arguments"]),
+                estimate=None if estimate is None else Estimate.from_json(estimate),
+                outcome=Outcome(data["outcome"]),
+                num_steps=int(data["num_steps"]),
+                steps_wanted=int(data["steps_wanted"]),
+                num_devices=int(data["num_devices"]),
+                failures=tuple(map(Failure.from_json, data["failures"])),
+                error=data["error"],
+                exit_code=data["exit_code"],
+                advice=tuple(map(Advice.from_json, data["advice"])),
+                redirected=dict(data["redirected"]),
+                scan=None if scan is None else Scan.from_json(scan),
+                seconds=float(data["seconds"]),
+            )
+        except BadFile:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise BadFile(f"not a dry run written by memfit: {type(error).__name__}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the parent asks of the child that runs the script.
+
+    Args:
+        script: path of the file, or dotted name of the module.
+        module: whether it is a module, as for `python -m`.
+        arguments: of the script.
+        device: what to simulate.
+        count: how many of them.
+        steps: optimizer steps after which to end.
+        scan: batches of the loader to look at; 0: none.
+        unlimited: give the device no limit; it still says it had its own.
+        checkpoint_folder: where checkpoints go; "" for a temporary place.
+        result_path: where to write the `DryRun`.
+        largest_first: look at `scan` batches first and begin with the largest.
+        loader_ordinal: which of the script's loaders, in order of their making; None when not known yet.
+    """
+
+    script: str
+    module: bool
+    arguments: tuple[str, ...]
+    device: Device
+    count: int = 1
+    steps: int = 3
+    scan: int = 0
+    unlimited: bool = False
+    checkpoint_folder: str = ""
+    result_path: str = ""
+    largest_first: bool = False
+    loader_ordinal: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain structure that `json` can write: `device` is its name, `device_row` the whole of it."""
+        return {**asdict(self), "device": self.device.name, "device_row": asdict(self.device)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> "Request":
+        """The request that `to_json` wrote, from its structure or its text."""
+        data = dict(json.loads(data) if isinstance(data, str | bytes) else data)
+        device = _read_device(data.pop("device_row"))
+        return cls(**{**data, "device": device, "arguments": tuple(data["arguments"])})

@@ -1,0 +1,183 @@
+"""Moves that shrink what the forward pass keeps: smaller micro-batches, checkpointing, 16-bit arithmetic."""
+
+from statistics import fmean
+
+from memfit.core.device import Origin
+from memfit.core.timeline import Block, Category, Phase, Timeline
+from memfit.planner.move import CHANGES, EXACT, ROUNDING, Move, Situation
+from memfit.planner.retiming import BEFORE, Life, lives, rebuild, resized
+from memfit.planner.structure import (
+    Spans,
+    has_batch_norm,
+    named_range,
+    of_the_graph,
+    parameter_sizes,
+    repeated_units,
+    total_bytes,
+    unit_of,
+)
+
+# Share of a unit's activations below which one can't be its output: statistics of norms, seeds of dropout.
+_SMALL = 0.001
+
+# Operators whose results autocast leaves in 16 bits. Softmax, norms, losses and sums with a 32-bit residual stay wide.
+_NARROWED = (
+    "convolution",
+    "mm",
+    "linear",
+    "attention",
+    "relu",
+    "gelu",
+    "silu",
+    "threshold",
+    "dropout",
+    "batch_norm",
+    "pool",
+)
+
+
+def halve_micro_batch(situation: Situation) -> Move | None:
+    """Half of each batch at a time, two backward passes for each update.
+
+    Everything that grows with the batch halves. In return the gradients of the first half are there while the second
+    runs, so that each step's gradients begin with its first forward pass.
+    """
+    timeline = situation.timeline
+    spans, shaped = Spans(timeline), parameter_sizes(timeline)
+    if not any(block.category is Category.ACTIVATION for block in timeline.blocks):
+        return None
+    moved = []
+    for life in lives(timeline):
+        block = life.block
+        if block.category is Category.GRADIENT:
+            moved.append(_accumulated(life, spans))
+        elif block.category is Category.BATCH or (
+            of_the_graph(block) and block.size_bytes not in shaped.get(block.module, ())
+        ):
+            moved.append(resized(life, -(-block.size_bytes // 2)))
+        else:
+            moved.append(life)
+    statistics = has_batch_norm(timeline)
+    note = "; statistics of batch norm are then those of half a batch" if statistics else ""
+    return Move(
+        "halve the micro-batch and accumulate twice",
+        CHANGES if statistics else ROUNDING,
+        f"half the batch_size of the loader, (loss / 2).backward(), optimizer.step() every second batch{note}",
+        Origin.ASSUMED,
+        rebuild(moved, timeline.marks),
+        situation.options,
+    )
+
+
+def _accumulated(life: Life, spans: Spans) -> Life:
+    """A gradient that is there from the beginning of its step, and gone by the next one's."""
+    block = life.block
+    forward, after = spans.forward_of(block.start), spans.after_step(block.start)
+    if forward is None or block.phase is not Phase.BACKWARD:
+        return life
+    here = spans.all[spans.index(block.start)]
+    if life.end is not None and life.end < here.end:
+        return life
+    end = life.end
+    if after is not None and (end is None or end > after):
+        end = after + BEFORE
+    return life._replace(start=min(life.start, forward.start + BEFORE / 2), end=end)
+
+
+def checkpoint_units(situation: Situation) -> Move | None:
+    """Each repeated part of the model keeps its output only and computes the rest again for its backward pass.
+
+    Of two levels of nesting, the one that leaves less at its highest is taken.
+    """
+    timeline = situation.timeline
+    candidates: list[tuple[list[str], Timeline]] = []
+    for level in (1, 2):
+        units = repeated_units(timeline, level)
+        if units and all(units != known for known, _ in candidates):
+            candidates.append((units, _checkpointed(timeline, set(units), level)))
+    if not candidates:
+        return None
+    units, best = min(candidates, key=lambda candidate: candidate[1].peak()[1])
+    statistics = has_batch_norm(timeline)
+    note = "; running statistics of batch norm then update twice a step" if statistics else ""
+    return Move(
+        f"checkpoint activations of {len(units)} blocks",
+        CHANGES if statistics else EXACT,
+        f"torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) around each of {named_range(units)}; "
+        f"transformers: model.gradient_checkpointing_enable(){note}",
+        Origin.ASSUMED,
+        best,
+        situation.options,
+    )
+
+
+def _checkpointed(timeline: Timeline, units: set[str], level: int) -> Timeline:
+    spans = Spans(timeline)
+    groups: dict[tuple[str, int], list[Block]] = {}
+    begun: dict[tuple[str, int], float] = {}
+    for block in timeline.blocks:
+        unit = unit_of(block.module, level)
+        if unit not in units or unit is None:
+            continue
+        if block.category is Category.ACTIVATION and block.phase is Phase.FORWARD and block.end is not None:
+            group = (unit, spans.index(block.start))
+            groups.setdefault(group, []).append(block)
+            begun[group] = min(begun.get(group, block.end), block.end)
+        elif block.phase is Phase.BACKWARD:
+            # The backward pass belongs to the forward pass before it.
+            group = (unit, spans.index(block.start) - 1)
+            if group in begun:
+                begun[group] = min(begun[group], block.start)
+    again: dict[int, float] = {}
+    for group, blocks in groups.items():
+        output = _output(blocks)
+        again.update({block.start: begun[group] + BEFORE for block in blocks if block is not output})
+    moved = [life._replace(start=again.get(life.block.start, life.start)) for life in lives(timeline)]
+    return rebuild(moved, timeline.marks)
+
+
+def _output(blocks: list[Block]) -> Block:
+    """The block that leaves the unit: the last that isn't tiny."""
+    least = _SMALL * sum(block.size_bytes for block in blocks)
+    return next(block for block in reversed(blocks) if block.size_bytes >= least)
+
+
+def autocast(situation: Situation) -> Move | None:
+    """Products, convolutions and what follows them in 16 bits; parameters, gradients and states stay in 32.
+
+    Only where the parameters are known to have 32 bits and no copies in 16 are seen. The copies that autocast makes of
+    the parameters are added for the time of forward and backward pass.
+    """
+    timeline = situation.timeline
+    parameter_bytes = total_bytes(timeline, Category.PARAMETER)
+    if not situation.num_parameters or parameter_bytes != 4 * situation.num_parameters or _has_casts(timeline):
+        return None
+    moved: list[Life] = []
+    for life in lives(timeline):
+        narrow = of_the_graph(life.block) and any(name in life.block.op for name in _NARROWED)
+        moved.append(resized(life, -(-life.block.size_bytes // 2)) if narrow else life)
+    for span in Spans(timeline).all:
+        if span.phase in (Phase.FORWARD, Phase.BACKWARD):
+            copies = Block(parameter_bytes // 2, 0, None, Category.TEMPORARY, span.phase, op="aten._to_copy")
+            moved.append(Life(copies, span.start + BEFORE, span.end + BEFORE))
+    return Move(
+        "compute in 16 bits with autocast",
+        ROUNDING,
+        'with torch.autocast("cuda", dtype=torch.bfloat16): around model and loss '
+        "(before Ampere: torch.float16 and a GradScaler)",
+        Origin.ASSUMED,
+        rebuild(moved, timeline.marks),
+        situation.options,
+    )
+
+
+def _has_casts(timeline: Timeline) -> bool:
+    """Whether the forward pass makes 16-bit copies of parameters, as autocast does."""
+    shaped = parameter_sizes(timeline)
+    casts = [
+        block.size_bytes in shaped.get(block.module, ())
+        for block in timeline.blocks
+        if block.phase is Phase.FORWARD and "_to_copy" in block.op
+    ]
+    # A cast of something else may have such a size by chance; autocast's are the rule.
+    return bool(casts) and fmean(casts) > 0.1

@@ -1,0 +1,72 @@
+// What happened to the script: where it ran out, what would help, how its batches vary.
+
+function fillRun() {
+  const run = data.run;
+  if (!run) return;
+  const parts = byId("run-parts");
+  if (run.failure) addFailure(parts, run.failure);
+  for (const text of run.details) node("li", { text, parent: byId("run-details") });
+  if (run.scan.length) {
+    node("h3", { text: "Batches of the script's loader", parent: parts });
+    const list = node("ul", { className: "notes", parent: parts });
+    for (const text of run.scan) node("li", { text, parent: list });
+  }
+  if (run.scanFailure) addFailure(parts, run.scanFailure);
+  if (run.advice.length) addAdvice(parts, run.advice);
+  if (run.redirected.length) {
+    const title = "Checkpoints that went elsewhere, so that no file of yours was touched";
+    const body = rowsOf(parts, title, [["the script's path"], ["where it is"]]);
+    for (const paths of run.redirected) {
+      const row = node("tr", { parent: body });
+      for (const text of paths) node("td", { text, className: "mono", parent: row });
+    }
+  }
+  byId("run").hidden = !run.details.length && !parts.children.length;
+}
+
+function rowsOf(parent, title, columns, className = "") {
+  node("h3", { text: title, parent });
+  const box = node("div", { className: "scroll", parent });
+  box.tabIndex = 0;
+  box.setAttribute("role", "region");
+  box.setAttribute("aria-label", title);
+  const table = node("table", { className, parent: box });
+  heads(table, columns);
+  return node("tbody", { parent: table });
+}
+
+function addFailure(parent, failure) {
+  if (failure.code) node("pre", { text: `${failure.source}  ${failure.code}`, parent });
+  node("p", { text: failure.message, className: "quiet", parent });
+  const body = rowsOf(parent, failure.title, [["category"], ["bytes", true], ["share", true], [""]]);
+  for (const [name, size, share] of failure.rows) {
+    const row = node("tr", { parent: body });
+    const cell = node("td", { parent: row });
+    const named = !data.overheads.includes(name);
+    if (named) swatch(cell, name);
+    node("span", { text: name, parent: cell });
+    node("td", { text: formatSize(size), className: "number", parent: row });
+    node("td", { text: formatShare(share), className: "number", parent: row });
+    const bar = node("span", { parent: node("span", { className: "track", parent: node("td", { parent: row }) }) });
+    bar.style.width = `${100 * share}%`;
+    if (named) bar.style.background = colour(name);
+  }
+}
+
+function addAdvice(parent, advice) {
+  const columns = [["change"], ["saves", true], ["leaves", true], ["results"], ["origin"], ["how"]];
+  const body = rowsOf(parent, "Changes that would save most, each alone", columns, "wide");
+  for (const [title, saves, leaves, fits, keeps, origin, how] of advice) {
+    const row = node("tr", { parent: body });
+    node("td", { text: title, parent: row });
+    node("td", { text: saves, className: "number", parent: row });
+    const left = node("td", { text: leaves, className: "number", parent: row });
+    if (fits !== null) {
+      node("br", { parent: left });
+      node("span", { text: fits ? "fits" : "too much", className: fits ? "good" : "bad", parent: left });
+    }
+    node("td", { text: keeps, parent: row });
+    node("td", { text: origin, className: "quiet", parent: row });
+    node("td", { text: how, className: "mono", parent: row });
+  }
+}

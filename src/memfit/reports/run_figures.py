@@ -1,0 +1,326 @@
+"""What every report says about a dry run, before any of them decides how it looks.
+
+A report is a verdict, a few lines below it, and parts: a title with rows of a breakdown or with lines of text. Text,
+terminal and page show the same ones.
+"""
+
+from dataclasses import dataclass
+
+from memfit.core.dryrun import Advice, DryRun, Failure, Outcome, Scan
+from memfit.core.estimate import CACHED, CONTEXT, Estimate, Note
+from memfit.core.timeline import Phase
+from memfit.core.units import format_size
+from memfit.reports import figures
+from memfit.reports.figures import Row, printable
+
+HARMLESS = "stand-in-value"
+"""Code of the notes on values read from the device, which are summed up: they change no size."""
+
+KEEPS = {"exact": "same results", "rounding": "same up to rounding", "changes training": "changes training"}
+
+NUM_TOP = 5
+_NUM_LISTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A titled part of a report: rows of a breakdown, or lines of text."""
+
+    title: str
+    rows: tuple[Row, ...] = ()
+    lines: tuple[str, ...] = ()
+    with_bar: bool = False
+
+
+def command(run: DryRun) -> str:
+    """The script with its arguments, as it was started."""
+    return printable(" ".join((run.script, *run.arguments)))
+
+
+def device(run: DryRun) -> str:
+    """The device, with their number where there are several."""
+    if run.estimate is None:
+        return "the simulated device"
+    several = f"{run.num_devices} x " if run.num_devices > 1 else ""
+    return several + figures.device_title(run.estimate.device)
+
+
+def verdict(run: DryRun) -> str:
+    """The one line that answers the question."""
+    script, target = printable(run.script), device(run)
+    fatal = run.fatal
+    if run.outcome is Outcome.OUT_OF_MEMORY:
+        return f"{script} would run out of memory on {target}{'' if fatal is None else ' ' + place(fatal)}"
+    if run.outcome is Outcome.CRASHED:
+        return f"{script} crashed: {printable(run.error)}"
+    head = f"{script} on {target}: {_progress(run)}"
+    if run.outcome is Outcome.FAILED:
+        return f"{head} failed for a reason of its own: {printable(run.error) or exit_code(run)}"
+    if run.outcome is Outcome.NO_STEP:
+        return f"{head}, so whether it fits is unknown"
+    peak = f"{head}, peak {_peak(run)}"
+    if run.scan is not None and run.scan.fits is False:
+        return f"{peak}: fits at step 1; {longest(run.scan)}, does not"
+    return f"{peak}: {figures.answer(run.fits)}"
+
+
+def answer(run: DryRun) -> str:
+    """The verdict in one or two words."""
+    if run.outcome in (Outcome.FAILED, Outcome.CRASHED):
+        return run.outcome.value
+    return "no step taken" if run.outcome is Outcome.NO_STEP else figures.answer(run.fits)
+
+
+def exit_code(run: DryRun) -> str:
+    """The script's own exit code in words."""
+    return "no exit code" if run.exit_code is None else f"exit code {run.exit_code}"
+
+
+def details(run: DryRun) -> list[str]:
+    """Lines below the verdict."""
+    lines = []
+    estimate = run.estimate
+    if run.num_devices > 1:
+        lines.append("all figures are those of one device")
+    if run.outcome in (Outcome.FAILED, Outcome.NO_STEP) and estimate is not None and estimate.timeline.blocks:
+        lines.append(f"until then: peak {_peak(run)} (simulated)")
+    caught = [failure for failure in run.failures if failure.handled]
+    if caught:
+        times = "once" if len(caught) == 1 else f"{len(caught)} times"
+        lines.append(f"the script ran out of memory {times}, caught the error and went on; first {place(caught[0])}")
+    if run.fatal is not None:
+        lines += failure_lines(run, run.fatal)
+    if run.fatal is not None and estimate is not None and estimate.timeline.num_ticks > run.fatal.tick:
+        lines += [need(estimate), f"that peak would be {printable(estimate.moment)}"]
+    return lines
+
+
+def place(failure: Failure) -> str:
+    """Where and when an allocation failed."""
+    where = f"at {printable(failure.source)}, " if failure.source else ""
+    return where + moment(failure)
+
+
+def moment(failure: Failure) -> str:
+    """When an allocation failed."""
+    return f"in step {failure.step}, {failure.phase}" if failure.phase is not Phase.SETUP else "in set-up"
+
+
+def asked(run: DryRun, failure: Failure) -> str:
+    """What was asked for, by whom, and what was free."""
+    module = f" in {printable(failure.module)}" if failure.module else ""
+    text = f"{printable(failure.op) or 'an allocation'}{module} asked for {format_size(failure.requested_bytes)}"
+    cached = format_size(failure.reserved_bytes - failure.allocated_bytes)
+    free = free_bytes(run, failure)
+    device_free = "" if free is None else f"{format_size(free)} free on the device, "
+    return f"{text}: {device_free}{cached} unused in the allocator's cache (simulated)"
+
+
+def failure_lines(run: DryRun, failure: Failure) -> list[str]:
+    """The user's line, and what it asked for."""
+    where = printable(failure.source) or "unknown line"
+    return [f"{where}  {printable(failure.code.strip())}".rstrip(), asked(run, failure)]
+
+
+def free_bytes(run: DryRun, failure: Failure) -> int | None:
+    """What the device could still give when the allocation failed; None when unknown."""
+    estimate = run.estimate
+    if estimate is None or estimate.capacity_bytes is None:
+        return None
+    return max(0, estimate.capacity_bytes - estimate.context_bytes - failure.reserved_bytes)
+
+
+def need(estimate: Estimate) -> str:
+    """What an unlimited device would have to provide, beside what there is."""
+    text = f"without a limit it would need {figures.needed(estimate)} (simulated)"
+    capacity = estimate.capacity_bytes
+    if capacity is None:
+        return text
+    usable = f"{format_size(capacity)} usable ({estimate.device.usable_origin.value})"
+    over = estimate.peak_bytes - capacity
+    return f"{text}: {format_size(over)} more than the {usable}" if over > 0 else f"{text}; {usable}"
+
+
+def parts(run: DryRun) -> list[Part]:
+    """Everything below the verdict and its lines."""
+    found = [_failure_part(run, run.fatal), _scan_part(run), _advice_part(run), *_peak_parts(run)]
+    estimate = run.estimate
+    if estimate is not None and estimate.timeline.blocks:
+        title = f"Figures and their origin ({figures.parameters(estimate)} parameters)"
+        found.append(Part(title, lines=tuple(_figure(f) for f in run_figures(run))))
+    found += [_redirected_part(run), Part("Notes", lines=tuple(note_lines(run)))]
+    return [part for part in found if part.rows or part.lines]
+
+
+def run_figures(run: DryRun) -> list[figures.Figure]:
+    """The figures of the run's estimate that are known; bounds only where the whole of the steps was run."""
+    if run.estimate is None:
+        return []
+    # A script's host memory is real, and its own affair.
+    hidden = {"host memory"} if not run.estimate.host.parts else set()
+    if run.outcome in (Outcome.FAILED, Outcome.NO_STEP):
+        hidden |= {"lower bound", "upper bound"}
+    return [figure for figure in figures.figures(run.estimate) if figure.label not in hidden]
+
+
+def failure_groups(run: DryRun, failure: Failure) -> dict[str, int]:
+    """What held the device's memory when an allocation failed, with what the allocator and the context take."""
+    held = sum(failure.by_category.values())
+    context = 0 if run.estimate is None else run.estimate.context_bytes
+    rest = {CACHED: failure.reserved_bytes - held, CONTEXT: context}
+    return failure.by_category | {name: size for name, size in rest.items() if size > 0}
+
+
+def advice_title(advice: Advice, run: DryRun) -> str:
+    """A change and what it saves."""
+    capacity = None if run.estimate is None else run.estimate.capacity_bytes
+    enough = "" if capacity is None else ": fits" if advice.peak_bytes <= capacity else ": still too much"
+    saving = f"saves {format_size(advice.saves_bytes)}, leaves {format_size(advice.peak_bytes)}{enough}"
+    return f"{printable(advice.title)}: {saving} ({advice.origin.value}; {KEEPS.get(advice.keeps, advice.keeps)})"
+
+
+def longest(scan: Scan) -> str:
+    """The largest batch of a scan in words."""
+    if scan.largest_tokens is None:
+        return f"the largest batch, {format_size(scan.largest_bytes)} at index {scan.largest_index:,}"
+    return f"the longest batch, {scan.largest_tokens:,} tokens at index {scan.largest_index:,}"
+
+
+def scan_lines(run: DryRun) -> list[str]:
+    """How the batches vary and what the largest needs."""
+    scan = run.scan
+    if scan is None:
+        return []
+    lines = []
+    if scan.num_batches:
+        lines.append(_sizes(scan))
+        for leaf in scan.leaves:
+            first, last = shape(leaf.smallest_shape), shape(leaf.largest_shape)
+            varies = first if first == last else f"{first} to {last}"
+            lines.append(f"{printable(leaf.name)}: {printable(leaf.dtype)}, {varies}")
+    if scan.fits is not None:
+        peak = "" if scan.peak_bytes is None else f": peak {format_size(scan.peak_bytes)} (simulated)"
+        lines.append(f"{longest(scan)}{peak}: {figures.answer(scan.fits)}")
+    if scan.failure is not None:
+        lines += [f"it runs out {place(scan.failure)}", *failure_lines(run, scan.failure)]
+    if scan.problem:
+        lines.append(f"no step with the largest batch: {printable(scan.problem)}")
+    return lines
+
+
+def shape(sizes: tuple[int, ...]) -> str:
+    """A shape as people write it; a scalar has none.
+
+    >>> shape((8, 128)), shape(())
+    ('8 x 128', 'scalar')
+    """
+    return " x ".join(map(str, sizes)) or "scalar"
+
+
+def note_lines(run: DryRun) -> list[str]:
+    """Each note in a line; values that were read from the device in one for all of them."""
+    notes = () if run.estimate is None else run.estimate.notes
+    lines = [note_line(note) for note in notes if note.code != HARMLESS]
+    harmless = [note for note in notes if note.code == HARMLESS]
+    if harmless:
+        sources = list(dict.fromkeys(printable(note.source) for note in harmless if note.source))
+        places = f": {listed(sources)}" if sources else ""
+        values = "1 value was" if len(harmless) == 1 else f"{len(harmless)} values were"
+        lines.append(f"{values} read from the device and got a stand-in, which changes no size{places}")
+    return lines
+
+
+def note_line(note: Note) -> str:
+    """A note with its place: "data-dependent shape at train.py:88: upper bound used"."""
+    where = f" at {printable(note.source)}" if note.source else ""
+    name = note.code.replace("-", " ").replace("data dependent", "data-dependent")
+    return f"{printable(name)}{where}: {printable(note.text)}"
+
+
+def listed(names: list[str]) -> str:
+    """The first few names, and how many more there are.
+
+    >>> listed(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = len(names) - _NUM_LISTED
+    return ", ".join(names[:_NUM_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _progress(run: DryRun) -> str:
+    if run.outcome is Outcome.NO_STEP:
+        return "ended without an optimizer step"
+    counted = f"{run.num_steps} {'step' if run.num_steps == 1 else 'steps'}"
+    if run.outcome is Outcome.COMPLETED:
+        return f"ran {counted}"
+    if run.outcome is Outcome.ENDED:
+        return f"ended by itself after {run.num_steps} of {run.steps_wanted} steps"
+    return f"after {counted}," if run.num_steps else "before its first step,"
+
+
+def _peak(run: DryRun) -> str:
+    if run.estimate is None:
+        return figures.UNKNOWN
+    return f"{figures.needed(run.estimate)} of {format_size(run.estimate.capacity_bytes)}"
+
+
+def _failure_part(run: DryRun, failure: Failure | None) -> Part:
+    if failure is None:
+        return Part("")
+    groups = failure_groups(run, failure)
+    return Part(
+        f"Held at that moment, {moment(failure)}",
+        rows=tuple(figures.rows(groups, sum(groups.values()))),
+        with_bar=True,
+    )
+
+
+def _peak_parts(run: DryRun) -> list[Part]:
+    estimate = run.estimate
+    if estimate is None or not estimate.timeline.blocks:
+        return []
+    total, breakdown = estimate.peak_bytes, estimate.breakdown
+    modules = figures.top_rows(breakdown.by_module, total, NUM_TOP)
+    sources = figures.top_rows(breakdown.by_source, total, NUM_TOP)
+    peak = "at the peak" if run.fatal is None else "at the peak without a limit"
+    found = [
+        Part(f"Largest modules {peak} (top {NUM_TOP})", rows=tuple(modules)),
+        Part(f"Largest source lines {peak} (top {NUM_TOP})", rows=tuple(sources)),
+    ]
+    if run.fatal is None:
+        # Of a script that died, the moment of its death is the one to look at.
+        categories = tuple(figures.rows(breakdown.by_category, total))
+        found.insert(0, Part(f"Peak {printable(estimate.moment)}", rows=categories, with_bar=True))
+    return found
+
+
+def _scan_part(run: DryRun) -> Part:
+    return Part("Batches of the script's loader", lines=tuple(scan_lines(run)))
+
+
+def _sizes(scan: Scan) -> str:
+    looked = f"{scan.num_batches:,}" if scan.total is None else f"{scan.num_batches:,} of {scan.total:,}"
+    if scan.smallest_bytes == scan.largest_bytes:
+        return f"{looked} looked at: all of {format_size(scan.largest_bytes)}"
+    sizes = f"{format_size(scan.smallest_bytes)} to {format_size(scan.largest_bytes)}"
+    return f"{looked} looked at: {sizes}, median {format_size(scan.median_bytes)}"
+
+
+def _advice_part(run: DryRun) -> Part:
+    lines = []
+    for number, advice in enumerate(run.advice, 1):
+        lines += [f"{number}. {advice_title(advice, run)}", f"   {printable(advice.how)}"]
+    return Part("Changes that would save most, each alone", lines=tuple(lines))
+
+
+def _figure(figure: figures.Figure) -> str:
+    origin = f"  {figure.origin}" if figure.origin else ""
+    return f"{figure.label:<34}{figure.value:>20}{origin}"
+
+
+def _redirected_part(run: DryRun) -> Part:
+    lines = [f"{printable(given)} -> {printable(real)}" for given, real in list(run.redirected.items())[:_NUM_LISTED]]
+    more = len(run.redirected) - _NUM_LISTED
+    if more > 0:
+        lines.append(f"and {more} more")
+    return Part("Checkpoints that went elsewhere, so that no file of yours was touched", lines=tuple(lines))

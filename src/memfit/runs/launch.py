@@ -1,0 +1,177 @@
+"""The process in which a script runs on a simulated device.
+
+A script may do anything to its process: end it, kill it, run out of host memory. So it gets one of its own, which is
+handed a request in a file and leaves its result in another. Its output goes where ours goes, as it comes. However it
+ends, the parent has an answer: what the child wrote, or a crash with the signal's name.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memfit.core.dryrun import DryRun, Outcome, Request
+from memfit.core.errors import BadFile
+
+COMMAND = (sys.executable, "-m", "memfit._child")
+"""What is started, with the path of the request added."""
+
+# How long a script that is told to end may take to do so.
+_GRACE_SECONDS = 5.0
+
+_REASONS = {
+    signal.SIGKILL: "probably because this machine ran out of memory: the script's host tensors are real",
+    signal.SIGSEGV: "probably by a compiled extension, whose kernels can't be simulated",
+    signal.SIGABRT: "probably by a compiled extension, whose kernels can't be simulated",
+    signal.SIGBUS: "probably because shared memory (/dev/shm) is full",
+}
+
+
+class _Terminated(BaseException):
+    """We were asked to end."""
+
+
+def run_child(
+    request: Request,
+    *,
+    stdout_to_stderr: bool = False,
+    silent: bool = False,
+    command: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """What the child found out, as the JSON of a `DryRun`, with anything it added.
+
+    Args:
+        request: what to run; its `result_path` is filled in here.
+        stdout_to_stderr: what the script prints goes to standard error, to keep standard output for the answer.
+        silent: what the script prints goes nowhere, and it has nothing to read.
+        command: what to start instead of `COMMAND`.
+    """
+    with _passing_on_termination(), tempfile.TemporaryDirectory(prefix="memfit-") as folder:
+        request_path, result_path = Path(folder, "request.json"), Path(folder, "result.json")
+        request_path.write_text(json.dumps(replace(request, result_path=str(result_path)).to_json()), encoding="utf-8")
+        return_code = _run([*(command or COMMAND), str(request_path)], stdout_to_stderr, silent)
+        data = _read(result_path)
+        return data if data is not None else _crash(request, return_code).to_json()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        DryRun.from_json(data)
+    except (OSError, ValueError, BadFile):
+        return None
+    return dict(data)
+
+
+def _run(command: list[str], stdout_to_stderr: bool, silent: bool) -> int:
+    """Return code of the command; negative for a signal."""
+    # What we have printed so far comes before what the script prints.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    nowhere = subprocess.DEVNULL
+    # Hashes order sets, and sets may order allocations: the same script is to stop at the same place every time.
+    environment = {"PYTHONHASHSEED": "0", **os.environ}
+    # Whoever has the terminal's attention gets its keys. A script in a group of its own could not read from the
+    # terminal, and needs no message from us when Ctrl-C is pressed there.
+    shares_terminal = not silent and _is_terminal(0)
+    with subprocess.Popen(
+        command,
+        stdin=nowhere if silent else None,
+        stdout=nowhere if silent else 2 if stdout_to_stderr else None,
+        stderr=nowhere if silent else None,
+        env=environment,
+        process_group=None if shares_terminal else 0,
+    ) as process:
+        try:
+            return process.wait()
+        except BaseException as error:
+            _stop(process, error, shares_terminal)
+            raise
+
+
+def _is_terminal(descriptor: int) -> bool:
+    try:
+        return os.isatty(descriptor)
+    except OSError:
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes], error: BaseException, shares_terminal: bool) -> None:
+    """Tells the script to end, and ends it and all it started when it doesn't."""
+    told = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
+    try:
+        if not (shares_terminal and told == signal.SIGINT):
+            _send(process, told, shares_terminal)
+        process.wait(_GRACE_SECONDS)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt, _Terminated):
+        # Not in time, or asked for a second time.
+        pass
+    finally:
+        _send(process, signal.SIGKILL, shares_terminal)
+
+
+def _send(process: subprocess.Popen[bytes], number: int, shares_terminal: bool) -> None:
+    try:
+        if shares_terminal:
+            process.send_signal(number)
+        else:
+            os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+@contextmanager
+def _passing_on_termination() -> Iterator[None]:
+    """SIGTERM ends the script and clears up before it ends us."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    terminated = False
+    try:
+        yield
+    except _Terminated:
+        terminated = True
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+    if terminated:
+        os.kill(os.getpid(), signal.SIGTERM)
+        # Only a handler of the caller's own lets us get here.
+        raise KeyboardInterrupt
+
+
+def _crash(request: Request, return_code: int) -> DryRun:
+    return DryRun(
+        script=request.script,
+        arguments=request.arguments,
+        estimate=None,
+        outcome=Outcome.CRASHED,
+        num_steps=0,
+        steps_wanted=request.steps,
+        num_devices=request.count,
+        error=_explain(return_code),
+        exit_code=return_code if return_code >= 0 else None,
+    )
+
+
+def _explain(return_code: int) -> str:
+    if return_code >= 0:
+        return f"the process ended with exit code {return_code} and left no result, as os._exit() makes it"
+    try:
+        number = signal.Signals(-return_code)
+    except ValueError:
+        return f"the process was ended by signal {-return_code}"
+    reason = _REASONS.get(number)
+    return f"the process was ended by {number.name}" + (f", {reason}" if reason else "")

@@ -1,0 +1,85 @@
+"""The runs that make up one dry run.
+
+The first is the script as it is. Where it dies of the device's limit, a second on a device without one tells what it
+would need. Where it doesn't and a scan was asked for, another begins with the largest of the loader's batches.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from memfit.core.dryrun import DryRun, Failure, Outcome, Request, Scan
+from memfit.core.estimate import Estimate
+from memfit.core.replay import OutOfMemory
+from memfit.runs.launch import run_child
+
+_RAN = (Outcome.COMPLETED, Outcome.ENDED)
+# In the first step the optimizer has no state yet.
+_MIN_SCAN_STEPS = 2
+
+
+def dry_run(
+    request: Request, *, quiet_output: bool = False, announce: Callable[[str], None] = lambda text: None
+) -> tuple[DryRun, Estimate | None]:
+    """The dry run, and the estimate whose peak is to be lowered where something doesn't fit.
+
+    Args:
+        request: the script and the device.
+        quiet_output: what the script prints goes to standard error.
+        announce: told of every further run.
+    """
+    started = time.perf_counter()
+    data = run_child(request, stdout_to_stderr=quiet_output)
+    run = DryRun.from_json(data)
+    too_large = None
+    if run.outcome is Outcome.OUT_OF_MEMORY:
+        announce("running the script once more on a device without a limit, to see what it would need")
+        run = replace(run, estimate=_need(run, request))
+        too_large = run.estimate
+    elif request.scan and run.outcome in _RAN:
+        announce(f"running the script once more, from the largest of {request.scan} batches on")
+        scan, too_large = _scan(replace(request, loader_ordinal=data.get("loader_ordinal")))
+        run = replace(run, scan=scan)
+    return replace(run, seconds=time.perf_counter() - started), too_large
+
+
+def _need(died: DryRun, request: Request) -> Estimate | None:
+    """What the script would need: the estimate of an unlimited device, with the failure of the limited one noted.
+
+    Where that run ends no later than the limited one, that is all there is to know.
+    """
+    free = DryRun.from_json(run_child(replace(request, unlimited=True), silent=True))
+    known, found, fatal = died.estimate, free.estimate, died.fatal
+    if found is None or (known is not None and found.peak_bytes <= known.peak_bytes):
+        found = known
+    if found is None or fatal is None:
+        return found
+    device = found.device if known is None else known.device
+    return replace(found, device=device, replay=replace(found.replay, out_of_memory=_noted(fatal)))
+
+
+def _noted(failure: Failure) -> OutOfMemory:
+    return OutOfMemory(failure.tick, failure.requested_bytes, failure.allocated_bytes, failure.reserved_bytes)
+
+
+def _scan(request: Request) -> tuple[Scan, Estimate | None]:
+    """How the batches vary and whether the largest fits; with its estimate where it doesn't."""
+    request = replace(request, largest_first=True, steps=max(_MIN_SCAN_STEPS, request.steps))
+    run = DryRun.from_json(run_child(request, silent=True))
+    if run.scan is None or run.scan.problem:
+        return run.scan or Scan(problem=_why_not(run)), None
+    if run.outcome is Outcome.OUT_OF_MEMORY:
+        need = _need(run, request)
+        peak_bytes = None if need is None else need.peak_bytes
+        return replace(run.scan, fits=False, peak_bytes=peak_bytes, failure=run.fatal), need
+    if run.outcome in _RAN and run.estimate is not None:
+        return replace(run.scan, fits=run.fits, peak_bytes=run.estimate.peak_bytes), None
+    return replace(run.scan, problem=_why_not(run)), None
+
+
+def _why_not(run: DryRun) -> str:
+    if run.error:
+        return f"the script failed when it was run from the largest batch on: {run.error}"
+    if run.outcome is Outcome.NO_STEP:
+        return "the script took no step when it was run from the largest batch on"
+    return "the script reads no torch.utils.data.DataLoader for its steps"

@@ -1,0 +1,65 @@
+"""Whether there is a script or module to run, told before a process is started for it."""
+
+import importlib.util
+import os
+import sys
+import tokenize
+from importlib.machinery import ModuleSpec, PathFinder
+
+from memfit.core.errors import BadTarget
+
+
+def check_script(path: str) -> None:
+    """Refuses a path that Python can't run as a script."""
+    if os.path.isdir(path):
+        raise BadTarget(f"{path!r} is a folder. Give the path of a Python script, or -m with the name of a module.")
+    if not os.path.isfile(path):
+        raise BadTarget(f"there is no file {path!r} in {os.getcwd()!r}. Give the path of a Python script.")
+    message = f"{path!r} is not a Python script. Give the file that `python` itself would be given."
+    try:
+        with tokenize.open(path) as file:
+            text = file.read()
+    except (SyntaxError, UnicodeDecodeError):
+        raise BadTarget(message) from None
+    except OSError as error:
+        raise BadTarget(f"{path!r} can't be read: {error.strerror}. Give a file that can.") from None
+    if not path.endswith((".py", ".pyw")):
+        # A script may have any name. One with the right name and a mistake in it is the script's own failure, which
+        # Python shows with its line.
+        try:
+            compile(text, path, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError):
+            raise BadTarget(message) from None
+
+
+def check_module(name: str) -> None:
+    """Refuses a name that `python -m` would find no module for; imports nothing to find out."""
+    spec = _find(name)
+    if spec is None:
+        raise BadTarget(
+            f"there is no module {name!r} in {os.getcwd()!r} or among the installed ones. "
+            "Give -m a name that `python -m` knows, or the path of a script without -m."
+        )
+    if spec.submodule_search_locations is not None and _find(f"{name}.__main__") is None:
+        raise BadTarget(f"{name!r} is a package without a __main__ module. Name the module in it that trains.")
+
+
+def _find(name: str) -> ModuleSpec | None:
+    parts = name.split(".")
+    if not all(parts):
+        return None
+    # `python -m` looks in the working folder first.
+    spec = PathFinder.find_spec(parts[0], [os.getcwd()]) or _installed(parts[0])
+    for depth in range(2, len(parts) + 1):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(".".join(parts[:depth]), list(spec.submodule_search_locations))
+    return spec
+
+
+def _installed(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ValueError:
+        # Already loaded and without a spec, as __main__ is.
+        return getattr(sys.modules.get(name), "__spec__", None)
