@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memfit.allocator import replay, replay_plain
+from memfit.allocator import parse_options, replay, replay_plain
 from memfit.catalogue import find_device
 from memfit.core import dryrun as dryrun_results
 from memfit.core.device import Device, Kind, Origin
@@ -268,12 +268,17 @@ def dryrun(
     found = advise(
         too_large.timeline,
         too_large.replay,
-        AllocatorOptions(),
+        _options_of_environment(),
         context_bytes=too_large.context_bytes,
         num_parameters=too_large.num_parameters,
         num_devices=count,
     )
     return replace(run, advice=found)
+
+
+def _options_of_environment() -> AllocatorOptions:
+    """The settings that PyTorch would read, as the script's process does."""
+    return parse_options(os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "")
 
 
 def _announce(text: str) -> None:

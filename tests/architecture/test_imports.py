@@ -15,7 +15,7 @@ ROWS = (
     ("adapters", "allocator", "catalogue"),
     ("planner", "guard", "monitor", "data", "doctor", "shrink", "cloud", "runs"),
     ("reports",),
-    ("_api",),
+    ("_api", "_child"),
     ("memfit",),
     ("commands",),
     ("__main__",),

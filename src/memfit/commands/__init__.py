@@ -1,6 +1,7 @@
 """The command line: one module per subcommand, which parses, calls the public API and hands the result to a reporter.
 
-Exit codes: 0 it fits (or the command did its work), 2 bad usage or bad input, 3 it does not fit, 130 interrupted.
+Exit codes: 0 it fits (or the command did its work), 2 bad usage or bad input, 3 it does not fit, 4 a script
+that was run failed for a reason of its own, 5 it ended without an optimizer step, 130 interrupted.
 """
 
 import argparse
@@ -14,6 +15,8 @@ from memfit.core.errors import MemfitError
 EXIT_FITS = 0
 EXIT_BAD_USAGE = 2
 EXIT_DOES_NOT_FIT = 3
+EXIT_SCRIPT_FAILED = 4
+EXIT_NO_STEP = 5
 EXIT_INTERRUPTED = 130
 
 
@@ -28,9 +31,15 @@ class Command(Protocol):
 
 
 def _commands() -> dict[str, Command]:
-    from memfit.commands import compare, devices, estimate, max_batch
+    from memfit.commands import compare, devices, dryrun, estimate, max_batch
 
-    return {"estimate": estimate, "max-batch": max_batch, "compare": compare, "devices": devices}
+    return {
+        "estimate": estimate,
+        "dryrun": dryrun,
+        "max-batch": max_batch,
+        "compare": compare,
+        "devices": devices,
+    }
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="memfit",
         description="Know before you run: the memory of a training step on a GPU that is not there.",
-        epilog="Exit codes: 0 fits, 2 bad usage or input, 3 does not fit, 130 interrupted",
+        epilog="Exit codes: 0 fits, 2 bad usage or input, 3 does not fit, 4 and 5 dryrun only, 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=_version())
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -8,9 +8,10 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from memfit.core.device import Device
+from memfit.core.dryrun import DryRun
 from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate
-from memfit.reports import terminal
+from memfit.reports import run_terminal, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,6 +58,12 @@ def check_writable(path: str) -> None:
         raise BadFile(f"the folder {folder!r} can't be written to, so {path!r} can't be either. Name another.")
 
 
+def check_folder(path: str) -> None:
+    """Refuses a path that is no folder and can't become one."""
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise BadFile(f"{path!r} is not a folder. Give the path of one; it is made where it is missing.")
+
+
 def print_json(value: Any) -> None:
     """Writes `value` as one JSON document."""
     json.dump(value, sys.stdout)
@@ -66,6 +73,11 @@ def print_json(value: Any) -> None:
 def print_estimate(estimate: Estimate) -> None:
     """Writes one estimate."""
     terminal.print_estimate(estimate, _console())
+
+
+def print_run(run: DryRun) -> None:
+    """Writes one dry run."""
+    _print(run_terminal.render_run(run))
 
 
 def print_comparison(estimates: Sequence[Estimate]) -> None:

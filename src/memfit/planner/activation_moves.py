@@ -1,5 +1,6 @@
 """Moves that shrink what the forward pass keeps: smaller micro-batches, checkpointing, 16-bit arithmetic."""
 
+from itertools import groupby
 from statistics import fmean
 
 from memfit.core.device import Origin
@@ -156,10 +157,11 @@ def autocast(situation: Situation) -> Move | None:
     for life in lives(timeline):
         narrow = of_the_graph(life.block) and any(name in life.block.op for name in _NARROWED)
         moved.append(resized(life, -(-life.block.size_bytes // 2)) if narrow else life)
-    for span in Spans(timeline).all:
-        if span.phase in (Phase.FORWARD, Phase.BACKWARD):
-            copies = Block(parameter_bytes // 2, 0, None, Category.TEMPORARY, span.phase, op="aten._to_copy")
-            moved.append(Life(copies, span.start + BEFORE, span.end + BEFORE))
+    copies = Block(parameter_bytes // 2, 0, None, Category.TEMPORARY, Phase.FORWARD, op="aten._to_copy")
+    for passes, spans in groupby(Spans(timeline).all, key=lambda span: span.phase in (Phase.FORWARD, Phase.BACKWARD)):
+        if passes:
+            first, *_, last = [*spans] * 2
+            moved.append(Life(copies, first.start + BEFORE, last.end + BEFORE))
     return Move(
         "compute in 16 bits with autocast",
         ROUNDING,

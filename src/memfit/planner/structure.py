@@ -5,6 +5,7 @@ is the natural unit of checkpointing and of sharding; it is found by the numbers
 """
 
 from bisect import bisect_right
+from itertools import pairwise
 from typing import NamedTuple
 
 from memfit.core.timeline import Block, Category, Phase, Timeline
@@ -24,9 +25,17 @@ class Spans:
 
     def __init__(self, timeline: Timeline) -> None:
         marks = timeline.marks
-        ends = [mark.tick for mark in marks[1:]] + [timeline.num_ticks]
-        self.all = [Span(m.phase, m.step, m.tick, end) for m, end in zip(marks, ends, strict=True) if m.tick < end]
+        ends = [*(mark.tick for mark in marks[1:]), timeline.num_ticks]
+        self.all = [Span(m.phase, m.step, m.tick, end) for m, end in zip(marks, ends, strict=False) if m.tick < end]
         self._starts = [span.start for span in self.all]
+        self._forward: dict[int, Span] = {}
+        self._begins: dict[int, int] = {}
+        for span in self.all:
+            self._begins.setdefault(span.step, span.start)
+            if span.phase is Phase.FORWARD:
+                self._forward.setdefault(span.step, span)
+        steps = list(self._begins)
+        self._after = {step: self._begins[later] for step, later in pairwise(steps)}
 
     def index(self, tick: int) -> int:
         """Number of the span that holds `tick`; -1 before the first."""
@@ -35,18 +44,12 @@ class Spans:
     def forward_of(self, tick: int) -> Span | None:
         """The first forward pass of the step that `tick` is in."""
         index = self.index(tick)
-        if index < 0:
-            return None
-        step = self.all[index].step
-        return next((span for span in self.all if span.step == step and span.phase is Phase.FORWARD), None)
+        return None if index < 0 else self._forward.get(self.all[index].step)
 
     def after_step(self, tick: int) -> int | None:
         """First tick of the step after the one that `tick` is in; None when it is the last."""
         index = self.index(tick)
-        if index < 0:
-            return None
-        step = self.all[index].step
-        return next((span.start for span in self.all[index:] if span.step > step), None)
+        return None if index < 0 else self._after.get(self.all[index].step)
 
 
 def unit_of(module: str, level: int) -> str | None:

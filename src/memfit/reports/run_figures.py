@@ -82,7 +82,7 @@ def details(run: DryRun) -> list[str]:
     estimate = run.estimate
     if run.num_devices > 1:
         lines.append("all figures are those of one device")
-    if run.outcome in (Outcome.FAILED, Outcome.NO_STEP) and estimate is not None and estimate.timeline.blocks:
+    if not is_whole(run) and estimate is not None and estimate.timeline.blocks:
         lines.append(f"until then: peak {_peak(run)} (simulated)")
     caught = [failure for failure in run.failures if failure.handled]
     if caught:
@@ -158,9 +158,14 @@ def run_figures(run: DryRun) -> list[figures.Figure]:
         return []
     # A script's host memory is real, and its own affair.
     hidden = {"host memory"} if not run.estimate.host.parts else set()
-    if run.outcome in (Outcome.FAILED, Outcome.NO_STEP):
+    if not is_whole(run):
         hidden |= {"lower bound", "upper bound"}
     return [figure for figure in figures.figures(run.estimate) if figure.label not in hidden]
+
+
+def is_whole(run: DryRun) -> bool:
+    """Whether the estimate is that of whole steps, and not of a run that broke off."""
+    return run.outcome in (Outcome.COMPLETED, Outcome.ENDED, Outcome.OUT_OF_MEMORY)
 
 
 def failure_groups(run: DryRun, failure: Failure) -> dict[str, int]:

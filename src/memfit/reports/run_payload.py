@@ -19,16 +19,16 @@ def build_run_payload(run: DryRun) -> dict[str, Any]:
     if harmless:
         notes.append([run_figures.HARMLESS, run_figures.note_lines(run)[-1], ""])
     fatal, late = run.fatal, None if run.scan is None else run.scan.failure
+    failed = [failure for failure in (fatal, late) if failure is not None]
     # The page has places of its own for these.
-    shown = [
-        line for failure in (fatal, late) if failure is not None for line in run_figures.failure_lines(run, failure)
-    ]
+    shown = [line for failure in failed for line in run_figures.failure_lines(run, failure)]
     return {
         **build_payload(estimate),
         "headline": f"memfit dryrun: {run_figures.command(run)}",
         "demand": run_figures.verdict(run),
         "answer": run_figures.answer(run),
         "fits": run.fits,
+        "bounds": figures.bounds(estimate) if run_figures.is_whole(run) else "",
         "failure": None if fatal is None else run_figures.asked(run, fatal),
         "figures": [[f.label, f.value, f.origin] for f in run_figures.run_figures(run)],
         "seconds": round(run.seconds, 2),

@@ -105,7 +105,8 @@ class Detector(nn.Module):
                 positive = best > 0.3
                 labels[positive] = target["labels"][matched[positive]]
                 wanted = (target["boxes"][matched[positive]] - anchors[positive]) / STRIDE
-                box_losses.append(F.smooth_l1_loss(delta[positive], wanted, reduction="sum") / max(1, positive.sum().item()))
+                box_loss = F.smooth_l1_loss(delta[positive], wanted, reduction="sum")
+                box_losses.append(box_loss / max(1, positive.sum().item()))
             class_losses.append(F.cross_entropy(logit, labels))
         zero = deltas.sum() * 0
         return {"cls": torch.stack(class_losses).mean(), "box": sum(box_losses, zero) / max(1, len(box_losses))}

@@ -69,7 +69,9 @@ def triplet_loss(embeddings, labels, margin, mining):
     if len(rows) == 0:
         return gaps.mean() * 0, 0
     a, p = anchors[rows], positives[rows]
-    losses = F.relu((embeddings[a] - embeddings[p]).pow(2).sum(1) - (embeddings[a] - embeddings[negatives]).pow(2).sum(1) + margin)
+    near = (embeddings[a] - embeddings[p]).pow(2).sum(1)
+    far = (embeddings[a] - embeddings[negatives]).pow(2).sum(1)
+    losses = F.relu(near - far + margin)
     active = losses[losses > 0]
     return active.sum() / max(1, active.numel()), active.numel()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.adapters.torch import fallbacks, quick_shapes, shapes
@@ -24,6 +25,8 @@ Internals = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], list[int]
 
 _ADD = torch.ops.aten.add.Tensor
 _MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 # Operators that may take host tensors beside device tensors, as CUDA's do.
 _MIXED_DEVICES_ALLOWED = {
@@ -90,6 +93,12 @@ class SimulatedOperators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and not _PLAIN.issuperset(types):
+            if FakeTensor in types:
+                # PyTorch's own inquiries into shapes, as DTensor makes them: nobody's memory.
+                return func(*args, **(kwargs or {}))
+            # A tensor made of other tensors, such as a DTensor: it comes back here with its parts.
+            return NotImplemented
         # The autograd engine comes here with the function mode on, which would hide that tensors are shape-only.
         with torch._C.DisableTorchFunction():
             return self._dispatch(func, args, kwargs or {})
@@ -120,9 +129,12 @@ class SimulatedOperators(TorchDispatchMode):
         return out
 
     def _run_on_device(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Behaviour) -> Any:
+        if func.namespace == "c10d":
+            # Collectives of a fake process group: in place, and they return an object that can be waited for.
+            return func(*args, **kwargs)
         special = self._rules.get(func._schema.name)
         if special is not None:
-            out = self._values.exact(func, args, kwargs) if self._values is not None else NotImplemented
+            out = self._exact(func, args, kwargs)
             if out is NotImplemented:
                 out = special(func, args, kwargs, self._report)
             if out is not NotImplemented:
@@ -135,6 +147,15 @@ class SimulatedOperators(TorchDispatchMode):
         if out is NotImplemented:
             out = shapes.run(func, args, kwargs, self._execute)
         return self._record(func, args, kwargs, out, fresh=kind is Behaviour.FRESH)
+
+    def _exact(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The true output of an operator that needs values, where they are known."""
+        if self._values is None:
+            return NotImplemented
+        if func._schema.name == "aten::_to_copy" and fallbacks.to_host(kwargs):
+            known = self._values.of(args[0])
+            return NotImplemented if known is None else known.to(kwargs.get("dtype") or known.dtype, copy=True)
+        return self._values.exact(func, args, kwargs)
 
     def _name(self, func: Operator) -> str:
         name = self._names.get(func)
@@ -155,7 +176,7 @@ class SimulatedOperators(TorchDispatchMode):
 
     def _record_changed(self, func: Operator, args: tuple[Any, ...], out: Any) -> Any:
         if args and isinstance(args[0], torch.Tensor) and func._schema.name.startswith("aten::resize"):
-            self._recorder.resized(args[0], self._name(func))
+            self._recorder.resized(args[0].untyped_storage(), self._name(func))
         self._add(out, self._name(func))
         return out
 

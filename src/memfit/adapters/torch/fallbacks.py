@@ -3,8 +3,8 @@
 Where a rule has to assume something, it reports a note:
 
 - a shape that depends on data (`nonzero`, boolean indexing, `unique`): the largest it can be;
-- a value read from the device (`item()`): 1, or for booleans False, so that checks such as `isnan(x).any()` pass, but
-  True for `all()`, so that those such as `isfinite(x).all()` do;
+- a single value read from the device (`item()`, `.cpu()`): 1, or for booleans False, so that checks such as
+  `isnan(x).any()` pass, but True for `all()`, so that those such as `isfinite(x).all()` do; several values: zeros;
 - no shape rule (custom operators): the operator's CPU kernel is run on zeros of the same shapes where there is one and
   they are small, otherwise each output is taken to be like the first tensor argument.
 """
@@ -12,6 +12,7 @@ Where a rule has to assume something, it reports a note:
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 
 from memfit.adapters.torch import convolution_layout, rms_norm, sparse
@@ -107,10 +108,16 @@ def _bincount(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], rep
 
 
 def _scalar(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    dtype = args[0].dtype
-    value: Any = hasattr(args[0], _IS_ALL) if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+    value = _stand_in(args[0])
     report(STAND_IN, f"a value was read from the device: {value!r} stands in for it")
     return value
+
+
+def _stand_in(tensor: torch.Tensor) -> Any:
+    """What a single number on the device is taken to be."""
+    if tensor.dtype is torch.bool:
+        return hasattr(tensor, _IS_ALL)
+    return 1.0 if tensor.dtype.is_floating_point else complex(1) if tensor.dtype.is_complex else 1
 
 
 def _all(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
@@ -130,13 +137,32 @@ def _true(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report:
 
 
 def _copy(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    """A copy to the host gives zeros there; one onto the host leaves the host tensor as it is."""
-    device = kwargs.get("device")
-    if device is None or torch.device(device).type == "meta":
+    """A copy to the host: what `item` would give for a single number, zeros for more."""
+    if not to_host(kwargs):
         return NotImplemented
-    dtype = kwargs.get("dtype") or args[0].dtype
+    tensor = args[0]
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if tensor.numel() == 1:
+        value = _stand_in(tensor)
+        report(STAND_IN, f"a value was copied from the device to the host: {value!r} stands in for it")
+        return torch.full(tensor.shape, value, dtype=dtype)
     report(STAND_IN, "values were copied from the device to the host: zeros stand in for them")
-    return torch.zeros(args[0].shape, dtype=dtype)
+    return host_zeros(tensor.shape, dtype)
+
+
+def to_host(kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments of a copy name the host as its destination."""
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != "meta"
+
+
+def host_zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the host; a large tensor of them costs no memory until it is touched."""
+    size_bytes = shape.numel() * dtype.itemsize
+    if size_bytes < MIB:
+        return torch.zeros(shape, dtype=dtype)
+    # The pages of NumPy's zeros are the kernel's own until they are written to.
+    return torch.from_numpy(numpy.zeros(size_bytes, dtype=numpy.uint8)).view(dtype).view(shape)
 
 
 def _copy_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:

@@ -57,9 +57,9 @@ class Places:
         known = None if storage is None else self._marked.get(storage._cdata)
         return self.device if known is None else known[0]
 
-    def is_elsewhere(self, tensor: torch.Tensor) -> bool:
-        """Whether a shape-only tensor is not on the simulated device."""
-        return bool(self._marked) and self.of(tensor) != self.device
+    def has(self, storage: Any) -> bool:
+        """Whether a shape-only storage is not on the simulated device."""
+        return storage._cdata in self._marked
 
     @contextmanager
     def requesting(self, device: torch.device | None) -> Iterator[None]:

@@ -52,7 +52,9 @@ class Recorder:
 
     def add(self, tensor: Any, op: str, category: Category | None = None) -> int | None:
         """Starts a block for the storage of `tensor`; None when it's known already or holds nothing."""
-        storage = tensor.untyped_storage()
+        return self._add_storage(tensor.untyped_storage(), op, category)
+
+    def _add_storage(self, storage: Any, op: str, category: Category | None) -> int | None:
         key = storage._cdata
         if key in self._index_of:
             return None
@@ -82,9 +84,8 @@ class Recorder:
         """A block that nothing ever frees, such as a library's workspace."""
         self._permanent.add(self._start(size_bytes, op, category))
 
-    def resized(self, tensor: Any, op: str) -> None:
+    def resized(self, storage: Any, op: str) -> None:
         """Follows a storage that changed its size in place."""
-        storage = tensor.untyped_storage()
         index = self._index_of.pop(storage._cdata, None)
         if index is not None:
             if self.sizes[index] == storage.nbytes():
@@ -92,7 +93,7 @@ class Recorder:
                 return
             self._end(index)
             del self._refs[index]
-        self.add(tensor, op)
+        self._add_storage(storage, op, None if index is None else self.categories[index])
 
     def classify(self, tensor: Any, category: Category, module: str) -> None:
         """Says what the storage of `tensor` is for, and for which module."""

@@ -93,7 +93,10 @@ class RedirectedFiles:
             name = os.path.basename(key)
             self._names.add(name)
             self.redirected[key] = os.path.join(self._new_folder(), name)
-            self._note(REDIRECTED, key, f"{key} was not touched; what was saved there is in {self.redirected[key]}")
+            text = f"{key} was not touched; what was saved there is in {self.redirected[key]}"
+            if not os.path.isdir(os.path.dirname(key)):
+                text += ". Its folder does not exist: without memfit, saving there would fail"
+            self._note(REDIRECTED, key, text)
         return self.redirected[key]
 
     def opened(self, path: Path, mode: str) -> Path:
@@ -107,6 +110,10 @@ class RedirectedFiles:
         # Changed in place, it may be data of any size: numpy's memmap opens files that way unless told otherwise.
         is_changed = "w" not in mode and key not in self.removed and self.is_on_disk(key)
         return path if is_changed or not self.is_checkpoint(key) else self.target(path)
+
+    def is_own(self, path: Path) -> bool:
+        """Whether this is a path below the folder of redirected files."""
+        return self._folder is not None and self.key(path).startswith(self._folder + os.sep)
 
     def is_on_disk(self, key: str) -> bool:
         """Whether the user has something there, whatever the script sees."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from memfit.adapters.torch import failures
+from memfit.adapters.torch import distributed, failures
 from memfit.adapters.torch.checkpoints import Checkpoints
 from memfit.adapters.torch.live_recorder import Memory
 from memfit.adapters.torch.loaders import Loaders
@@ -50,6 +50,8 @@ class ScriptRun:
         started = time.perf_counter()
         error: BaseException | None = None
         answers = [*self.loaders.replacements(), *self._checkpoints.replacements()]
+        for name, value in distributed.environment(self._request.count).items():
+            os.environ.setdefault(name, value)
         with _torchvision_mended(), self.session.running(answers):
             _seed()
             try:

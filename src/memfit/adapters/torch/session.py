@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-
 from torch.utils._python_dispatch import _pop_mode
 
 from memfit.adapters.torch import interception
 from memfit.adapters.torch.cuda_memory import out_of_memory_message
 from memfit.adapters.torch.cuda_module import cuda_replacements
+from memfit.adapters.torch.distributed import distributed_replacements
 from memfit.adapters.torch.live_recorder import LiveRecorder, Memory
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.replacement import Replacement
@@ -82,6 +82,7 @@ class Session:
         with ONE_AT_A_TIME, eager(), _left_in_children(), self._watching():
             report = self.simulation.notes.report
             given = cuda_replacements(self.device, self._count, self.memory, report, self.simulation.look)
+            given += distributed_replacements(self._count, report)
             with self.simulation.running([*given, *self._answers(), *answers]):
                 yield
 
@@ -103,7 +104,17 @@ class Session:
             with session.simulation.in_thread():
                 plain_bootstrap(thread)
 
+        plain_resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = plain_resize(storage, size)
+            if storage.device.type == "meta" and not session.simulation.places.has(storage):
+                # How sharded parameters are let go and brought back.
+                session.recorder.resized(storage, "resize_")
+            return result
+
         return [
+            Replacement(torch.UntypedStorage, "resize_", resize),
             Replacement(threading.Thread, "_bootstrap_inner", bootstrap),
             Replacement(torch.optim.Optimizer, "__init__", self.counter.counting_init()),
             *self._around_backward(),

@@ -11,17 +11,19 @@ On the way back each storage has a destination, as `map_location` wants it. What
 
 import functools
 import math
+import mmap
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch.utils.hooks import warn_if_has_hooks
 
 from memfit.adapters.torch.replacement import Replacement
 from memfit.adapters.torch.shapes import META
+from memfit.core.units import MIB
 
 Place = Callable[[torch.Tensor, torch.device | None], torch.Tensor]
 Storage = Any  # torch.UntypedStorage, which its stubs give no attributes
@@ -29,6 +31,8 @@ Storage = Any  # torch.UntypedStorage, which its stubs give no attributes
 _TAG = "memfit-shape-only:"
 _TOKEN_BYTES = 16
 _SIMULATED = torch.device("cuda", 0)
+# Otherwise Linux refuses more memory than the machine has, used or not. Python has the name since 3.13.
+_UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 # Attributes that storages are given: what stands for one in a file, what a stand-in says of it, where one is to go.
 _TOKEN = "_memfit_token"
@@ -64,12 +68,14 @@ class ShapeOnly:
     ) -> None:
         self._place = place
         self._device_of = device_of
+        self.num_stored = 0
+        """How many tensors have been stored without values."""
 
     def replacements(self) -> list[Replacement]:
         """What makes PyTorch's pickles hold shapes, and tells storages without values apart."""
         tensor, storage = torch.Tensor, torch.UntypedStorage
         unpickler = torch._weights_only_unpickler
-        made = [
+        made: list[tuple[Any, str, Callable[..., Any]]] = [
             (tensor, "_reduce_ex_internal", self._reduce),
             (tensor, "data_ptr", _address),
             (storage, "data_ptr", _storage_address),
@@ -128,6 +134,7 @@ class ShapeOnly:
         if device.type == "meta":
             return plain(tensor, protocol)
         warn_if_has_hooks(tensor)
+        self.num_stored += 1
         storage = tensor.untyped_storage()
         token = getattr(storage, _TOKEN, None)
         if token is None:
@@ -135,7 +142,8 @@ class ShapeOnly:
                 token = torch.zeros(_TOKEN_BYTES, dtype=torch.uint8).untyped_storage()
             setattr(storage, _TOKEN, token)
         setattr(token, _LOCATION, f"{_TAG}{device}:{storage.nbytes()}")
-        view = tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.requires_grad, OrderedDict()
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        view = tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.requires_grad, hooks
         if tensor.dtype in torch.storage._new_dtypes():
             return torch._utils._rebuild_tensor_v3, (token, *view, tensor.dtype)
         typed = torch.storage.TypedStorage(wrap_storage=token, dtype=tensor.dtype, _internal=True)
@@ -196,11 +204,16 @@ def _view(
 
 
 def _zeros(shape: torch.Tensor) -> torch.Tensor:
-    """Zeros on the host that take no memory until they are written: numpy gets them from the system as they are."""
+    """Zeros on the host that take memory only where they are written, whatever their size."""
     with _unseen():
-        array = numpy.zeros(shape.untyped_storage().nbytes(), dtype=numpy.uint8)
-        storage = torch.from_numpy(array).untyped_storage()
-        return _view(storage, shape.dtype, shape.storage_offset(), tuple(shape.size()), shape.stride())
+        size_bytes = shape.untyped_storage().nbytes()
+        if size_bytes < MIB:
+            zeros = torch.zeros(size_bytes, dtype=torch.uint8)
+        else:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED
+            zeros = torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=torch.uint8)
+        view = int(shape.storage_offset()), tuple(shape.size()), shape.stride()
+        return _view(zeros.untyped_storage(), shape.dtype, *view)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -324,4 +337,4 @@ def _address(plain: Callable[..., int], tensor: torch.Tensor) -> int:
     if not is_shape_only(tensor):
         return plain(tensor)
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+        return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()

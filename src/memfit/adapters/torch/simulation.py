@@ -26,6 +26,7 @@ from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.places import Places
 from memfit.adapters.torch.recorder import Recorder
 from memfit.adapters.torch.replacement import Replacement, replaced
+from memfit.adapters.torch.shapes import META
 from memfit.adapters.torch.values import KnownValues
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
@@ -119,6 +120,7 @@ class Simulation:
         plain_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
         plain_group = torch._C._group_tensors_by_device_and_dtype
         plain_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
+        plain_wrapper = torch.Tensor._make_wrapper_subclass
         plain_compatible = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]
         autocast, look = self.autocast, self.look
 
@@ -147,6 +149,11 @@ class Simulation:
                 for (device, dtype), tensors in plain_group(*args, **kwargs).items()
             }
 
+        def make_wrapper_subclass(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("device") is not None and look.place(kwargs["device"]) is not None:
+                kwargs = {**kwargs, "device": META}
+            return plain_wrapper(*args, **kwargs)
+
         def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
             # As between CPU and CUDA: a parameter stays the same object when its module moves (`Look._set_data`).
             with torch._C.DisableTorchFunction():
@@ -161,6 +168,7 @@ class Simulation:
             Replacement(torch.autograd, "_engine_run_backward", run_backward),
             Replacement(torch.autograd.graph, "_engine_run_backward", run_backward),
             Replacement(torch, "_has_compatible_shallow_copy_type", compatible),
+            Replacement(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass)),
             Replacement(torch._C, "_group_tensors_by_device_and_dtype", group),
             Replacement(torch.autograd.graph.saved_tensors_hooks, "__init__", saved_tensors_hooks),
         ]

@@ -73,8 +73,8 @@ def test_a_resized_storage_is_a_new_block(recorder):
     tensor = empty(8)
     recorder.add(tensor, "made")
     tensor.resize_(100)
-    recorder.resized(tensor, "resize")
-    recorder.resized(tensor, "resize to the same size")
+    recorder.resized(tensor.untyped_storage(), "resize")
+    recorder.resized(tensor.untyped_storage(), "resize to the same size")
 
     assert spans(recorder.timeline()) == [(8, 0, 1), (100, 2, None)]
 
@@ -83,7 +83,7 @@ def test_a_resized_storage_is_followed_to_its_end(recorder):
     tensor = empty(8)
     recorder.add(tensor, "made")
     tensor.resize_(100)
-    recorder.resized(tensor, "resize")
+    recorder.resized(tensor.untyped_storage(), "resize")
     del tensor
     gc.collect()
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.adapters.torch.interception import call_plain, intercepting
 from memfit.adapters.torch.values import KnownValues
 
 aten = torch.ops.aten
@@ -817,6 +818,31 @@ def test_operators_of_others_are_not_run():
     # THEN it isn't run on the host; what it says it writes is forgotten
     assert calls == []
     assert [values.of(tensor) is not None for tensor in made] == [True, False, False]
+
+
+def test_first_arguments_without_a_storage_are_no_obstacle():
+    values = KnownValues()
+    (tokens, sums), _ = simulate(lambda device: [on(device, TOKENS), torch.empty_like(TOKENS, device=device)], values)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (2,), check_invariants=True).to(META)
+
+    values.follow(aten.add.Tensor, (sparse, sparse), {}, sparse)
+    values.follow(aten.add.Tensor, (2, tokens), {}, sums)
+
+    assert same(values.of(sums), TOKENS + 2)
+
+
+def test_choices_made_for_the_device_do_not_touch_values():
+    # GIVEN an interceptor that is wrong for the host
+    def intercept(op, data, *args, **kwargs):
+        out = call_plain(op, data, *args, **kwargs)
+        return out if data.is_meta else out + 1
+
+    # WHEN values are followed while it is on
+    with intercepting({"cumsum": intercept}):
+        (sums,), values = simulate(lambda device: [on(device, LENGTHS).cumsum(0)])
+
+    # THEN they are PyTorch's own
+    assert values.of(sums).tolist() == [3, 5, 10]
 
 
 def test_collectives_forget_what_they_are_given():

@@ -1,0 +1,157 @@
+"""Saving and loading during a dry run: the script goes on, and the user's files stay as they are.
+
+Simulated tensors have no values, and a model that a dry run has trained for three steps is nobody's best. So whatever
+the script saves goes to a folder of its own, as shapes where there are no values, and is found there when the script
+loads it again: by torch.save and torch.load, safetensors, h5py (Keras), torch.distributed.checkpoint, or by opening
+files itself. Loading the user's own files to the simulated device works as well; values are read on the host.
+
+The stand-ins are to be in place before the script imports what copies functions, as transformers does with those of
+safetensors. Where that has happened before, as in a notebook, the copies are replaced too.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.file_functions import FileFunctions
+from memfit.adapters.torch.redirected_files import RedirectedFiles, Report
+from memfit.adapters.torch.replacement import Replacement
+from memfit.adapters.torch.safetensors_files import SafetensorsFiles
+from memfit.adapters.torch.shape_only import Place, ShapeOnly, as_shape, is_shape_only
+from memfit.core.units import MIB
+
+OVERWRITTEN = "file-overwritten"
+
+_ON_DEVICE = torch.device("cuda", 0)
+_ARCHIVE = b"PK\x03\x04"
+_DISTRIBUTED = ".distcp"
+
+
+class Checkpoints:
+    """What a dry run saves, and stand-ins for the functions that save and load.
+
+    Args:
+        folder: where redirected files go; None: a new temporary folder, made on first use.
+        report: takes (code, text) of each file redirected and each deletion skipped.
+        place: moves a real host tensor to the simulated device or revives a shape-only one there, and returns it.
+        device_of: where a shape-only tensor is shown to be.
+    """
+
+    def __init__(
+        self,
+        folder: str | None,
+        report: Report,
+        place: Place,
+        device_of: Callable[[torch.Tensor], torch.device] = lambda tensor: _ON_DEVICE,
+    ) -> None:
+        self._report = report
+        self._files = RedirectedFiles(folder, report)
+        self._functions = FileFunctions(self._files)
+        self._shapes = ShapeOnly(place, device_of)
+        self._safetensors = SafetensorsFiles(self._files, self._functions, self._shapes)
+        self._plain_save: Callable[..., None] = torch.save
+        self._plain_load: Callable[..., Any] = torch.load
+        self.redirected = self._files.redirected
+        """Absolute path asked for -> path written."""
+
+    def replacements(self) -> list[Replacement]:
+        """What to put in place for the time of the dry run."""
+        inner, copied = self._safetensors.replacements()
+        stand_in = self._functions.stand_in
+        copied += [
+            Replacement(torch, "save", stand_in(self._plain_save, self._save)),
+            Replacement(torch, "load", stand_in(self._plain_load, self._load)),
+        ]
+        return [
+            *self._functions.replacements(),
+            *self._shapes.replacements(),
+            *inner,
+            *_with_copies(copied),
+            *self._of_h5py(),
+        ]
+
+    def finish(self) -> None:
+        """Removes what the script's checkpoints left behind beside the user's; to be called after the dry run."""
+        self._files.finish()
+
+    def _save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):
+            self._plain_save(obj, self._files.target(f) if self._files.is_regular(f) else f, *args, **kwargs)
+            return
+        name = getattr(f, "name", None)
+        if not isinstance(name, str):
+            self._plain_save(obj, f, *args, **kwargs)
+            return
+        if name.endswith(_DISTRIBUTED) and self._files.is_own(name):
+            obj = _without_zeros(obj)
+        before = self._shapes.num_stored
+        self._plain_save(obj, f, *args, **kwargs)
+        is_apart = self._files.is_own(name) or name.startswith(tempfile.gettempdir())
+        if self._shapes.num_stored > before and not is_apart:
+            self._report(
+                OVERWRITTEN,
+                f"{name} was opened for writing, and nothing in its name says that it is a checkpoint: "
+                "it now holds shapes without values",
+            )
+
+    def _load(self, f: Any, map_location: Any = None, pickle_module: Any = None, **kwargs: Any) -> Any:
+        if isinstance(f, str | os.PathLike):
+            f = os.fspath(self._files.existing(f))
+            if f.endswith(".safetensors"):
+                return self._plain_load(f, map_location, pickle_module, **kwargs)
+            if kwargs.get("mmap") is None and _is_cuda(map_location) and _is_archive(f):
+                # Only small tensors keep their values on the simulated device: the others need not be read.
+                kwargs["mmap"] = True
+        return self._plain_load(f, self._shapes.restoring(map_location), pickle_module, **kwargs)
+
+    def _of_h5py(self) -> list[Replacement]:
+        """h5py opens files by itself. Keras, which uses it, may be imported later, so it is imported here."""
+        if importlib.util.find_spec("h5py") is None:
+            return []
+        h5py: Any = importlib.import_module("h5py")
+        plain = h5py.File.__init__
+
+        def init(file: Any, name: Any, mode: str | None = "r", *args: Any, **kwargs: Any) -> None:
+            if isinstance(name, str | bytes | os.PathLike):
+                name = self._files.opened(name, {None: "r", "w-": "x"}.get(mode, str(mode)))
+            plain(file, name, mode, *args, **kwargs)
+
+        return [Replacement(h5py.File, "__init__", self._functions.stand_in(plain, init))]
+
+
+def _with_copies(replacements: list[Replacement]) -> list[Replacement]:
+    """The same for every module that holds the function to be replaced, under whatever name."""
+    values = {id(getattr(owner, name)): value for owner, name, value in replacements}
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    return [
+        Replacement(module, name, values[id(held)])
+        for module in modules
+        for name, held in list(vars(module).items())
+        if id(held) in values
+    ]
+
+
+def _without_zeros(obj: Any) -> Any:
+    """A large tensor of zeros, which a copy from the simulated device is, without its values.
+
+    torch.distributed.checkpoint copies tensors to the host before it saves them.
+    """
+    if not isinstance(obj, torch.Tensor) or is_shape_only(obj) or obj.nbytes < MIB:
+        return obj
+    return obj if obj.contiguous().view(torch.uint8).any() else as_shape(obj)
+
+
+def _is_cuda(map_location: Any) -> bool:
+    return isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cuda"
+
+
+def _is_archive(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(_ARCHIVE)) == _ARCHIVE

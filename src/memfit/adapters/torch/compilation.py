@@ -1,0 +1,42 @@
+"""`torch.compile` without compiling: shape-only tensors have nothing to compile for.
+
+Compiled code allocates other temporaries than eager code, usually fewer, so that this is said in the report.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.replacement import Replacement
+
+COMPILED_AS_EAGER = "compiled-as-eager"
+
+
+def compilation_replacements(report: Callable[[str, str], None]) -> list[Replacement]:
+    """`torch.compile`, as function and as decorator, and `Module.compile`.
+
+    Args:
+        report: takes (code, text), once.
+    """
+    reported = False
+
+    def say_once() -> None:
+        nonlocal reported
+        if not reported:
+            reported = True
+            report(COMPILED_AS_EAGER, "torch.compile was treated as eager execution, which may need more memory")
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return lambda function: compile(function, **options)
+        say_once()
+        if isinstance(model, torch.nn.Module):
+            # Where programs look for the model they gave; past __setattr__, which would make it its own submodule.
+            vars(model)["_orig_mod"] = model
+        return model
+
+    def compile_module(self: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+        say_once()
+
+    return [Replacement(torch, "compile", compile), Replacement(torch.nn.Module, "compile", compile_module)]

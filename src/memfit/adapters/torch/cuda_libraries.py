@@ -1,0 +1,191 @@
+"""The libraries around CUDA as PyTorch's Python code meets them: runtime, cuDNN, cuBLAS, NCCL, NVTX.
+
+Programs ask for their versions and switch them on and off; none of it does anything here. The exception is moving
+tensors between devices, which `DataParallel` does through NCCL's functions or their replacements.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from torch.autograd import ProfilerActivity as _Activity  # type: ignore[attr-defined]
+
+from memfit.adapters.torch.cuda_devices import CudaDevices
+from memfit.adapters.torch.replacement import Replacement
+
+# Bundled with official builds; the older one is the last for devices before 7.5.
+_CUDNN_VERSION, _OLD_CUDNN_VERSION = 91900, 90501
+_NCCL_VERSION = (2, 28, 9)
+
+
+class CudaError(IntEnum):
+    """Codes of the CUDA runtime, as `torch.cuda.cudart().cudaError` has them."""
+
+    success = 0
+    errorMemoryAllocation = 2
+    errorNotReady = 34
+
+
+def library_replacements(
+    devices: CudaDevices, memory_info: Callable[[int | None], tuple[int, int]]
+) -> list[Replacement]:
+    """Everything about libraries that PyTorch lacks without CUDA.
+
+    Args:
+        devices: the devices there are.
+        memory_info: gives (free, total) bytes of a device.
+    """
+    cuda: Any = torch.cuda
+    # The module in sys.modules is a wrapper for flags; functions live in, and look into, the one inside.
+    cudnn: Any = getattr(torch.backends.cudnn, "m", torch.backends.cudnn)
+    version = _OLD_CUDNN_VERSION if devices.capability < (7, 5) else _CUDNN_VERSION
+    runtime = _runtime(memory_info)
+    major, minor, patch = _NCCL_VERSION
+    low = {
+        "_has_cudnn": True,
+        "_has_magma": True,
+        "_cuda_get_cudnn_benchmark_limit": lambda: 10,
+        "_cuda_set_cudnn_benchmark_limit": lambda limit: None,
+        "_cuda_get_conv_benchmark_empty_cache": lambda: True,
+        "_cudnn_set_conv_benchmark_empty_cache": lambda value: None,
+        "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_getCublasWorkspaceSize": lambda: 0,
+        "_cuda_setCublasWorkspaceSize": lambda size: None,
+        "_cuda_resetCublasWorkspaceSize": lambda: None,
+        "_cuda_getCublasLtWorkspaceSize": lambda: 0,
+        "_cuda_setCublasLtWorkspaceSize": lambda size: None,
+        "_cuda_resetCublasLtWorkspaceSize": lambda: None,
+        "_cuda_getCurrentBlasHandle": lambda: 1,
+        "_cuda_getCurrentSolverHandle": lambda: 1,
+        "_is_flash_attention_available": lambda: True,
+        "_nccl_version": lambda: major << 32 | minor << 16 | patch,
+        "_nccl_version_suffix": lambda: b"",
+        "_nccl_all_reduce": _no_collective,
+        "_broadcast": _broadcast,
+        "_broadcast_out": _copy_to_all,
+        "_broadcast_coalesced": _broadcast_coalesced,
+        "_scatter": _scatter,
+        "_scatter_out": _scatter_out,
+        "_gather": _gather,
+        "_gather_out": _gather_out,
+    }
+    return [
+        *(Replacement(torch._C, name, value) for name, value in low.items()),
+        Replacement(torch._C, "_cudart", runtime),
+        Replacement(cuda, "_cudart", runtime),
+        Replacement(cuda, "has_magma", True),
+        Replacement(cuda.nvtx, "_nvtx", _Ranges()),
+        *_profiler_replacements(),
+        Replacement(cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        Replacement(cudnn, "version", lambda: version),
+        # Recurrent layers would join their weights into one buffer, which shape-only tensors can't.
+        Replacement(torch.backends.cudnn, "is_acceptable", lambda tensor: False),
+    ]
+
+
+def _runtime(memory_info: Callable[[int | None], tuple[int, int]]) -> SimpleNamespace:
+    """The CUDA runtime as `torch.cuda.cudart()` gives it."""
+    return SimpleNamespace(
+        cudaError=CudaError,
+        cudaGetErrorString=lambda error: f"error {int(error)} of a simulated device",
+        cudaMemGetInfo=memory_info,
+        cudaProfilerStart=lambda: CudaError.success,
+        cudaProfilerStop=lambda: CudaError.success,
+        cudaHostRegister=lambda address, size, flags: CudaError.success,
+        cudaHostUnregister=lambda address: CudaError.success,
+        cudaStreamCreate=lambda address: CudaError.success,
+        cudaStreamDestroy=lambda stream: CudaError.success,
+        cudaDeviceSynchronize=lambda: CudaError.success,
+    )
+
+
+def _profiler_replacements() -> list[Replacement]:
+    """The profiler believes that its library sees CUDA; otherwise it times with events that it can't make."""
+    profiler: Any = torch.autograd.profiler
+    plain_init = profiler.profile.__init__
+
+    def init(self: Any, enabled: bool = True, **options: Any) -> None:
+        if options.get("use_cuda") or options.get("use_device") == "cuda":
+            options["use_kineto"] = True
+        plain_init(self, enabled, **options)
+
+    return [
+        Replacement(profiler, "_supported_activities", lambda: {_Activity.CPU, _Activity.CUDA}),
+        Replacement(profiler.profile, "__init__", init),
+    ]
+
+
+class _Ranges:
+    """NVTX without a profiler that would listen."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._started = 0
+
+    def rangePushA(self, message: str) -> int:
+        self._depth += 1
+        return self._depth - 1
+
+    def rangePop(self) -> int:
+        self._depth -= 1
+        return self._depth
+
+    def rangeStartA(self, message: str) -> int:
+        self._started += 1
+        return self._started
+
+    def rangeEnd(self, number: int) -> None:
+        pass
+
+    def markA(self, message: str) -> None:
+        pass
+
+    deviceRangeStart = deviceRangeEnd = lambda self, *arguments: None
+
+
+def _no_collective(*arguments: Any) -> None:
+    raise RuntimeError("NCCL's functions on a list of tensors aren't simulated; use torch.distributed.")
+
+
+def _device(index: int) -> torch.device:
+    return torch.device("cpu") if index < 0 else torch.device("cuda", index)
+
+
+def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
+    return [tensor.to(_device(index)) for index in devices]
+
+
+def _copy_to_all(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [target.copy_(tensor) for target in out]
+
+
+def _broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
+) -> list[list[torch.Tensor]]:
+    return [[tensor.to(_device(index)) for tensor in tensors] for index in devices]
+
+
+def _scatter(
+    tensor: torch.Tensor, devices: Sequence[int], chunk_sizes: Sequence[int] | None, dim: int, streams: Any
+) -> list[torch.Tensor]:
+    chunks = tensor.split(list(chunk_sizes), dim) if chunk_sizes is not None else tensor.chunk(len(devices), dim)
+    return [chunk.to(_device(index)) for chunk, index in zip(chunks, devices, strict=False)]
+
+
+def _scatter_out(tensor: torch.Tensor, out: Sequence[torch.Tensor], dim: int, streams: Any) -> list[torch.Tensor]:
+    sizes = [target.size(dim) for target in out]
+    return [target.copy_(chunk) for target, chunk in zip(out, tensor.split(sizes, dim), strict=True)]
+
+
+def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) -> torch.Tensor:
+    target = tensors[0].device if destination is None else _device(destination)
+    moved = [tensor.to(target) for tensor in tensors]
+    # A copy even of a single tensor, as on a device.
+    return torch.cat(moved, dim)
+
+
+def _gather_out(tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int) -> torch.Tensor:
+    return out.copy_(_gather(tensors, dim, None))

@@ -1,0 +1,108 @@
+"""An unmodified training script on a GPU that is not there.
+
+Examples:
+  memfit dryrun --device a100-40gb train.py --batch-size 64
+  memfit dryrun -d t4 --scan 500 --html memory.html train.py
+  memfit dryrun -d h100-80gb --count 8 -m my_package.train --config large.yaml
+
+Everything after SCRIPT, or after the name of the module, belongs to the script. It runs in a process of its own in
+which PyTorch sees the device; host tensors, data and output are real, tensors on the device have shapes and no
+values. Checkpoints that it writes go to a temporary place.
+
+Exit codes: 0 fits, 3 does not fit, 4 the script failed for a reason of its own, 5 it took no optimizer step,
+2 bad usage or input, 130 interrupted
+"""
+
+import argparse
+
+from memfit import _api
+from memfit.commands import output
+from memfit.core.dryrun import DryRun
+from memfit.core.errors import BadInput
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    # The script's own options must not be taken for short forms of ours.
+    parser.allow_abbrev = False
+    parser.usage = "memfit dryrun [OPTIONS] SCRIPT ARGS... | memfit dryrun [OPTIONS] -m MODULE ARGS..."
+    parser.add_argument(
+        "--device", "-d", metavar="NAME", help="a CUDA device (`memfit devices`), or a size such as 24GiB"
+    )
+    parser.add_argument(
+        "--count",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that PyTorch sees, the figures are of one; default 1",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="optimizer steps before the script is ended; 3"
+    )
+    parser.add_argument(
+        "--scan", type=int, metavar="N", help="look at N batches of the script's loader and run from the largest on"
+    )
+    parser.add_argument(
+        "--keep-checkpoints", metavar="FOLDER", help="where checkpoints go; a temporary place by default"
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
+    parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as `python -m` does"
+    )
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the script")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="what the script is given")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the script, reports, and says by its exit code how it went."""
+    script, given = _target(arguments)
+    for option, least in (("count", 1), ("steps", 1), ("scan", 1)):
+        value = getattr(arguments, option)
+        if value is not None and value < least:
+            raise BadInput(f"--{option} must be at least {least}, but {value} was given.")
+    if arguments.html:
+        output.check_writable(arguments.html)
+    if arguments.keep_checkpoints:
+        output.check_folder(arguments.keep_checkpoints)
+    result = _api.dryrun(
+        script,
+        given,
+        device=arguments.device,
+        module=arguments.module is not None,
+        count=arguments.count,
+        steps=arguments.steps,
+        scan=arguments.scan or 0,
+        checkpoint_folder=arguments.keep_checkpoints,
+        quiet_output=arguments.json,
+    )
+    _report(result, arguments)
+    return result.exit_code_of_command
+
+
+def _target(arguments: argparse.Namespace) -> tuple[str, list[str]]:
+    """The script or module, and what it is given."""
+    if arguments.module is None:
+        if arguments.script is None:
+            raise BadInput("there is nothing to run: give the path of a script, or -m and the name of a module.")
+        return arguments.script, arguments.arguments
+    # argparse leaves what follows `--` to the positional arguments.
+    rest = [] if arguments.script is None else ["--", arguments.script, *arguments.arguments]
+    if not arguments.module:
+        raise BadInput("-m takes the name of a module, such as -m my_package.train, but none was given.")
+    name, *given = arguments.module
+    return name, [*given, *rest]
+
+
+def _report(result: DryRun, arguments: argparse.Namespace) -> None:
+    draws = arguments.html and result.estimate is not None
+    if draws:
+        result.report(arguments.html)
+    if arguments.json:
+        output.print_json(result.to_json())
+        return
+    output.print_run(result)
+    if draws:
+        print(f"\npage written to {arguments.html}")
+    elif arguments.html:
+        print(f"\nno page: the run left nothing to draw in {arguments.html}")
