@@ -160,8 +160,8 @@ def autocast(situation: Situation) -> Move | None:
     copies = Block(parameter_bytes // 2, 0, None, Category.TEMPORARY, Phase.FORWARD, op="aten._to_copy")
     for passes, spans in groupby(Spans(timeline).all, key=lambda span: span.phase in (Phase.FORWARD, Phase.BACKWARD)):
         if passes:
-            first, *_, last = [*spans] * 2
-            moved.append(Life(copies, first.start + BEFORE, last.end + BEFORE))
+            together = list(spans)
+            moved.append(Life(copies, together[0].start + BEFORE, together[-1].end + BEFORE))
     return Move(
         "compute in 16 bits with autocast",
         ROUNDING,

@@ -14,7 +14,7 @@ from memfit.reports import figures
 from memfit.reports.figures import Row, printable
 
 HARMLESS = "stand-in-value"
-"""Code of the notes on values read from the device, which are summed up: they change no size."""
+"""Code of the notes on values read from the device, which are summed up: they change no size by themselves."""
 
 KEEPS = {"exact": "same results", "rounding": "same up to rounding", "changes training": "changes training"}
 
@@ -231,7 +231,7 @@ def note_lines(run: DryRun) -> list[str]:
         sources = list(dict.fromkeys(printable(note.source) for note in harmless if note.source))
         places = f": {listed(sources)}" if sources else ""
         values = "1 value was" if len(harmless) == 1 else f"{len(harmless)} values were"
-        lines.append(f"{values} read from the device and got a stand-in, which changes no size{places}")
+        lines.append(f"{values} read from the device and got a stand-in; memory differs only if the script decides by it{places}")
     return lines
 
 

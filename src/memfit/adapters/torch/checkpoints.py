@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from memfit.adapters.torch.distributed_files import DistributedFiles, without_zeros
 from memfit.adapters.torch.file_functions import FileFunctions
 from memfit.adapters.torch.redirected_files import RedirectedFiles, Report
 from memfit.adapters.torch.replacement import Replacement
 from memfit.adapters.torch.safetensors_files import SafetensorsFiles
-from memfit.adapters.torch.shape_only import Place, ShapeOnly, as_shape, is_shape_only
-from memfit.core.units import MIB
+from memfit.adapters.torch.shape_only import Place, ShapeOnly
 
 OVERWRITTEN = "file-overwritten"
 
@@ -42,6 +42,7 @@ class Checkpoints:
         report: takes (code, text) of each file redirected and each deletion skipped.
         place: moves a real host tensor to the simulated device or revives a shape-only one there, and returns it.
         device_of: where a shape-only tensor is shown to be.
+        num_ranks: processes that the simulated one is said to be one of.
     """
 
     def __init__(
@@ -50,12 +51,15 @@ class Checkpoints:
         report: Report,
         place: Place,
         device_of: Callable[[torch.Tensor], torch.device] = lambda tensor: _ON_DEVICE,
+        num_ranks: int = 1,
     ) -> None:
+        self._num_ranks = num_ranks
         self._report = report
         self._files = RedirectedFiles(folder, report)
         self._functions = FileFunctions(self._files)
         self._shapes = ShapeOnly(place, device_of)
         self._safetensors = SafetensorsFiles(self._files, self._functions, self._shapes)
+        self._distributed = DistributedFiles(self._files, self._functions, self._shapes)
         self._plain_save: Callable[..., None] = torch.save
         self._plain_load: Callable[..., Any] = torch.load
         self.redirected = self._files.redirected
@@ -75,6 +79,7 @@ class Checkpoints:
             *inner,
             *_with_copies(copied),
             *self._of_h5py(),
+            *(self._distributed.replacements() if self._num_ranks > 1 else []),
         ]
 
     def finish(self) -> None:
@@ -85,12 +90,13 @@ class Checkpoints:
         if isinstance(f, str | os.PathLike):
             self._plain_save(obj, self._files.target(f) if self._files.is_regular(f) else f, *args, **kwargs)
             return
-        name = getattr(f, "name", None)
+        # torch.distributed.checkpoint passes a wrapper of the file.
+        name = getattr(f, "name", None) or getattr(getattr(f, "raw", None), "name", None)
         if not isinstance(name, str):
             self._plain_save(obj, f, *args, **kwargs)
             return
         if name.endswith(_DISTRIBUTED) and self._files.is_own(name):
-            obj = _without_zeros(obj)
+            obj = without_zeros(obj)
         before = self._shapes.num_stored
         self._plain_save(obj, f, *args, **kwargs)
         is_apart = self._files.is_own(name) or name.startswith(tempfile.gettempdir())
@@ -136,16 +142,6 @@ def _with_copies(replacements: list[Replacement]) -> list[Replacement]:
         for name, held in list(vars(module).items())
         if id(held) in values
     ]
-
-
-def _without_zeros(obj: Any) -> Any:
-    """A large tensor of zeros, which a copy from the simulated device is, without its values.
-
-    torch.distributed.checkpoint copies tensors to the host before it saves them.
-    """
-    if not isinstance(obj, torch.Tensor) or is_shape_only(obj) or obj.nbytes < MIB:
-        return obj
-    return obj if obj.contiguous().view(torch.uint8).any() else as_shape(obj)
 
 
 def _is_cuda(map_location: Any) -> bool:

@@ -64,6 +64,7 @@ def library_replacements(
         "_nccl_version": lambda: major << 32 | minor << 16 | patch,
         "_nccl_version_suffix": lambda: b"",
         "_nccl_all_reduce": _no_collective,
+        "_nccl_reduce": _reduce,
         "_broadcast": _broadcast,
         "_broadcast_out": _copy_to_all,
         "_broadcast_coalesced": _broadcast_coalesced,
@@ -148,6 +149,15 @@ class _Ranges:
 
 def _no_collective(*arguments: Any) -> None:
     raise RuntimeError("NCCL's functions on a list of tensors aren't simulated; use torch.distributed.")
+
+
+def _reduce(
+    tensors: Sequence[torch.Tensor], out: torch.Tensor, root: int, op: int, streams: Any, communicators: Any
+) -> None:
+    """The sum of tensors on several devices, on that of the result."""
+    for number, tensor in enumerate(tensors):
+        moved = tensor.to(out.device)
+        out.add_(moved) if number else out.copy_(moved)
 
 
 def _device(index: int) -> torch.device:

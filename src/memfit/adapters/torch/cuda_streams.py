@@ -330,6 +330,8 @@ def stream_replacements(devices: CudaDevices, report: Callable[[str, str], None]
         Replacement(torch, "Stream", _either(torch.Stream, SimulatedStream, stream, on_cuda)),
         Replacement(torch, "Event", _either(torch.Event, SimulatedEvent, CudaEvent, on_cuda)),
         *(Replacement(torch.accelerator, "Graph", graph) for _ in range(hasattr(torch.accelerator, "Graph"))),
+        # PyTorch's own refuses any other stream than its own before a function mode can see the call.
+        Replacement(torch.Tensor, "record_stream", lambda tensor, stream: None),
         # A list of streams that scattering keeps for the next time.
         Replacement(torch.nn.parallel._functions, "_streams", None),
     ]

@@ -52,6 +52,8 @@ class Look(TorchFunctionMode):
         self.default_device: torch.device | None = None
         self.on_parameter: Callable[[torch.Tensor], None] = lambda parameter: None
         """Called when a module has moved a parameter to the simulated device."""
+        self.on_departure: Callable[[torch.Tensor, torch.Tensor], None] = lambda tensor, before: None
+        """Called when a parameter has left the host, with what it was there."""
         self._all_constructors = frozenset(_device_constructors())
         # On the host every tensor the step makes belongs to the simulated device.
         self._constructors = self._all_constructors if self._type == "cpu" else frozenset()
@@ -258,6 +260,7 @@ class Look(TorchFunctionMode):
                 shell.grad = torch.empty_like(target.grad, device=value.device)
         torch._C._swap_tensor_impl(target, shell)  # type: ignore[attr-defined]
         if self._simulated((target,)):
+            self.on_departure(target, shell)
             self.on_parameter(target)
 
     def _from_data(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

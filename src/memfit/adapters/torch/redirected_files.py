@@ -54,7 +54,7 @@ class RedirectedFiles:
         """Folders that the script made."""
         self._folder = None if folder is None else os.path.realpath(folder)
         self._report = report
-        self._reported: set[str] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._names: set[str] = set()
         self._numbers = itertools.count()
         self._start = time.time()
@@ -203,8 +203,8 @@ class RedirectedFiles:
             return None
 
     def _note(self, code: str, key: str, text: str) -> None:
-        if key not in self._reported:
-            self._reported.add(key)
+        if (code, key) not in self._reported:
+            self._reported.add((code, key))
             self._report(code, text)
 
     def _new_folder(self) -> str:

@@ -16,7 +16,7 @@ import torch
 from memfit.adapters.torch.file_functions import FileFunctions
 from memfit.adapters.torch.redirected_files import Path, RedirectedFiles
 from memfit.adapters.torch.replacement import Replacement
-from memfit.adapters.torch.shape_only import ShapeOnly, as_shape, is_shape_only
+from memfit.adapters.torch.shape_only import ShapeOnly, as_shape, checked_device, is_shape_only
 
 _ARCHIVE = b"PK\x03\x04"
 # A safetensors file begins with a size in 8 bytes that fits into the first 4.
@@ -116,7 +116,8 @@ class SafetensorsFiles:
                 deliver = files._to(device)
                 with open(path, "rb") as file:
                     if _is_archive(file.read(_HEADER)):
-                        return _Delivered(files._stored(path), deliver)
+                        file.seek(0)
+                        return _Delivered(files._stored(file), deliver)
                 if deliver.device.type != "cuda":
                     return plain(path, framework, device=device, **options)
                 return _Delivered(plain(path, framework, device="cpu", **options), deliver)
@@ -128,7 +129,7 @@ class SafetensorsFiles:
         return _Stored(content["tensors"], content["metadata"])
 
     def _to(self, device: Any) -> "_Deliver":
-        return _Deliver(self._shapes, torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
+        return _Deliver(self._shapes, checked_device(f"cuda:{device}" if isinstance(device, int) else device))
 
 
 class _Deliver:

@@ -23,6 +23,7 @@ from memfit.adapters.torch.distributed import distributed_replacements
 from memfit.adapters.torch.live_recorder import LiveRecorder, Memory
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.replacement import Replacement
+from memfit.adapters.torch.restoration import Restoration, random_states_kept
 from memfit.adapters.torch.simulation import ONE_AT_A_TIME, Simulation, eager
 from memfit.adapters.torch.stand_in import dense_parts, tensors_in
 from memfit.adapters.torch.steps import StepCounter
@@ -85,6 +86,18 @@ class Session:
             given += distributed_replacements(self._count, report)
             with self.simulation.running([*given, *self._answers(), *answers]):
                 yield
+
+    @contextmanager
+    def visiting(self) -> Iterator[None]:
+        """`running`, after which the process goes on as if nothing had been: models that moved come back as they were."""
+        restoration = Restoration()
+        self.simulation.look.on_departure = restoration.remember
+        with random_states_kept():
+            try:
+                with self.running(restoration.replacements()):
+                    yield
+            finally:
+                restoration.restore()
 
     @contextmanager
     def _watching(self) -> Iterator[None]:

@@ -72,13 +72,11 @@ class ShapeOnly:
         """How many tensors have been stored without values."""
 
     def replacements(self) -> list[Replacement]:
-        """What makes PyTorch's pickles hold shapes, and tells storages without values apart."""
-        tensor, storage = torch.Tensor, torch.UntypedStorage
+        """What makes PyTorch's pickles hold shapes."""
+        storage = torch.UntypedStorage
         unpickler = torch._weights_only_unpickler
         made: list[tuple[Any, str, Callable[..., Any]]] = [
-            (tensor, "_reduce_ex_internal", self._reduce),
-            (tensor, "data_ptr", _address),
-            (storage, "data_ptr", _storage_address),
+            (torch.Tensor, "_reduce_ex_internal", self._reduce),
             (storage, "cuda", _storage_cuda),
             (storage, "to", _storage_to),
             (torch.serialization, "location_tag", _location),
@@ -112,7 +110,7 @@ class ShapeOnly:
             # Of the old format only sizes are known until everything has been unpickled.
             is_filled = num_bytes is None and not getattr(storage, "_torch_load_uninitialized", False)
             keeps = keeps_shapes and num_bytes is not None
-            deliver = _as_it_is if keeps else functools.partial(self.deliver, device=_checked(wanted))
+            deliver = _as_it_is if keeps else functools.partial(self.deliver, device=checked_device(wanted))
             size_bytes = storage.nbytes() if num_bytes is None else num_bytes
             setattr(storage, _ARRIVAL, _Arrival(storage if is_filled else None, size_bytes, deliver))
             return storage
@@ -246,7 +244,8 @@ def _wanted(map_location: Any, storage: Storage, location: str) -> tuple[Storage
     return answer, str(getattr(answer, _WANTED, answer.device))
 
 
-def _checked(location: str) -> torch.device:
+def checked_device(location: Any) -> torch.device:
+    """The device of that name or number; raises PyTorch's own error for one that is not there."""
     device = torch.device(location)
     if device.type != "cuda":
         return device
@@ -326,15 +325,3 @@ def _storage_to(plain: Callable[..., Any], storage: Storage, *, device: Any, non
         return plain(storage, device=device, non_blocking=non_blocking)
     setattr(storage, _WANTED, device)
     return storage
-
-
-def _storage_address(plain: Callable[..., int], storage: Storage) -> int:
-    """An address for storages that have none: who shares memory with whom is found by comparing them."""
-    return int(storage._cdata) if storage.device.type == "meta" and storage.nbytes() else plain(storage)
-
-
-def _address(plain: Callable[..., int], tensor: torch.Tensor) -> int:
-    if not is_shape_only(tensor):
-        return plain(tensor)
-    with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()

@@ -5,8 +5,6 @@ the first only in its optimizer, so its timeline is composed from the record of 
 """
 
 import gc
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from memfit.adapters.torch import failures
 from memfit.adapters.torch.optimizers import optimizer_for
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.recorder import Recorder
+from memfit.adapters.torch.restoration import random_states_kept
 from memfit.adapters.torch.simulation import ONE_AT_A_TIME, Simulation, eager
 from memfit.adapters.torch.stand_in import ShapeCopies, dense_parts, map_tensors, swapped, tensors_in
 from memfit.core.device import Device, Kind
@@ -224,18 +223,11 @@ class _Tracer:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Leaves random states, the garbage collector and compilation as they were."""
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_random = sys.modules.get("numpy.random")
-    numpy_state = numpy_random.get_state() if numpy_random is not None else None
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with eager():
+        with random_states_kept(), eager():
             yield
     finally:
         if collecting:
             gc.enable()
-        random.setstate(python_state)
-        torch.set_rng_state(torch_state)
-        if numpy_random is not None and numpy_state is not None:
-            numpy_random.set_state(numpy_state)

@@ -244,9 +244,11 @@ class KnownValues:
         """Runs `func` on the values, or raises."""
         written = tuple(_tensors(_pick(plan.written, args, kwargs)))
         made = tuple(_tensors(out))
-        # The host's own tensors have been written already.
-        if not any(tensor.is_meta for tensor in made + written) or any(not tensor.is_meta for tensor in written):
+        if not any(tensor.is_meta for tensor in made + written):
             return
+        # The host's own tensors have been written already.
+        if not all(tensor.is_meta for tensor in written):
+            raise _Unknown
         largest = max(self._limit_bytes_integer, self._limit_bytes_float)
         if any(tensor.is_meta and tensor.untyped_storage().nbytes() > largest for tensor in made):
             raise _Unknown

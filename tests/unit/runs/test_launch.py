@@ -1,0 +1,229 @@
+import contextlib
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from memfit.core.dryrun import DryRun, Outcome, Request
+from memfit.runs import launch
+from memfit.runs.launch import run_child
+from tests.unit.reports.builders import RTX_3090
+from tests.unit.runs import fake_child
+
+ROOT = Path(__file__).parents[3]
+
+
+def request(*arguments, **changes):
+    return Request("train.py", False, arguments, RTX_3090, **changes)
+
+
+def test_the_child_gets_the_request_and_its_result_is_read(child, capfd):
+    data = run_child(request("complete", "--lr", "1", count=2, steps=5, scan=7))
+
+    run = DryRun.from_json(data)
+    assert run.outcome is Outcome.COMPLETED
+    assert run.arguments == ("complete", "--lr", "1")
+    assert data["loader_ordinal"] == 4
+    (asked,) = child()
+    assert (asked["device"], asked["count"], asked["steps"], asked["scan"]) == ("rtx-3090", 2, 5, 7)
+    assert not os.path.exists(os.path.dirname(asked["result_path"]))
+
+
+def test_output_passes_through(child, capfd):
+    run_child(request())
+
+    written = capfd.readouterr()
+    assert (written.out, written.err) == ("script says hello\n", "script complains\n")
+
+
+def test_output_can_leave_standard_output_alone(child, capfd):
+    run_child(request(), stdout_to_stderr=True)
+
+    written = capfd.readouterr()
+    assert written.out == ""
+    assert sorted(written.err.splitlines()) == ["script complains", "script says hello"]
+
+
+def test_a_silent_child_says_and_reads_nothing(child, capfd):
+    assert DryRun.from_json(run_child(request("reads"), silent=True)).outcome is Outcome.COMPLETED
+
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_we_wrote_comes_before_what_the_script_writes(child, capfd):
+    print("before", end="")
+    run_child(request())
+
+    assert capfd.readouterr().out == "beforescript says hello\n"
+
+
+def test_sets_have_the_same_order_every_time(child, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    run_child(request(), silent=True)
+    monkeypatch.setenv("PYTHONHASHSEED", "12")
+    run_child(request(), silent=True)
+
+    assert [asked["hash_seed"] for asked in child()] == ["0", "12"]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "exit_code"),
+    [
+        ("SIGKILL", "the process was ended by SIGKILL, probably because this machine ran out of memory", None),
+        ("SIGSEGV", "the process was ended by SIGSEGV, probably by a compiled extension", None),
+        ("SIGBUS", "the process was ended by SIGBUS, probably because shared memory (/dev/shm) is full", None),
+        ("SIGUSR1", "the process was ended by SIGUSR1", None),
+        ("exit", "the process ended with exit code 7 and left no result, as after os._exit()", 7),
+        ("garbage", "the process ended with exit code 1 and left no result, as after os._exit()", 1),
+    ],
+)
+def test_a_child_that_leaves_no_result_has_crashed(child, behaviour, error, exit_code):
+    run = DryRun.from_json(run_child(request(behaviour, steps=2), silent=True))
+
+    assert run.outcome is Outcome.CRASHED
+    assert run.estimate is None
+    assert run.error.startswith(error)
+    assert (run.exit_code, run.num_steps, run.steps_wanted) == (exit_code, 0, 2)
+
+
+def test_a_signal_without_a_name_has_its_number(child):
+    assert launch._explain(-250) == "the process was ended by signal 250"
+
+
+def test_another_command_can_be_started(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import sys; sys.exit(3)")
+
+    run = DryRun.from_json(run_child(request(), command=[sys.executable, str(program)]))
+
+    assert (run.outcome, run.exit_code) == (Outcome.CRASHED, 3)
+
+
+def test_it_can_be_called_from_any_thread(child):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(run_child(request(), silent=True)))
+    thread.start()
+    thread.join()
+
+    assert DryRun.from_json(found[0]).outcome is Outcome.COMPLETED
+
+
+def test_the_handler_of_termination_is_put_back(child):
+    def handler(number, frame):
+        raise AssertionError
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        run_child(request(), silent=True)
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+PARENT = """
+import sys
+
+from memfit.core.dryrun import Request
+from memfit.runs import launch
+from tests.unit.reports.builders import RTX_3090
+
+launch._GRACE_SECONDS = float(sys.argv[4])
+request = Request("train.py", False, (sys.argv[2], sys.argv[3]), RTX_3090)
+try:
+    launch.run_child(request, command=[sys.executable, sys.argv[1]])
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("behaviour", ["waits", "ignores"])
+@pytest.mark.parametrize(("number", "return_code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_to_us_ends_the_script_and_what_it_started(tmp_path, behaviour, number, return_code):
+    # GIVEN a parent whose child, with a process of its own, is waiting
+    ready = tmp_path / "ready"
+    grace = "20" if behaviour == "waits" else "0.2"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", PARENT, fake_child.__file__, behaviour, str(ready), grace]
+    parent = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while not (ready.exists() and ready.read_text()):
+        assert parent.poll() is None
+        time.sleep(0.02)
+    pids = [int(pid) for pid in ready.read_text().split()]
+    assert all(map(is_running, pids))
+
+    # WHEN the parent gets the signal
+    parent.send_signal(number)
+
+    # THEN it ends as that signal wants, nobody is left, and no file is
+    assert parent.wait(timeout=60) == return_code
+    while any(map(is_running, pids)):
+        time.sleep(0.02)
+    assert [path.name for path in tmp_path.iterdir()] == ["ready"]
+
+
+def in_terminal(behaviour, ready):
+    """A parent with a terminal of its own; gives the process and our end of the terminal."""
+    ours, theirs = pty.openpty()
+
+    def take_terminal():
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", PARENT, fake_child.__file__, behaviour, str(ready), "20"]
+    parent = subprocess.Popen(
+        command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal
+    )
+    os.close(theirs)
+    return parent, ours
+
+
+def all_of(descriptor):
+    text = b""
+    with contextlib.suppress(OSError):  # Linux says EIO when the last holder of the other end is gone
+        while chunk := os.read(descriptor, 4096):
+            text += chunk
+    os.close(descriptor)
+    return text.decode()
+
+
+def test_a_script_can_read_from_the_terminal(tmp_path):
+    parent, terminal = in_terminal("reads", tmp_path / "ready")
+    os.write(terminal, b"yes\n\x04")
+
+    assert "script says hello to 'yes\\n'" in all_of(terminal)
+    assert parent.wait(timeout=60) == 0
+
+
+def test_ctrl_c_in_the_terminal_reaches_the_script_once(tmp_path):
+    ready = tmp_path / "ready"
+    parent, terminal = in_terminal("waits", ready)
+    while not (ready.exists() and ready.read_text()):
+        assert parent.poll() is None
+        time.sleep(0.02)
+    child, worker = ready.read_text().split()
+
+    os.write(terminal, b"\x03")
+
+    shown = all_of(terminal)
+    assert parent.wait(timeout=60) == 130
+    assert not is_running(child)
+    assert not is_running(worker)
+    assert shown.count("KeyboardInterrupt") == 2, "one of the script, one of its worker"

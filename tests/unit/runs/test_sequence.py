@@ -1,0 +1,117 @@
+import dataclasses
+
+import pytest
+
+from memfit.core.dryrun import Outcome, Request
+from memfit.core.units import MIB
+from memfit.runs.sequence import dry_run
+from tests.unit.reports.builders import RTX_3090
+from tests.unit.reports.run_builders import make_failure, make_run_estimate
+
+SMALL = dataclasses.replace(RTX_3090, usable_bytes=900 * MIB)
+
+
+def run(behaviour, **changes):
+    told = []
+    request = Request("train.py", False, (behaviour,), SMALL, **changes)
+    return *dry_run(request, quiet_output=True, announce=told.append), told
+
+
+def test_a_script_that_runs_is_run_once(child, capfd):
+    result, too_large, told = run("complete")
+
+    assert result.outcome is Outcome.COMPLETED
+    assert result.scan is too_large is None
+    assert told == []
+    assert result.seconds != 8.2
+    (asked,) = child()
+    assert (asked["unlimited"], asked["largest_first"]) == (False, False)
+
+
+@pytest.mark.parametrize("behaviour", ["no step", "failure", "SIGKILL", "caught"])
+def test_other_ends_are_run_once_too(child, behaviour):
+    result, too_large, _ = run(behaviour, scan=0)
+
+    assert too_large is None
+    assert len(child()) == 1
+    assert result.fatal is None
+
+
+def test_a_script_that_dies_runs_again_without_a_limit(child, capfd):
+    result, too_large, told = run("oom", scan=9)
+
+    # THEN the failure is that of the first run, and the need that of the second
+    assert result.outcome is Outcome.OUT_OF_MEMORY
+    assert result.fatal == make_failure()
+    assert result.estimate.peak_bytes == make_run_estimate(SMALL).peak_bytes
+    assert result.estimate.replay.out_of_memory.tick == 200
+    assert result.estimate.device == SMALL
+    assert result.estimate.fits is False
+    assert too_large == result.estimate
+    assert [asked["unlimited"] for asked in child()] == [False, True]
+    assert told == ["running the script once more on a device without a limit, to see what it would need"]
+    # What the script says is said once.
+    assert capfd.readouterr().err.count("script says hello") == 1
+
+
+def test_a_second_run_that_tells_nothing_leaves_the_first(child):
+    result, too_large, _ = run("oom then failure")
+
+    assert result.outcome is Outcome.OUT_OF_MEMORY
+    assert result.estimate == too_large
+    assert result.estimate.replay.out_of_memory.requested_bytes == 64 * MIB
+
+
+def test_a_scan_starts_from_the_largest_batch(child):
+    result, too_large, told = run("complete", scan=500, steps=1)
+
+    assert result.scan.fits is True
+    assert result.scan.peak_bytes == make_run_estimate(SMALL).peak_bytes
+    assert result.scan.largest_index == 311
+    assert too_large is None
+    _, second = child()
+    # The optimizer has its state from the second step on.
+    assert (second["largest_first"], second["loader_ordinal"], second["steps"]) == (True, 4, 2)
+    assert told == ["running the script once more, from the largest of 500 batches on"]
+
+
+def test_a_largest_batch_that_does_not_fit(child):
+    result, too_large, _ = run("long batch", scan=500)
+
+    assert result.outcome is Outcome.COMPLETED
+    assert result.scan.fits is False
+    assert result.scan.failure == make_failure()
+    assert result.fits is False
+    assert result.estimate.replay.out_of_memory is None
+    assert too_large.peak_bytes == result.scan.peak_bytes == make_run_estimate(SMALL).peak_bytes
+    assert [(asked["largest_first"], asked["unlimited"]) for asked in child()] == [
+        (False, False),
+        (True, False),
+        (True, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "problem"),
+    [
+        ("no loader", "the script reads no torch.utils.data.DataLoader for its steps"),
+        (
+            "fails on the largest",
+            "the script failed when it was run from the largest batch on: IndexError: too long (train.py:3)",
+        ),
+    ],
+)
+def test_a_scan_that_tells_nothing_says_why(child, behaviour, problem):
+    result, too_large, _ = run(behaviour, scan=500)
+
+    assert result.scan.problem == problem
+    assert result.scan.fits is None
+    assert result.fits is True
+    assert too_large is None
+
+
+def test_a_script_that_fails_is_not_scanned(child):
+    result, _, _ = run("failure", scan=500)
+
+    assert result.scan is None
+    assert len(child()) == 1
