@@ -231,7 +231,9 @@ def note_lines(run: DryRun) -> list[str]:
         sources = list(dict.fromkeys(printable(note.source) for note in harmless if note.source))
         places = f": {listed(sources)}" if sources else ""
         values = "1 value was" if len(harmless) == 1 else f"{len(harmless)} values were"
-        lines.append(f"{values} read from the device and got a stand-in; memory differs only if the script decides by it{places}")
+        lines.append(
+            f"{values} read from the device and replaced by a stand-in, which changes no size by itself{places}"
+        )
     return lines
 
 

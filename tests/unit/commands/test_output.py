@@ -6,6 +6,7 @@ import pytest
 from memfit.commands import output
 from memfit.core.errors import BadFile
 from tests.unit.reports.builders import RTX_3090, make_estimate
+from tests.unit.reports.run_builders import make_dead_run
 
 
 def test_json_is_one_document(capsys):
@@ -25,6 +26,23 @@ def test_everything_is_written_to_standard_output(capsys):
     assert written.err == ""
     for text in ("1.13 GiB needed", "Comparison", "NVIDIA GeForce RTX 3090", "Largest batch size that fits: 8"):
         assert text in written.out
+
+
+def test_a_run_is_written_to_standard_output(capsys):
+    output.print_run(make_dead_run())
+
+    written = capsys.readouterr()
+    assert "train.py would run out of memory on" in written.out
+    assert written.err == ""
+
+
+def test_a_folder_may_be_missing_but_not_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    output.check_folder(str(tmp_path))
+    output.check_folder(str(tmp_path / "new"))
+
+    with pytest.raises(BadFile, match=r"file' is not a folder. Give the path of one; it is made where it is missing."):
+        output.check_folder(str(tmp_path / "file"))
 
 
 def test_a_file_is_written_without_colour_and_without_breaking_rows(capsys, monkeypatch):

@@ -10,8 +10,9 @@ from memfit.core.estimate import Note
 from memfit.core.timeline import Category, Phase
 from memfit.core.units import MIB
 from memfit.reports import page
-from memfit.reports.page import embed_json, render_page, write_page
+from memfit.reports.page import embed_json, render_page, render_run_page, write_page, write_run_page
 from tests.unit.reports.builders import RTX_3090, Recorder, make_estimate, make_large_estimate, make_timeline
+from tests.unit.reports.run_builders import make_dead_run, make_failure, make_run, make_scan
 
 EVIL = "</script><img src=x onerror=alert(1)><!-- {{data}} \u2028 &amp;"
 
@@ -132,3 +133,42 @@ def test_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
 def test_missing_folder_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_page(make_estimate(), tmp_path / "missing" / "memory.html")
+
+
+def test_page_of_a_run_tells_what_happened():
+    run = make_dead_run()
+    text = render_run_page(run)
+
+    data = data_of(text)
+    assert data["run"]["failure"]["source"] == "train.py:88"
+    assert "<title>memfit: train.py would run out of memory on" in text
+    assert "would run out of memory" in re.search(r"<noscript><pre>(.*?)</pre>", text, re.DOTALL)[1]
+    assert data_of(render_page(make_estimate()))["run"] is None
+
+
+def test_what_a_script_says_cannot_leave_its_place():
+    # GIVEN markup wherever a script can put text
+    failure = make_failure(message=EVIL, source=EVIL, code=EVIL, module=EVIL, op=EVIL, by_category={EVIL: 1})
+    run = make_dead_run(
+        script=EVIL,
+        arguments=(EVIL,),
+        error=EVIL,
+        failures=(failure,),
+        redirected={EVIL: EVIL},
+        scan=make_scan(problem=EVIL, failure=failure),
+    )
+
+    text = render_run_page(run)
+
+    harmless = render_run_page(make_dead_run())
+    for tag in ("<script", "</script", "<img", "<!--", "\u2028"):
+        assert text.count(tag) == harmless.count(tag)
+    assert data_of(text)["run"]["failure"]["message"] == EVIL
+
+
+def test_page_of_a_run_is_written_whole(tmp_path):
+    path = write_run_page(make_run(), tmp_path / "run.html")
+
+    assert path.read_text(encoding="utf-8") == render_run_page(make_run())
+    with pytest.raises(OSError, match="it is not a file"):
+        write_run_page(make_run(), tmp_path)

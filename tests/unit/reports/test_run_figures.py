@@ -232,7 +232,8 @@ def test_a_scan_without_batches_says_why():
 def test_notes_name_their_place_and_stand_ins_are_summed_up():
     assert run_figures.note_lines(make_run()) == [
         "data-dependent shape at train.py:88: nonzero: its size depends on data; upper bound used",
-        "2 values were read from the device and got a stand-in; memory differs only if the script decides by it: train.py:91, train.py:97",
+        "2 values were read from the device and replaced by a stand-in; no size follows from that: "
+        "train.py:91, train.py:97",
     ]
 
 
@@ -241,7 +242,7 @@ def test_many_stand_ins_stay_one_line():
     run = make_run(estimate=make_run_estimate(notes=notes))
 
     assert run_figures.note_lines(run) == [
-        "6 values were read from the device and got a stand-in; memory differs only if the script decides by it: "
+        "6 values were read from the device and replaced by a stand-in; no size follows from that: "
         "train.py:1, train.py:2, train.py:3 and 2 more"
     ]
 
@@ -249,7 +250,9 @@ def test_many_stand_ins_stay_one_line():
 def test_a_single_stand_in_without_a_place():
     run = make_run(estimate=make_run_estimate(notes=(Note("stand-in-value", "a value"),)))
 
-    assert run_figures.note_lines(run) == ["1 value was read from the device and got a stand-in; memory differs only if the script decides by it"]
+    assert run_figures.note_lines(run) == [
+        "1 value was read from the device and replaced by a stand-in; no size follows from that"
+    ]
     assert run_figures.note_lines(make_run(estimate=None)) == []
 
 

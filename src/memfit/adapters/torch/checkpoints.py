@@ -9,8 +9,8 @@ The stand-ins are to be in place before the script imports what copies functions
 safetensors. Where that has happened before, as in a notebook, the copies are replaced too.
 """
 
+import functools
 import importlib
-import importlib.util
 import os
 import sys
 import tempfile
@@ -32,6 +32,7 @@ OVERWRITTEN = "file-overwritten"
 _ON_DEVICE = torch.device("cuda", 0)
 _ARCHIVE = b"PK\x03\x04"
 _DISTRIBUTED = ".distcp"
+_SCRIPT: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
 
 
 class Checkpoints:
@@ -62,6 +63,7 @@ class Checkpoints:
         self._distributed = DistributedFiles(self._files, self._functions, self._shapes)
         self._plain_save: Callable[..., None] = torch.save
         self._plain_load: Callable[..., Any] = torch.load
+        self._plain_load_script: Callable[..., Any] = torch.jit.load
         self.redirected = self._files.redirected
         """Absolute path asked for -> path written."""
 
@@ -72,6 +74,7 @@ class Checkpoints:
         copied += [
             Replacement(torch, "save", stand_in(self._plain_save, self._save)),
             Replacement(torch, "load", stand_in(self._plain_load, self._load)),
+            Replacement(torch.jit, "load", stand_in(self._plain_load_script, self._load_script)),
         ]
         return [
             *self._functions.replacements(),
@@ -79,6 +82,7 @@ class Checkpoints:
             *inner,
             *_with_copies(copied),
             *self._of_h5py(),
+            Replacement(_SCRIPT, "save", stand_in(_SCRIPT.save, functools.partial(self._save_script, _SCRIPT.save))),
             *(self._distributed.replacements() if self._num_ranks > 1 else []),
         ]
 
@@ -87,7 +91,7 @@ class Checkpoints:
         self._files.finish()
 
     def _save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, str | os.PathLike):
+        if _is_path(f):
             self._plain_save(obj, self._files.target(f) if self._files.is_regular(f) else f, *args, **kwargs)
             return
         # torch.distributed.checkpoint passes a wrapper of the file.
@@ -99,7 +103,7 @@ class Checkpoints:
             obj = without_zeros(obj)
         before = self._shapes.num_stored
         self._plain_save(obj, f, *args, **kwargs)
-        is_apart = self._files.is_own(name) or name.startswith(tempfile.gettempdir())
+        is_apart = self._files.is_own(name) or name.startswith(tempfile.gettempdir() + os.sep)
         if self._shapes.num_stored > before and not is_apart:
             self._report(
                 OVERWRITTEN,
@@ -108,7 +112,7 @@ class Checkpoints:
             )
 
     def _load(self, f: Any, map_location: Any = None, pickle_module: Any = None, **kwargs: Any) -> Any:
-        if isinstance(f, str | os.PathLike):
+        if _is_path(f):
             f = os.fspath(self._files.existing(f))
             if f.endswith(".safetensors"):
                 return self._plain_load(f, map_location, pickle_module, **kwargs)
@@ -117,15 +121,24 @@ class Checkpoints:
                 kwargs["mmap"] = True
         return self._plain_load(f, self._shapes.restoring(map_location), pickle_module, **kwargs)
 
+    def _save_script(self, plain: Callable[..., None], module: Any, f: Any, **kwargs: Any) -> None:
+        plain(module, self._files.target(f), **kwargs)
+
+    def _load_script(self, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # From torch.load, which has been given a stand-in for it.
+        map_location = getattr(map_location, "given", map_location)
+        return self._plain_load_script(self._files.existing(f) if _is_path(f) else f, map_location, *args, **kwargs)
+
     def _of_h5py(self) -> list[Replacement]:
         """h5py opens files by itself. Keras, which uses it, may be imported later, so it is imported here."""
-        if importlib.util.find_spec("h5py") is None:
-            return []
-        h5py: Any = importlib.import_module("h5py")
+        try:
+            h5py: Any = importlib.import_module("h5py")
+        except Exception:
+            return []  # missing, or not fit for this Python: the script can't use it either
         plain = h5py.File.__init__
 
         def init(file: Any, name: Any, mode: str | None = "r", *args: Any, **kwargs: Any) -> None:
-            if isinstance(name, str | bytes | os.PathLike):
+            if _is_path(name) or isinstance(name, bytes):
                 name = self._files.opened(name, {None: "r", "w-": "x"}.get(mode, str(mode)))
             plain(file, name, mode, *args, **kwargs)
 
@@ -142,6 +155,10 @@ def _with_copies(replacements: list[Replacement]) -> list[Replacement]:
         for name, held in list(vars(module).items())
         if id(held) in values
     ]
+
+
+def _is_path(f: Any) -> bool:
+    return isinstance(f, str | os.PathLike)
 
 
 def _is_cuda(map_location: Any) -> bool:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
 from torch.autograd import ProfilerActivity as _Activity  # type: ignore[attr-defined]
 
 from memfit.adapters.torch.cuda_devices import CudaDevices

@@ -104,12 +104,19 @@ class SimulatedOperators(TorchDispatchMode):
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = kwargs.get("device") if kwargs else None
+        if device is not None and device.type == "cuda":
+            # Python code of PyTorch below the function mode, as DTensor's is, names the device too.
+            kwargs = {**kwargs, "device": META}
         kind = shapes.behaviour(func)
         # A user's own autograd function runs its forward pass without gradients, but its node has been made already.
         if torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
             self._origin.remember()
         if kind is Behaviour.VIEW:
             return func(*args, **kwargs)
+        if kind is Behaviour.COMPOSITE and func._schema.name not in self._rules:
+            with self:
+                return func.decompose(*args, **kwargs)
         if self._places:
             place = self._elsewhere(func, args, kwargs)
             if place is not None:

@@ -131,7 +131,8 @@ class FileFunctions:
             source, destination = files.key(src), files.key(dst)
             here = files.existing(src)
             is_redirected = source in files.redirected
-            if is_redirected or (os.path.isfile(src) and any(map(files.is_checkpoint, (source, destination)))):
+            is_kept_apart = destination in files.redirected or any(map(files.is_checkpoint, (source, destination)))
+            if is_redirected or (is_kept_apart and os.path.isfile(src)):
                 self._move(source, here, files.target(dst), is_redirected=is_redirected)
                 return
             is_folder = os.path.isdir(src)

@@ -59,7 +59,7 @@ class ScriptRun:
             except BaseException as raised:
                 error = raised
                 if not isinstance(raised, SystemExit):
-                    _print_traceback(raised)
+                    _print_traceback(raised) if not os.environ.get("MFDBG") else traceback.print_exception(raised)
         return self._result(error, time.perf_counter() - started)
 
     def _run_script(self) -> None:

@@ -34,6 +34,8 @@ class Behaviour(Enum):
     """Every output has a new storage."""
     OTHER = auto()
     """Anything else: run it and look."""
+    COMPOSITE = auto()
+    """Made of other operators; autograd takes it apart, but not where it is switched off, as in inference mode."""
 
 
 # Operators that change the metadata or the size of a tensor in place, or bring in a new one: they must really run.
@@ -86,6 +88,8 @@ def behaviour(func: Operator) -> Behaviour:
 
 def _read_schema(func: Operator) -> Behaviour:
     schema = func._schema
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return Behaviour.COMPOSITE
     if schema.name in _METADATA:
         return Behaviour.OTHER
     if schema.name in _UNDECLARED_VIEWS:

@@ -53,7 +53,7 @@ class Shapes(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if func is torch.Tensor.is_cuda.__get__:
+        if func == torch.Tensor.is_cuda.__get__:
             func = torch.Tensor.is_meta.__get__
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs["device"] = "meta"

@@ -1,5 +1,6 @@
 """All of it together: how libraries and old scripts meet the device, and that PyTorch is itself afterwards."""
 
+import os
 import subprocess
 import sys
 
@@ -70,8 +71,10 @@ def test_a_step_on_the_host_is_what_it_was():
 
 LIBRARIES = """
 import torch
+from memfit._api import mend_torchvision
 from tests.unit.adapters.torch.machines import machine
 
+mend_torchvision()
 with machine():
     from accelerate import Accelerator
     accelerator = Accelerator(mixed_precision="fp16")
@@ -95,6 +98,4 @@ def test_libraries_find_the_device():
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -74,7 +74,7 @@ def test_what_was_replaced_is_put_back_when_something_cannot_be():
     module.answer = 1
 
     with (
-        pytest.raises(TypeError, match="immutable type|can't set"),
+        pytest.raises(TypeError, match="immutable type"),
         replaced([Replacement(module, "answer", 2), Replacement(torch._C.Generator, "seed", None)]),
     ):
         pass

@@ -1,0 +1,101 @@
+"""`memfit.dryrun` and what it adds to a run; the child is a fake one, started as a real process."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import memfit
+from memfit.core.dryrun import Outcome
+from memfit.core.errors import BadTarget, MissingDependency
+from memfit.core.units import GIB
+from memfit.runs import launch
+from tests.unit.runs import fake_child
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "COMMAND", (sys.executable, fake_child.__file__))
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return path
+
+
+def test_a_path_and_arguments_are_all_it_takes(script, capfd):
+    result = memfit.dryrun(script, ["complete"], device="t4")
+
+    assert isinstance(result, memfit.DryRun)
+    assert result.outcome is Outcome.COMPLETED
+    assert result.fits is True
+    assert result.advice == ()
+    assert result.script == str(script)
+    assert capfd.readouterr().out == "script says hello\n"
+
+
+def test_what_does_not_fit_gets_advice_with_the_context_counted(script, capfd):
+    result = memfit.dryrun(script, ["oom"], device="1GiB", quiet_output=True)
+
+    estimate = result.estimate
+    assert result.fits is False
+    assert 1 <= len(result.advice) <= 3
+    for advice in result.advice:
+        assert advice.saves_bytes + advice.peak_bytes == estimate.peak_bytes
+    assert capfd.readouterr().out == ""
+
+
+def test_advice_starts_from_the_settings_in_the_environment(script, monkeypatch, capfd):
+    titles = []
+    for value in ("", "expandable_segments:True"):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        monkeypatch.setattr("memfit.planner.advice.MIN_SHARE", 0.0)
+        result = memfit.dryrun(script, ["oom"], device="1GiB")
+        titles.append({advice.title for advice in result.advice})
+
+    assert "let the allocator grow its segments" not in titles[1]
+
+
+def test_advice_is_about_the_batch_that_does_not_fit(script, capfd):
+    result = memfit.dryrun(script, ["long batch"], device="t4", scan=5)
+
+    assert result.scan.fits is False
+    assert result.advice[0].saves_bytes + result.advice[0].peak_bytes == result.scan.peak_bytes
+
+
+def test_checkpoints_go_where_they_are_wanted(script, monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv(fake_child.LOG, str(tmp_path / "log"))
+    memfit.dryrun(script, device="t4", checkpoint_folder=Path("kept"))
+
+    assert str(Path.cwd() / "kept") in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 0}, "count must be at least 1, but 0 was given"),
+        ({"steps": 0}, "steps must be at least 1, but 0 was given"),
+        ({"scan": -1}, "scan must be at least 0, but -1 was given"),
+        ({"device": "cpu"}, "only CUDA devices can be simulated for a script, but 'cpu' was given"),
+        ({"device": 7}, "device must be a name such as 'rtx-3090'"),
+    ],
+)
+def test_bad_input(script, options, message):
+    with pytest.raises(memfit.BadInput, match=message):
+        memfit.dryrun(script, **{"device": "t4", **options})
+
+
+def test_modules_are_looked_for(script):
+    with pytest.raises(BadTarget, match=r"there is no module 'gone.module' in"):
+        memfit.dryrun("gone.module", module=True, device="t4")
+
+
+def test_pytorch_must_be_installed(script, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match="PyTorch is not installed"):
+        memfit.dryrun(script, device="t4")
+
+
+def test_a_device_of_our_own_making_will_do(script, capfd):
+    device = memfit.find_device("16GiB")
+
+    assert memfit.dryrun(script, device=device).estimate.capacity_bytes == 16 * GIB
