@@ -4,6 +4,7 @@
 """
 
 from memfit._api import MaxBatch, compare, dryrun, estimate, max_batch, named_job
+from memfit._simulate import SimulatedDevice, simulate
 from memfit.catalogue import find_device, list_devices
 from memfit.core.device import Device
 from memfit.core.dryrun import DryRun
@@ -24,6 +25,7 @@ __all__ = [
     "Job",
     "MaxBatch",
     "MemfitError",
+    "SimulatedDevice",
     "StepFailed",
     "Timeline",
     "__version__",
@@ -34,4 +36,5 @@ __all__ = [
     "list_devices",
     "max_batch",
     "named_job",
+    "simulate",
 ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.allocator import parse_options, replay, replay_plain
 from memfit.catalogue import find_device
 from memfit.core import dryrun as dryrun_results
+from memfit.core import env
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.dryrun import DryRun, Request
 from memfit.core.errors import BadBatch, BadInput, MissingDependency, StepFailed
@@ -268,17 +269,12 @@ def dryrun(
     found = advise(
         too_large.timeline,
         too_large.replay,
-        _options_of_environment(),
+        parse_options(env.allocator_settings()),
         context_bytes=too_large.context_bytes,
         num_parameters=too_large.num_parameters,
         num_devices=count,
     )
     return replace(run, advice=found)
-
-
-def _options_of_environment() -> AllocatorOptions:
-    """The settings that PyTorch would read, as the script's process does."""
-    return parse_options(os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "")
 
 
 def _announce(text: str) -> None:

@@ -4,21 +4,11 @@ Puts the parts together on the other side of `memfit.runs`: the device's memory,
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
-from memfit.allocator import LiveAllocator, parse_options
-from memfit.core.device import Device
+from memfit.allocator import memory_of
 from memfit.core.dryrun import Request
-
-
-def device_memory(device: Device, *, unlimited: bool = False) -> LiveAllocator:
-    """The memory of `device` under the allocator settings in the environment."""
-    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if unlimited or device.usable_bytes is None:
-        return LiveAllocator(parse_options(text), None)
-    return LiveAllocator(parse_options(text), max(1, device.usable_bytes - (device.context_bytes or 0)))
 
 
 def main(request_path: str) -> int:
@@ -26,7 +16,7 @@ def main(request_path: str) -> int:
     request = Request.from_json(Path(request_path).read_text(encoding="utf-8"))
     from memfit.adapters.torch.script import ScriptRun
 
-    run = ScriptRun(request, device_memory(request.device, unlimited=request.unlimited))
+    run = ScriptRun(request, *memory_of(request.device, unlimited=request.unlimited))
     result = run.run()
     data = {**result.to_json(), "loader_ordinal": run.loaders.training}
     temporary = Path(request.result_path + ".tmp")

@@ -17,6 +17,7 @@ PUBLIC = [
     "Job",
     "MaxBatch",
     "MemfitError",
+    "SimulatedDevice",
     "StepFailed",
     "Timeline",
     "__version__",
@@ -27,6 +28,7 @@ PUBLIC = [
     "list_devices",
     "max_batch",
     "named_job",
+    "simulate",
 ]
 
 

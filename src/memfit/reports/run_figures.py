@@ -16,6 +16,9 @@ from memfit.reports.figures import Row, printable
 HARMLESS = "stand-in-value"
 """Code of the notes on values read from the device, which are summed up: they change no size by themselves."""
 
+REDIRECTED = "checkpoint-redirected"
+"""Code of the notes on checkpoints, which have a part of their own."""
+
 KEEPS = {"exact": "same results", "rounding": "same up to rounding", "changes training": "changes training"}
 
 NUM_TOP = 5
@@ -222,19 +225,27 @@ def shape(sizes: tuple[int, ...]) -> str:
     return " x ".join(map(str, sizes)) or "scalar"
 
 
+def notes(run: DryRun) -> list[Note]:
+    """The notes that are shown one by one."""
+    summed_up = {HARMLESS, REDIRECTED} if run.redirected else {HARMLESS}
+    return [] if run.estimate is None else [note for note in run.estimate.notes if note.code not in summed_up]
+
+
+def stand_ins(run: DryRun) -> str:
+    """All values that were read from the device in one line; "" where there are none."""
+    found = [] if run.estimate is None else [note for note in run.estimate.notes if note.code == HARMLESS]
+    if not found:
+        return ""
+    sources = list(dict.fromkeys(printable(note.source) for note in found if note.source))
+    places = f": {listed(sources)}" if sources else ""
+    values = "1 value was" if len(found) == 1 else f"{len(found)} values were"
+    return f"{values} read from the device and replaced by a stand-in, which changes no size by itself{places}"
+
+
 def note_lines(run: DryRun) -> list[str]:
-    """Each note in a line; values that were read from the device in one for all of them."""
-    notes = () if run.estimate is None else run.estimate.notes
-    lines = [note_line(note) for note in notes if note.code != HARMLESS]
-    harmless = [note for note in notes if note.code == HARMLESS]
-    if harmless:
-        sources = list(dict.fromkeys(printable(note.source) for note in harmless if note.source))
-        places = f": {listed(sources)}" if sources else ""
-        values = "1 value was" if len(harmless) == 1 else f"{len(harmless)} values were"
-        lines.append(
-            f"{values} read from the device and replaced by a stand-in, which changes no size by itself{places}"
-        )
-    return lines
+    """Each note in a line, and one for all stand-ins."""
+    lines = [*map(note_line, notes(run)), stand_ins(run)]
+    return [line for line in lines if line]
 
 
 def note_line(note: Note) -> str:

@@ -14,10 +14,9 @@ def build_run_payload(run: DryRun) -> dict[str, Any]:
     estimate = run.estimate
     if estimate is None:
         raise BadInput(f"there is nothing to draw: {run_figures.verdict(run)}.")
-    harmless = [note for note in estimate.notes if note.code == run_figures.HARMLESS]
-    notes = [[note.code, note.text, note.source] for note in estimate.notes if note.code != run_figures.HARMLESS]
-    if harmless:
-        notes.append([run_figures.HARMLESS, run_figures.note_lines(run)[-1], ""])
+    notes = [[note.code, note.text, note.source] for note in run_figures.notes(run)]
+    if run_figures.stand_ins(run):
+        notes.append([run_figures.HARMLESS, run_figures.stand_ins(run), ""])
     fatal, late = run.fatal, None if run.scan is None else run.scan.failure
     failed = [failure for failure in (fatal, late) if failure is not None]
     # The page has places of its own for these.

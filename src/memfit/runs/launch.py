@@ -168,7 +168,7 @@ def _crash(request: Request, return_code: int) -> DryRun:
 
 def _explain(return_code: int) -> str:
     if return_code >= 0:
-        return f"the process ended with exit code {return_code} and left no result, as after os._exit()"
+        return f"the process ended with exit code {return_code} and left no result; what it printed last may say why"
     try:
         number = signal.Signals(-return_code)
     except ValueError:

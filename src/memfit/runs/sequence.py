@@ -11,6 +11,7 @@ from dataclasses import replace
 from memfit.core.dryrun import DryRun, Failure, Outcome, Request, Scan
 from memfit.core.estimate import Estimate
 from memfit.core.replay import OutOfMemory
+from memfit.core.timeline import Timeline
 from memfit.runs.launch import run_child
 
 _RAN = (Outcome.COMPLETED, Outcome.ENDED)
@@ -34,7 +35,7 @@ def dry_run(
     too_large = None
     if run.outcome is Outcome.OUT_OF_MEMORY:
         announce("running the script once more on a device without a limit, to see what it would need")
-        run = replace(run, estimate=_need(run, request))
+        run = _with_need(run, request)
         too_large = run.estimate
     elif request.scan and run.outcome in _RAN:
         announce(f"running the script once more, from the largest of {request.scan} batches on")
@@ -43,19 +44,29 @@ def dry_run(
     return replace(run, seconds=time.perf_counter() - started), too_large
 
 
-def _need(died: DryRun, request: Request) -> Estimate | None:
-    """What the script would need: the estimate of an unlimited device, with the failure of the limited one noted.
+def _with_need(died: DryRun, request: Request) -> DryRun:
+    """The run with the estimate of an unlimited device, in which the failure of the limited one is noted.
 
-    Where that run ends no later than the limited one, that is all there is to know.
+    Where that run tells no more than the limited one, what is known of the latter is all there is to know.
     """
     free = DryRun.from_json(run_child(replace(request, unlimited=True), silent=True))
     known, found, fatal = died.estimate, free.estimate, died.fatal
     if found is None or (known is not None and found.peak_bytes <= known.peak_bytes):
         found = known
     if found is None or fatal is None:
-        return found
+        return replace(died, estimate=found)
     device = found.device if known is None else known.device
-    return replace(found, device=device, replay=replace(found.replay, out_of_memory=_noted(fatal)))
+    estimate = replace(found, device=device, replay=replace(found.replay, out_of_memory=_noted(fatal)))
+    named = _classified(fatal, found.timeline)
+    return replace(died, estimate=estimate, failures=tuple(named if f is fatal else f for f in died.failures))
+
+
+def _classified(failure: Failure, timeline: Timeline) -> Failure:
+    """The failure with its bytes by the categories of a run that went on: only then do activations show as such."""
+    by_category = timeline.breakdown(failure.tick - 1, lambda block: str(block.category))
+    # The same blocks, or else the runs did not do the same until then.
+    same = sum(by_category.values()) == sum(failure.by_category.values())
+    return replace(failure, by_category=by_category) if same else failure
 
 
 def _noted(failure: Failure) -> OutOfMemory:
@@ -66,15 +77,16 @@ def _scan(request: Request) -> tuple[Scan, Estimate | None]:
     """How the batches vary and whether the largest fits; with its estimate where it doesn't."""
     request = replace(request, largest_first=True, steps=max(_MIN_SCAN_STEPS, request.steps))
     run = DryRun.from_json(run_child(request, silent=True))
-    if run.scan is None or run.scan.problem:
-        return run.scan or Scan(problem=_why_not(run)), None
+    scan = run.scan
+    if scan is None or scan.problem:
+        return scan or Scan(problem=_why_not(run)), None
     if run.outcome is Outcome.OUT_OF_MEMORY:
-        need = _need(run, request)
-        peak_bytes = None if need is None else need.peak_bytes
-        return replace(run.scan, fits=False, peak_bytes=peak_bytes, failure=run.fatal), need
+        run = _with_need(run, request)
+        peak_bytes = None if run.estimate is None else run.estimate.peak_bytes
+        return replace(scan, fits=False, peak_bytes=peak_bytes, failure=run.fatal), run.estimate
     if run.outcome in _RAN and run.estimate is not None:
-        return replace(run.scan, fits=run.fits, peak_bytes=run.estimate.peak_bytes), None
-    return replace(run.scan, problem=_why_not(run)), None
+        return replace(scan, fits=run.fits, peak_bytes=run.estimate.peak_bytes), None
+    return replace(scan, problem=_why_not(run)), None
 
 
 def _why_not(run: DryRun) -> str:

@@ -232,8 +232,18 @@ def test_a_scan_without_batches_says_why():
 def test_notes_name_their_place_and_stand_ins_are_summed_up():
     assert run_figures.note_lines(make_run()) == [
         "data-dependent shape at train.py:88: nonzero: its size depends on data; upper bound used",
-        "2 values were read from the device and replaced by a stand-in; no size follows from that: "
+        "2 values were read from the device and replaced by a stand-in, which changes no size by itself: "
         "train.py:91, train.py:97",
+    ]
+
+
+def test_checkpoints_that_are_listed_need_no_notes():
+    redirected = Note("checkpoint-redirected", "a.pt was not touched", "train.py:4")
+    estimate = make_run_estimate(notes=(redirected,))
+
+    assert run_figures.note_lines(make_run(estimate=estimate, redirected={"a.pt": "b.pt"})) == []
+    assert run_figures.note_lines(make_run(estimate=estimate)) == [
+        "checkpoint redirected at train.py:4: a.pt was not touched"
     ]
 
 
@@ -242,7 +252,7 @@ def test_many_stand_ins_stay_one_line():
     run = make_run(estimate=make_run_estimate(notes=notes))
 
     assert run_figures.note_lines(run) == [
-        "6 values were read from the device and replaced by a stand-in; no size follows from that: "
+        "6 values were read from the device and replaced by a stand-in, which changes no size by itself: "
         "train.py:1, train.py:2, train.py:3 and 2 more"
     ]
 
@@ -251,7 +261,7 @@ def test_a_single_stand_in_without_a_place():
     run = make_run(estimate=make_run_estimate(notes=(Note("stand-in-value", "a value"),)))
 
     assert run_figures.note_lines(run) == [
-        "1 value was read from the device and replaced by a stand-in; no size follows from that"
+        "1 value was read from the device and replaced by a stand-in, which changes no size by itself"
     ]
     assert run_figures.note_lines(make_run(estimate=None)) == []
 

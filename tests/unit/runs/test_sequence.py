@@ -4,6 +4,7 @@ import pytest
 
 from memfit.core.dryrun import Outcome, Request
 from memfit.core.units import MIB
+from memfit.runs import sequence
 from memfit.runs.sequence import dry_run
 from tests.unit.reports.builders import RTX_3090
 from tests.unit.reports.run_builders import make_failure, make_run_estimate
@@ -115,3 +116,17 @@ def test_a_script_that_fails_is_not_scanned(child):
 
     assert result.scan is None
     assert len(child()) == 1
+
+
+def test_bytes_at_the_failure_get_the_categories_of_the_run_that_went_on():
+    # GIVEN a failure whose bytes were not told apart yet, on a timeline that tells them
+    timeline = make_run_estimate().timeline
+    known = timeline.breakdown(199, lambda block: str(block.category))
+    early = make_failure(tick=200, by_category={"temporary": sum(known.values())})
+
+    assert sequence._classified(early, timeline).by_category == known
+    assert known["activation"] > 0
+
+    # WHEN the two disagree on how much there was, the first is believed
+    other = make_failure(tick=200, by_category={"temporary": 1})
+    assert sequence._classified(other, timeline) == other

@@ -7,26 +7,12 @@ asked gets PyTorch's own error, at that very moment.
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from memfit.adapters.torch.cuda_memory import DeviceMemory
 from memfit.adapters.torch.recorder import Recorder
 from memfit.core.replay import OutOfMemory, Replay
 from memfit.core.timeline import Category
-
-
-class Memory(Protocol):
-    """A device that gives memory as it is asked for, such as `memfit.allocator.LiveAllocator`."""
-
-    allocated_bytes: int
-    reserved_bytes: int
-    num_segments: int
-    num_retries: int
-
-    def malloc(self, size_bytes: int) -> Any:
-        """A block, or None when the device is full."""
-
-    def free(self, block: Any) -> None:
-        """Takes a block back."""
 
 
 class LiveRecorder(Recorder):
@@ -36,14 +22,20 @@ class LiveRecorder(Recorder):
         origin: gives (module path, source line) of what runs now.
         memory: the device.
         refuse: takes the bytes that were asked for and the operator, returns the exception to raise.
+        configure: called before the first block is asked for.
     """
 
     def __init__(
-        self, origin: Callable[[], tuple[str, str]], memory: Memory, refuse: Callable[[int, str], Exception]
+        self,
+        origin: Callable[[], tuple[str, str]],
+        memory: DeviceMemory,
+        refuse: Callable[[int, str], Exception],
+        configure: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(origin)
         self._memory = memory
         self._refuse = refuse
+        self._configure = configure
         self._held: dict[int, Any] = {}
         self._allocated: list[int] = []
         self._reserved: list[int] = []
@@ -110,6 +102,8 @@ class LiveRecorder(Recorder):
         with self._lock:
             self._busy = True
             try:
+                if not self._allocated:
+                    self._configure()
                 block = self._memory.malloc(size_bytes)
                 if block is None:
                     return None

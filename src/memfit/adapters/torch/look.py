@@ -50,6 +50,8 @@ class Look(TorchFunctionMode):
         self._type = places.device.type
         self._scalars_stay = False
         self.default_device: torch.device | None = None
+        self.check_index: Callable[[int], None] = lambda index: None
+        """Called with the index of each device that is named; raises where there is no such device."""
         self.on_parameter: Callable[[torch.Tensor], None] = lambda parameter: None
         """Called when a module has moved a parameter to the simulated device."""
         self.on_departure: Callable[[torch.Tensor, torch.Tensor], None] = lambda tensor, before: None
@@ -87,6 +89,7 @@ class Look(TorchFunctionMode):
             torch.tensor: self._from_data,
             torch.as_tensor: self._from_data,
             torch.asarray: self._from_data,
+            torch.device: self._named_device,
         }
         if self._type == "cpu":
             return handlers | {tensor.numpy: self._from_host_copy, tensor.__array__: self._from_host_copy}
@@ -103,6 +106,9 @@ class Look(TorchFunctionMode):
             return func(*args, **kwargs)
         if "generator" in kwargs and getattr(kwargs["generator"], "is_simulated", False):
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        if kwargs.get("pin_memory"):
+            # PyTorch asks the accelerator's library for pinned memory.
+            return self.__torch_function__(func, types, args, {**kwargs, "pin_memory": False}).pin_memory()
         device = kwargs.get("device")
         if device is not None:
             return self._call_for(device, func, args, kwargs)
@@ -142,14 +148,15 @@ class Look(TorchFunctionMode):
 
     def place(self, device: Any) -> torch.device | None:
         """The place that shape-only tensors for `device` have; None when real tensors go there."""
-        if isinstance(device, int):
-            return torch.device("cuda", device) if self._type == "cuda" else None
-        device = torch.device(device)
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         if device.type == "meta":
             return BARE
         if device.type != self._type:
             return None
-        return self._places.device if device.index is None else device
+        if device.index is None:
+            return self._places.device
+        self.check_index(device.index)
+        return device
 
     def _call_for(self, device: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls `func` so that what it makes is on `device`."""
@@ -158,6 +165,12 @@ class Look(TorchFunctionMode):
             return func(*args, **{**kwargs, "device": device})
         with self._places.requesting(place):
             return func(*args, **{**kwargs, "device": META})
+
+    def _named_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`torch.device(0)` is a device of the accelerator, of which a build without CUDA knows none."""
+        if len(args) == 1 and type(args[0]) is int and self._type == "cuda":
+            return torch.device("cuda", args[0])
+        return func(*args, **kwargs)
 
     def _device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = func(*args)

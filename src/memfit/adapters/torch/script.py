@@ -11,7 +11,7 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from memfit.adapters.torch import distributed, failures
 from memfit.adapters.torch.checkpoints import Checkpoints
-from memfit.adapters.torch.live_recorder import Memory
+from memfit.adapters.torch.cuda_memory import DeviceMemory
 from memfit.adapters.torch.loaders import Loaders
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS
 from memfit.adapters.torch.session import Session
@@ -34,13 +34,21 @@ class ScriptRun:
     Args:
         request: the script and the device.
         memory: what the device can give.
+        configure: called before the first allocation, when the script has had its chance to set the allocator.
     """
 
-    def __init__(self, request: Request, memory: Memory) -> None:
+    def __init__(
+        self, request: Request, memory: DeviceMemory, configure: Callable[[], None] = lambda: None
+    ) -> None:
         self._request = request
         self.loaders = Loaders(request.scan, request.loader_ordinal if request.largest_first else None)
         self.session = Session(
-            request.device, memory, count=request.count, steps=request.steps, settled=self.loaders.settle
+            request.device,
+            memory,
+            count=request.count,
+            steps=request.steps,
+            settled=self.loaders.settle,
+            configure=configure,
         )
         report = self.session.simulation.notes.report
         self._checkpoints = Checkpoints(request.checkpoint_folder or None, report, self.session.simulation.look.put)

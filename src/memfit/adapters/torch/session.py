@@ -17,10 +17,11 @@ import torch
 from torch.utils._python_dispatch import _pop_mode
 
 from memfit.adapters.torch import interception
-from memfit.adapters.torch.cuda_memory import out_of_memory_message
+from memfit.adapters.torch.cuda_devices import CudaDevices
+from memfit.adapters.torch.cuda_memory import DeviceMemory, out_of_memory_message
 from memfit.adapters.torch.cuda_module import cuda_replacements
 from memfit.adapters.torch.distributed import distributed_replacements
-from memfit.adapters.torch.live_recorder import LiveRecorder, Memory
+from memfit.adapters.torch.live_recorder import LiveRecorder
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.replacement import Replacement
 from memfit.adapters.torch.restoration import Restoration, random_states_kept
@@ -49,16 +50,18 @@ class Session:
         count: devices of that kind that PyTorch sees; the memory is that of the first.
         steps: optimizer steps after which the program is ended.
         settled: called after each optimizer step.
+        configure: called before the first allocation.
     """
 
     def __init__(
         self,
         device: Device,
-        memory: Memory,
+        memory: DeviceMemory,
         *,
         count: int = 1,
         steps: int = NO_END,
         settled: Callable[[], None] = lambda: None,
+        configure: Callable[[], None] = lambda: None,
     ) -> None:
         self.device = device
         self.memory = memory
@@ -69,9 +72,10 @@ class Session:
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._num_recovered = 0
         self.origin = OriginTracker(met=self._met, entered=self._entered)
-        self.recorder = LiveRecorder(self.origin.current, memory, self._refuse)
+        self.recorder = LiveRecorder(self.origin.current, memory, self._refuse, configure)
         self.simulation = Simulation(device, self.recorder, self.origin, scripted=True)
         self.simulation.look.on_parameter = self._moved
+        self.simulation.look.check_index = CudaDevices(device, count).check
         self.counter = StepCounter(steps, self._begin_update, self._end_update)
 
     @contextmanager

@@ -17,9 +17,9 @@ class Shown(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         answer = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.is_meta.__get__:
+        if func == torch.Tensor.is_meta.__get__:
             return False
-        return GPU if func is torch.Tensor.device.__get__ and answer.type == "meta" else answer
+        return GPU if func == torch.Tensor.device.__get__ and answer.type == "meta" else answer
 
 
 class Places:

@@ -15,6 +15,25 @@ from memfit.adapters.torch.replacement import replaced
 THE_USERS = b"the user's"
 
 
+# Looked up when they are called: the stand-ins come later.
+OPENING = [
+    lambda: open("model.pt", "wb"),  # noqa: SIM115
+    lambda: open("model.pt", mode="wb", buffering=0),  # noqa: SIM115
+    lambda: io.open("model.pt", "wb"),  # noqa: SIM115, UP020
+    lambda: pathlib.Path("model.pt").open("wb"),  # noqa: SIM115
+    lambda: open(b"model.pt", "wb"),  # noqa: SIM115
+    lambda: open(os.path.abspath("model.pt"), "wb"),  # noqa: SIM115
+]
+RENAMING = [
+    lambda a, b: os.rename(a, b),
+    lambda a, b: os.replace(a, b),
+    lambda a, b: shutil.move(a, b),
+    lambda a, b: pathlib.Path(a).replace(b),
+]
+LINKING = [lambda a, b: os.link(a, b), lambda a, b: os.symlink(os.path.basename(a), b)]
+REMOVING = [lambda path: os.remove(path), lambda path: os.unlink(path), lambda path: pathlib.Path(path).unlink()]
+
+
 class Overlay:
     def __init__(self, folder):
         self.notes = []
@@ -61,14 +80,7 @@ def read(path):
 
 @pytest.mark.parametrize(
     "opened",
-    [
-        lambda: open("model.pt", "wb"),
-        lambda: open("model.pt", mode="wb", buffering=0),
-        lambda: io.open("model.pt", "wb"),  # noqa: UP020
-        lambda: pathlib.Path("model.pt").open("wb"),
-        lambda: open(b"model.pt", "wb"),
-        lambda: open(os.path.abspath("model.pt"), "wb"),
-    ],
+    OPENING,
     ids=["open", "keywords", "io", "pathlib", "bytes", "absolute"],
 )
 def test_a_checkpoint_opened_for_writing_goes_elsewhere_and_is_found_again(overlay, here, opened):
@@ -167,7 +179,7 @@ def test_a_copy_of_the_users_file_over_another_of_the_users(overlay):
     assert overlay.names == ["model.pt"]
 
 
-@pytest.mark.parametrize("rename", [os.rename, os.replace, shutil.move, lambda a, b: pathlib.Path(a).replace(b)])
+@pytest.mark.parametrize("rename", RENAMING, ids=["rename", "replace", "move", "pathlib"])
 def test_a_temporary_name_that_becomes_the_final_one(overlay, rename):
     write("model.pt.tmp")
 
@@ -248,7 +260,7 @@ def test_a_folder_that_is_renamed(overlay):
     assert not os.path.exists("staging/model.pt")
 
 
-@pytest.mark.parametrize("link", [os.link, lambda a, b: os.symlink(os.path.basename(a), b)], ids=["hard", "symbolic"])
+@pytest.mark.parametrize("link", LINKING, ids=["hard", "symbolic"])
 def test_links_to_a_redirected_file(overlay, link):
     write("runs/last.ckpt")
 
@@ -267,7 +279,7 @@ def test_other_links_are_made(overlay, here):
     os.remove("link.txt")
 
 
-@pytest.mark.parametrize("remove", [os.remove, os.unlink, lambda path: pathlib.Path(path).unlink()])
+@pytest.mark.parametrize("remove", REMOVING, ids=["remove", "unlink", "pathlib"])
 def test_an_older_checkpoint_is_not_removed(overlay, here, remove):
     remove("old.pt")
 

@@ -159,7 +159,7 @@ def test_what_the_script_removed_is_gone_for_it_until_it_writes_it_again(files, 
             ask(path)
     assert [code for code, _ in notes] == [KEPT]
     assert path.read_text() == "the user's"
-    assert files.existing(path) if files.target(path) else None
+    assert files.target(path) == files.existing(path)
     assert [code for code, _ in notes] == [KEPT, REDIRECTED]
 
 
