@@ -32,7 +32,9 @@ is one message that says what was given, what was expected and what to do.
 | ---: | --- |
 | 0 | the step fits, or the command did its work |
 | 2 | bad usage or bad input; also a step whose own code fails while it is traced |
-| 3 | the step does not fit (`estimate`, `compare`: any of them; `max-batch`: not even one sample) |
+| 3 | the step does not fit (`estimate`, `compare`: any of them; `max-batch`: not even one sample; `dryrun`: the script died of it, or the largest batch of its scan does not fit) |
+| 4 | `dryrun`: the script failed for a reason of its own, or its process crashed |
+| 5 | `dryrun`: the script ended without an optimizer step |
 | 130 | interrupted |
 
 A job whose fate is unknown, because the device's memory is, exits with 0.
@@ -64,9 +66,11 @@ def _section(name: str, parser: argparse.ArgumentParser) -> str:
 
 def _spelling(action: argparse.Action) -> str:
     value = "" if action.nargs == 0 else str(action.metavar or action.dest.upper())
+    if action.nargs == argparse.REMAINDER and action.option_strings:
+        value += " ARGS ..."
     if not action.option_strings:
         spelled = action.metavar or action.dest
-        return f"`{spelled} ...`" if action.nargs == "+" else f"`{spelled}`"
+        return f"`{spelled} ...`" if action.nargs in ("+", argparse.REMAINDER) else f"`{spelled}`"
     if action.choices is not None:
         value = "NAME"
     return ", ".join(f"`{option} {value}`".replace(" `", "`") for option in action.option_strings)

@@ -16,6 +16,7 @@ ROWS = (
     ("planner", "guard", "monitor", "data", "doctor", "shrink", "cloud", "runs"),
     ("reports",),
     ("_api", "_child"),
+    ("_simulate",),
     ("memfit",),
     ("commands",),
     ("__main__",),

@@ -30,6 +30,18 @@ JOB_FLAGS = [
 ]
 FLAGS = {
     "estimate": ["TARGET", *JOB_FLAGS, "--html"],
+    "dryrun": [
+        "--device -d",
+        "--count",
+        "--steps",
+        "--scan",
+        "--keep-checkpoints",
+        "--json",
+        "--html",
+        "-m",
+        "SCRIPT",
+        "ARGS",
+    ],
     "max-batch": ["TARGET", *(f for f in JOB_FLAGS if f[:6] not in ("--batc", "--work")), "--candidates"],
     "compare": ["TARGET", *JOB_FLAGS],
     "devices": ["NAME", "--json"],

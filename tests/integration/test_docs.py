@@ -104,8 +104,9 @@ def test_every_note_code_is_documented():
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     codes = set(re.findall(r'Note\(\s*"([a-z-]+)"', sources))
     codes |= set(re.findall(r'^[A-Z_]+ = "([a-z]+(?:-[a-z]+)+)"$', sources, re.MULTILINE))
-    page = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"^\| `([a-z-]+)` \|", page.partition("\n## Notes\n")[2], re.MULTILINE))
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("estimate.md", "dryrun.md")]
+    tables = "\n".join(page.partition("\n## Notes\n")[2] for page in pages)
+    documented = set(re.findall(r"^\| `([a-z-]+)` \|", tables, re.MULTILINE))
 
     assert {"data-dependent-shape", "cache-released"} <= codes, "the search for codes is wrong"
     assert codes == documented

@@ -14,6 +14,7 @@ import torch.optim as optim
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--frame-size", type=int, default=84)
+parser.add_argument("--speed", type=int, default=12, help="pixels the ball falls per step")
 parser.add_argument("--memory-size", type=int, default=1000)
 parser.add_argument("--learning-starts", type=int, default=16)
 parser.add_argument("--total-steps", type=int, default=24)
@@ -32,8 +33,8 @@ class CatchEnv:
 
     num_actions = 3
 
-    def __init__(self, size, seed=0):
-        self.size = size
+    def __init__(self, size, speed, seed=0):
+        self.size, self.speed = size, speed
         self.rng = np.random.default_rng(seed)
 
     def reset(self):
@@ -50,7 +51,7 @@ class CatchEnv:
 
     def step(self, action):
         self.paddle = int(np.clip(self.paddle + 4 * (action - 1), 0, self.size - 1))
-        self.ball[0] += 12
+        self.ball[0] += self.speed
         done = self.ball[0] >= self.size - 1
         self.ball[0] = min(self.ball[0], self.size - 1)
         reward = (1.0 if abs(self.ball[1] - self.paddle) < 4 else -1.0) if done else 0.0
@@ -95,7 +96,7 @@ def main():
     args = parser.parse_args()
     random.seed(0)
     torch.manual_seed(0)
-    env = CatchEnv(args.frame_size)
+    env = CatchEnv(args.frame_size, args.speed)
     policy_net = DQN(args.frame_size, env.num_actions).to(device)
     target_net = DQN(args.frame_size, env.num_actions).to(device)
     target_net.load_state_dict(policy_net.state_dict())

@@ -155,6 +155,11 @@ class SimulatedOperators(TorchDispatchMode):
             out = shapes.run(func, args, kwargs, self._execute)
         return self._record(func, args, kwargs, out, fresh=kind is Behaviour.FRESH)
 
+    def read_number(self, tensor: torch.Tensor) -> Any:
+        """The number in a tensor of one element, or what stands in for it."""
+        known = self._values.of(tensor) if self._values is not None else None
+        return fallbacks.stand_in(tensor, self._report) if known is None else known.item()
+
     def _exact(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The true output of an operator that needs values, where they are known."""
         if self._values is None:
@@ -251,6 +256,9 @@ class SimulatedOperators(TorchDispatchMode):
         self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: torch.device
     ) -> Any:
         """Runs an operator of another place: for its shapes, on nobody's account."""
+        if place.type == "cpu":
+            # A large model's weights, which the host holds as shapes, among tensors that it really holds.
+            args, kwargs = _as_shapes(args), {name: _as_shapes(value) for name, value in kwargs.items()}
         special = self._rules.get(func._schema.name)
         out = special(func, args, kwargs, self._report) if special is not None else NotImplemented
         if out is NotImplemented:
@@ -267,20 +275,22 @@ class SimulatedOperators(TorchDispatchMode):
         if func._schema.name in _MIXED_DEVICES_ALLOWED and not self._host_is_device:
             return args, kwargs
 
-        def convert(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                if value.is_meta or value.dim() == 0:
-                    return value
-                if not self._host_is_device and value.is_cpu:
-                    raise RuntimeError(
-                        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
-                    )
-                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
-            if isinstance(value, list | tuple):
-                return type(value)(convert(part) for part in value)
-            return value
+        if not self._host_is_device and any(t.is_cpu and t.dim() for t in shapes.tensors((*args, *kwargs.values()))):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+            )
+        return _as_shapes(args), {name: _as_shapes(value) for name, value in kwargs.items()}
 
-        return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
+
+def _as_shapes(value: Any) -> Any:
+    """`value` with the tensors in it that have more than one element as shapes only."""
+    if isinstance(value, torch.Tensor):
+        if value.is_meta or value.dim() == 0:
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+    if isinstance(value, list | tuple):
+        return type(value)(_as_shapes(part) for part in value)
+    return value
 
 
 def _check_same_dtype(args: tuple[Any, ...]) -> None:

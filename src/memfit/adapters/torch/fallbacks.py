@@ -108,7 +108,12 @@ def _bincount(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], rep
 
 
 def _scalar(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    value = _stand_in(args[0])
+    return stand_in(args[0], report)
+
+
+def stand_in(tensor: torch.Tensor, report: Report) -> Any:
+    """What the number in `tensor` is taken to be, and a note of it."""
+    value = _stand_in(tensor)
     report(STAND_IN, f"a value was read from the device: {value!r} stands in for it")
     return value
 

@@ -50,6 +50,8 @@ class Look(TorchFunctionMode):
         self._type = places.device.type
         self._scalars_stay = False
         self.default_device: torch.device | None = None
+        self.is_large_weight: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda args, kwargs: False
+        """Whether `torch.empty(*args, **kwargs)` makes a weight that the host need not hold."""
         self.check_index: Callable[[int], None] = lambda index: None
         """Called with the index of each device that is named; raises where there is no such device."""
         self.on_parameter: Callable[[torch.Tensor], None] = lambda parameter: None
@@ -90,6 +92,7 @@ class Look(TorchFunctionMode):
             torch.as_tensor: self._from_data,
             torch.asarray: self._from_data,
             torch.device: self._named_device,
+            torch.empty: self._empty,
         }
         if self._type == "cpu":
             return handlers | {tensor.numpy: self._from_host_copy, tensor.__array__: self._from_host_copy}
@@ -102,13 +105,17 @@ class Look(TorchFunctionMode):
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
+        return self._plain(func, args, kwargs)
+
+    def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls `func` with devices named as they really are."""
         if self._scalars_stay and func in _SIZED and args and args[0] in ((), []):
             return func(*args, **kwargs)
         if "generator" in kwargs and getattr(kwargs["generator"], "is_simulated", False):
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         if kwargs.get("pin_memory"):
             # PyTorch asks the accelerator's library for pinned memory.
-            return self.__torch_function__(func, types, args, {**kwargs, "pin_memory": False}).pin_memory()
+            return self._plain(func, args, {**kwargs, "pin_memory": False}).pin_memory()
         device = kwargs.get("device")
         if device is not None:
             return self._call_for(device, func, args, kwargs)
@@ -158,6 +165,14 @@ class Look(TorchFunctionMode):
         self.check_index(device.index)
         return device
 
+    def _empty(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`torch.empty` on the host: of shapes only where that is a large model's weight."""
+        device = kwargs.get("device", self.default_device)
+        if (device is None or torch.device(device).type == "cpu") and self.is_large_weight(args, kwargs):
+            with self._places.requesting(torch.device("cpu")):
+                return func(*args, **{**kwargs, "device": META})
+        return self._plain(func, args, kwargs)
+
     def _call_for(self, device: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls `func` so that what it makes is on `device`."""
         place = self.place(device)
@@ -186,10 +201,10 @@ class Look(TorchFunctionMode):
         return self._type == "cuda" if self._simulated(args) else bool(func(*args))
 
     def _is_cpu(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return self._type == "cpu" if self._simulated(args) else bool(func(*args))
+        return self._places.of(args[0]).type == "cpu" if self._shape_only(args[0]) else bool(func(*args))
 
     def _is_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return self._shape_only(args[0]) and not self._simulated(args)
+        return self._shape_only(args[0]) and self._places.of(args[0]) == BARE
 
     def _index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if self._simulated(args):
@@ -219,6 +234,8 @@ class Look(TorchFunctionMode):
         if place is None:
             if self._guessed_host(tensor, device):
                 place = self._places.device
+            elif self._on_host_as_shape(tensor):
+                return func(tensor, **kwargs)
             else:
                 return func(tensor, device=device, **kwargs)
         if not self._shape_only(tensor):
@@ -229,6 +246,9 @@ class Look(TorchFunctionMode):
             return func(tensor, **kwargs)
         with self._places.requesting(place):
             return func(tensor, **{**kwargs, "copy": True})
+
+    def _on_host_as_shape(self, tensor: Any) -> bool:
+        return self._type != "cpu" and self._shape_only(tensor) and self._places.of(tensor).type == "cpu"
 
     def _guessed_host(self, tensor: Any, device: Any) -> bool:
         """Whether `.to(device)` names the host only because this machine has no GPU.
@@ -248,7 +268,8 @@ class Look(TorchFunctionMode):
         return self._move(args[0], "cuda" if given is None else given, torch.Tensor.to, {})
 
     def _cpu(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[0] if self._type == "cpu" and self._simulated(args) else func(*args, **kwargs)
+        stays = self._on_host_as_shape(args[0]) or (self._type == "cpu" and self._simulated(args))
+        return args[0] if stays else func(*args, **kwargs)
 
     def _cast_by_name(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`x.type()` and `x.type(torch.cuda.FloatTensor)`, which names a device as well as a dtype."""
@@ -265,7 +286,10 @@ class Look(TorchFunctionMode):
         """`parameter.data = moved`: how modules change their device while the parameter stays the same object."""
         target, value = args
         if self._shape_only(target) == self._shape_only(value):
+            arrives = self._on_host_as_shape(target) and self._simulated((value,))
             func(*args)
+            if arrives:
+                self.on_parameter(target)
             return
         shell = value.detach().requires_grad_(target.requires_grad)
         if target.grad is not None:
@@ -288,7 +312,7 @@ class Look(TorchFunctionMode):
         if isinstance(data, torch.Tensor):
             return self._from_tensor(func, data, args, kwargs, device)
         if device is None or self.place(device) is None:
-            return func(*args, **kwargs, **({} if device is None else {"device": device}))
+            return func(*_on_host(args), **kwargs, **({} if device is None else {"device": device}))
         grad = kwargs.pop("requires_grad", False)
         made = func(*_on_host(args), **kwargs)
         return self._move(made, device, torch.Tensor.to, {}).requires_grad_(grad)
@@ -347,13 +371,19 @@ class Look(TorchFunctionMode):
             parts.append(f"grad_fn=<{type(tensor.grad_fn).__name__}>")
         elif tensor.requires_grad:
             parts.append("requires_grad=True")
-        text = f"tensor({', '.join(parts)})"
-        return f"Parameter containing:\n{text}" if isinstance(tensor, torch.nn.Parameter) else text
+        return f"tensor({', '.join(parts)})"
 
     def _from_host_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(args[0].detach().to("cpu") if self._simulated(args) else args[0], *args[1:], **kwargs)
+        tensor = args[0]
+        if self._on_host_as_shape(tensor):
+            tensor = fallbacks.host_zeros(tensor.shape, tensor.dtype)
+        elif self._simulated(args):
+            tensor = tensor.detach().to("cpu")
+        return func(tensor, *args[1:], **kwargs)
 
     def _no_array(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._on_host_as_shape(args[0]):
+            return self._from_host_copy(func, args, kwargs)
         if self._simulated(args):
             raise TypeError(
                 f"can't convert {self._places.of(args[0])} device type tensor to numpy. "

@@ -21,6 +21,7 @@ from memfit.adapters.torch.cuda_devices import CudaDevices
 from memfit.adapters.torch.cuda_memory import DeviceMemory, out_of_memory_message
 from memfit.adapters.torch.cuda_module import cuda_replacements
 from memfit.adapters.torch.distributed import distributed_replacements
+from memfit.adapters.torch.large_weights import LargeWeights
 from memfit.adapters.torch.live_recorder import LiveRecorder
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.replacement import Replacement
@@ -75,6 +76,7 @@ class Session:
         self.recorder = LiveRecorder(self.origin.current, memory, self._refuse, configure)
         self.simulation = Simulation(device, self.recorder, self.origin, scripted=True)
         self.simulation.look.on_parameter = self._moved
+        self.simulation.look.is_large_weight = LargeWeights(self.simulation.notes.report)
         self.simulation.look.check_index = CudaDevices(device, count).check
         self.counter = StepCounter(steps, self._begin_update, self._end_update)
 

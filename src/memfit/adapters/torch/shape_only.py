@@ -46,8 +46,7 @@ def is_shape_only(tensor: Any) -> bool:
     if not isinstance(tensor, torch.Tensor):
         return False
     with torch._C.DisableTorchFunction():
-        dispatch: Any = type(tensor).__torch_dispatch__
-        return tensor.is_meta and tensor.layout is torch.strided and dispatch is torch.Tensor.__torch_dispatch__
+        return tensor.is_meta and tensor.layout is torch.strided and not _is_wrapper(tensor)
 
 
 def as_shape(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,10 +127,19 @@ class ShapeOnly:
         return _zeros(tensor) if is_shape_only(tensor) else tensor
 
     def _reduce(self, plain: Callable[..., Any], tensor: Any, protocol: int) -> Any:
-        device = self._device_of(tensor) if is_shape_only(tensor) else META
-        if device.type == "meta":
-            return plain(tensor, protocol)
+        with torch._C.DisableTorchFunction():
+            device = self._device_of(tensor) if tensor.is_meta and tensor.layout is torch.strided else META
+            if device.type != "meta":
+                return self._reduce_shape(tensor, device)
+        return plain(tensor, protocol)
+
+    def _reduce_shape(self, tensor: Any, device: torch.device) -> Any:
         warn_if_has_hooks(tensor)
+        if _is_wrapper(tensor):
+            # What it wraps is among its attributes.
+            view = tuple(tensor.size()), tensor.stride(), tensor.storage_offset(), tensor.layout
+            arguments = (type(tensor), tensor.dtype, *view, device, tensor.requires_grad)
+            return torch._utils._rebuild_wrapper_subclass, arguments
         self.num_stored += 1
         storage = tensor.untyped_storage()
         token = getattr(storage, _TOKEN, None)
@@ -141,11 +149,11 @@ class ShapeOnly:
             setattr(storage, _TOKEN, token)
         setattr(token, _LOCATION, f"{_TAG}{device}:{storage.nbytes()}")
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        view = tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.requires_grad, hooks
+        state = tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.requires_grad, hooks
         if tensor.dtype in torch.storage._new_dtypes():
-            return torch._utils._rebuild_tensor_v3, (token, *view, tensor.dtype)
+            return torch._utils._rebuild_tensor_v3, (token, *state, tensor.dtype)
         typed = torch.storage.TypedStorage(wrap_storage=token, dtype=tensor.dtype, _internal=True)
-        return torch._utils._rebuild_tensor_v2, (typed, *view)
+        return torch._utils._rebuild_tensor_v2, (typed, *state)
 
 
 class _Arrival:
@@ -180,6 +188,12 @@ class _Arrival:
 
     def _read(self, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
         return _shape(dtype, size, stride) if self._storage is None else _view(self._storage, dtype, 0, size, stride)
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether this tensor holds nothing but others, as DTensor does."""
+    dispatch: Any = type(tensor).__torch_dispatch__
+    return dispatch is not torch.Tensor.__torch_dispatch__
 
 
 @contextmanager
@@ -306,7 +320,7 @@ def _restore_wrapper(plain: Callable[..., Any], device: Any) -> Any:
     """Where tensors go that only wrap others, of which a real one must never be on the simulated device."""
     given = getattr(torch.serialization._serialization_tls.map_location, "given", device)
     if isinstance(given, dict):
-        given = given.get(device, device)
+        given = given.get(str(device), device)
     if given is not None and not isinstance(given, str | torch.device):
         return plain(device)
     wanted = torch.device(device if given is None else given)

@@ -98,12 +98,23 @@ class Simulation:
         """Simulates in this thread while it lasts; `answers` replace further functions of PyTorch."""
         with (
             replaced([*self._own_answers(), *answers]),
+            self._numbers_read_anywhere(),
             self.origin.following(),
             intercepting(self._interceptors),
             self.operators,
             self.look,
         ):
             yield
+
+    @contextmanager
+    def _numbers_read_anywhere(self) -> Iterator[None]:
+        """Lets constructors such as `torch.FloatTensor([loss])` read numbers: they switch all modes off first."""
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("_local_scalar_dense", self.operators.read_number, "Meta", allow_override=True)
+        try:
+            yield
+        finally:
+            library._destroy()
 
     @contextmanager
     def in_thread(self) -> Iterator[None]:

@@ -327,17 +327,31 @@ class Wrapper(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("map_location", "inner"),
-    [(None, "meta"), ("cuda", "meta"), ("cpu", "cpu"), ({"cuda:0": "cpu"}, "cpu")],
+    ("saved", "map_location", "expected"),
+    [
+        ("meta", None, "meta"),
+        ("meta", "cuda", "meta"),
+        ("meta", torch.device("cuda"), "meta"),
+        ("meta", "cpu", "cpu"),
+        ("meta", {"cuda:0": "cpu"}, "cpu"),
+        ("cpu", None, "cpu"),
+        ("cpu", {"cuda:0": "cpu"}, "cpu"),
+        ("cpu", "cuda", "meta"),
+    ],
 )
-def test_a_wrapper_is_never_on_a_real_gpu(storing, map_location, inner):
+def test_a_wrapper_is_where_its_parts_are_and_never_on_a_real_gpu(storing, saved, map_location, expected):
     with torch._C.DisableTorchFunction():
-        wrapper = Wrapper(simulated(3))
+        wrapper = Wrapper(torch.ones(3, device=saved))
 
     loaded = storing.back(wrapper, map_location, weights_only=False)
 
-    assert really(loaded.inner) == inner
-    assert really(loaded) in ("meta", "cpu")
+    assert type(loaded) is Wrapper
+    assert (really(loaded), really(loaded.inner)) == (expected, expected)
+
+
+def test_a_function_cannot_say_where_a_wrapper_goes(storing):
+    with pytest.raises(RuntimeError, match="Callable map_location not supported"):
+        storing.back(Wrapper(torch.ones(3)), lambda storage, location: storage, weights_only=False)
 
 
 def test_pytorch_is_restored():

@@ -1,0 +1,213 @@
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from memfit.adapters.torch.loaders import Loaders, arrays_in
+from memfit.adapters.torch.replacement import replaced
+
+LENGTHS = [3, 5, 2, 9, 4, 1]
+
+
+class Sentences(Dataset):
+    """Items of different lengths."""
+
+    def __init__(self, lengths=tuple(LENGTHS)):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return torch.full((self.lengths[index],), index)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (torch.zeros(length) for length in LENGTHS)
+
+
+def pad(items):
+    """One sentence per batch, under a name."""
+    return {"input_ids": torch.stack(items), "label": torch.zeros(len(items))}
+
+
+def loader(**options):
+    return DataLoader(Sentences(), collate_fn=pad, **options)
+
+
+def lengths(batches):
+    return [batch["input_ids"].shape[1] for batch in batches]
+
+
+def test_batches_are_the_loaders_own():
+    watch = Loaders()
+    with replaced(watch.replacements()):
+        iterator = iter(loader())
+
+        assert len(iterator) == 6
+        assert iter(iterator) is iterator
+        # Frameworks look at more than the protocol of iterators.
+        assert iterator._num_workers == 0
+        assert lengths(iterator) == LENGTHS
+    assert watch.scan() is None
+
+
+def test_the_loader_read_last_before_a_step_feeds_the_steps():
+    # GIVEN a script that looks at its validation data, begins an epoch, and begins another iteration it doesn't read
+    watch = Loaders()
+    with replaced(watch.replacements()):
+        list(loader())
+        training = iter(loader())
+        next(training)
+        iter(loader())
+        watch.settle()
+
+        # WHEN later steps and evaluations follow
+        list(loader())
+        watch.settle()
+
+    # THEN it is the second iteration, counted from 0
+    assert watch.training == 1
+
+
+def test_a_script_that_reads_no_loader_has_none():
+    watch = Loaders()
+    watch.settle()
+
+    assert watch.training is None
+    assert watch.scan() is None
+
+
+def test_the_largest_batch_comes_first_and_then_those_that_follow():
+    watch = Loaders(num_scanned=5, scanned=0)
+    with replaced(watch.replacements()):
+        seen = lengths(loader())
+
+    assert seen == [9, 1]
+
+
+def test_only_the_iteration_asked_for_is_drawn_ahead():
+    watch = Loaders(num_scanned=5, scanned=1)
+    with replaced(watch.replacements()):
+        assert lengths(loader()) == LENGTHS
+        assert watch.scan() is None
+        assert lengths(loader()) == [9, 1]
+        assert lengths(loader()) == LENGTHS
+
+
+def test_what_a_scan_tells():
+    progress = []
+    watch = Loaders(5, 0, progress.append)
+    with replaced(watch.replacements()):
+        next(iter(loader()))
+
+    scan = watch.scan()
+    assert (scan.num_batches, scan.total) == (5, 6)
+    assert progress == [1, 2, 3, 4, 5]
+    assert [(leaf.name, leaf.dtype, leaf.smallest_shape, leaf.largest_shape) for leaf in scan.leaves] == [
+        ("input_ids", "int64", (1, 2), (1, 9)),
+        ("label", "float32", (1,), (1,)),
+    ]
+    sizes = [8 * length + 4 for length in LENGTHS[:5]]
+    assert (scan.smallest_bytes, scan.median_bytes, scan.largest_bytes) == (min(sizes), sorted(sizes)[2], max(sizes))
+    assert (scan.largest_index, scan.largest_tokens) == (3, 9)
+    assert (scan.fits, scan.problem) == (None, "")
+
+
+def test_of_batches_alike_the_first_is_the_largest():
+    watch = Loaders(6, 0)
+    with replaced(watch.replacements()):
+        list(DataLoader(Sentences((4, 4, 4))))
+
+    assert watch.scan().largest_index == 0
+
+
+def test_a_loader_with_fewer_batches_than_asked_for_is_seen_whole():
+    watch = Loaders(1000, 0)
+    with replaced(watch.replacements()):
+        assert lengths(loader())[0] == 9
+
+    assert (watch.scan().num_batches, watch.scan().total) == (6, 6)
+
+
+def test_a_loader_that_does_not_know_its_length():
+    watch = Loaders(3, 0)
+    with replaced(watch.replacements()):
+        seen = [batch.shape[1] for batch in DataLoader(Stream())]
+
+    assert seen == [5, 9, 4, 1]
+    assert (watch.scan().num_batches, watch.scan().total) == (3, None)
+    # No integers, so nothing to call tokens.
+    assert watch.scan().largest_tokens is None
+
+
+def test_an_empty_loader_has_no_scan():
+    watch = Loaders(3, 0)
+    with replaced(watch.replacements()):
+        assert list(DataLoader(Sentences(()))) == []
+
+    assert watch.scan() is None
+
+
+@pytest.mark.parametrize("scanned", [None, 0], ids=["watched", "scanned"])
+def test_workers_are_the_loaders_own(scanned):
+    watch = Loaders(2, scanned)
+    with replaced(watch.replacements()):
+        seen = lengths(loader(num_workers=2))
+
+    assert seen == (LENGTHS if scanned is None else [5, 2, 9, 4, 1])
+
+
+def test_loaders_are_themselves_afterwards():
+    plain = DataLoader.__iter__
+    with replaced(Loaders().replacements()):
+        assert DataLoader.__iter__ is not plain
+
+    assert DataLoader.__iter__ is plain
+
+
+Pair = namedtuple("Pair", ["image", "label"])
+
+
+@dataclass
+class Item:
+    image: torch.Tensor
+    name: str = "a name"
+
+
+class Mine:
+    def __init__(self):
+        self.points = torch.zeros(2)
+        self.itself = self
+
+
+@pytest.mark.parametrize(
+    ("batch", "names"),
+    [
+        (torch.zeros(2), ["batch"]),
+        ([torch.zeros(2), 3, torch.zeros(1)], ["0", "2"]),
+        ({"image": torch.zeros(2), "meta": {"size": [torch.zeros(1)], "text": "a"}}, ["image", "meta.size.0"]),
+        (UserDict(image=torch.zeros(2)), ["image"]),
+        (Pair(torch.zeros(2), np.zeros(2)), ["0", "1"]),
+        (Item(torch.zeros(2)), ["image"]),
+        (SimpleNamespace(points=torch.zeros(2)), ["points"]),
+        (np.zeros(2), ["batch"]),
+        ("text", []),
+        (None, []),
+        ([None, "a", b"b", 1, 2.0, True], []),
+        (Item, []),
+    ],
+    ids=str,
+)
+def test_arrays_are_found_however_batches_are_nested(batch, names):
+    assert [name for name, _ in arrays_in(batch)] == names
+
+
+def test_objects_that_know_each_other_come_to_an_end():
+    assert next(iter(arrays_in(Mine())))[0] == "points"
+    assert len(list(arrays_in(Mine()))) < 20
