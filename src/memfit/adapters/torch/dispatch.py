@@ -252,9 +252,7 @@ class SimulatedOperators(TorchDispatchMode):
         place = next((place for place in found if place != BARE), BARE)
         return place if place != places.device else None
 
-    def _run_elsewhere(
-        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: torch.device
-    ) -> Any:
+    def _run_elsewhere(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: torch.device) -> Any:
         """Runs an operator of another place: for its shapes, on nobody's account."""
         if place.type == "cpu":
             # A large model's weights, which the host holds as shapes, among tensors that it really holds.

@@ -55,10 +55,7 @@ def distributed_replacements(count: int, report: Callable[[str, str], None]) -> 
         "is_nccl_available": lambda: True,
     }
     found = [
-        Replacement(owner, name, value)
-        for owner in owners
-        for name, value in stand_ins.items()
-        if hasattr(owner, name)
+        Replacement(owner, name, value) for owner in owners for name, value in stand_ins.items() if hasattr(owner, name)
     ]
     module = torch.nn.parallel.distributed
     return [
@@ -132,7 +129,7 @@ def _init_data_parallel() -> Callable[..., None]:
     return __init__
 
 
-def _keep_own_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _keep_own_gradients(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done

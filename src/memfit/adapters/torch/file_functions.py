@@ -185,6 +185,9 @@ class FileFunctions:
 
     def _rmtree(self, path: Path, ignore_errors: bool = False, *args: Any, **kwargs: Any) -> None:
         key = self._files.key(path)
+        if kwargs.get("dir_fd") is not None:
+            self._plain.rmtree(path, ignore_errors, *args, **kwargs)
+            return
         if key in self._files.removed:
             if not ignore_errors:
                 self._files.existing(path)

@@ -164,7 +164,7 @@ def _tokens(batch: Any) -> int | None:
 
 def arrays_in(value: Any, name: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
     """(place, tensor or NumPy array) for each one in a batch, however it is nested."""
-    if isinstance(value, torch.Tensor) or type(value).__module__ == "numpy" and hasattr(value, "nbytes"):
+    if isinstance(value, torch.Tensor) or (type(value).__module__ == "numpy" and hasattr(value, "nbytes")):
         yield name or "batch", value
         return
     parts: Any = ()

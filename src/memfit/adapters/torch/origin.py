@@ -20,7 +20,9 @@ import torch
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 HIDDEN_FOLDERS = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _PACKAGE + os.sep)
 # Where libraries live: the user's own code doesn't.
-INSTALLED_FOLDERS = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+INSTALLED_FOLDERS = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 # Frames outside of its tracer belong to whoever asked for the trace, not to the step.
 _DRIVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "trace.py")
 _NOWHERE = ("", "")

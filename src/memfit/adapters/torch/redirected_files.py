@@ -33,6 +33,7 @@ _FOLDER = re.compile(r"checkpoint-.+|checkpoint_\d+", re.IGNORECASE)
 # Downloads go there: fetching them again on every run would help nobody.
 _CACHES = ("XDG_CACHE_HOME", "TORCH_HOME", "HF_HOME", "HF_HUB_CACHE", "KERAS_HOME")
 _HOME_CACHES = ("~/.cache", "~/.keras")
+_SHARED_MEMORY = "/dev/shm/"
 
 
 class RedirectedFiles:
@@ -132,6 +133,8 @@ class RedirectedFiles:
         """Whether a file of that name is taken for a checkpoint, or for a part of one."""
         if key.startswith(tuple(root + os.sep for root in (self._folder, *self._caches) if root)):
             return False
+        if self._is_scratch(key):
+            return False
         folder, name = os.path.split(key)
         name = name.lower()
         for suffix in _UNFINISHED:
@@ -195,6 +198,15 @@ class RedirectedFiles:
                 self._note(REDIRECTED, folder, f"{folder}, made by this run, was moved to {place}")
             elif folder in asked and not os.listdir(folder):
                 os.rmdir(folder)
+
+    def _is_scratch(self, key: str) -> bool:
+        """Whether this is in a temporary folder of the script's own, through which it may talk to other processes."""
+        if not key.startswith((os.path.realpath(tempfile.gettempdir()) + os.sep, _SHARED_MEMORY)):
+            return False
+        folder = os.path.dirname(key)
+        while folder not in self.made and folder != os.path.dirname(folder):
+            folder = os.path.dirname(folder)
+        return folder in self.made and not _is_checkpoint_folder(folder)
 
     def _status(self, key: str) -> os.stat_result | None:
         try:

@@ -50,7 +50,7 @@ class Restoration:
         for reference, before in self._tensors.values():
             tensor = reference()
             if tensor is not None and tensor.is_meta:
-                torch._C._swap_tensor_impl(tensor, before)  # type: ignore[attr-defined]
+                torch._C._swap_tensor_impl(tensor, before)
         for owner, buffers in self._buffers.values():
             module = owner()
             if module is not None:

@@ -11,15 +11,14 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from memfit.adapters.torch import distributed, failures
 from memfit.adapters.torch.checkpoints import Checkpoints
 from memfit.adapters.torch.cuda_memory import DeviceMemory
+from memfit.adapters.torch.imports import on_import
 from memfit.adapters.torch.loaders import Loaders
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS
 from memfit.adapters.torch.session import Session
@@ -37,9 +36,7 @@ class ScriptRun:
         configure: called before the first allocation, when the script has had its chance to set the allocator.
     """
 
-    def __init__(
-        self, request: Request, memory: DeviceMemory, configure: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, request: Request, memory: DeviceMemory, configure: Callable[[], None] = lambda: None) -> None:
         self._request = request
         self.loaders = Loaders(request.scan, request.loader_ordinal if request.largest_first else None)
         self.session = Session(
@@ -60,7 +57,7 @@ class ScriptRun:
         answers = [*self.loaders.replacements(), *self._checkpoints.replacements()]
         for name, value in distributed.environment(self._request.count).items():
             os.environ.setdefault(name, value)
-        with _torchvision_mended(), self.session.running(answers):
+        with on_import({"torchvision": define_missing_operators}, {}), self.session.running(answers):
             _seed()
             try:
                 self._run_script()
@@ -152,25 +149,3 @@ def _without_our_frames(shown: traceback.TracebackException | None) -> None:
     shown.stack = traceback.StackSummary.from_list(kept)
     _without_our_frames(shown.__cause__)
     _without_our_frames(shown.__context__)
-
-
-@contextmanager
-def _torchvision_mended() -> Iterator[None]:
-    """Lets the script import a torchvision whose compiled operators don't match this build of PyTorch."""
-
-    class Finder:
-        """Hears of the first import of torchvision."""
-
-        @staticmethod
-        def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-            if name == "torchvision" and finder in sys.meta_path:
-                sys.meta_path.remove(finder)  # type: ignore[arg-type]
-                define_missing_operators()
-
-    finder = Finder()
-    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)  # type: ignore[arg-type]

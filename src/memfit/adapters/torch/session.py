@@ -11,16 +11,18 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _pop_mode
 
-from memfit.adapters.torch import interception
+from memfit.adapters.torch import interception, keras_optimizers
 from memfit.adapters.torch.cuda_devices import CudaDevices
 from memfit.adapters.torch.cuda_memory import DeviceMemory, out_of_memory_message
 from memfit.adapters.torch.cuda_module import cuda_replacements
 from memfit.adapters.torch.distributed import distributed_replacements
+from memfit.adapters.torch.imports import on_import
 from memfit.adapters.torch.large_weights import LargeWeights
 from memfit.adapters.torch.live_recorder import LiveRecorder
 from memfit.adapters.torch.origin import OriginTracker
@@ -84,9 +86,9 @@ class Session:
     def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
         """Shows PyTorch the device while it lasts."""
         # Imported before anything is replaced: it keeps what it finds at its first import.
-        import torch._dynamo
 
-        with ONE_AT_A_TIME, eager(), _left_in_children(), self._watching():
+        keras = {keras_optimizers.MODULE: self._watch_keras}
+        with ONE_AT_A_TIME, eager(), _left_in_children(), self._watching(), on_import({}, keras):
             report = self.simulation.notes.report
             given = cuda_replacements(self.device, self._count, self.memory, report, self.simulation.look)
             given += distributed_replacements(self._count, report)
@@ -95,7 +97,7 @@ class Session:
 
     @contextmanager
     def visiting(self) -> Iterator[None]:
-        """`running`, after which the process goes on as if nothing had been: models that moved come back as they were."""
+        """`running`, after which the process goes on as if nothing had been: models that moved come back."""
         restoration = Restoration()
         self.simulation.look.on_departure = restoration.remember
         with random_states_kept():
@@ -248,7 +250,21 @@ class Session:
     def _begin_update(self) -> None:
         self._enter(Phase.OPTIMIZER)
 
+    def _watch_keras(self, module: ModuleType) -> None:
+        keras_optimizers.watch_updates(module, self.counter.begin_step, self.counter.end_step)
+
     def _end_update(self, optimizer: Any) -> None:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._classify_state(optimizer)
+        else:
+            for tensor in keras_optimizers.state_of(optimizer):
+                self._classify(tensor, Category.OPTIMIZER_STATE, "")
+        # From here until a model is called it is the loop's own work.
+        self._enter(Phase.FORWARD)
+        self._num_recovered = len(self.failures)
+        self._settled()
+
+    def _classify_state(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in self._parameters:
@@ -257,10 +273,6 @@ class Session:
                 module = self._parameters[id(parameter)][1]
                 for tensor in tensors_in(dict(optimizer.state.get(parameter, {}))):
                     self._classify(tensor, Category.OPTIMIZER_STATE, module)
-        # From here until a model is called it is the loop's own work.
-        self._enter(Phase.FORWARD)
-        self._num_recovered = len(self.failures)
-        self._settled()
 
     def _classify(self, tensor: Any, category: Category, module: str) -> None:
         with torch._C.DisableTorchFunction():

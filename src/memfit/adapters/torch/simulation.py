@@ -63,9 +63,7 @@ class Simulation:
             otherwise it is one step that memfit drives.
     """
 
-    def __init__(
-        self, device: Device, recorder: Recorder, origin: OriginTracker, *, scripted: bool = False
-    ) -> None:
+    def __init__(self, device: Device, recorder: Recorder, origin: OriginTracker, *, scripted: bool = False) -> None:
         on_cuda = device.kind is Kind.CUDA
         device_type = "cuda" if on_cuda else "cpu"
         self.origin = origin

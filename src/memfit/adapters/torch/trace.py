@@ -187,7 +187,11 @@ class _Tracer:
         self.recorder.enter(Phase.OPTIMIZER, number)
         if optimizer is None:
             return
-        with failures.explained("optimizer step"), self.origin.inside(OPTIMIZER), self.simulation.look.keeping_scalars():
+        with (
+            failures.explained("optimizer step"),
+            self.origin.inside(OPTIMIZER),
+            self.simulation.look.keeping_scalars(),
+        ):
             if isinstance(optimizer, torch.optim.LBFGS):
                 optimizer.step(lambda: self._closure(optimizer, batch))
             else:

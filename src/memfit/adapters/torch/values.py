@@ -137,8 +137,7 @@ class KnownValues:
             return torch.empty_strided(simulated.shape, simulated.stride(), dtype=simulated.dtype, device=_CPU)
         storage = simulated.untyped_storage()
         shadow = self._shadows.get(storage._cdata)
-        # The sign and the conjugation of a lazy view are not in its storage.
-        if shadow is None or simulated.is_neg() or simulated.is_conj():
+        if shadow is None or _is_lazy(simulated):
             return None
         if shadow.size_bytes != storage.nbytes():
             self._drop(shadow)
@@ -207,8 +206,7 @@ class KnownValues:
 
     def _drop(self, shadow: "weakref.ref[Any]") -> None:
         assert isinstance(shadow, _Shadow)
-        if self._shadows.get(shadow.key) is shadow:
-            del self._shadows[shadow.key]
+        if self._shadows.pop(shadow.key, None) is not None:
             self._total_bytes -= shadow.size_bytes
 
     def _target(self, simulated: torch.Tensor) -> torch.Tensor:
@@ -219,6 +217,8 @@ class KnownValues:
         storage = simulated.untyped_storage()
         size_bytes = storage.nbytes()
         if simulated.requires_grad or not self._small(simulated, size_bytes) or not _fills(simulated, size_bytes):
+            raise _Unknown
+        if _is_lazy(simulated):
             raise _Unknown
         shadow = _Shadow(storage, self._drop)
         shadow.key, shadow.size_bytes = storage._cdata, size_bytes
@@ -402,6 +402,11 @@ def _lay_over(storage: torch.UntypedStorage, simulated: torch.Tensor) -> torch.T
     return empty.set_(storage, simulated.storage_offset(), simulated.shape, simulated.stride())
 
 
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's values are those of its storage negated or conjugated."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
 def _fills(tensor: torch.Tensor, size_bytes: int) -> bool:
     """Whether the tensor's elements are all there is in its storage, each once."""
     return tensor.numel() * tensor.element_size() == size_bytes and (
@@ -444,7 +449,7 @@ def _read_schema(func: Operator) -> _Plan:
     in_list = first is not None and "List" in str(tensors[first].type)
     written = tuple(place for place, a in tensors.items() if _is_written(schema.name, place, a))
     random = torch.Tag.nondeterministic_seeded in func.tags or any("Generator" in str(a.type) for a in schema.arguments)
-    runs = namespace == "aten" and not random and schema.name != "aten::_resize_output_"
+    runs = namespace == "aten" and not random
     if not written and not (runs and any("Tensor" in str(r.type) for r in schema.returns)):
         return _IGNORED
     fill = _FILLS.get(name, _FILLS.get(f"{name}.{schema.overload_name}"))

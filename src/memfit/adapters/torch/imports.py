@@ -1,0 +1,67 @@
+"""Acts when the script imports a library: what isn't imported costs nothing, and may not be installed."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+
+class _Loader(importlib.abc.Loader):
+    """A module's own loader, and an action afterwards."""
+
+    def __init__(self, plain: Any, action: Callable[[ModuleType], None]) -> None:
+        self._plain = plain
+        self._action = action
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._plain.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._plain.exec_module(module)
+        self._action(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(
+        self, before: Mapping[str, Callable[[], None]], after: Mapping[str, Callable[[ModuleType], None]]
+    ) -> None:
+        self._before = dict(before)
+        self._after = dict(after)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        early = self._before.pop(name, None)
+        if early is not None:
+            early()
+        late = self._after.pop(name, None)
+        if late is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, late)
+        return spec
+
+
+@contextmanager
+def on_import(
+    before: Mapping[str, Callable[[], None]], after: Mapping[str, Callable[[ModuleType], None]]
+) -> Iterator[None]:
+    """Calls `before[name]()` when the module is about to be imported, `after[name](module)` when it has been.
+
+    Where it has been imported already, `after` is called at once.
+    """
+    for name, action in after.items():
+        if name in sys.modules:
+            action(sys.modules[name])
+    finder = _Finder(before, {name: action for name, action in after.items() if name not in sys.modules})
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
