@@ -137,7 +137,7 @@ class Look(TorchFunctionMode):
     @contextmanager
     def again(self) -> Iterator[None]:
         """On again for code of the user's that a function of PyTorch calls: modes are off inside of those."""
-        with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
+        with torch._C._EnableTorchFunction():
             if any(mode is self for mode in _get_current_function_mode_stack()):
                 yield
                 return
@@ -155,15 +155,15 @@ class Look(TorchFunctionMode):
 
     def place(self, device: Any) -> torch.device | None:
         """The place that shape-only tensors for `device` have; None when real tensors go there."""
-        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        if device.type == "meta":
+        named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if named.type == "meta":
             return BARE
-        if device.type != self._type:
+        if named.type != self._type:
             return None
-        if device.index is None:
+        if named.index is None:
             return self._places.device
-        self.check_index(device.index)
-        return device
+        self.check_index(named.index)
+        return named
 
     def _empty(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`torch.empty` on the host: of shapes only where that is a large model's weight."""
@@ -295,7 +295,7 @@ class Look(TorchFunctionMode):
         if target.grad is not None:
             with self._places.requesting(self._places.of(value) if self._shape_only(value) else None):
                 shell.grad = torch.empty_like(target.grad, device=value.device)
-        torch._C._swap_tensor_impl(target, shell)  # type: ignore[attr-defined]
+        torch._C._swap_tensor_impl(target, shell)
         if self._simulated((target,)):
             self.on_departure(target, shell)
             self.on_parameter(target)
