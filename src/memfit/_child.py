@@ -4,6 +4,7 @@ Puts the parts together on the other side of `memfit.runs`: the device's memory,
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from memfit.core.dryrun import Request
 def main(request_path: str) -> int:
     """Runs what the file asks for and writes the result where it says."""
     request = Request.from_json(Path(request_path).read_text(encoding="utf-8"))
+    # TorchScript runs as the Python it is made from; PyTorch reads this when it is imported.
+    os.environ["PYTORCH_JIT"] = "0"
     from memfit.adapters.torch.script import ScriptRun
 
     run = ScriptRun(request, *memory_of(request.device, unlimited=request.unlimited))

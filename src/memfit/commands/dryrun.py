@@ -19,6 +19,7 @@ from memfit import _api
 from memfit.commands import output
 from memfit.core.dryrun import DryRun
 from memfit.core.errors import BadInput
+from memfit.runs.launch import Interrupted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,17 +66,21 @@ def run(arguments: argparse.Namespace) -> int:
         output.check_writable(arguments.html)
     if arguments.keep_checkpoints:
         output.check_folder(arguments.keep_checkpoints)
-    result = _api.dryrun(
-        script,
-        given,
-        device=arguments.device,
-        module=arguments.module is not None,
-        count=arguments.count,
-        steps=arguments.steps,
-        scan=arguments.scan or 0,
-        checkpoint_folder=arguments.keep_checkpoints,
-        quiet_output=arguments.json,
-    )
+    try:
+        result = _api.dryrun(
+            script,
+            given,
+            device=arguments.device,
+            module=arguments.module is not None,
+            count=arguments.count,
+            steps=arguments.steps,
+            scan=arguments.scan or 0,
+            checkpoint_folder=arguments.keep_checkpoints,
+            quiet_output=arguments.json,
+        )
+    except Interrupted as interrupted:
+        _report(interrupted.run, arguments)
+        raise
     _report(result, arguments)
     return result.exit_code_of_command
 

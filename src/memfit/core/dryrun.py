@@ -36,6 +36,8 @@ class Outcome(StrEnum):
     """Any other exception, or an exit code other than 0."""
     CRASHED = "crashed"
     """The process died and left no result."""
+    INTERRUPTED = "interrupted"
+    """The user ended it."""
 
 
 EXIT_CODES = {
@@ -45,6 +47,7 @@ EXIT_CODES = {
     Outcome.FAILED: 4,
     Outcome.CRASHED: 4,
     Outcome.NO_STEP: 5,
+    Outcome.INTERRUPTED: 130,
 }
 """What `memfit dryrun` returns for each outcome, where no scan says otherwise."""
 
@@ -274,7 +277,7 @@ class DryRun:
 
     @property
     def exit_code_of_command(self) -> int:
-        """What `memfit dryrun` returns: 0 fits, 3 does not fit, 4 the script failed, 5 it took no step."""
+        """What `memfit dryrun` returns: 0 fits, 3 does not fit, 4 the script failed, 5 it took no step, 130."""
         return 3 if self.fits is False else EXIT_CODES[self.outcome]
 
     def to_json(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def verdict(run: DryRun) -> str:
     head = f"{script} on {target}: {_progress(run)}"
     if run.outcome is Outcome.FAILED:
         return f"{head} failed for a reason of its own: {printable(run.error) or exit_code(run)}"
-    if run.outcome is Outcome.NO_STEP:
+    if run.outcome in (Outcome.NO_STEP, Outcome.INTERRUPTED):
         return f"{head}, so whether it fits is unknown"
     peak = f"{head}, peak {_peak(run)}"
     if run.scan is not None and run.scan.fits is False:
@@ -69,7 +69,7 @@ def verdict(run: DryRun) -> str:
 
 def answer(run: DryRun) -> str:
     """The verdict in one or two words."""
-    if run.outcome in (Outcome.FAILED, Outcome.CRASHED):
+    if run.outcome in (Outcome.FAILED, Outcome.CRASHED, Outcome.INTERRUPTED):
         return run.outcome.value
     return "no step taken" if run.outcome is Outcome.NO_STEP else figures.answer(run.fits)
 
@@ -273,6 +273,8 @@ def _progress(run: DryRun) -> str:
         return f"ran {counted}"
     if run.outcome is Outcome.ENDED:
         return f"ended by itself after {run.num_steps} of {run.steps_wanted} steps"
+    if run.outcome is Outcome.INTERRUPTED:
+        return f"interrupted after {counted}" if run.num_steps else "interrupted before its first step"
     return f"after {counted}," if run.num_steps else "before its first step,"
 
 

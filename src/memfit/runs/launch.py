@@ -25,7 +25,7 @@ COMMAND = (sys.executable, "-m", "memfit._child")
 """What is started, with the path of the request added."""
 
 # How long a script that is told to end may take to do so.
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 10.0
 
 _REASONS = {
     signal.SIGKILL: "probably because this machine ran out of memory: the script's host tensors are real",
@@ -33,6 +33,18 @@ _REASONS = {
     signal.SIGABRT: "probably by a compiled extension, whose kernels can't be simulated",
     signal.SIGBUS: "probably because shared memory (/dev/shm) is full",
 }
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user interrupted a run that had something to tell.
+
+    Args:
+        run: what was known by then.
+    """
+
+    def __init__(self, run: DryRun) -> None:
+        super().__init__()
+        self.run = run
 
 
 class _Terminated(BaseException):
@@ -53,11 +65,20 @@ def run_child(
         stdout_to_stderr: what the script prints goes to standard error, to keep standard output for the answer.
         silent: what the script prints goes nowhere, and it has nothing to read.
         command: what to start instead of `COMMAND`.
+
+    Raises:
+        Interrupted: the user interrupted it, and the child left a result all the same.
     """
     with _passing_on_termination(), tempfile.TemporaryDirectory(prefix="memfit-") as folder:
         request_path, result_path = Path(folder, "request.json"), Path(folder, "result.json")
         request_path.write_text(json.dumps(replace(request, result_path=str(result_path)).to_json()), encoding="utf-8")
-        return_code = _run([*(command or COMMAND), str(request_path)], stdout_to_stderr, silent)
+        try:
+            return_code = _run([*(command or COMMAND), str(request_path)], stdout_to_stderr, silent)
+        except KeyboardInterrupt:
+            known = _read(result_path)
+            if known is None:
+                raise
+            raise Interrupted(replace(DryRun.from_json(known), outcome=Outcome.INTERRUPTED)) from None
         data = _read(result_path)
         return data if data is not None else _crash(request, return_code).to_json()
 

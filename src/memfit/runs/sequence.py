@@ -12,7 +12,7 @@ from memfit.core.dryrun import DryRun, Failure, Outcome, Request, Scan
 from memfit.core.estimate import Estimate
 from memfit.core.replay import OutOfMemory
 from memfit.core.timeline import Timeline
-from memfit.runs.launch import run_child
+from memfit.runs.launch import Interrupted, run_child
 
 _RAN = (Outcome.COMPLETED, Outcome.ENDED)
 # In the first step the optimizer has no state yet.
@@ -28,19 +28,26 @@ def dry_run(
         request: the script and the device.
         quiet_output: what the script prints goes to standard error.
         announce: told of every further run.
+
+    Raises:
+        Interrupted: the user interrupted it; has what was known by then.
     """
     started = time.perf_counter()
     data = run_child(request, stdout_to_stderr=quiet_output)
     run = DryRun.from_json(data)
     too_large = None
-    if run.outcome is Outcome.OUT_OF_MEMORY:
-        announce("running the script once more on a device without a limit, to see what it would need")
-        run = _with_need(run, request)
-        too_large = run.estimate
-    elif request.scan and run.outcome in _RAN:
-        announce(f"running the script once more, from the largest of {request.scan} batches on")
-        scan, too_large = _scan(replace(request, loader_ordinal=data.get("loader_ordinal")))
-        run = replace(run, scan=scan)
+    try:
+        if run.outcome is Outcome.OUT_OF_MEMORY:
+            announce("running the script once more on a device without a limit, to see what it would need")
+            run = _with_need(run, request)
+            too_large = run.estimate
+        elif request.scan and run.outcome in _RAN:
+            announce(f"running the script once more, from the largest of {request.scan} batches on")
+            scan, too_large = _scan(replace(request, loader_ordinal=data.get("loader_ordinal")))
+            run = replace(run, scan=scan)
+    except KeyboardInterrupt:
+        # What the first run found is worth more than what a further one had found by now.
+        raise Interrupted(run) from None
     return replace(run, seconds=time.perf_counter() - started), too_large
 
 

@@ -1,8 +1,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -198,3 +200,46 @@ def test_the_command_as_users_type_it(folder):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("memfit: ")
+
+
+INTERRUPTED = """
+import sys
+
+from memfit.commands import main
+from memfit.runs import launch
+
+launch.COMMAND = (sys.executable, sys.argv[1])
+sys.exit(main(["dryrun", "-d", "t4", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "verdict"),
+    [
+        (
+            ["train.py", "tells"],
+            "train.py on NVIDIA Tesla T4: interrupted after 3 steps, so whether",
+        ),
+        (["--scan", "5", "train.py", "waits for more"], "train.py on NVIDIA Tesla T4: ran 3 steps, peak "),
+    ],
+)
+def test_an_interrupted_run_tells_what_is_known(folder, arguments, verdict):
+    # GIVEN a script that never ends, or a further run of it
+    ready = folder / "ready"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", INTERRUPTED, fake_child.__file__, *arguments, str(ready)]
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while not (ready.exists() and ready.read_text()):
+        assert process.poll() is None
+        time.sleep(0.02)
+
+    # WHEN it is interrupted
+    process.send_signal(signal.SIGINT)
+    written, complaints = process.communicate(timeout=60)
+
+    # THEN what is known is told, and the exit code is that of an interruption
+    assert process.returncode == 130
+    assert verdict in written
+    assert complaints.endswith("memfit: interrupted\n")

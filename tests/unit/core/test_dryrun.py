@@ -83,6 +83,7 @@ def test_other_files_are_refused(data, reason):
         (make_run(outcome=Outcome.FAILED), None, 4),
         (make_run(outcome=Outcome.CRASHED, estimate=None), None, 4),
         (make_run(outcome=Outcome.NO_STEP), None, 5),
+        (make_run(outcome=Outcome.INTERRUPTED), None, 130),
         (make_run(failures=(make_failure(handled=True),)), True, 0),
     ],
 )
@@ -98,6 +99,7 @@ def test_exit_codes_are_those_of_the_command_line():
         commands.EXIT_DOES_NOT_FIT,
         commands.EXIT_SCRIPT_FAILED,
         commands.EXIT_NO_STEP,
+        commands.EXIT_INTERRUPTED,
     }
 
 

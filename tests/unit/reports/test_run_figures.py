@@ -59,6 +59,14 @@ TITLE = "NVIDIA GeForce RTX 3090"
             make_run(outcome=Outcome.NO_STEP, num_steps=0),
             f"train.py on {TITLE}: ended without an optimizer step, so whether it fits is unknown",
         ),
+        (
+            make_run(outcome=Outcome.INTERRUPTED, num_steps=2),
+            f"train.py on {TITLE}: interrupted after 2 steps, so whether it fits is unknown",
+        ),
+        (
+            make_run(outcome=Outcome.INTERRUPTED, num_steps=0),
+            f"train.py on {TITLE}: interrupted before its first step, so whether it fits is unknown",
+        ),
         (make_run(outcome=Outcome.CRASHED, estimate=None, error="gone"), "train.py crashed: gone"),
         (
             make_run(estimate=make_run_estimate(MYSTERY)),
@@ -78,6 +86,7 @@ def test_verdicts(run, text):
         (Outcome.FAILED, "failed"),
         (Outcome.CRASHED, "crashed"),
         (Outcome.NO_STEP, "no step taken"),
+        (Outcome.INTERRUPTED, "interrupted"),
     ],
 )
 def test_answers(outcome, text):
@@ -136,7 +145,7 @@ def test_errors_that_were_caught_are_told():
     assert "2 times" in run_figures.details(make_run(failures=(caught, caught)))[0]
 
 
-@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.NO_STEP])
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.NO_STEP, Outcome.INTERRUPTED])
 def test_a_run_that_broke_off_has_a_partial_report(outcome):
     run = make_run(outcome=outcome)
 

@@ -4,6 +4,7 @@ Started as a process of its own, with the path of a request, by the tests of wha
 a line in the file that the environment names, so that tests see how often and how it was asked.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -77,6 +78,11 @@ def main() -> int:
         return 1
     if behaviour in ("waits", "ignores"):
         wait(request, behaviour)
+    if behaviour == "tells" or (behaviour == "waits for more" and request.scan and request.largest_first):
+        # As a script's run does that is interrupted: it says how far it got.
+        with contextlib.suppress(KeyboardInterrupt):
+            Path(request.arguments[1]).write_text(str(os.getpid()), encoding="utf-8")
+            time.sleep(120)
     data = {**result(request, behaviour).to_json(), "loader_ordinal": 4}
     Path(request.result_path).write_text(json.dumps(data), encoding="utf-8")
     return 0

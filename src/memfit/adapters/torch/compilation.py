@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from memfit.adapters.torch.replacement import Replacement
 
 COMPILED_AS_EAGER = "compiled-as-eager"
+SCRIPT_NOT_SAVED = "script-not-saved"
 
 
 def compilation_replacements(report: Callable[[str, str], None]) -> list[Replacement]:
@@ -39,4 +41,13 @@ def compilation_replacements(report: Callable[[str, str], None]) -> list[Replace
     def compile_module(self: torch.nn.Module, *arguments: Any, **options: Any) -> None:
         say_once()
 
-    return [Replacement(torch, "compile", compile), Replacement(torch.nn.Module, "compile", compile_module)]
+    def save_script(module: Any, file: Any, *arguments: Any, **options: Any) -> None:
+        report(SCRIPT_NOT_SAVED, f"torch.jit.save wrote nothing to {file!r}: there is no compiled code to save")
+
+    return [
+        Replacement(torch, "compile", compile),
+        Replacement(torch.nn.Module, "compile", compile_module),
+        # It would look for the state of CUDA graphs.
+        Replacement(torch._dynamo, "reset", lambda: None),
+        Replacement(torch.jit, "save", save_script),
+    ]

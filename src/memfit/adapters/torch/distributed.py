@@ -62,6 +62,7 @@ def distributed_replacements(count: int, report: Callable[[str, str], None]) -> 
         *found,
         _spawn(count, report),
         Replacement(module, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),
+        Replacement(dist.ProcessGroup, "monitored_barrier", lambda *args, **kwargs: None),
         Replacement(DistributedDataParallel, "__init__", _init_data_parallel()),
         Replacement(DistributedDataParallel, "register_comm_hook", lambda *args, **kwargs: None),
     ]
@@ -121,10 +122,10 @@ def _init_data_parallel() -> Callable[..., None]:
     plain = DistributedDataParallel.__init__
     plain_register = DistributedDataParallel.register_comm_hook
 
-    def __init__(module: Any, *args: Any, **kwargs: Any) -> None:
-        plain(module, *args, **kwargs)
+    def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
         # The fake group's work has no result, which the reducer would ask for.
-        plain_register(module, None, _keep_own_gradients)
+        plain_register(self, None, _keep_own_gradients)
 
     return __init__
 

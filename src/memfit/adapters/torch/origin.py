@@ -152,10 +152,11 @@ class OriginTracker:
         plain: Callable[..., Any] = torch.nn.Module.__call__
         stack, path_of = self._stack, self._path_of
 
-        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            stack.append(path_of(module))
+        # PyTorch's profiler knows this function by its place and looks for its `self`.
+        def call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            stack.append(path_of(self))
             try:
-                return plain(module, *args, **kwargs)
+                return plain(self, *args, **kwargs)
             finally:
                 stack.pop()
 

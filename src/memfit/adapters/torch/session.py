@@ -74,6 +74,7 @@ class Session:
         self._first_block = 0
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._num_recovered = 0
+        self._num_parameters = 0
         self.origin = OriginTracker(met=self._met, entered=self._entered)
         self.recorder = LiveRecorder(self.origin.current, memory, self._refuse, configure)
         self.simulation = Simulation(device, self.recorder, self.origin, scripted=True)
@@ -191,7 +192,6 @@ class Session:
             notes.append(Note("workspace-dropped", _WORKSPACE_DROPPED))
         if seen.num_retries:
             notes.append(Note("cache-released", _CACHE_RELEASED))
-        parameters = [p for p in (reference() for reference, _ in self._parameters.values()) if p is not None]
         return Estimate(
             subject=subject,
             device=self.device,
@@ -205,7 +205,7 @@ class Session:
             upper_bytes=seen.reserved_peak_bytes + context_bytes,
             host=HostMemory(_host_parts()),
             notes=tuple(notes),
-            num_parameters=sum(p.numel() for p in parameters),
+            num_parameters=self._num_parameters,
             seconds=seconds,
         )
 
@@ -219,6 +219,8 @@ class Session:
             self._classify(buffer, Category.BUFFER, (prefix + path).rpartition(".")[0])
 
     def _name(self, parameter: torch.Tensor, module: str) -> None:
+        if id(parameter) not in self._parameters:
+            self._num_parameters += parameter.numel()
         self._parameters[id(parameter)] = (weakref.ref(parameter), module)
         self._classify(parameter, Category.PARAMETER, module)
 
@@ -276,6 +278,9 @@ class Session:
 
     def _classify(self, tensor: Any, category: Category, module: str) -> None:
         with torch._C.DisableTorchFunction():
+            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                # One of `torch.func`, which has no memory of its own.
+                return
             for part in dense_parts(getattr(tensor, "_local_tensor", tensor)):
                 if part.is_meta:
                     self.recorder.classify(part, category, module)

@@ -126,7 +126,7 @@ class Simulation:
         cuDNN is declared unfit for single tensors, so that recurrent layers leave their shape-only weights as they are.
         """
         plain_clear = torch.clear_autocast_cache
-        plain_backward = torch.autograd._engine_run_backward
+        plain_backward = torch.autograd.graph._engine_run_backward
         plain_group = torch._C._group_tensors_by_device_and_dtype
         plain_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
         plain_wrapper = torch.Tensor._make_wrapper_subclass

@@ -86,8 +86,8 @@ class StepCounter:
         plain: Callable[..., None] = torch.optim.Optimizer.__init__
         counter = self
 
-        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            plain(optimizer, *args, **kwargs)
-            counter.made(optimizer)
+        def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:
+            plain(self, *args, **kwargs)
+            counter.made(self)
 
         return __init__
