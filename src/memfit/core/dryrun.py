@@ -14,7 +14,7 @@ from typing import Any
 
 from memfit.core.device import Device, Origin
 from memfit.core.errors import BadFile
-from memfit.core.estimate import Estimate, _read_device
+from memfit.core.estimate import Estimate, read_device
 from memfit.core.timeline import Phase
 from memfit.core.units import format_size
 
@@ -375,5 +375,5 @@ class Request:
     def from_json(cls, data: Any) -> "Request":
         """The request that `to_json` wrote, from its structure or its text."""
         data = dict(json.loads(data) if isinstance(data, str | bytes) else data)
-        device = _read_device(data.pop("device_row"))
+        device = read_device(data.pop("device_row"))
         return cls(**{**data, "device": device, "arguments": tuple(data["arguments"])})

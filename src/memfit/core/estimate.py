@@ -261,7 +261,7 @@ class Estimate:
                 )
             return cls(
                 subject=data["subject"],
-                device=_read_device(data["device"]),
+                device=read_device(data["device"]),
                 mode=data["mode"],
                 precision=data["precision"],
                 batch_size=data["batch_size"],
@@ -281,7 +281,8 @@ class Estimate:
             raise BadFile(f"not an estimate written by memfit: {type(error).__name__}: {error}") from None
 
 
-def _read_device(data: dict[str, Any]) -> Device:
+def read_device(data: dict[str, Any]) -> Device:
+    """The device that `asdict` wrote."""
     device = Device(**data)
     capability = device.capability
     return replace(

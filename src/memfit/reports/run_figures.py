@@ -60,7 +60,8 @@ def verdict(run: DryRun) -> str:
     if run.outcome is Outcome.FAILED:
         return f"{head} failed for a reason of its own: {printable(run.error) or exit_code(run)}"
     if run.outcome in (Outcome.NO_STEP, Outcome.INTERRUPTED):
-        return f"{head}, so whether it fits is unknown"
+        why = f": {printable(run.error)}" if run.error else ""
+        return f"{head}, so whether it fits is unknown{why}"
     peak = f"{head}, peak {_peak(run)}"
     if run.scan is not None and run.scan.fits is False:
         return f"{peak}: fits at step 1; {longest(run.scan)}, does not"

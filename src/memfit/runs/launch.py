@@ -137,6 +137,7 @@ def _stop(process: subprocess.Popen[bytes], error: BaseException, shares_termina
         pass
     finally:
         _send(process, signal.SIGKILL, shares_terminal)
+        process.wait()
 
 
 def _send(process: subprocess.Popen[bytes], number: int, shares_terminal: bool) -> None:

@@ -128,6 +128,60 @@ def test_the_handler_of_termination_is_put_back(child):
         signal.signal(signal.SIGTERM, before)
 
 
+def signal_when(ready, number):
+    """Sends us a signal as soon as a file has content."""
+
+    def wait_and_send():
+        while not (ready.exists() and ready.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=wait_and_send)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("behaviour", ["waits", "ignores"])
+def test_an_interruption_in_this_process_ends_the_child(child, tmp_path, monkeypatch, behaviour):
+    ready = tmp_path / "ready"
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 20.0 if behaviour == "waits" else 0.1)
+    sender = signal_when(ready, signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        run_child(request(behaviour, str(ready)), stdout_to_stderr=True)
+
+    sender.join()
+    assert not isinstance(raised.value, launch.Interrupted)
+    assert not is_running(ready.read_text().split()[0])
+
+
+def test_an_interrupted_child_that_left_a_result_has_told_it(child, tmp_path):
+    ready = tmp_path / "ready"
+    sender = signal_when(ready, signal.SIGINT)
+
+    with pytest.raises(launch.Interrupted) as raised:
+        run_child(request("tells", str(ready)), stdout_to_stderr=True)
+
+    sender.join()
+    assert raised.value.run.outcome is Outcome.INTERRUPTED
+    assert raised.value.run.num_steps == 3
+
+
+def test_termination_in_this_process_reaches_its_own_handler(child, tmp_path):
+    ready, heard = tmp_path / "ready", []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    sender = signal_when(ready, signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_child(request("waits", str(ready)), stdout_to_stderr=True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    sender.join()
+    assert heard == [signal.SIGTERM]
+    assert not is_running(ready.read_text().split()[0])
+
+
 PARENT = """
 import sys
 

@@ -1,13 +1,16 @@
 import dataclasses
+import signal
 
 import pytest
 
 from memfit.core.dryrun import Outcome, Request
 from memfit.core.units import MIB
 from memfit.runs import sequence
+from memfit.runs.launch import Interrupted
 from memfit.runs.sequence import dry_run
 from tests.unit.reports.builders import RTX_3090
 from tests.unit.reports.run_builders import make_failure, make_run_estimate
+from tests.unit.runs.test_launch import signal_when
 
 SMALL = dataclasses.replace(RTX_3090, usable_bytes=900 * MIB)
 
@@ -130,3 +133,16 @@ def test_bytes_at_the_failure_get_the_categories_of_the_run_that_went_on():
     # WHEN the two disagree on how much there was, the first is believed
     other = make_failure(tick=200, by_category={"temporary": 1})
     assert sequence._classified(other, timeline) == other
+
+
+def test_a_further_run_that_is_interrupted_leaves_the_first(child, tmp_path):
+    ready = tmp_path / "ready"
+    sender = signal_when(ready, signal.SIGINT)
+    request = Request("train.py", False, ("waits for more", str(ready)), SMALL, scan=5)
+
+    with pytest.raises(Interrupted) as raised:
+        dry_run(request, quiet_output=True)
+
+    sender.join()
+    assert raised.value.run.outcome is Outcome.COMPLETED
+    assert raised.value.run.scan is None

@@ -11,6 +11,7 @@ safetensors. Where that has happened before, as in a notebook, the copies are re
 
 import functools
 import importlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -82,7 +83,7 @@ class Checkpoints:
             *inner,
             *_with_copies(copied),
             *self._of_h5py(),
-            Replacement(_SCRIPT, "save", stand_in(_SCRIPT.save, functools.partial(self._save_script, _SCRIPT.save))),
+            *self._of_scripts(),
             *(self._distributed.replacements() if self._num_ranks > 1 else []),
         ]
 
@@ -121,6 +122,13 @@ class Checkpoints:
                 kwargs["mmap"] = True
         return self._plain_load(f, self._shapes.restoring(map_location), pickle_module, **kwargs)
 
+    def _of_scripts(self) -> list[Replacement]:
+        plain = getattr(_SCRIPT, "save", None)
+        if plain is None:
+            return []  # TorchScript is off: modules are plain ones
+        saving = functools.partial(self._save_script, plain)
+        return [Replacement(_SCRIPT, "save", self._functions.stand_in(plain, saving))]
+
     def _save_script(self, plain: Callable[..., None], module: Any, f: Any, **kwargs: Any) -> None:
         plain(module, self._files.target(f), **kwargs)
 
@@ -130,7 +138,9 @@ class Checkpoints:
         return self._plain_load_script(self._files.existing(f) if _is_path(f) else f, map_location, *args, **kwargs)
 
     def _of_h5py(self) -> list[Replacement]:
-        """h5py opens files by itself. Keras, which uses it, may be imported later, so it is imported here."""
+        """h5py opens files by itself. Where there is Keras, which saves with it, it is imported here."""
+        if "h5py" not in sys.modules and importlib.util.find_spec("keras") is None:
+            return []
         try:
             h5py: Any = importlib.import_module("h5py")
         except Exception:

@@ -21,12 +21,33 @@ def cuda_interceptors(capability: tuple[int, int], autocast: Autocast) -> dict[s
         **Recurrent(autocast).interceptors(),
         "dropout": _native_dropout,
         "rms_norm": FusedRmsNorm(autocast),
+        "ctc_loss.Tensor": _ctc_by_lengths,
     }
 
 
 def host_interceptors(autocast: Autocast) -> dict[str, Interceptor]:
     """What the CPU decides above autograd."""
     return {**autocast.interceptors(), **HostAttention(autocast).interceptors(), **HostRecurrent().interceptors()}
+
+
+def _ctc_by_lengths(
+    op: Operator,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    *options: Any,
+) -> Any:
+    """CUDA reads the lengths on the host; with a dispatch mode on, PyTorch would take another way."""
+    most_inputs, most_targets = log_probs.shape[0], targets.shape[-1]
+    given = _lengths(input_lengths, most_inputs), _lengths(target_lengths, most_targets)
+    return torch.ops.aten.ctc_loss.IntList(log_probs, targets, *given, *options)
+
+
+def _lengths(tensor: torch.Tensor, most: int) -> list[int]:
+    read = [int(length) for length in tensor.to("cpu").flatten().tolist()]
+    # Zeros stand in for lengths that are not known.
+    return read if any(read) else [most] * len(read)
 
 
 def _native_dropout(op: Operator, tensor: torch.Tensor, p: float, train: bool) -> Any:

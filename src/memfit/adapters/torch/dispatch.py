@@ -5,13 +5,14 @@ storage goes to the recorder. What the operator's CUDA or CPU kernel allocates f
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.adapters.torch import fallbacks, quick_shapes, shapes
+from memfit.adapters.torch import fallbacks, quick_shapes, shapes, sparse
 from memfit.adapters.torch.accumulation import Accumulation
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.places import BARE, Places
@@ -24,9 +25,8 @@ from memfit.core.timeline import Category
 Internals = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], list[int]]
 
 _ADD = torch.ops.aten.add.Tensor
+_TO_COPY = torch.ops.aten._to_copy.default
 _MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
-
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 # Operators that may take host tensors beside device tensors, as CUDA's do.
 _MIXED_DEVICES_ALLOWED = {
@@ -40,6 +40,7 @@ _MIXED_DEVICES_ALLOWED = {
     "aten::lift_fresh",
     "aten::_pack_padded_sequence",
     "aten::_ctc_loss",
+    "aten::_use_cudnn_ctc_loss",
     "aten::_ctc_loss_backward",
 }
 
@@ -76,6 +77,7 @@ class SimulatedOperators(TorchDispatchMode):
         self._places = places
         self._values = values
         self._copied_in = copied_in
+        self._taken_apart = False
         self._recorder = recorder
         self._origin = origin
         self._internals = internals
@@ -93,7 +95,7 @@ class SimulatedOperators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if types and not _PLAIN.issuperset(types):
+        if types and any(map(_handles_itself, types)):
             if FakeTensor in types:
                 # PyTorch's own inquiries into shapes, as DTensor makes them: nobody's memory.
                 return func(*args, **(kwargs or {}))
@@ -130,8 +132,9 @@ class SimulatedOperators(TorchDispatchMode):
             if self._values is not None:
                 self._values.forget(args[0])
             return args[0]
+        self._taken_apart = False
         out = self._run_on_device(func, args, kwargs, kind)
-        if self._values is not None:
+        if self._values is not None and not self._taken_apart:
             self._values.follow(func, args, kwargs, out)
         return out
 
@@ -198,9 +201,9 @@ class SimulatedOperators(TorchDispatchMode):
                 return
             if out.layout is torch.strided:
                 self._recorder.add(out, name, category)
-            elif out.layout is torch.sparse_coo:
-                self._recorder.add(out._indices(), name, category)
-                self._recorder.add(out._values(), name, category)
+            else:
+                for part in sparse.parts(out):
+                    self._recorder.add(part, name, category)
         elif isinstance(out, list | tuple):
             for part in out:
                 self._add(part, name, category)
@@ -214,17 +217,22 @@ class SimulatedOperators(TorchDispatchMode):
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
+                # Its parts have been followed one by one.
+                self._taken_apart = True
                 return out
             return fallbacks.without_rule(func, args, kwargs, self._report)
 
     def _run_on_host(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A factory for the device, a copy to it, or an operator on host tensors only."""
-        out = func(*args, **kwargs)
+        if func is _TO_COPY and args[0].layout is not torch.strided and not fallbacks.to_host(kwargs):
+            out = sparse.to_device(args[0], kwargs.get("dtype"))
+        else:
+            out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor) and out.is_meta:
             copied = args and isinstance(args[0], torch.Tensor)
             self._add(out, self._name(func), self._copied_in if copied else None)
             if self._values is not None:
-                if copied and func._schema.name == "aten::_to_copy":
+                if copied and func is _TO_COPY:
                     self._values.learn(out, args[0])
                 else:
                     self._values.follow(func, args, kwargs, out)
@@ -278,6 +286,13 @@ class SimulatedOperators(TorchDispatchMode):
                 "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
             )
         return _as_shapes(args), {name: _as_shapes(value) for name, value in kwargs.items()}
+
+
+@cache
+def _handles_itself(kind: type) -> bool:
+    """Whether a class of tensors says itself what operators do to it."""
+    own = getattr(kind, "__torch_dispatch__", None)
+    return own not in (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
 
 
 def _as_shapes(value: Any) -> Any:

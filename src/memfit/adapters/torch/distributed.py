@@ -125,14 +125,15 @@ def _init_data_parallel() -> Callable[..., None]:
     def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
         # The fake group's work has no result, which the reducer would ask for.
-        plain_register(self, None, _keep_own_gradients)
+        plain_register(self, None, lambda state, bucket: _done(bucket.buffer()))
 
     return __init__
 
 
-def _keep_own_gradients(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _done(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """What the other ranks made of these gradients: nothing."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
+    done.set_result(gradients)
     return done
 
 

@@ -153,6 +153,13 @@ def read_as_true(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _equal(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    """Equal, but for single booleans: that is how PyTorch's C++ code asks whether a flag is set."""
+    if args[0].dtype is torch.bool and args[0].numel() == 1:
+        return False
+    return _true(func, args, kwargs, report)
+
+
 def _true(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     report(STAND_IN, f"{func._schema.name.replace('aten::', '')} was read from the device: True stands in for it")
     return True
@@ -234,7 +241,7 @@ RULES: dict[str, Rule] = {
     "aten::all": _all,
     "aten::_is_all_true": _all,
     "aten::_local_scalar_dense": _scalar,
-    "aten::equal": _true,
+    "aten::equal": _equal,
     "aten::allclose": _true,
     "aten::is_nonzero": _scalar,
     "aten::_to_copy": _copy,
@@ -247,6 +254,8 @@ RULES: dict[str, Rule] = {
     "aten::smooth_l1_loss": _reduced_in_place,
     "aten::soft_margin_loss": _reduced_in_place,
     "aten::binary_cross_entropy": _reduced_in_place,
+    # cuDNN's takes no more memory than PyTorch's own, which is the one that runs.
+    "aten::_use_cudnn_ctc_loss": lambda func, args, kwargs, report: False,
     "aten::_ctc_loss_backward": _ctc_loss_backward,
     **sparse.RULES,
     "torchvision::nms": _kept_boxes,

@@ -2,7 +2,7 @@
 
 Runs that die in mid-epoch usually met a longer batch. The first run of a script finds out which loader feeds its
 training loop: the one that gave a batch last before the first optimizer step. A second run draws many batches from that
-loader on the host, and hands the script the largest of them first.
+loader on the host, and hands the script the largest of them, again and again.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from memfit.adapters.torch.replacement import Replacement
+from memfit.adapters.torch.stand_in import map_tensors
 from memfit.core.dryrun import Scan, ScannedLeaf
 
 
@@ -110,8 +111,9 @@ class Loaders:
             self._progress(number + 1)
             if number + 1 >= self._num_scanned:
                 break
-        if most >= 0:
-            yield largest
+        # For as many steps as there would have been: in the first, an optimizer has no state yet.
+        for _ in sizes.bytes_of:
+            yield map_tensors(largest, lambda tensor: tensor)
         del largest
         yield from iterator
 

@@ -93,6 +93,8 @@ class Look(TorchFunctionMode):
             torch.asarray: self._from_data,
             torch.device: self._named_device,
             torch.empty: self._empty,
+            tensor.__getitem__: self._index_by_lists,
+            tensor.__setitem__: self._index_by_lists,
         }
         if self._type == "cpu":
             return handlers | {tensor.numpy: self._from_host_copy, tensor.__array__: self._from_host_copy}
@@ -291,10 +293,15 @@ class Look(TorchFunctionMode):
             if arrives:
                 self.on_parameter(target)
             return
-        shell = value.detach().requires_grad_(target.requires_grad)
+        shell = value.detach()
         if target.grad is not None:
             with self._places.requesting(self._places.of(value) if self._shape_only(value) else None):
-                shell.grad = torch.empty_like(target.grad, device=value.device)
+                grad = torch.empty_like(target.grad, device=value.device)
+            # A gradient may have another size than its parameter, as a shard has, but can't be given to it then.
+            shell = torch.empty_like(grad, device=value.device)
+            shell.grad = grad
+            shell.data = value
+        shell.requires_grad_(target.requires_grad)
         torch._C._swap_tensor_impl(target, shell)
         if self._simulated((target,)):
             self.on_departure(target, shell)
@@ -390,6 +397,15 @@ class Look(TorchFunctionMode):
                 "Use Tensor.cpu() to copy the tensor to host memory first."
             )
         return func(*args, **kwargs)
+
+    def _index_by_lists(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`x[[0, 2]]`: the list becomes a tensor on the host, where its values are known."""
+        index = args[1]
+        if index.__class__ is list:
+            index = torch.tensor(index) if index and not isinstance(index[0], slice | torch.Tensor) else index
+        elif index.__class__ is tuple and any(part.__class__ is list and part for part in index):
+            index = tuple(torch.tensor(_on_host(p)) if p.__class__ is list and p else p for p in index)
+        return func(args[0], index, *args[2:])
 
     def _same(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]

@@ -77,6 +77,10 @@ class OriginTracker:
         self._paths.pop(key, None)
         self._alive.pop(key, None)
 
+    def path(self, module: torch.nn.Module) -> str:
+        """The path of a module that has been met."""
+        return self._paths.get(id(module), "")
+
     def _path_of(self, module: torch.nn.Module) -> str:
         """The path of a module being called; one that is part of no known model is met here."""
         path = self._paths.get(id(module))

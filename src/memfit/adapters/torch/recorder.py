@@ -166,7 +166,8 @@ class Recorder:
                     phase, step = self._marks[position]
                     if phase is Phase.FORWARD:
                         seen_forward += 1
-                    composed_marks.append(Mark(tick, phase, seen_forward if step else 0))
+                    number = step if segments is None or not step else seen_forward
+                    composed_marks.append(Mark(tick, phase, number))
                     continue
                 if event >= 0:
                     if event in current and event in self._permanent:

@@ -62,6 +62,8 @@ class RedirectedFiles:
         self._plain_lstat = os.lstat
         roots = [os.environ.get(name, "") for name in _CACHES] + [os.path.expanduser(root) for root in _HOME_CACHES]
         self._caches = tuple(os.path.realpath(root) for root in roots if root)
+        # Asked for now: `tempfile` removes a file to find out, and holds a lock meanwhile.
+        self._scratch = (os.path.realpath(tempfile.gettempdir()) + os.sep, _SHARED_MEMORY)
 
     def key(self, path: Path) -> str:
         """What `path` is known by."""
@@ -201,12 +203,10 @@ class RedirectedFiles:
 
     def _is_scratch(self, key: str) -> bool:
         """Whether this is in a temporary folder of the script's own, through which it may talk to other processes."""
-        if not key.startswith((os.path.realpath(tempfile.gettempdir()) + os.sep, _SHARED_MEMORY)):
-            return False
-        folder = os.path.dirname(key)
-        while folder not in self.made and folder != os.path.dirname(folder):
-            folder = os.path.dirname(folder)
-        return folder in self.made and not _is_checkpoint_folder(folder)
+        for root in self._scratch:
+            if key.startswith(root):
+                return root + key[len(root) :].partition(os.sep)[0] in self.made
+        return False
 
     def _status(self, key: str) -> os.stat_result | None:
         try:

@@ -21,6 +21,7 @@ from memfit.adapters.torch.cuda_memory import DeviceMemory
 from memfit.adapters.torch.imports import on_import
 from memfit.adapters.torch.loaders import Loaders
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS
+from memfit.adapters.torch.processes import Processes
 from memfit.adapters.torch.session import Session
 from memfit.adapters.torch.steps import EndOfRun
 from memfit.adapters.torch.torchvision_operators import define_missing_operators
@@ -50,11 +51,17 @@ class ScriptRun:
         report = self.session.simulation.notes.report
         self._checkpoints = Checkpoints(request.checkpoint_folder or None, report, self.session.simulation.look.put)
 
+        self._processes = Processes(report, lambda: bool(self.session.origin.user_line()[0]))
+
     def run(self) -> DryRun:
         """Runs the script and says how it went."""
         started = time.perf_counter()
         error: BaseException | None = None
-        answers = [*self.loaders.replacements(), *self._checkpoints.replacements()]
+        answers = [
+            *self.loaders.replacements(),
+            *self._checkpoints.replacements(),
+            *self._processes.replacements(),
+        ]
         for name, value in distributed.environment(self._request.count).items():
             os.environ.setdefault(name, value)
         with on_import({"torchvision": define_missing_operators}, {}), self.session.running(answers):
@@ -64,7 +71,7 @@ class ScriptRun:
             except BaseException as raised:
                 error = raised
                 if not isinstance(raised, SystemExit):
-                    _print_traceback(raised) if not os.environ.get("MFDBG") else traceback.print_exception(raised)
+                    _print_traceback(raised)
         return self._result(error, time.perf_counter() - started)
 
     def _run_script(self) -> None:
@@ -92,7 +99,7 @@ class ScriptRun:
             steps_wanted=request.steps,
             num_devices=request.count,
             failures=tuple(session.marked_failures(survived=survived)),
-            error="" if survived or error is None else failures.one_line(error),
+            error=self._error(outcome, error),
             exit_code=exit_code,
             redirected=dict(self._checkpoints.redirected),
             scan=self._scan(),
@@ -109,6 +116,15 @@ class ScriptRun:
         if self.session.unrecovered and (isinstance(error, SystemExit) or _caused_by_full_device(error)):
             return Outcome.OUT_OF_MEMORY, exit_code
         return Outcome.FAILED, exit_code
+
+    def _error(self, outcome: Outcome, error: BaseException | None) -> str:
+        if outcome is Outcome.NO_STEP and self._processes.num_started:
+            return (
+                f"it started {self._processes.num_started} processes of its own, and what those do on the device is "
+                "not simulated. Let it train in its own process, with --count for several devices"
+            )
+        survived = outcome in (Outcome.COMPLETED, Outcome.ENDED, Outcome.NO_STEP)
+        return "" if survived or error is None else failures.one_line(error)
 
     def _scan(self) -> Scan | None:
         if not self._request.largest_first:

@@ -75,6 +75,7 @@ class Session:
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._num_recovered = 0
         self._num_parameters = 0
+        self._lazy: list[weakref.ref[torch.nn.Module]] = []
         self.origin = OriginTracker(met=self._met, entered=self._entered)
         self.recorder = LiveRecorder(self.origin.current, memory, self._refuse, configure)
         self.simulation = Simulation(device, self.recorder, self.origin, scripted=True)
@@ -212,7 +213,12 @@ class Session:
     def _met(self, model: torch.nn.Module, name: str) -> None:
         """A model is called for the first time: its parameters get their names."""
         prefix = f"{name}." if name else ""
+        if any(torch.nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
+            # Its shapes are found out in this call; it is met again in the next.
+            self._lazy.append(weakref.ref(model))
         for path, parameter in model.named_parameters():
+            if torch.nn.parameter.is_lazy(parameter):
+                continue
             module = (prefix + path).rpartition(".")[0]
             self._name(parameter, module)
         for path, buffer in model.named_buffers():
@@ -228,6 +234,9 @@ class Session:
         self._classify(parameter, Category.PARAMETER, "")
 
     def _entered(self, model: torch.nn.Module) -> None:
+        if any(reference() is model for reference in self._lazy):
+            self._lazy = [reference for reference in self._lazy if reference() is not model]
+            self._met(model, self.origin.path(model))
         if self.recorder.phase is not Phase.FORWARD and torch._C._current_autograd_node() is None:
             self._enter(Phase.FORWARD)
 

@@ -31,6 +31,51 @@ def _like(tensor: torch.Tensor, num_elements: int, dtype: torch.dtype | None = N
     )
 
 
+def to_device(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A sparse tensor of the host as one of shapes, of as many elements."""
+    if tensor.layout is torch.sparse_coo:
+        return _like(tensor, tensor._nnz(), dtype)
+    rows, columns, values = parts(tensor)
+    make: Any = torch.sparse_csr_tensor if tensor.layout is torch.sparse_csr else torch.sparse_csc_tensor
+    shapes = (torch.empty(part.shape, dtype=part.dtype, device=META) for part in (rows, columns))
+    held = torch.empty(values.shape, dtype=dtype or values.dtype, device=META)
+    made: torch.Tensor = make(*shapes, held, tensor.shape, device=META, check_invariants=False)
+    return made
+
+
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a sparse one is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout is torch.sparse_csr:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout is torch.sparse_csc:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def _to_dense(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or args[0].dtype
+    return torch.empty(args[0].shape, dtype=dtype, device=META)
+
+
+def _to_sparse(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    """A dense tensor made sparse: as many elements as it has, for want of their values."""
+    dense = args[0]
+    layout = kwargs.get("layout")
+    if dense.layout is not torch.strided or layout not in (None, torch.sparse_coo):
+        return NotImplemented
+    report("data-dependent-shape", "to_sparse: its size depends on data; upper bound used")
+    count = dense.numel()
+    return torch.sparse_coo_tensor(
+        torch.empty((dense.dim(), count), dtype=torch.int64, device=META),
+        torch.empty(count, dtype=dense.dtype, device=META),
+        dense.shape,
+        check_invariants=False,
+        is_coalesced=True,
+    )
+
+
 def _copy(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
     return _like(args[0], args[0]._nnz()) if _is_sparse(args[0]) else NotImplemented
 
@@ -86,6 +131,8 @@ RULES = {
     "aten::add_": _add_in_place,
     "aten::add": _add,
     "aten::sparse_mask": _mask,
+    "aten::_to_dense": _to_dense,
+    "aten::_to_sparse": _to_sparse,
 }
 
 # Bytes taken inside, the same on all devices.

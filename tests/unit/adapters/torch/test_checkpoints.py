@@ -204,8 +204,10 @@ def test_scripted_modules(run):
     assert len(run.redirected) == 2
 
 
-def test_hdf5(run, here):
+def test_hdf5(here, request):
+    # GIVEN
     h5py = pytest.importorskip("h5py")
+    run = request.getfixturevalue("run")
 
     with h5py.File("weights.h5", "w") as file:
         file["kernel"] = [1, 2, 3]

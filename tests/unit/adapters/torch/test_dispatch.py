@@ -1,7 +1,11 @@
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
 
 from memfit.core.errors import StepFailed
 from memfit.core.timeline import Category, Phase
@@ -17,6 +21,7 @@ from tests.unit.adapters.torch.builders import (
     sizes,
     total,
 )
+from tests.unit.adapters.torch.sessions import codes, made, running
 
 DATA = torch.empty(8, 10)
 SIZE = 8 * 10 * 4
@@ -262,3 +267,173 @@ def test_sizes_helper_sees_operators():
     _, traced = observe(lambda x: (x + 1).shape, DATA)
 
     assert sizes(forward_blocks(traced), "add") == [SIZE]
+
+
+def operators(session):
+    return [block.op.removeprefix("aten.") for block in made(session)]
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (lambda x: F.linear(x, x), ["mm"]),
+        (lambda x: torch.matmul(x, x.t()), ["mm"]),
+        (lambda x: F.layer_norm(x, (10,)), ["native_layer_norm"] * 3),
+        (lambda x: torch.einsum("ij,kj->ik", x, x), ["bmm"]),
+        (lambda x: F.cross_entropy(x, x), ["_log_softmax", "mul", "sum", "neg", "div"]),
+        (lambda x: torch.square(x), ["pow"]),
+        (lambda x: x.flatten(), []),
+        (lambda x: F.conv1d(x[None], x.view(10, 8, 1)), ["convolution"]),
+    ],
+    ids=["linear", "matmul", "layer_norm", "einsum", "cross_entropy", "square", "flatten", "conv1d"],
+)
+def test_in_inference_mode_operators_are_made_of_the_same_parts(work, expected):
+    # GIVEN operators that autograd takes apart, which inference mode leaves out
+    found = []
+    for context in (torch.no_grad, torch.inference_mode):
+        with running() as session, context():
+            x = torch.zeros(8, 10, device="cuda")
+            assert work(x).is_cuda
+        # cuBLAS takes its workspace at its first product.
+        found.append([name for name in operators(session)[1:] if "workspace" not in name])
+
+    assert found[0] == found[1] == expected
+
+
+def test_a_whole_model_in_inference_mode():
+    peaks = []
+    for context in (torch.no_grad, torch.inference_mode):
+        with running() as session:
+            model = nn.Sequential(
+                nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10), nn.Softmax(-1)
+            )
+            model.cuda().eval()
+            with context():
+                assert model(torch.zeros(2, 3, 8, 8).cuda()).shape == (2, 10)
+        peaks.append(session.memory.allocated_peak_bytes)
+
+    assert peaks[0] == peaks[1]
+
+
+def test_tensors_made_of_others_come_back_with_their_parts():
+    with running() as session:
+        pair = TwoTensor(torch.zeros(4, device="cuda"), torch.ones(4, device="cuda"))
+        out = pair * 2
+
+        assert isinstance(out, TwoTensor)
+        assert out.a.is_cuda
+    assert operators(session) == ["zeros", "ones", "mul", "mul"]
+
+
+@pytest.fixture
+def mesh():
+    """Two simulated devices, of which this process has the first."""
+    with running(count=2) as session:
+        dist.init_process_group("nccl", rank=0, world_size=2)
+        try:
+            yield init_device_mesh("cuda", (2,)), session
+        finally:
+            dist.destroy_process_group()
+
+
+def test_distributed_tensors_take_the_memory_of_their_local_part(mesh):
+    devices, session = mesh
+    whole = torch.zeros(1000, 8, device="cuda")
+    before = session.memory.allocated_bytes
+    sharded = distribute_tensor(whole, devices, [Shard(0)])
+    held = session.memory.allocated_bytes - before
+
+    assert isinstance(sharded, DTensor)
+    assert (sharded.shape, sharded.to_local().shape) == ((1000, 8), (500, 8))
+    assert held == 500 * 8 * 4 + 384  # rounded up to a multiple of 512
+    doubled = sharded * 2
+    assert doubled.placements == (Shard(0),)
+    assert session.memory.allocated_bytes == before + 2 * held
+    assert doubled.redistribute(devices, [Replicate()]).to_local().shape == (1000, 8)
+
+
+def test_products_of_distributed_tensors(mesh):
+    devices, _ = mesh
+    left = distribute_tensor(torch.zeros(8, 4, device="cuda"), devices, [Shard(0)])
+    right = distribute_tensor(torch.zeros(4, 6, device="cuda"), devices, [Replicate()])
+
+    out = left @ right
+    assert (out.shape, out.to_local().shape, out.to_local().is_cuda) == ((8, 6), (4, 6), True)
+
+
+def test_inquiries_with_fake_tensors_are_nobodys_memory():
+    # As DTensor makes them, below the function mode.
+    with running() as session, torch._C.DisableTorchFunction():
+        with FakeTensorMode() as fake:
+            asked = fake.from_tensor(torch.zeros(4, 4)) @ torch.zeros(4, 2)
+            assert asked.shape == (4, 2)
+        assert session.memory.allocated_bytes == 0
+
+    assert made(session) == []
+
+
+def test_a_device_that_is_named_below_the_function_mode():
+    # GIVEN code of PyTorch's own, for which the function mode is off
+    with running() as session, torch._C.DisableTorchFunction():
+        made_there = torch.zeros(100, device="cuda")
+        like = torch.empty_like(torch.zeros(2), device=torch.device("cuda", 0))
+
+        assert made_there.is_meta
+        assert like.is_meta
+    assert [block.size_bytes for block in made(session)] == [400, 8]
+
+
+def test_collectives_pass_and_allocate_nothing(mesh):
+    _, session = mesh
+    tensor = torch.ones(100, device="cuda")
+    before = len(made(session))
+    dist.all_reduce(tensor)
+    dist.barrier()
+
+    assert len(made(session)) == before
+
+
+@pytest.mark.parametrize("copied", [lambda x: x.cpu(), lambda x: x.to("cpu"), lambda x: x.to("cpu", torch.int64)])
+def test_known_values_are_copied_exactly(copied):
+    with running() as session:
+        lengths = torch.tensor([3, 1, 2]).cuda()
+        host = copied(lengths + 1)
+        lengths.zero_()
+
+        assert host.tolist() == [4, 2, 3]
+        # Not a view of what is known: it stays when the tensor changes, and may be changed itself.
+        host.fill_(9)
+        assert lengths.tolist() == [0, 0, 0]
+    assert codes(session) == []
+
+
+def test_known_values_give_exact_shapes():
+    with running() as session:
+        mask = torch.tensor([True, False, True]).cuda()
+        data = torch.randn(3, 4, device="cuda")
+
+        assert data[mask].shape == (2, 4)
+        assert mask.nonzero().shape == (2, 1)
+        assert torch.tensor([5, 5, 6], device="cuda").unique().tolist() == [5, 6]
+    assert codes(session) == []
+
+
+def test_gradients_that_are_added_are_no_longer_known():
+    with running():
+        weight = torch.zeros(3, device="cuda", requires_grad=True)
+        for _ in range(2):
+            (weight * torch.randn(3, device="cuda")).sum().backward()
+
+        # Of the unknown: what stands in.
+        assert weight.grad.sum().item() == 1.0
+
+
+def test_operators_of_another_device_are_on_nobodys_account():
+    with running(count=2) as session:
+        x = torch.zeros(100, device="cuda:1")
+        mask = (x > 0).nonzero()
+        x.add_(1)
+
+        assert mask.device == x.sum().device == torch.device("cuda", 1)
+        assert (x.shape, x.topk(2)[0].device) == ((100,), x.device)
+    assert made(session) == []

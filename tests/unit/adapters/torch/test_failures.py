@@ -97,3 +97,42 @@ def test_a_loss_of_one_element_is_fine():
 
 def test_without_training_anything_may_be_returned():
     run(nn.Linear(10, 2), DATA, loss=lambda m, b: {"logits": m(b)}, training=False)
+
+
+def caught(work):
+    with pytest.raises(BaseException) as error:
+        work()
+    return error.value
+
+
+def fail(message="one\n  two"):
+    raise ValueError(message)
+
+
+def test_an_error_in_one_line():
+    text = failures.one_line(caught(fail))
+
+    assert text.startswith("ValueError: one two at ")
+    assert text.endswith(f"test_failures.py:{line_of(fail)} in fail")
+    assert "\n" not in text
+
+
+def test_an_error_in_one_line_names_the_line_outside_of_pytorch():
+    def work():
+        nn.Linear(10, 2)(torch.zeros(3))
+
+    text = failures.one_line(caught(work))
+
+    assert text.startswith("RuntimeError: ")
+    assert text.endswith(f"test_failures.py:{line_of(work)} in work")
+
+
+def test_an_error_without_message_or_place_in_one_line():
+    assert failures.one_line(AssertionError()) == "AssertionError: no message"
+    assert failures.one_line(SystemExit(3)) == "SystemExit: 3"
+
+
+def test_an_error_that_the_simulation_is_the_reason_of_says_what_to_do():
+    error = caught(lambda: fail("Expected all tensors to be on the same device, but found two"))
+
+    assert failures.one_line(error).endswith("write x.device instead of the name of a device.")

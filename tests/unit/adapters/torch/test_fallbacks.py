@@ -1,3 +1,4 @@
+import resource
 import uuid
 
 import numpy as np
@@ -339,3 +340,74 @@ def test_repeated_reads_on_one_line_are_one_note():
     _, traced = observe(work, DATA)
 
     assert len(traced.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (lambda x: x.sum(), 1.0),
+        (lambda x: x.sum().half(), 1.0),
+        (lambda x: x.long().sum(), 1),
+        (lambda x: x.sum().view(1, 1), 1.0),
+        (lambda x: x.isnan().any(), False),
+        (lambda x: x.isfinite().all(), True),
+    ],
+    ids=["float", "half", "integer", "one element", "any", "all"],
+)
+def test_a_single_value_copied_to_the_host_is_what_item_gives(value, expected):
+    def work(x):
+        there = value(x)
+        host = there.cpu()
+        return host.device.type, host.shape == there.shape, host.dtype is there.dtype, host.item() == there.item()
+
+    assert shape_of(work)[0] == ("cpu", True, True, True)
+    assert shape_of(lambda x: value(x).cpu().item())[0] == expected
+
+
+def test_a_single_value_may_change_its_dtype_on_the_way():
+    def work(x):
+        host = x.sum().cpu().long()
+        return host.dtype, host.item()
+
+    assert shape_of(work)[0] == (torch.int64, 1)
+
+
+def test_complex_numbers_have_a_stand_in():
+    assert shape_of(lambda x: torch.fft.rfft(x).sum().item())[0] == 1 + 0j
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def test_zeros_on_the_host_cost_nothing_until_they_are_touched():
+    # GIVEN a gigabyte of zeros
+    before = resident_bytes()
+    zeros = fallbacks.host_zeros(torch.Size((1024, 1024, 256)), torch.float32)
+
+    # THEN it is there, and takes no memory
+    assert resident_bytes() - before < 64 * 2**20
+    assert (zeros.shape, zeros.dtype, zeros.is_contiguous()) == ((1024, 1024, 256), torch.float32, True)
+    assert zeros[5, 6].sum() == 0
+    # It can be written to like any other.
+    zeros[0, 0, 0] = 1
+    assert zeros[0, 0].sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 4), (1024, 1024)], ids=str)
+def test_zeros_on_the_host_are_zeros(shape, dtype):
+    zeros = fallbacks.host_zeros(torch.Size(shape), dtype)
+
+    assert (zeros.shape, zeros.dtype, zeros.device.type) == (shape, dtype, "cpu")
+    assert not zeros.any()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, False), ({"device": None}, False), ({"device": "meta"}, False), ({"device": torch.device("cpu")}, True)],
+    ids=str,
+)
+def test_whether_a_copy_goes_to_the_host(given, expected):
+    assert fallbacks.to_host(given) is expected

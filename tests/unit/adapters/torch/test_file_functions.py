@@ -110,6 +110,15 @@ def test_a_temporary_file_with_the_name_of_a_checkpoint_works(overlay):
     assert overlay.files.redirected == {}
 
 
+def test_asking_for_the_temporary_folder_for_the_first_time(overlay, here, monkeypatch):
+    # `tempfile` makes a file, removes it, and holds a lock meanwhile.
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(here))
+
+    assert tempfile.gettempdir() == str(here)
+    assert overlay.notes == []
+
+
 def test_a_descriptor_is_opened_as_it_is(overlay):
     descriptor, path = tempfile.mkstemp()
     with open(descriptor, "wb") as file:

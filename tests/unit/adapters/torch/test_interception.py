@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from memfit.adapters.torch import interception
-from memfit.adapters.torch.interception import call_plain, exists, intercepting, overload
+from memfit.adapters.torch.interception import call_plain, exists, intercepting, overload, switch_off, switched_on
 
 KEY = torch._C.DispatchKey.AutocastPrivateUse1
 
@@ -170,3 +170,77 @@ def test_numbers_computed_afterwards_are_the_same():
         pass
 
     assert torch.equal(compute(), before)
+
+
+def in_thread(work):
+    failed = []
+
+    def run():
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert failed == []
+
+
+def is_on():
+    return torch._C._dispatch_tls_is_dispatch_key_included(KEY) and not torch._C._dispatch_tls_is_dispatch_key_excluded(
+        KEY
+    )
+
+
+def test_another_thread_can_be_switched_on():
+    watch = Watch()
+    states = []
+
+    def elsewhere():
+        with switched_on():
+            states.append(is_on())
+            F.linear(meta(2, 3), meta(4, 3))
+        states.append(is_on())
+        F.linear(meta(2, 3), meta(4, 3))
+
+    with intercepting({"linear": watch}):
+        in_thread(elsewhere)
+        assert is_on()
+
+    assert states == [True, False]
+    assert watch.calls == 1
+
+
+def test_switching_on_ends_after_an_error():
+    with pytest.raises(KeyError), switched_on():
+        raise KeyError
+
+    assert not is_on()
+
+
+def test_switched_on_without_interceptors_nothing_happens():
+    with switched_on():
+        out = F.linear(torch.ones(2, 3), torch.ones(4, 3))
+
+    assert out.tolist() == [[3.0] * 4] * 2
+
+
+def test_a_thread_can_be_switched_off_for_good():
+    # GIVEN a thread in the middle of an interception, as a process is that was forked off
+    watch = Watch()
+    results = []
+
+    def elsewhere():
+        with switched_on():
+            switch_off()
+            results.append(is_on())
+            results.append(F.linear(torch.ones(2, 3), torch.ones(4, 3)).shape)
+
+    with intercepting({"linear": watch}):
+        in_thread(elsewhere)
+        # This thread goes on.
+        F.linear(meta(2, 3), meta(4, 3))
+
+    assert results == [False, (2, 4)]
+    assert watch.calls == 1

@@ -1,5 +1,7 @@
+import gc
 import os
 import sys
+import sysconfig
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from memfit.adapters.torch.origin import OriginTracker, SourceNames
 from memfit.core.timeline import Category, Phase
 from tests.unit.adapters.torch.builders import forward_blocks, line_of, made_in, run
+from tests.unit.adapters.torch.sessions import made, running
 
 DATA = torch.empty(4, 6)
 FILE = "test_origin.py"
@@ -163,3 +166,153 @@ def test_short_names_of_files(monkeypatch, tmp_path):
     assert names.short(str(tmp_path / "site" / "deeper" / "model.py")) == "model.py"
     assert names.short(str(tmp_path / "train.py")) == "train.py"
     assert names.short(os.path.join(os.sep, "elsewhere", "train.py")) == "train.py"
+
+
+@pytest.fixture
+def tracker():
+    """A tracker of models that nobody has told it of, and what it heard."""
+    heard = []
+    made = OriginTracker(
+        met=lambda module, name: heard.append(("met", module, name)),
+        entered=lambda module: heard.append(("entered", module)),
+    )
+    with made.following():
+        yield made, heard
+
+
+class Reporting(nn.Module):
+    """Says where it is when it is called."""
+
+    def __init__(self, tracker, inner=None):
+        super().__init__()
+        self.tracker, self.inner = [tracker], inner
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.paths = []
+
+    def forward(self, data):
+        self.paths.append(self.tracker[0].current()[0])
+        return data if self.inner is None else self.inner(data)
+
+
+def test_a_model_is_met_when_it_is_called(tracker):
+    tracker, heard = tracker
+    leaf = Reporting(tracker)
+    model = nn.Sequential(nn.Identity(), leaf)
+    assert heard == []
+    model(torch.zeros(1))
+    model(torch.zeros(1))
+
+    # Met once, entered each time; its parts are neither.
+    assert heard == [("met", model, ""), ("entered", model), ("entered", model)]
+    assert leaf.paths == ["1", "1"]
+    assert tracker.current()[0] == ""
+
+
+def test_a_second_model_has_its_own_name(tracker):
+    tracker, heard = tracker
+    first, second = Reporting(tracker), Reporting(tracker, Reporting(tracker))
+    first(torch.zeros(1))
+    second(torch.zeros(1))
+
+    assert [event[2] for event in heard if event[0] == "met"] == ["", "Reporting"]
+    assert (first.paths, second.paths, second.inner.paths) == ([""], ["Reporting"], ["Reporting.inner"])
+
+
+def test_a_loss_or_a_transform_without_parameters_is_not_the_model(tracker):
+    tracker, heard = tracker
+    nn.ReLU()(torch.zeros(1))
+    model = nn.Sequential(Reporting(tracker))
+    model(torch.zeros(1))
+    nn.MSELoss()(torch.zeros(1), torch.zeros(1))
+
+    assert [event[2] for event in heard if event[0] == "met"] == ["ReLU", "", "MSELoss"]
+    assert model[0].paths == ["0"]
+
+
+def test_a_part_that_is_called_by_itself_is_known_by_its_path(tracker):
+    tracker, heard = tracker
+    model = nn.Sequential(Reporting(tracker), Reporting(tracker))
+    model(torch.zeros(1))
+    model[1](torch.zeros(1))
+
+    assert model[1].paths == ["1", "1"]
+    assert heard[-1] == ("entered", model[1])
+    assert len([event for event in heard if event[0] == "met"]) == 1
+
+
+def test_a_module_inside_of_a_model_that_is_no_part_of_it_belongs_to_its_caller(tracker):
+    tracker, heard = tracker
+    stranger = Reporting(tracker)
+
+    class Caller(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden = [stranger]
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, data):
+            return self.hidden[0](data)
+
+    nn.Sequential(Caller())(torch.zeros(1))
+
+    assert stranger.paths == ["0"]
+    assert [event[0] for event in heard] == ["met", "entered"]
+
+
+def test_a_model_that_is_gone_is_forgotten():
+    # GIVEN a model whose number may be given to another one when it is gone
+    tracker = OriginTracker()
+    model = nn.Sequential(nn.Linear(1, 1))
+    with tracker.following():
+        model(torch.zeros(1))
+    assert len(tracker._paths) == 2
+
+    del model
+    gc.collect()
+    assert not tracker._paths
+    assert not tracker._alive
+
+
+def test_models_in_a_session_have_names():
+    with running() as session:
+        first, second = Leaf().cuda(), nn.Sequential(Leaf()).cuda()
+        data = torch.zeros(4, 6).cuda()
+        second(first(data)).sum().backward()
+
+    assert [block.module for block in made(session, op="sin", phase=Phase.FORWARD)] == ["", "Sequential.0"]
+    assert sorted(block.module for block in made(session, category=Category.GRADIENT)) == ["", "Sequential.0"]
+    # A sine's gradient.
+    assert sorted(block.module for block in made(session, op="cos")) == ["", "Sequential.0"]
+
+
+def users(tracker):
+    return tracker.user_line()
+
+
+def test_the_users_line_and_its_text():
+    source, text = users(OriginTracker())
+
+    assert source.rpartition("/")[2] == f"{FILE}:{line_of(users)}"
+    assert text == "return tracker.user_line()"
+
+
+def test_the_users_line_is_outside_of_libraries(tmp_path):
+    # GIVEN code of a library, called by the user's
+    library = os.path.join(sysconfig.get_path("purelib"), "invented.py")
+    names = {}
+    exec(compile("def call(function):\n    return function()\n", library, "exec"), names)
+    tracker = OriginTracker()
+
+    # WHEN the library calls back into PyTorch
+    source, text = names["call"](tracker.user_line)
+
+    # THEN it is the user's line that counts, not the library's
+    assert source.rpartition("/")[2].startswith(FILE)
+    assert text == 'source, text = names["call"](tracker.user_line)'
+
+
+def test_code_without_a_file_is_nobodys_line():
+    names = {"tracker": OriginTracker()}
+    exec(compile("found = tracker.user_line()", "<string>", "exec"), names)
+
+    assert names["found"][0].rpartition("/")[2].startswith(FILE)

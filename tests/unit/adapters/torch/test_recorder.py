@@ -169,3 +169,65 @@ def test_a_block_of_a_range_that_is_left_out_is_not_freed_in_another(recorder):
     del tensor
 
     assert spans(recorder.timeline([(middle, middle + 1)])) == []
+
+
+def test_a_live_block_is_known_by_its_storage(recorder):
+    tensor, stranger = empty(8), empty(8)
+    recorder.add(tensor, "made")
+
+    assert recorder.known(tensor)
+    assert recorder.known(tensor[2:4])
+    assert not recorder.known(stranger)
+
+
+def test_a_block_is_known_as_long_as_it_lives(recorder):
+    tensor = empty(8)
+    recorder.add(tensor, "made")
+    recorder.stop()
+
+    assert not recorder.known(tensor)
+
+
+def test_a_storage_may_shrink_to_nothing_and_grow_again(recorder):
+    # GIVEN a parameter that is let go and brought back, as sharded ones are
+    tensor = empty(8)
+    recorder.add(tensor, "made", Category.PARAMETER)
+    storage = tensor.untyped_storage()
+    storage.resize_(0)
+    recorder.resized(storage, "resize_")
+    assert not recorder.known(tensor)
+    storage.resize_(8)
+    recorder.resized(storage, "resize_")
+
+    # THEN there is a second block, from then on
+    assert recorder.known(tensor)
+    assert spans(recorder.timeline()) == [(8, 0, 1), (8, 2, None)]
+    del tensor, storage
+    assert spans(recorder.timeline()) == [(8, 0, 1), (8, 2, 3)]
+
+
+def test_a_storage_that_grows_is_for_what_it_was(recorder):
+    tensor = empty(8)
+    recorder.add(tensor, "made", Category.PARAMETER)
+    tensor.untyped_storage().resize_(100)
+    recorder.resized(tensor.untyped_storage(), "resize_")
+
+    assert [b.category for b in recorder.timeline().blocks] == [Category.PARAMETER, Category.PARAMETER]
+
+
+def test_a_storage_that_was_not_known_is_a_block_when_it_grows(recorder):
+    tensor = empty(0)
+    recorder.add(tensor, "made")
+    tensor.untyped_storage().resize_(100)
+    recorder.resized(tensor.untyped_storage(), "resize_")
+
+    assert spans(recorder.timeline()) == [(100, 0, None)]
+
+
+def test_steps_are_those_that_were_entered(recorder):
+    # GIVEN two passes in one step, as when gradients accumulate
+    for step in (1, 1, 2):
+        recorder.enter(Phase.FORWARD, step)
+        recorder.enter(Phase.BACKWARD, step)
+
+    assert [mark.step for mark in recorder.timeline().marks] == [1, 1, 1, 1, 2, 2]

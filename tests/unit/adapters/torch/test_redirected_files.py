@@ -132,6 +132,17 @@ def test_downloads_into_a_cache_are_left_alone(tmp_path, monkeypatch):
     )
 
 
+def test_a_temporary_folder_of_the_scripts_own_is_left_alone(tmp_path, monkeypatch):
+    # joblib hands arrays to other processes in files there
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    files = RedirectedFiles(str(tmp_path / "own"), lambda code, text: None)
+    files.made.update((str(tmp_path / "scratch"), str(tmp_path / "project" / "runs")))
+
+    assert not files.is_checkpoint(str(tmp_path / "scratch" / "deep" / "array.pkl"))
+    assert files.is_checkpoint(str(tmp_path / "project" / "runs" / "model.pkl"))
+    assert files.is_checkpoint(str(tmp_path / "model.pkl"))
+
+
 @pytest.mark.parametrize("mode", ["r+b", "ab", "xb", "r+"])
 def test_a_file_that_is_changed_in_place_is_opened_where_it_is(files, tmp_path, mode):
     # It may be data: numpy.memmap opens files for reading and writing.

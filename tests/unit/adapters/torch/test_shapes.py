@@ -23,6 +23,11 @@ aten = torch.ops.aten
         (aten.resize_.default, Behaviour.OTHER),
         (aten.t_.default, Behaviour.OTHER),
         (aten.lift_fresh.default, Behaviour.OTHER),
+        (aten.linear.default, Behaviour.COMPOSITE),
+        (aten.matmul.default, Behaviour.COMPOSITE),
+        (aten.flatten.using_ints, Behaviour.COMPOSITE),
+        (aten.reshape.default, Behaviour.COMPOSITE),
+        (aten.cross_entropy_loss.default, Behaviour.COMPOSITE),
     ],
     ids=str,
 )
@@ -137,3 +142,11 @@ def test_the_cache_has_a_limit(execute, monkeypatch):
         shapes.run(aten.relu.default, (empty(n),), {}, execute)
 
     assert len(shapes._cache) <= 3
+
+
+def test_tensors_among_arguments_and_outputs():
+    first, second, third = empty(1), empty(2), empty(3)
+
+    assert list(shapes.tensors((first, 2, [second, None, (third, "a")], torch.float32))) == [first, second, third]
+    assert list(shapes.tensors([])) == []
+    assert list(shapes.tensors({"a": first}.values())) == [first]
