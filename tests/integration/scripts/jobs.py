@@ -69,22 +69,33 @@ Kept = SimpleNamespace
 """Variables of a script's loop that hold their tensors until the next step assigns them anew."""
 
 
-def zeroed_late(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`loss` in a loop that calls zero_grad() between forward and backward: the last gradients live until then."""
-    held: dict[str, Any] = {"first": None, "gradients": []}
+class LateZero:
+    """Keeps the last step's gradients alive until `release`, as a loop does that calls zero_grad() only then."""
 
-    def hold(parameter: torch.Tensor) -> None:
-        held["gradients"].append(parameter.grad)
+    def __init__(self) -> None:
+        self._first: torch.Tensor | None = None
+        self._gradients: list[torch.Tensor | None] = []
+
+    def watch(self, model: nn.Module) -> None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if self._first is not parameters[0]:
+            # The estimate gives the model new parameters for each of its traces.
+            self._first, self._gradients = parameters[0], []
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(lambda p: self._gradients.append(p.grad))
+
+    def release(self) -> None:
+        self._gradients = []
+
+
+def zeroed_late(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """`loss` in a loop that calls zero_grad() between forward and backward."""
+    zero = LateZero()
 
     def late(model: nn.Module, batch: Any) -> Any:
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        if held["first"] is not parameters[0]:
-            # The estimate gives the model new parameters for each of its traces.
-            held.update(first=parameters[0], gradients=[])
-            for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(hold)
+        zero.watch(model)
         value = loss(model, batch)
-        held["gradients"] = []
+        zero.release()
         return value
 
     return late
@@ -143,10 +154,11 @@ def gpt_trainer(script, args):
 # parameters, are far from the peak.
 @paired("dcgan.py", "--batch-size 128 --ngf 64 --ndf 64 --dataset-size 512 --workers 0")
 def dcgan(script, args):
-    kept = Kept(fake=None)
+    kept, generator_zero = Kept(fake=None), LateZero()
 
     def loss(model, real):
         generator, discriminator = model["generator"], model["discriminator"]
+        generator_zero.watch(generator)
         # After the first iteration samples are drawn with their graph, which lives until the next ones replace it.
         kept.fake = generator(torch.randn(args.batch_size, args.nz, 1, 1, device=real.device))
         model.zero_grad()
@@ -154,6 +166,7 @@ def dcgan(script, args):
         functional.binary_cross_entropy(discriminator(real), label).backward()
         kept.fake = generator(torch.randn(args.batch_size, args.nz, 1, 1, device=real.device))
         functional.binary_cross_entropy(discriminator(kept.fake.detach()), label).backward()
+        generator_zero.release()
         return functional.binary_cross_entropy(discriminator(kept.fake), label)
 
     return Job(
@@ -246,7 +259,8 @@ def reinforce(script, args):
     )
 
 
-# No episode ends at this speed, so that every next state is there.
+# No episode ends at this speed, so that every next state is there. The dictionary of the target's new weights outlives
+# the soft update: a third network here.
 @paired("dqn.py", "--batch-size 512 --speed 1 --learning-starts 16 --total-steps 24")
 def dqn(script, args):
     kept = Kept(values=None)
@@ -263,9 +277,7 @@ def dqn(script, args):
     actions = script.CatchEnv.num_actions
     frames = torch.zeros(args.batch_size, 4, args.frame_size, args.frame_size, dtype=torch.uint8)
     return Job(
-        lambda: nn.ModuleDict(
-            {"policy": script.DQN(args.frame_size, actions), "target": script.DQN(args.frame_size, actions)}
-        ),
+        lambda: nn.ModuleDict({name: script.DQN(args.frame_size, actions) for name in ("policy", "target", "state")}),
         zeroed_late(loss),
         (
             frames,
@@ -306,10 +318,10 @@ def _hf_model_loss(model, batch):
     return model(**batch).loss
 
 
+# Without the mask (16 KiB): an estimate does not know that it masks nothing, and would take another attention kernel.
 def _hf_batch(args, classes: bool):
     ids = tokens(args.batch_size, args.max_length)
-    labels = ids[:, 0] if classes else ids.clone()
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels.clone()}
+    return {"input_ids": ids, "labels": ids[:, 0].clone() if classes else ids.clone()}
 
 
 # accelerate converts what the model returns to float32, in the forward pass; the next batch is fetched ahead (48 KiB).
@@ -324,8 +336,13 @@ def hf_trainer_gpt2(script, args):
 
         return convert_outputs_to_fp32(forward)(**batch).loss
 
+    def make():
+        model = script.build_model(args)
+        model.config.use_cache = False  # as the Trainer sets it
+        return model
+
     return Job(
-        lambda: script.build_model(args),
+        make,
         loss,
         _hf_batch(args, classes=False),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),

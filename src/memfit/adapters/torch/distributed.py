@@ -38,8 +38,18 @@ def environment(count: int) -> dict[str, str]:
     }
 
 
-def distributed_replacements(count: int, report: Callable[[str, str], None]) -> list[Replacement]:
-    """What stands in for the parts of `torch.distributed` that would talk to other processes."""
+def distributed_replacements(
+    count: int,
+    report: Callable[[str, str], None],
+    has_gradients: Callable[[torch.Tensor], None] = lambda bucket: None,
+) -> list[Replacement]:
+    """What stands in for the parts of `torch.distributed` that would talk to other processes.
+
+    Args:
+        count: processes, where the program doesn't say.
+        report: takes (code, text) of each assumption made.
+        has_gradients: called with each buffer in which gradients are gathered for the other ranks.
+    """
     if not dist.is_available():
         return [_spawn(count, report)]
     owners = (dist, dist.distributed_c10d)
@@ -63,7 +73,7 @@ def distributed_replacements(count: int, report: Callable[[str, str], None]) -> 
         _spawn(count, report),
         Replacement(module, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),
         Replacement(dist.ProcessGroup, "monitored_barrier", lambda *args, **kwargs: None),
-        Replacement(DistributedDataParallel, "__init__", _init_data_parallel()),
+        Replacement(DistributedDataParallel, "__init__", _init_data_parallel(has_gradients)),
         Replacement(DistributedDataParallel, "register_comm_hook", lambda *args, **kwargs: None),
     ]
 
@@ -118,23 +128,24 @@ def _scatter_object_list(
         scatter_object_output_list[0] = scatter_object_input_list[0]
 
 
-def _init_data_parallel() -> Callable[..., None]:
+def _init_data_parallel(has_gradients: Callable[[torch.Tensor], None]) -> Callable[..., None]:
     plain = DistributedDataParallel.__init__
     plain_register = DistributedDataParallel.register_comm_hook
+
+    def keep(bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """What the other ranks make of these gradients: nothing."""
+        has_gradients(bucket)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket)
+        return done
 
     def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
         # The fake group's work has no result, which the reducer would ask for.
-        plain_register(self, None, lambda state, bucket: _done(bucket.buffer()))
+        # A lambda, because PyTorch reads the annotations of a function.
+        plain_register(self, None, lambda state, bucket: keep(bucket.buffer()))
 
     return __init__
-
-
-def _done(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """What the other ranks made of these gradients: nothing."""
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(gradients)
-    return done
 
 
 def _spawn(count: int, report: Callable[[str, str], None]) -> Replacement:

@@ -49,7 +49,14 @@ class ScriptRun:
             configure=configure,
         )
         report = self.session.simulation.notes.report
-        self._checkpoints = Checkpoints(request.checkpoint_folder or None, report, self.session.simulation.look.put)
+        simulation = self.session.simulation
+        self._checkpoints = Checkpoints(
+            request.checkpoint_folder or None,
+            report,
+            simulation.look.put,
+            simulation.places.of,
+            num_ranks=request.count,
+        )
 
         self._processes = Processes(report, lambda: bool(self.session.origin.user_line()[0]))
 
@@ -72,6 +79,7 @@ class ScriptRun:
                 error = raised
                 if not isinstance(raised, SystemExit):
                     _print_traceback(raised)
+        self._checkpoints.finish()
         return self._result(error, time.perf_counter() - started)
 
     def _run_script(self) -> None:

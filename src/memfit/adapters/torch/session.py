@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import _pop_mode
 
 from memfit.adapters.torch import interception, keras_optimizers
+from memfit.adapters.torch.checkpoints import Checkpoints
 from memfit.adapters.torch.cuda_devices import CudaDevices
 from memfit.adapters.torch.cuda_memory import DeviceMemory, out_of_memory_message
 from memfit.adapters.torch.cuda_module import cuda_replacements
@@ -93,7 +94,7 @@ class Session:
         with ONE_AT_A_TIME, eager(), _left_in_children(), self._watching(), on_import({}, keras):
             report = self.simulation.notes.report
             given = cuda_replacements(self.device, self._count, self.memory, report, self.simulation.look)
-            given += distributed_replacements(self._count, report)
+            given += distributed_replacements(self._count, report, self._gathered)
             with self.simulation.running([*given, *self._answers(), *answers]):
                 yield
 
@@ -101,13 +102,16 @@ class Session:
     def visiting(self) -> Iterator[None]:
         """`running`, after which the process goes on as if nothing had been: models that moved come back."""
         restoration = Restoration()
-        self.simulation.look.on_departure = restoration.remember
+        simulation = self.simulation
+        simulation.look.on_departure = restoration.remember
+        checkpoints = Checkpoints(None, simulation.notes.report, simulation.look.put, simulation.places.of)
         with random_states_kept():
             try:
-                with self.running(restoration.replacements()):
+                with self.running([*restoration.replacements(), *checkpoints.replacements()]):
                     yield
             finally:
                 restoration.restore()
+                checkpoints.finish()
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -229,6 +233,9 @@ class Session:
             self._num_parameters += parameter.numel()
         self._parameters[id(parameter)] = (weakref.ref(parameter), module)
         self._classify(parameter, Category.PARAMETER, module)
+
+    def _gathered(self, bucket: torch.Tensor) -> None:
+        self._classify(bucket, Category.GRADIENT, "")
 
     def _moved(self, parameter: torch.Tensor) -> None:
         self._classify(parameter, Category.PARAMETER, "")

@@ -48,7 +48,10 @@ class Notes:
         """Notes an assumption at the line that runs now."""
         source = self.origin.current()[1]
         # A value read by no line of the user's is read by the framework, such as an optimizer's step counter.
-        if (source or code != fallbacks.STAND_IN) and len(self.found) < _MAX_NOTES:
+        if not source and code == fallbacks.STAND_IN:
+            return
+        # Each kind has its own limit: many files saved must not hide a size that was assumed.
+        if sum(known[0] == code for known in self.found) < _MAX_NOTES:
             self.found.setdefault((code, text, source), Note(code, text, source))
 
 

@@ -196,7 +196,8 @@ def test_an_update_by_hand():
                 weight.grad = None
 
     assert session.counter.num_steps == 3
-    assert [phase for phase, _ in phases(session)] == ["backward"] * 3
+    # Each backward pass belongs to the step that it is.
+    assert phases(session) == [("backward", 1), ("backward", 2), ("backward", 3)]
 
 
 def test_a_tensor_that_no_model_holds_is_a_parameter_of_its_optimizer():
