@@ -15,6 +15,8 @@ from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
 
+DRY_RUN = "dry run"
+"""The mode of an estimate that is the record of a whole program."""
 CONTEXT = "CUDA context"
 CACHED = "allocator rounding, cache and fragmentation"
 ROOT_MODULE = "(model)"

@@ -7,7 +7,7 @@ from, so those are worked out once, here, from the estimate alone.
 from dataclasses import dataclass
 
 from memfit.core.device import Device, Kind, Origin
-from memfit.core.estimate import CACHED, CONTEXT, Estimate
+from memfit.core.estimate import CACHED, CONTEXT, DRY_RUN, Estimate
 from memfit.core.timeline import Category
 from memfit.core.units import format_size
 
@@ -189,8 +189,15 @@ def figures(estimate: Estimate) -> list[Figure]:
         Figure(CONTEXT, context_text, "" if context_text in (UNKNOWN, "none") else context_origin),
         Figure("lower bound", format_size(estimate.lower_bytes), assumed),
         Figure("upper bound", format_size(estimate.upper_bytes), assumed),
-        Figure("host memory", host_total(estimate), assumed if estimate.host.parts else ""),
+        Figure("host memory", host_total(estimate), _host_origin(estimate)),
     ]
+
+
+def _host_origin(estimate: Estimate) -> str:
+    if not estimate.host.parts:
+        return ""
+    # A dry run is a real process, whose memory was measured.
+    return (Origin.MEASURED if estimate.mode == DRY_RUN else Origin.ASSUMED).value
 
 
 def host_total(estimate: Estimate) -> str:

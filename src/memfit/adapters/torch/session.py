@@ -34,7 +34,7 @@ from memfit.adapters.torch.stand_in import dense_parts, tensors_in
 from memfit.adapters.torch.steps import StepCounter
 from memfit.core.device import Device
 from memfit.core.dryrun import Failure
-from memfit.core.estimate import Estimate, HostMemory, Note
+from memfit.core.estimate import DRY_RUN, Estimate, HostMemory, Note
 from memfit.core.timeline import Category, Phase
 
 _WORKSPACE_DROPPED = "cuDNN fell back to slower algorithms that need no workspace, for lack of memory"
@@ -200,7 +200,7 @@ class Session:
         return Estimate(
             subject=subject,
             device=self.device,
-            mode="dry run",
+            mode=DRY_RUN,
             precision="as given",
             batch_size=None,
             timeline=timeline,

@@ -8,14 +8,14 @@ shape-only tensors as tensors of the device (`Look`), interceptors that make the
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from memfit.adapters.torch import choices, fallbacks
+from memfit.adapters.torch.answers import autocast_answers, look_answers
 from memfit.adapters.torch.autocast import Autocast
 from memfit.adapters.torch.cuda_kernels import CudaInternals
 from memfit.adapters.torch.dispatch import SimulatedOperators
@@ -26,7 +26,6 @@ from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.places import Places
 from memfit.adapters.torch.recorder import Recorder
 from memfit.adapters.torch.replacement import Replacement, replaced
-from memfit.adapters.torch.shapes import META
 from memfit.adapters.torch.values import KnownValues
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
@@ -98,7 +97,7 @@ class Simulation:
     def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
         """Simulates in this thread while it lasts; `answers` replace further functions of PyTorch."""
         with (
-            replaced([*self._own_answers(), *answers]),
+            replaced([*autocast_answers(self.autocast), *look_answers(self.look, self.places), *answers]),
             self._numbers_read_anywhere(),
             self.origin.following(),
             intercepting(self._interceptors),
@@ -122,68 +121,6 @@ class Simulation:
         """Simulates in a further thread while it lasts."""
         with switched_on(), self.operators, self.look:
             yield
-
-    def _own_answers(self) -> list[Replacement]:
-        """What any simulation needs: autocast for CUDA without CUDA, and code of the user's seen inside of PyTorch.
-
-        cuDNN is declared unfit for single tensors, so that recurrent layers leave their shape-only weights as they are.
-        """
-        plain_clear = torch.clear_autocast_cache
-        plain_backward = torch.autograd.graph._engine_run_backward
-        plain_group = torch._C._group_tensors_by_device_and_dtype
-        plain_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
-        plain_wrapper = torch.Tensor._make_wrapper_subclass
-        plain_compatible = torch._has_compatible_shallow_copy_type
-        autocast, look = self.autocast, self.look
-
-        def clear() -> None:
-            autocast.clear_cache()
-            plain_clear()
-
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            with look.again():
-                return plain_backward(*args, **kwargs)
-
-        def with_look(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            def call(value: Any) -> Any:
-                with look.again():
-                    return hook(value)
-
-            return call
-
-        def saved_tensors_hooks(context: Any, pack_hook: Any, unpack_hook: Any) -> None:
-            plain_hooks(context, with_look(pack_hook), with_look(unpack_hook))
-
-        def group(*args: Any, **kwargs: Any) -> Any:
-            shown = self.places.device
-            return {
-                (shown if device is not None and device.type == "meta" else device, dtype): tensors
-                for (device, dtype), tensors in plain_group(*args, **kwargs).items()
-            }
-
-        def make_wrapper_subclass(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("device") is not None and look.place(kwargs["device"]) is not None:
-                kwargs = {**kwargs, "device": META}
-            return plain_wrapper(*args, **kwargs)
-
-        def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-            # As between CPU and CUDA: a parameter stays the same object when its module moves (`Look._set_data`).
-            with torch._C.DisableTorchFunction():
-                moves = tensor.is_meta != other.is_meta
-            return moves or bool(plain_compatible(tensor, other))
-
-        return [
-            Replacement(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-            Replacement(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
-            Replacement(torch, "clear_autocast_cache", clear),
-            Replacement(torch.backends.cudnn, "is_acceptable", lambda tensor: False),
-            Replacement(torch.autograd, "_engine_run_backward", run_backward),
-            Replacement(torch.autograd.graph, "_engine_run_backward", run_backward),
-            Replacement(torch, "_has_compatible_shallow_copy_type", compatible),
-            Replacement(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass)),
-            Replacement(torch._C, "_group_tensors_by_device_and_dtype", group),
-            Replacement(torch.autograd.graph.saved_tensors_hooks, "__init__", saved_tensors_hooks),
-        ]
 
 
 @contextmanager

@@ -1,0 +1,75 @@
+"""The child process as the parent starts it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from memfit.catalogue import find_device
+from memfit.core.dryrun import DryRun, Outcome, Request
+
+ROOT = Path(__file__).parents[2]
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+
+model = nn.Linear(1000, 1000).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+print(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory, sys.argv[1:])
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(4, 1000).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def start(tmp_path, script=TRAIN, *arguments, environment=None, **options):
+    """(the process that has ended, the path of its result) of a request."""
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    request = Request(
+        str(tmp_path / "train.py"),
+        False,
+        arguments,
+        find_device("t4"),
+        result_path=str(tmp_path / "result.json"),
+        **options,
+    )
+    (tmp_path / "request.json").write_text(json.dumps(request.to_json()), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit._child", str(tmp_path / "request.json")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **(environment or {})},
+    )
+    return done, tmp_path / "result.json"
+
+
+def test_a_request_becomes_a_result(tmp_path):
+    # GIVEN settings of the allocator as they are given to a real GPU
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+    # WHEN a script is run as the parent runs it
+    done, path = start(tmp_path, TRAIN, "--fast", steps=2, environment=settings)
+
+    # THEN its output is its own, and the result is a dry run whose memory obeys the settings
+    assert done.stderr == ""
+    assert done.stdout == f"NVIDIA Tesla T4 {find_device('t4').usable_bytes} ['--fast']\n"
+    assert done.returncode == 0
+    data = json.loads(path.read_text(encoding="utf-8"))
+    run = DryRun.from_json(data)
+    assert (run.outcome, run.num_steps, run.arguments) == (Outcome.COMPLETED, 2, ("--fast",))
+    assert data["loader_ordinal"] is None
+    # Expandable segments grow by pages of 2 MiB; without them large blocks are cut from segments of 20 MiB.
+    assert run.estimate.replay.reserved_peak_bytes < run.estimate.replay.allocated_peak_bytes + 8 * 2**20
+    # It is written whole or not at all.
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["request.json", "result.json", "train.py"]
+
+
+def test_the_exit_code_is_the_scripts_own(tmp_path):
+    done, path = start(tmp_path, "import sys\nsys.exit(3)\n")
+
+    assert done.returncode == 3
+    assert DryRun.from_json(path.read_text(encoding="utf-8")).exit_code == 3
