@@ -1,14 +1,19 @@
-"""Puts real output into README.md and docs: every block below `<!-- output: COMMAND -->` is what COMMAND prints.
+"""Puts real output into README.md, docs and examples: a block below `<!-- output: COMMAND -->` is what COMMAND prints.
 
     python scripts/refresh_readme.py                run the commands and rewrite the blocks
+    python scripts/refresh_readme.py PAGE...        only those of these pages
     python scripts/refresh_readme.py --screenshot   and take docs/images/page.png with a browser
     python scripts/refresh_readme.py --tests        and run `make test` for its summary
+
+`<!-- output, up to Largest modules: COMMAND -->` shows the output up to the line that begins with "Largest modules".
+Only standard output is shown. The path of the clone is left out.
 
 The rows between `<!-- results -->` and `<!-- /results -->` are the tables "Bars" of docs/results/*.md. Between
 `<!-- tests -->` and `<!-- /tests -->` stand the lines of `make test` that sum up each of its parts.
 """
 
 import argparse
+import functools
 import os
 import re
 import shlex
@@ -19,18 +24,30 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "estimate.md")
+README = ROOT / "README.md"
+PAGES = (
+    README,
+    ROOT / "docs" / "estimate.md",
+    ROOT / "docs" / "dryrun.md",
+    *sorted((ROOT / "examples").glob("*/README.md")),
+)
 IMAGE = ROOT / "docs" / "images" / "page.png"
 WIDTH = "110"
 SUBJECT = ("timm:resnet50", "--batch-size", "64", "--device", "t4", "--precision", "amp-fp16")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
-_OUTPUT = re.compile(r"<!-- output: (?P<command>[^\n]+?) -->\n```text\n.*?^```", re.DOTALL | re.MULTILINE)
+OUTPUT = re.compile(
+    r"(?P<mark><!-- output(?:, up to (?P<end>[^:\n]+))?: (?P<command>[^\n]+?) -->)\n```text\n(?P<shown>.*?)^```",
+    re.DOTALL | re.MULTILINE,
+)
+"""A block of output with its mark: (mark, end, command, shown)."""
+
 _RESULTS = re.compile(r"<!-- results -->\n.*?<!-- /results -->", re.DOTALL)
 _TESTS = re.compile(r"<!-- tests -->\n.*?<!-- /tests -->", re.DOTALL)
 _SUMMARY = re.compile(r"All checks passed!|\d+ files already formatted|Success: .*|TOTAL .*|=+ .*\bpassed\b.*=+")
 
 
+@functools.cache
 def run(command: str) -> str:
     """What `command` prints to standard output; `make` targets are run as the scripts that they are."""
     words = shlex.split(command)
@@ -44,13 +61,25 @@ def run(command: str) -> str:
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 3):
         raise SystemExit(f"{command} failed:\n{done.stderr}")
-    return "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
+    shown = done.stdout.replace(f"{ROOT}{os.sep}", "")
+    return "\n".join(line.rstrip() for line in shown.rstrip().splitlines())
+
+
+def cut(output: str, end: str | None) -> str:
+    """The output up to the line that begins with `end`; all of it where that is None."""
+    if end is None:
+        return output
+    lines = output.splitlines()
+    last = next((number for number, line in enumerate(lines) if line.startswith(end)), None)
+    if last is None:
+        raise SystemExit(f"no line begins with {end!r}:\n{output}")
+    return "\n".join(lines[:last]).rstrip() + "\n..."
 
 
 def with_output(match: re.Match[str]) -> str:
     """The block of `match` with what its command prints now."""
     command = match["command"]
-    return f"<!-- output: {command} -->\n```text\n$ {command}\n{run(command)}\n```"
+    return f"{match['mark']}\n```text\n$ {command}\n{cut(run(command), match['end'])}\n```"
 
 
 def results() -> str:
@@ -93,19 +122,19 @@ def take_screenshot() -> None:
 def main() -> int:
     """Rewrites the pages."""
     parser = argparse.ArgumentParser(description="Put real output into README.md and docs.")
+    parser.add_argument("pages", metavar="PAGE", nargs="*", type=Path, default=PAGES, help="all of them by default")
     parser.add_argument("--screenshot", action="store_true", help="also take docs/images/page.png")
     parser.add_argument("--tests", action="store_true", help="also run `make test`")
     arguments = parser.parse_args()
     if arguments.screenshot:
         take_screenshot()
-    for page in PAGES:
-        text = _OUTPUT.sub(with_output, page.read_text(encoding="utf-8"))
+    for page in arguments.pages:
+        text = OUTPUT.sub(with_output, page.read_text(encoding="utf-8"))
         page.write_text(_RESULTS.sub(lambda _: results(), text), encoding="utf-8")
     if arguments.tests:
         # Last, because the tests look at the pages too.
         summary = tests()
-        readme = PAGES[0]
-        readme.write_text(_TESTS.sub(lambda _: summary, readme.read_text(encoding="utf-8")), encoding="utf-8")
+        README.write_text(_TESTS.sub(lambda _: summary, README.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

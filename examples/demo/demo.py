@@ -1,5 +1,6 @@
-"""ResNet-50 and GPT-2 on three GPUs that need not be here: `make demo`, or `python examples/demo/demo.py [FOLDER]`."""
+"""Two models and a script on GPUs that need not be here: `make demo`, or `python examples/demo/demo.py [FOLDER]`."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ MODELS = {
     "gpt2": ("hf:GPT2LMHeadModel", 12, {"sequence_length": 1024}),
 }
 PRECISION = "amp-fp16"
+SCRIPT = Path(__file__).parents[1] / "dryrun" / "train.py"
+SCRIPT_GPU = "rtx-3090"
 
 
 def gib(size_bytes):
@@ -52,10 +55,20 @@ def main():
     # A pipe has no width of its own; 120 columns hold the table.
     console = Console() if sys.stdout.isatty() else Console(width=120)
     console.print(table)
-    console.print(
-        f"One training step each: AdamW, {PRECISION}, 224 x 224 images or 1024 tokens. "
-        f"No GPU was used. {time.perf_counter() - started:.0f} s in all."
-    )
+    console.print(f"One training step each: AdamW, {PRECISION}, 224 x 224 images or 1024 tokens. No GPU was used.")
+    dry_run(folder)
+    print(f"{time.perf_counter() - started:.0f} s in all.")
+
+
+def dry_run(folder):
+    """A whole script, as it is; what it prints goes to standard error."""
+    run = memfit.dryrun(os.path.relpath(SCRIPT), device=SCRIPT_GPU, quiet_output=True)
+    page = folder / "dryrun.html"
+    run.report(str(page))
+    print(f"\nmemfit dryrun --device {SCRIPT_GPU} {run.script}")
+    print(f"{run.num_steps} steps, {gib(run.estimate.peak_bytes)} of {gib(run.estimate.capacity_bytes)}: ", end="")
+    print("fits" if run.fits else "does not fit")
+    print(f"page of the dry run: {page}")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--batch-size", type=int, default=256)
+parser.add_argument("--batch-size", type=int, default=384)
 parser.add_argument("--image-size", type=int, default=96)
-parser.add_argument("--width", type=int, default=160)
+parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--steps", type=int, default=10_000)
 parser.add_argument("--evaluate-every", type=int, default=500)
 parser.add_argument("--workers", type=int, default=2)

@@ -17,6 +17,9 @@ def main(request_path: str) -> int:
     request = Request.from_json(Path(request_path).read_text(encoding="utf-8"))
     # TorchScript runs as the Python it is made from; PyTorch reads this when it is imported.
     os.environ["PYTORCH_JIT"] = "0"
+    if request.count > 1:
+        # DistributedDataParallel has no clock for shape-only tensors, and says so in C++.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from memfit.adapters.torch.script import ScriptRun
 
     run = ScriptRun(request, *memory_of(request.device, unlimited=request.unlimited))

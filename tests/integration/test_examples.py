@@ -16,14 +16,29 @@ EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path for path in EXAMPLES.glob("*/*.py"))
 
 
-def run(*arguments: str, expected: int = 0) -> str:
+def start(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "120"}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
+
+
+def run(*arguments: str, expected: int = 0) -> str:
+    done = start(*arguments)
     assert done.returncode == expected, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout
+
+
+def dry_run(script: str, *options: str, folder: Path, expected: int = 0) -> tuple[str, str]:
+    """What a dry run of an example writes to standard output and standard error, in a folder that it may write to."""
+    done = start("-m", "memfit", "dryrun", *options, str(ROOT / script), folder=folder)
+    assert done.returncode == expected, done.stderr
+    return done.stdout, done.stderr
+
+
+def peak_gib(shown: str) -> float:
+    return float(re.search(r"needed on the device +([\d.]+) GiB", shown)[1])
 
 
 def needs(*packages: str) -> None:
@@ -53,7 +68,8 @@ def test_demo_shows_what_fits_and_what_does_not(tmp_path):
 
     assert "│ yes " in shown
     assert "│ no " in shown
-    for name in ("resnet50", "gpt2"):
+    assert re.search(r"^3 steps, [\d.]+ GiB of 23.7 GiB: fits$", shown, re.MULTILINE)
+    for name in ("resnet50", "gpt2", "dryrun"):
         page = tmp_path / "pages" / f"{name}.html"
         assert str(page) in shown.replace("\n", "")
         assert page.read_text(encoding="utf-8").startswith("<!")
@@ -127,3 +143,75 @@ def test_host_memory_grows_with_workers():
     totals = [float(size) for size in re.findall(r"workers.*?: ([\d.]+) GiB, ", shown)]
     assert len(totals) == 4
     assert totals == sorted(totals)
+
+
+def test_dryrun_fits_on_one_device(tmp_path):
+    shown, errors = dry_run("examples/dryrun/train.py", "--device", "rtx-3090", folder=tmp_path)
+
+    assert "NVIDIA GeForce RTX 3090: ran 3 steps" in shown
+    assert re.search(r"of 23.7 GiB:\s+fits$", shown, re.MULTILINE)
+    # The script's own evaluation, checkpoint and training step have run, and its checkpoint is not here.
+    assert shown.index("step 0: accuracy") < shown.index("step 0: loss")
+    assert "classifier.pt -> " in shown
+    assert not list(tmp_path.iterdir())
+    assert "Traceback" not in errors
+
+
+def test_dryrun_does_not_fit_on_a_smaller_one(tmp_path):
+    script = "examples/dryrun/train.py"
+    shown, errors = dry_run(script, "--device", "rtx-3060", "--html", "memory.html", folder=tmp_path, expected=3)
+
+    assert "would run out of memory on NVIDIA GeForce RTX 3060" in shown
+    line = re.search(r"^  train.py:(\d+)  (.+)$", shown, re.MULTILINE)
+    assert (ROOT / script).read_text(encoding="utf-8").splitlines()[int(line[1]) - 1].strip() == line[2].strip()
+    assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate" in errors
+    assert [number for number in "123" if f"\n  {number}. " in shown] == ["1", "2", "3"]
+    assert [path.name for path in tmp_path.iterdir()] == ["memory.html"]
+
+
+def test_dryrun_trains_for_real(tmp_path):
+    script = str(ROOT / "examples/dryrun/train.py")
+    small = ("--batch-size", "4", "--image-size", "32", "--width", "8", "--workers", "0")
+
+    done = start(script, *small, "--steps", "2", folder=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^step 0: loss \d", done.stdout, re.MULTILINE)
+    assert (tmp_path / "classifier.pt").is_file()
+
+
+def test_longest_batch_does_not_fit_though_the_first_does(tmp_path):
+    options = ("--device", "rtx-3060", "--scan", "200")
+
+    shown, _ = dry_run("examples/longest_batch/train.py", *options, folder=tmp_path, expected=3)
+
+    words = " ".join(shown.split())
+    found = re.search(r"fits at step 1; the longest batch, ([\d,]+) tokens at index ([\d,]+), does not", words)
+    tokens, index = (int(group.replace(",", "")) for group in found.groups())
+    first = int(re.search(r"step 0: loss .*, (\d+) tokens", shown)[1])
+    assert tokens > 2 * first
+    assert 3 <= index < 200, "a run of three steps would have met it"
+
+
+def test_simulate_halves_the_batch_until_it_fits():
+    shown = run("examples/simulate/simulate.py")
+
+    assert re.findall(r"^batch (\d+): CUDA out of memory", shown, re.MULTILINE) == ["64", "32"]
+    allocated, reserved = map(
+        float, re.search(r"^batch 16: ([\d.]+) GiB \w+, ([\d.]+) GiB", shown, re.MULTILINE).groups()
+    )
+    assert 0 < allocated <= reserved < 11.8
+    assert len(re.findall(r"^out of memory at simulate.py:\d+", shown, re.MULTILINE)) == 2
+    assert shown.endswith("weights on cpu, as before: True\n")
+
+
+def test_dryrun_distributed_fits_on_four_devices_and_not_on_one(tmp_path):
+    script = "examples/dryrun_distributed/train.py"
+
+    four, _ = dry_run(script, "--device", "rtx-3090", "--count", "4", folder=tmp_path)
+    one, _ = dry_run(script, "--device", "rtx-3090", folder=tmp_path, expected=3)
+
+    assert "4 x NVIDIA GeForce RTX 3090: ran 3 steps" in " ".join(four.split())
+    assert "all figures are those of one device" in four
+    # Parameters, gradients and two states of 1.3 billion numbers: 15 GiB are spread over the others.
+    assert 12 < peak_gib(one) - peak_gib(four) < 16

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from memfit._child import main
+from memfit.adapters.torch.restoration import random_states_kept
 from memfit.catalogue import find_device
 from memfit.core.dryrun import DryRun, Outcome, Request
 
@@ -26,25 +30,13 @@ for _ in range(5):
 """
 
 
-def start(tmp_path, script=TRAIN, *arguments, environment=None, **options):
-    """(the process that has ended, the path of its result) of a request."""
+def request_for(tmp_path, script, *arguments, **options):
+    """The path of a request for a script given as its text."""
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    request = Request(
-        str(tmp_path / "train.py"),
-        False,
-        arguments,
-        find_device("t4"),
-        result_path=str(tmp_path / "result.json"),
-        **options,
-    )
+    result = str(tmp_path / "result.json")
+    request = Request(str(tmp_path / "train.py"), False, arguments, find_device("t4"), result_path=result, **options)
     (tmp_path / "request.json").write_text(json.dumps(request.to_json()), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "memfit._child", str(tmp_path / "request.json")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **(environment or {})},
-    )
-    return done, tmp_path / "result.json"
+    return str(tmp_path / "request.json")
 
 
 def test_a_request_becomes_a_result(tmp_path):
@@ -52,13 +44,16 @@ def test_a_request_becomes_a_result(tmp_path):
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
     # WHEN a script is run as the parent runs it
-    done, path = start(tmp_path, TRAIN, "--fast", steps=2, environment=settings)
+    request = request_for(tmp_path, TRAIN, "--fast", steps=2)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **settings}
+    command = [sys.executable, "-m", "memfit._child", request]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
 
     # THEN its output is its own, and the result is a dry run whose memory obeys the settings
     assert done.stderr == ""
     assert done.stdout == f"NVIDIA Tesla T4 {find_device('t4').usable_bytes} ['--fast']\n"
     assert done.returncode == 0
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     run = DryRun.from_json(data)
     assert (run.outcome, run.num_steps, run.arguments) == (Outcome.COMPLETED, 2, ("--fast",))
     assert data["loader_ordinal"] is None
@@ -68,8 +63,15 @@ def test_a_request_becomes_a_result(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["request.json", "result.json", "train.py"]
 
 
-def test_the_exit_code_is_the_scripts_own(tmp_path):
-    done, path = start(tmp_path, "import sys\nsys.exit(3)\n")
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_exit_code_is_the_scripts_own(tmp_path, monkeypatch, code):
+    # In this process, whose arguments, paths and environment are put back afterwards.
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTORCH_JIT", "0")
+    request = request_for(tmp_path, f"import sys\nsys.exit({code})\n")
 
-    assert done.returncode == 3
-    assert DryRun.from_json(path.read_text(encoding="utf-8")).exit_code == 3
+    with random_states_kept():
+        assert main(request) == code
+    run = DryRun.from_json((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert (run.exit_code, run.outcome) == (code, Outcome.FAILED if code else Outcome.NO_STEP)

@@ -61,13 +61,14 @@ def run_demo(demo_fn, world_size, args):
     mp.spawn(demo_fn, args=(world_size, args), nprocs=world_size, join=True)
 
 
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=20)
+parser.add_argument("--width", type=int, default=10)
+parser.add_argument("--steps", type=int, default=3)
+parser.add_argument("--port", type=int, default=12355)
+parser.add_argument("--world-size", type=int, default=None, help="number of devices by default")
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int, default=20)
-    parser.add_argument("--width", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--port", type=int, default=12355)
-    parser.add_argument("--world-size", type=int, default=None, help="number of devices by default")
     args = parser.parse_args()
     n_gpus = torch.cuda.device_count()
     run_demo(demo_basic, args.world_size or max(1, n_gpus), args)

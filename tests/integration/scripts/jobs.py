@@ -7,7 +7,9 @@ What is left out, and how much that is, a comment says.
 """
 
 import argparse
+import gc
 import importlib.util
+import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -20,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import memfit
 from memfit import Job
 from memfit._api import mend_torchvision
 
@@ -207,11 +210,12 @@ def gan_legacy(script, args):
 
 @paired("vae.py", "--batch-size 8192 --train-size 32768")
 def vae(script, args):
-    kept = Kept(reconstruction=None)
+    kept = Kept(outputs=None)
 
     def loss(model, batch):
-        kept.reconstruction, mu, logvar = model(batch)
-        return script.loss_function(kept.reconstruction, batch, mu, logvar)
+        kept.outputs = model(batch)
+        reconstruction, mu, logvar = kept.outputs
+        return script.loss_function(reconstruction, batch, mu, logvar)
 
     return Job(
         lambda: script.VAE(args.hidden), loss, torch.zeros(args.batch_size, 1, 28, 28), optimizer=torch.optim.Adam
@@ -400,10 +404,14 @@ def lightning_module(script, args):
     "--train-size 64 --channels-last",
 )
 def timm_train(script, args):
+    kept = Kept(inputs=None)
+
     def loss(model, batch):
         inputs, labels, _ = batch
+        kept.inputs = None
+        kept.inputs = inputs.contiguous(memory_format=torch.channels_last)
         with torch.autocast("cuda", dtype=torch.float16):
-            output = model["model"](inputs.contiguous(memory_format=torch.channels_last))
+            output = model["model"](kept.inputs)
             return script.build_loss(args)(output, labels)
 
     def make():
@@ -420,8 +428,7 @@ def timm_train(script, args):
 def ddp(script, args):
     def make():
         model = script.ConvNet(args.width)
-        size = sum(p.numel() for p in model.parameters())
-        model.register_buffer("buckets", torch.zeros(size))
+        model.register_buffer("buckets", torch.zeros(sum(p.numel() for p in model.parameters())))
         return model
 
     def loss(model, batch):
@@ -432,6 +439,45 @@ def ddp(script, args):
         loss,
         images(args.batch_size, args.image_size),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    )
+
+
+# The batch is random and made on the host.
+@paired("ddp_spawn.py", "--batch-size 65536 --width 512 --steps 4", count=2)
+def ddp_spawn(script, args):
+    kept = Kept(outputs=None)
+
+    def make():
+        model = script.ToyModel(args.width)
+        model.register_buffer("buckets", torch.zeros(sum(p.numel() for p in model.parameters())))
+        return model
+
+    def loss(model, batch):
+        kept.outputs = model(batch[0])
+        return functional.mse_loss(kept.outputs, batch[1])
+
+    return Job(
+        make,
+        loss,
+        (torch.zeros(args.batch_size, 10), torch.zeros(args.batch_size, 5)),
+        optimizer=torch.optim.SGD,
+    )
+
+
+# The job's parameters are whole and the script's are sharded, with two blocks gathered at a time: 0.3% of the peak.
+@paired("fsdp2.py", "--batch-size 32 --seq-len 256 --dim 64 --n-layers 4 --steps 4", count=2)
+def fsdp2(script, args):
+    kept = Kept(logits=None)
+
+    def loss(model, batch):
+        kept.logits = model(batch[:, :-1])
+        return functional.cross_entropy(kept.logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    return Job(
+        lambda: script.Transformer(args.vocab_size, args.seq_len, args.dim, args.n_layers, args.n_heads),
+        loss,
+        tokens(args.batch_size, args.seq_len + 1),
+        optimizer=torch.optim.AdamW,
     )
 
 
@@ -470,3 +516,60 @@ def unet_segmentation(script, args):
         (inputs.to(memory_format=torch.channels_last), inputs[:, 0].long()),
         optimizer=lambda parameters: torch.optim.RMSprop(parameters, momentum=0.999, weight_decay=1e-8, foreach=True),
     )
+
+
+def keras_job(keras, model, batch) -> Job:
+    """The job of a compiled Keras model: its variables are pointed at the parameters that the estimate swaps in.
+
+    PyTorch's Adam stands for Keras's: its temporaries are far from the peak.
+    """
+    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+    variables = [(v, places[id(v._value)]) for v in model.variables if id(v._value) in places]
+
+    def loss(model, batch):
+        # Keras's calls leave cycles that hold their inputs, and an estimate runs without Python's collector.
+        gc.collect()
+        parameters = list(model.parameters())
+        for variable, place in variables:
+            variable._value = parameters[place]
+        inputs, labels = batch
+        with keras.device("gpu:0"):
+            predictions = model(inputs, training=True)
+            return model._compute_loss(x=inputs, y=labels, y_pred=predictions, training=True)
+
+    return Job(model, zeroed_late(loss), batch, optimizer=torch.optim.Adam)
+
+
+@paired("keras_torch.py", "--batch-size 64 --image-size 64 --width 32 --samples 384")
+def keras_torch(script, args):
+    model = script.build_model(args.image_size, args.width)
+    model.compile(loss="categorical_crossentropy")
+    size = args.image_size
+    return keras_job(
+        script.keras,
+        model,
+        (torch.zeros(args.batch_size, size, size, 1), torch.zeros(args.batch_size, script.num_classes)),
+    )
+
+
+@paired(
+    "keras_transformer_torch.py",
+    "--batch-size 64 --maxlen 128 --vocab-size 2000 --embed-dim 128 --num-heads 4 --ff-dim 256 --blocks 2 "
+    "--samples 384",
+)
+def keras_transformer_torch(script, args):
+    model = script.build_model(args)
+    model.compile(loss=script.keras.losses.SparseCategoricalCrossentropy())
+    return keras_job(script.keras, model, (tokens(args.batch_size, args.maxlen).int(), tokens(1, args.batch_size)[0]))
+
+
+def main(names: list[str]) -> None:
+    """Prints one line of JSON per job: what `memfit.estimate` says of it."""
+    for name in names:
+        answer = memfit.estimate(PAIRS[name].job(), device="a100-40gb")
+        figures = {"allocated_peak_bytes": answer.allocated_peak_bytes, "peak_bytes": answer.peak_bytes}
+        print(json.dumps({"name": name, **figures}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -66,16 +66,30 @@ def _around_callbacks(look: Look) -> list[Replacement]:
     ]
 
 
+def _by_place(tensors: list[Any], places: Places) -> dict[torch.device, list[int]]:
+    """The places of shape-only tensors, each with the positions of those that are there."""
+    found: dict[torch.device, list[int]] = {}
+    with torch._C.DisableTorchFunction():
+        for position, tensor in enumerate(tensors):
+            found.setdefault(places.of(tensor), []).append(position)
+    return found
+
+
 def _about_devices(look: Look, places: Places) -> list[Replacement]:
     plain_group = torch._C._group_tensors_by_device_and_dtype
     plain_wrapper = torch.Tensor._make_wrapper_subclass
     plain_compatible = torch._has_compatible_shallow_copy_type
 
-    def group(*args: Any, **kwargs: Any) -> Any:
-        return {
-            (places.device if device is not None and device.type == "meta" else device, dtype): tensors
-            for (device, dtype), tensors in plain_group(*args, **kwargs).items()
-        }
+    def group(tensorlistlist: Any, with_indices: bool = False) -> Any:
+        groups: dict[Any, Any] = {}
+        for (device, dtype), (lists, indices) in plain_group(tensorlistlist, with_indices).items():
+            if device is None or device.type != "meta":
+                groups[device, dtype] = (lists, indices)
+                continue
+            for place, members in _by_place(lists[0], places).items():
+                chosen = [[held[i] for i in members] if held else held for held in lists]
+                groups[place, dtype] = (chosen, [indices[i] for i in members] if indices else indices)
+        return groups
 
     def make_wrapper_subclass(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") is not None and look.place(kwargs["device"]) is not None:

@@ -140,8 +140,7 @@ class SimulatedOperators(TorchDispatchMode):
 
     def _run_on_device(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Behaviour) -> Any:
         if func.namespace == "c10d":
-            # Collectives of a fake process group: in place, and they return an object that can be waited for.
-            return func(*args, **kwargs)
+            return _collective(func, args, kwargs)
         special = self._rules.get(func._schema.name)
         if special is not None:
             out = self._exact(func, args, kwargs)
@@ -286,6 +285,23 @@ class SimulatedOperators(TorchDispatchMode):
                 "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
             )
         return _as_shapes(args), {name: _as_shapes(value) for name, value in kwargs.items()}
+
+
+def _collective(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A collective of the fake process group: in place, and it returns an object that can be waited for."""
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError:
+        # Older releases have no shape rule; the fake group looks at no tensor, so that any will do.
+        small = torch.empty(1)
+
+        def instead(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(map(instead, value))
+            return small if isinstance(value, torch.Tensor) else value
+
+        out = func(*map(instead, args), **{name: instead(value) for name, value in kwargs.items()})
+        return (args[0], *out[1:]) if isinstance(out, tuple) else out
 
 
 @cache

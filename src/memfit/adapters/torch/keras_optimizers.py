@@ -7,8 +7,8 @@ from typing import Any
 MODULE = "keras.src.optimizers.base_optimizer"
 
 
-def watch_updates(module: ModuleType, begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Stands in front of the update of every Keras optimizer.
+def watch_updates(module: ModuleType, begin: Callable[[Any], None], end: Callable[[Any], None]) -> Callable[[], None]:
+    """Stands in front of the update of every Keras optimizer; gives what ends that.
 
     Args:
         module: Keras's module of that name, just imported.
@@ -23,7 +23,11 @@ def watch_updates(module: ModuleType, begin: Callable[[Any], None], end: Callabl
         end(optimizer)
         return result
 
+    def undo() -> None:
+        module.BaseOptimizer.apply = plain
+
     module.BaseOptimizer.apply = apply
+    return undo
 
 
 def state_of(optimizer: Any) -> list[Any]:

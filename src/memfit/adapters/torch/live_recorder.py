@@ -116,6 +116,9 @@ class LiveRecorder(Recorder):
             finally:
                 self._end_waiting()
                 self._busy = False
+                if self._waiting:
+                    # Freed by another thread, or by the garbage collector, in the last moment.
+                    self._end_waiting()
 
     def _end(self, index: int) -> None:
         self._waiting.append(index)

@@ -164,8 +164,12 @@ def _tokens(batch: Any) -> int | None:
     return max(whole, default=None)
 
 
-def arrays_in(value: Any, name: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
-    """(place, tensor or NumPy array) for each one in a batch, however it is nested."""
+def arrays_in(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """(place, tensor or NumPy array) for each one in a batch, however it is nested; each object counts once."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, str | bytes | int | float | bool | None):
+        return
+    seen.add(id(value))
     if isinstance(value, torch.Tensor) or (type(value).__module__ == "numpy" and hasattr(value, "nbytes")):
         yield name or "batch", value
         return
@@ -179,6 +183,4 @@ def arrays_in(value: Any, name: str = "", depth: int = 8) -> Iterator[tuple[str,
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         parts = vars(value).items()
     for key, part in parts:
-        # The depth ends cycles of objects that know each other.
-        if depth and not isinstance(part, str | bytes | int | float | bool | None):
-            yield from arrays_in(part, f"{name}.{key}" if name else str(key), depth - 1)
+        yield from arrays_in(part, f"{name}.{key}" if name else str(key), seen)

@@ -246,8 +246,7 @@ class Look(TorchFunctionMode):
         here = self._places.of(tensor)
         if here == place:
             return func(tensor, **kwargs)
-        with self._places.requesting(place):
-            return func(tensor, **{**kwargs, "copy": True})
+        return _carry(tensor, here, place, kwargs.get("dtype") or tensor.dtype, self._places)
 
     def _on_host_as_shape(self, tensor: Any) -> bool:
         return self._type != "cpu" and self._shape_only(tensor) and self._places.of(tensor).type == "cpu"
@@ -412,6 +411,25 @@ class Look(TorchFunctionMode):
 
     def _same_if_simulated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0] if self._simulated(args) else func(*args, **kwargs)
+
+
+class _Carried(torch.autograd.Function):
+    """A copy from one place to another, whose gradient goes the way back: to autograd both are the same device."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, here: torch.device, there: torch.device, dtype: torch.dtype, places: Places
+    ) -> torch.Tensor:
+        ctx.way_back = (there, here, tensor.dtype, places)
+        with places.requesting(there):
+            return tensor.to(dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _carry(gradients[0], *ctx.way_back), None, None, None, None
+
+
+_carry: Callable[..., torch.Tensor] = _Carried.apply
 
 
 def _on_host(value: Any) -> Any:

@@ -5,14 +5,20 @@ device is not in the report, and a forked or spawned one finds no device at all.
 """
 
 import multiprocessing.process
+import os
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import _utils
 
+from memfit.adapters.torch.origin import HIDDEN_FOLDERS, INSTALLED_FOLDERS
 from memfit.adapters.torch.replacement import Replacement
 
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 NOT_SIMULATED = "process-not-simulated"
 
 
@@ -21,12 +27,10 @@ class Processes:
 
     Args:
         report: takes (code, text) of each.
-        own: whether the line that runs now is the user's own, and not a library's that asks for a version.
     """
 
-    def __init__(self, report: Callable[[str, str], None], own: Callable[[], bool]) -> None:
+    def __init__(self, report: Callable[[str, str], None]) -> None:
         self._report = report
-        self._own = own
         self.num_started = 0
 
     def replacements(self) -> list[Replacement]:
@@ -43,7 +47,7 @@ class Processes:
         def popen(self: Any, /, *args: Any, **kwargs: Any) -> None:
             command = args[0] if args else kwargs.get("args")
             words = command if isinstance(command, str) else " ".join(map(str, command or ()))
-            if "python" in words and processes._own():
+            if "python" in words and _asked_by_user():
                 processes._note(f"command {words[:80]!r}")
             plain_popen(self, *args, **kwargs)
 
@@ -55,3 +59,16 @@ class Processes:
     def _note(self, what: str) -> None:
         self.num_started += 1
         self._report(NOT_SIMULATED, f"{what} was started: what it does on the device is not simulated")
+
+
+def _asked_by_user() -> bool:
+    """Whether the user's own code, and not a library that asks for a version, starts the command."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_LIBRARIES):
+            return False
+        if not path.startswith((*HIDDEN_FOLDERS, *INSTALLED_FOLDERS, "<")):
+            return True
+        frame = frame.f_back
+    return False

@@ -104,7 +104,7 @@ class Recorder:
 
     def classify_live(self, since: int, category: Category) -> None:
         """Says what all storages are for that started at block `since` or later, live, and have no category yet."""
-        for index in self._refs:
+        for index in list(self._refs):
             if index >= since and self.categories[index] is None:
                 self.categories[index] = category
 
@@ -114,7 +114,7 @@ class Recorder:
 
     def has_live(self, since: int, persistent: tuple[Category, ...]) -> bool:
         """Whether a storage that started at block `since` or later lives and is in none of `persistent`."""
-        return any(index >= since and self.categories[index] not in persistent for index in self._refs)
+        return any(index >= since and self.categories[index] not in persistent for index in list(self._refs))
 
     @property
     def num_blocks(self) -> int:

@@ -22,6 +22,7 @@ class Restoration:
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._buffers: dict[int, tuple[weakref.ref[torch.nn.Module], dict[str, Any]]] = {}
+        self._optimizers: dict[int, tuple[weakref.ref[torch.optim.Optimizer], dict[Any, Any]]] = {}
 
     def replacements(self) -> list[Replacement]:
         """Puts this object in front of the function by which modules move."""
@@ -40,6 +41,12 @@ class Restoration:
         if known is None or known[0]() is None:
             self._tensors[id(tensor)] = (weakref.ref(tensor), before)
 
+    def remember_optimizer(self, optimizer: Any) -> None:
+        """An optimizer is about to step. Only its first step counts."""
+        if id(optimizer) not in self._optimizers and isinstance(optimizer, torch.optim.Optimizer):
+            state = {parameter: _copied(held) for parameter, held in optimizer.state.items()}
+            self._optimizers[id(optimizer)] = (weakref.ref(optimizer), state)
+
     def _remember_buffers(self, module: torch.nn.Module) -> None:
         real = {name: buffer for name, buffer in module._buffers.items() if buffer is None or not _shape_only(buffer)}
         if real and id(module) not in self._buffers:
@@ -49,14 +56,27 @@ class Restoration:
         """Puts everything back that is still there."""
         for reference, before in self._tensors.values():
             tensor = reference()
-            if tensor is not None and tensor.is_meta:
+            if tensor is not None:
                 torch._C._swap_tensor_impl(tensor, before)
         for owner, buffers in self._buffers.values():
             module = owner()
             if module is not None:
                 module._buffers.update({name: held for name, held in buffers.items() if name in module._buffers})
+        for known, state in self._optimizers.values():
+            optimizer = known()
+            if optimizer is not None:
+                optimizer.state.clear()
+                optimizer.state.update(state)
         self._tensors.clear()
         self._buffers.clear()
+        self._optimizers.clear()
+
+
+def _copied(state: Any) -> Any:
+    """The state of one parameter, safe from changes in place."""
+    if not isinstance(state, dict):
+        return state
+    return {name: held.clone() if isinstance(held, torch.Tensor) else held for name, held in state.items()}
 
 
 def _shape_only(tensor: torch.Tensor) -> bool:

@@ -58,7 +58,7 @@ class ScriptRun:
             num_ranks=request.count,
         )
 
-        self._processes = Processes(report, lambda: bool(self.session.origin.user_line()[0]))
+        self._processes = Processes(report)
 
     def run(self) -> DryRun:
         """Runs the script and says how it went."""
@@ -79,6 +79,8 @@ class ScriptRun:
                 error = raised
                 if not isinstance(raised, SystemExit):
                     _print_traceback(raised)
+                elif isinstance(raised.code, str):
+                    print(raised.code, file=sys.stderr)
         self._checkpoints.finish()
         return self._result(error, time.perf_counter() - started)
 
@@ -128,8 +130,8 @@ class ScriptRun:
     def _error(self, outcome: Outcome, error: BaseException | None) -> str:
         if outcome is Outcome.NO_STEP and self._processes.num_started:
             return (
-                f"it started {self._processes.num_started} processes of its own, and what those do on the device is "
-                "not simulated. Let it train in its own process, with --count for several devices"
+                "it started other processes, and what those do on the device is not simulated. "
+                "Let it train in its own process, with --count for several devices"
             )
         survived = outcome in (Outcome.COMPLETED, Outcome.ENDED, Outcome.NO_STEP)
         return "" if survived or error is None else failures.one_line(error)

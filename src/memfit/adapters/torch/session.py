@@ -75,7 +75,10 @@ class Session:
         self._first_block = 0
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._num_recovered = 0
+        self.on_update: Callable[[Any], None] = lambda optimizer: None
         self._num_parameters = 0
+        self._updating = False
+        self._undone_at_the_end: list[Callable[[], None]] = []
         self._lazy: list[weakref.ref[torch.nn.Module]] = []
         self.origin = OriginTracker(met=self._met, entered=self._entered)
         self.recorder = LiveRecorder(self.origin.current, memory, self._refuse, configure)
@@ -104,6 +107,7 @@ class Session:
         restoration = Restoration()
         simulation = self.simulation
         simulation.look.on_departure = restoration.remember
+        self.on_update = restoration.remember_optimizer
         checkpoints = Checkpoints(None, simulation.notes.report, simulation.look.put, simulation.places.of)
         with random_states_kept():
             try:
@@ -121,6 +125,8 @@ class Session:
         finally:
             for handle in handles:
                 handle.remove()
+            for undo in self._undone_at_the_end:
+                undo()
             self.recorder.stop()
 
     def _answers(self) -> list[Replacement]:
@@ -159,7 +165,7 @@ class Session:
             with look.again():
                 result = plain(*args, **kwargs)
             if outermost:
-                session._end_backward()
+                session._end_backward(accumulates=bool(kwargs.get("accumulate_grad")))
             return result
 
         return [
@@ -257,7 +263,12 @@ class Session:
         self.recorder.classify_live(self._first_block, Category.ACTIVATION)
         self._enter(Phase.BACKWARD)
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, *, accumulates: bool) -> None:
+        if accumulates:
+            self.counter.end_backward()
+        if self._updating:
+            # An optimizer that asks for the loss itself, again and again.
+            self._enter(Phase.OPTIMIZER)
         for key, (reference, module) in list(self._parameters.items()):
             parameter = reference()
             if parameter is None:
@@ -265,13 +276,17 @@ class Session:
             elif parameter.grad is not None:
                 self._classify(parameter.grad, Category.GRADIENT, module)
 
-    def _begin_update(self) -> None:
+    def _begin_update(self, optimizer: Any) -> None:
+        self.on_update(optimizer)
+        self._updating = True
         self._enter(Phase.OPTIMIZER)
 
     def _watch_keras(self, module: ModuleType) -> None:
-        keras_optimizers.watch_updates(module, self.counter.begin_step, self.counter.end_step)
+        undo = keras_optimizers.watch_updates(module, self.counter.begin_step, self.counter.end_step)
+        self._undone_at_the_end.append(undo)
 
     def _end_update(self, optimizer: Any) -> None:
+        self._updating = False
         if isinstance(optimizer, torch.optim.Optimizer):
             self._classify_state(optimizer)
         else:
@@ -285,7 +300,8 @@ class Session:
     def _classify_state(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in self._parameters:
+                known = self._parameters.get(id(parameter))
+                if known is None or known[0]() is not parameter:
                     # A tensor that no model holds, such as an image that is optimized itself.
                     self._name(parameter, "")
                 module = self._parameters[id(parameter)][1]

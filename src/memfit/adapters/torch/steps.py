@@ -27,14 +27,14 @@ class StepCounter:
 
     Args:
         wanted: steps after which the run ends.
-        before: called before an optimizer's step.
+        before: called before an optimizer's step, with the optimizer.
         after: called after an optimizer's step, with the optimizer.
     """
 
     def __init__(
         self,
         wanted: int,
-        before: Callable[[], None] = lambda: None,
+        before: Callable[[Any], None] = lambda optimizer: None,
         after: Callable[[Any], None] = lambda optimizer: None,
     ) -> None:
         self._wanted = wanted
@@ -57,15 +57,18 @@ class StepCounter:
 
     def begin_backward(self) -> None:
         """A backward pass is about to begin; ends the run where it would be one more than wanted."""
+        if not self.has_optimizer and self._num_backward >= self._wanted:
+            raise EndOfRun
+
+    def end_backward(self) -> None:
+        """A backward pass has ended."""
         if not self.has_optimizer:
-            if self._num_backward >= self._wanted:
-                raise EndOfRun
             self._num_backward += 1
 
     def begin_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer is about to step."""
         self.made(optimizer)
-        self._before()
+        self._before(optimizer)
 
     def end_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has stepped; ends the run where that was the last step wanted."""

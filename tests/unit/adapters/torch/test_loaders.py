@@ -83,12 +83,22 @@ def test_a_script_that_reads_no_loader_has_none():
     assert watch.scan() is None
 
 
-def test_the_largest_batch_comes_first_and_then_those_that_follow():
+def test_the_largest_batch_stands_in_for_those_drawn_ahead_and_then_come_those_that_follow():
     watch = Loaders(num_scanned=5, scanned=0)
     with replaced(watch.replacements()):
-        seen = lengths(loader())
+        batches = list(loader())
 
-    assert seen == [9, 1]
+    # As many batches as there would have been: an optimizer has its state only from the second step on.
+    assert lengths(batches) == [9, 9, 9, 9, 9, 1]
+    assert [int(batch["input_ids"][0, 0]) for batch in batches] == [3, 3, 3, 3, 3, 5]
+
+
+def test_a_script_may_take_the_largest_batch_apart_each_time():
+    watch = Loaders(num_scanned=3, scanned=0)
+    with replaced(watch.replacements()):
+        taken = [batch.pop("input_ids").shape[1] for batch in loader()]
+
+    assert taken == [5, 5, 5, 9, 4, 1]
 
 
 def test_only_the_iteration_asked_for_is_drawn_ahead():
@@ -96,7 +106,7 @@ def test_only_the_iteration_asked_for_is_drawn_ahead():
     with replaced(watch.replacements()):
         assert lengths(loader()) == LENGTHS
         assert watch.scan() is None
-        assert lengths(loader()) == [9, 1]
+        assert lengths(loader()) == [9, 9, 9, 9, 9, 1]
         assert lengths(loader()) == LENGTHS
 
 
@@ -140,7 +150,7 @@ def test_a_loader_that_does_not_know_its_length():
     with replaced(watch.replacements()):
         seen = [batch.shape[1] for batch in DataLoader(Stream())]
 
-    assert seen == [5, 9, 4, 1]
+    assert seen == [5, 5, 5, 9, 4, 1]
     assert (watch.scan().num_batches, watch.scan().total) == (3, None)
     # No integers, so nothing to call tokens.
     assert watch.scan().largest_tokens is None
@@ -160,7 +170,7 @@ def test_workers_are_the_loaders_own(scanned):
     with replaced(watch.replacements()):
         seen = lengths(loader(num_workers=2))
 
-    assert seen == (LENGTHS if scanned is None else [5, 2, 9, 4, 1])
+    assert seen == (LENGTHS if scanned is None else [5, 5, 2, 9, 4, 1])
 
 
 def test_loaders_are_themselves_afterwards():

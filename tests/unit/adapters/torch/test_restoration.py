@@ -9,6 +9,7 @@ import os
 import pathlib
 import random
 import shutil
+import sys
 import threading
 from types import ModuleType
 
@@ -21,12 +22,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from memfit.adapters.torch.checkpoints import Checkpoints
-from memfit.adapters.torch.cuda_module import cuda_replacements
-from memfit.adapters.torch.distributed import distributed_replacements
-from memfit.adapters.torch.loaders import Loaders
+from memfit.adapters.torch import keras_optimizers, simulation
+from memfit.adapters.torch.replacement import replaced
 from memfit.adapters.torch.restoration import Restoration, random_states_kept
-from tests.unit.adapters.torch.sessions import T4, make_session, really, visiting
+from tests.unit.adapters.torch.sessions import really, visiting
 
 # Looked at whole, whether or not anything in them is replaced.
 OWNERS = (
@@ -52,21 +51,18 @@ OWNERS = (
 
 @functools.cache
 def owners():
-    """`OWNERS`, and every other module and class in which something is replaced."""
-    session = make_session()
-    simulation = session.simulation
-    report, look = simulation.notes.report, simulation.look
+    """`OWNERS`, and every other module and class in which a session replaces something."""
     found = {id(owner): owner for owner in OWNERS}
-    for owner, _, _ in (
-        *cuda_replacements(T4, 1, session.memory, report, look),
-        *distributed_replacements(1, report),
-        *session._answers(),
-        *simulation._own_answers(),
-        *Restoration().replacements(),
-        *Loaders().replacements(),
-        *Checkpoints("", report, look.put).replacements(),
-    ):
-        found[id(owner)] = owner
+    with pytest.MonkeyPatch.context() as patch:
+
+        def noting(replacements):
+            found.update({id(replacement.owner): replacement.owner for replacement in replacements})
+            return replaced(replacements)
+
+        patch.setattr(simulation, "replaced", noting)
+        with visiting():
+            pass
+    assert len(found) > len(OWNERS), "nothing was noted: the tests would look at too little"
     return list(found.values())
 
 
@@ -171,17 +167,37 @@ def test_every_attribute_is_the_object_it_was_after_an_error_too():
     assert changes(before, attributes()) == []
 
 
-def test_functions_on_files_are_the_objects_they_were(tmp_path):
+def test_the_users_files_are_what_they_were(tmp_path):
     before = attributes()
-    session = make_session()
-    checkpoints = Checkpoints(str(tmp_path / "apart"), session.simulation.notes.report, session.simulation.look.put)
-    with pytest.raises(KeyError), session.running(checkpoints.replacements()):
+    path = tmp_path / "model.pt"
+    torch.save({"weight": torch.ones(2)}, path)
+    with pytest.raises(KeyError), visiting():
         assert builtins.open is not before["builtins", "open"]
-        torch.save(nn.Linear(2, 2).cuda().state_dict(), tmp_path / "model.pt")
+        torch.save(nn.Linear(2, 2).cuda().state_dict(), path)
+        assert torch.load(path)["weight"].is_cuda
         raise KeyError
 
     assert changes(before, attributes()) == []
-    assert not (tmp_path / "model.pt").exists()
+    assert torch.load(path)["weight"].tolist() == [1, 1]
+
+
+def test_the_optimizers_of_keras_are_what_they_were(monkeypatch):
+    # GIVEN a Keras that has been imported, as far as its optimizers are concerned
+    class BaseOptimizer:
+        def apply(self, grads, trainable_variables=None):
+            return grads
+
+    keras = ModuleType(keras_optimizers.MODULE)
+    keras.BaseOptimizer = BaseOptimizer
+    monkeypatch.setitem(sys.modules, keras_optimizers.MODULE, keras)
+    plain = BaseOptimizer.apply
+
+    # WHEN there is a visit
+    with visiting():
+        assert BaseOptimizer.apply is not plain
+
+    # THEN its updates are no longer watched
+    assert BaseOptimizer.apply is plain
 
 
 def test_a_changed_attribute_would_be_noticed(monkeypatch):

@@ -1,6 +1,8 @@
 """Whole scripts, unmodified, each in a process of its own."""
 
+import builtins
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -8,8 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import memfit
+from memfit.adapters.torch import distributed
+from memfit.adapters.torch.restoration import random_states_kept
+from memfit.adapters.torch.script import ScriptRun
+from memfit.allocator import LiveAllocator
 from memfit.catalogue import find_device
-from memfit.core.dryrun import DryRun, Outcome
+from memfit.core.dryrun import DryRun, Outcome, Request
+from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Phase
 from memfit.core.units import GIB, MIB
 from tests.unit.adapters.torch.children import Children
@@ -428,6 +435,87 @@ def test_the_same_script_draws_the_same_numbers_every_time(children):
     first, second = children.run(script), children.run(script)
 
     assert first.stdout == second.stdout != ""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Runs a script in this process, whose arguments, paths and environment are put back afterwards."""
+
+    def run(text, *arguments, capacity_bytes=None, **options):
+        monkeypatch.setattr(sys, "argv", [])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        path = tmp_path / "train.py"
+        path.write_text(text, encoding="utf-8")
+        request = Request(**{"script": str(path), "module": False, "arguments": arguments, "device": T4, **options})
+        configured = []
+        made = ScriptRun(request, LiveAllocator(AllocatorOptions(), capacity_bytes), lambda: configured.append(1))
+        with random_states_kept():
+            result = made.run()
+        return result, configured
+
+    return run
+
+
+def test_in_this_process_a_run_leaves_no_trace(here, tmp_path):
+    stacks = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+    plain = builtins.open, sys.modules["__main__"]
+    result, configured = here(TRAIN)
+
+    assert (result.outcome, result.num_steps) == (Outcome.COMPLETED, 3)
+    # Before the first allocation, when the script has had its chance to set the allocator.
+    assert configured == [1]
+    assert [stack() for stack in stacks] == [0, 0]
+    assert (builtins.open, sys.modules["__main__"]) == plain
+    assert not torch.cuda.is_available()
+
+
+def test_in_this_process_a_traceback_is_the_scripts(here, capsys):
+    result, _ = here(FAILS)
+
+    assert (result.outcome, result.exit_code) == (Outcome.FAILED, 1)
+    printed = capsys.readouterr().err
+    assert printed.endswith("ValueError: a bad\nview\n")
+    assert "script.py" not in printed
+
+
+def test_in_this_process_a_full_device(here):
+    result, _ = here(TRAIN, "100000", capacity_bytes=200 * MIB)
+
+    assert (result.outcome, result.error.split(":")[0]) == (Outcome.OUT_OF_MEMORY, "OutOfMemoryError")
+    assert result.fatal.source.endswith("train.py:14")
+
+
+def test_in_this_process_a_module(here, package, monkeypatch):
+    monkeypatch.chdir(package)
+    result, _ = here("", "16", script="trainer.run", module=True)
+    for name in ("trainer", "trainer.parts"):
+        sys.modules.pop(name, None)
+
+    assert (result.outcome, result.script) == (Outcome.COMPLETED, "trainer.run")
+
+
+def test_in_this_process_several_devices_and_a_scan(here, monkeypatch):
+    for name in distributed.environment(2):
+        monkeypatch.setenv(name, "set by the test, to be removed after it")
+        monkeypatch.delenv(name)
+    result, _ = here(SENTENCES, count=2, scan=4, largest_first=True, loader_ordinal=1)
+
+    assert (result.num_devices, result.scan.num_batches, result.scan.largest_index) == (2, 4, 3)
+    without, _ = here(TRAIN, scan=4, largest_first=True)
+    assert "DataLoader" in without.scan.problem
+
+
+PROCESSES = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", "print('trains')"], check=True)
+"""
+
+
+def test_a_script_that_lets_others_do_the_work_says_so(here):
+    result, _ = here(PROCESSES)
+
+    assert result.outcome is Outcome.NO_STEP
+    assert "it started other processes" in result.error
 
 
 def test_the_peak_is_that_of_the_estimate(children):

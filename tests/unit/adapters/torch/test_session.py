@@ -88,6 +88,27 @@ def test_one_session_at_a_time_but_one_after_another():
         assert session.memory.allocated_bytes
 
 
+@pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, torch.optim.SGD], ids=lambda made: made.__name__)
+def test_a_model_may_be_spread_over_devices(make_optimizer):
+    # GIVEN a model whose second half is on the second device
+    with running(count=2) as session:
+        first, second = nn.Linear(100, 100).to("cuda:0"), nn.Linear(100, 100).to("cuda:1")
+        parameters = [*first.parameters(), *second.parameters()]
+        optimizer = make_optimizer(parameters, lr=0.1)
+
+        # WHEN it is trained
+        for _ in range(2):
+            optimizer.zero_grad()
+            hidden = first(torch.zeros(4, 100, device="cuda:0"))
+            second(hidden.to("cuda:1")).sum().backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+
+        # THEN gradients are where their parameters are, and the memory is that of the first half
+        assert [p.grad.device.index for p in parameters] == [0, 0, 1, 1]
+        assert sum(block.size_bytes for block in made(session, category=Category.PARAMETER)) == 40_400
+
+
 # Phases and categories
 
 
@@ -141,6 +162,17 @@ def test_buffers_are_buffers():
 
     found = [(block.size_bytes, block.module) for block in made(session, category=Category.BUFFER)]
     assert found == [(16, "1"), (16, "1"), (8, "1")]
+
+
+def test_modules_that_find_out_their_shapes_when_they_are_called():
+    with running() as session:
+        model = nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.Linear(16, 2)).cuda()
+        model(batch()[0])
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    assert session.estimate("test", 0.0).num_parameters == sum(p.numel() for p in model.parameters())
+    assert {block.module for block in made(session, category=Category.PARAMETER)} == {"0", "1", "2"}
+    assert {block.module for block in made(session, category=Category.GRADIENT)} == {"0", "1", "2"}
 
 
 def test_gradient_accumulation_is_one_step():

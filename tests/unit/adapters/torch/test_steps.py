@@ -96,8 +96,9 @@ def test_an_optimizer_that_is_gone_is_not_waited_for(watched):
 
 def test_without_an_optimizer_backward_passes_are_steps():
     counter = StepCounter(2)
-    counter.begin_backward()
-    counter.begin_backward()
+    for _ in range(2):
+        counter.begin_backward()
+        counter.end_backward()
     assert (counter.num_steps, counter.has_optimizer) == (2, False)
 
     # The update by hand comes after the backward pass, so that the run ends at the next.
@@ -112,6 +113,7 @@ def test_with_an_optimizer_backward_passes_are_no_steps():
     counter.made(optimizer)
     for _ in range(10):
         counter.begin_backward()
+        counter.end_backward()
 
     assert counter.num_steps == 0
 
@@ -120,6 +122,7 @@ def test_an_optimizer_made_after_backward_passes_counts_alone(watched):
     # GIVEN a backward pass before the optimizer is there, as to try out the model
     counter = watched(5)
     counter.begin_backward()
+    counter.end_backward()
     assert counter.num_steps == 1
 
     # WHEN training begins
@@ -131,7 +134,7 @@ def test_an_optimizer_made_after_backward_passes_counts_alone(watched):
 def test_others_hear_of_each_step_before_and_after_it(watched):
     heard = []
     counter = watched(
-        9, lambda: heard.append(("before", counter.num_steps)), lambda opt: heard.append((opt, counter.num_steps))
+        9, lambda opt: heard.append(("before", counter.num_steps)), lambda opt: heard.append((opt, counter.num_steps))
     )
     optimizer = make_optimizer()
     optimizer.step()

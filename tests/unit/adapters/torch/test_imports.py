@@ -1,0 +1,64 @@
+import importlib
+import sys
+
+import pytest
+
+from memfit.adapters.torch.imports import on_import
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package that nobody has imported yet."""
+    folder = tmp_path / "invented_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("VALUE = 1\n")
+    (folder / "inner.py").write_text("VALUE = 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield folder.name
+    for name in [name for name in sys.modules if name.startswith(folder.name)]:
+        del sys.modules[name]
+
+
+def test_an_action_before_the_import(package):
+    heard = []
+    with on_import({package: lambda: heard.append(package in sys.modules)}, {}):
+        assert heard == []
+        importlib.import_module(package)
+        importlib.import_module(package)
+
+    assert heard == [False]
+
+
+def test_an_action_after_the_import(package):
+    values = []
+    with on_import({}, {f"{package}.inner": lambda module: values.append(module.VALUE)}):
+        importlib.import_module(package)
+        assert values == []
+        inner = importlib.import_module(f"{package}.inner")
+
+    assert values == [2]
+    assert inner.__file__.endswith("inner.py")
+    assert inner.__spec__.name == f"{package}.inner"
+
+
+def test_a_module_that_was_imported_before(package):
+    module = importlib.import_module(package)
+    heard = []
+    with on_import({package: lambda: heard.append("before")}, {package: heard.append}):
+        importlib.import_module(package)
+
+    assert heard == [module]
+
+
+def test_a_module_that_is_not_there(package):
+    with on_import({}, {"no_such_module": pytest.fail}), pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_module")
+
+
+def test_afterwards_nothing_is_heard(package):
+    finders = list(sys.meta_path)
+    with pytest.raises(KeyError), on_import({package: pytest.fail}, {package: pytest.fail}):
+        raise KeyError
+
+    assert sys.meta_path == finders
+    importlib.import_module(package)
