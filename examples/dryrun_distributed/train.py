@@ -17,8 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=2, help="per device")
 parser.add_argument("--length", type=int, default=2048)
-parser.add_argument("--width", type=int, default=2048)
-parser.add_argument("--depth", type=int, default=24)
+parser.add_argument("--width", type=int, default=3072)
+parser.add_argument("--depth", type=int, default=10)
 parser.add_argument("--vocabulary", type=int, default=32_000)
 parser.add_argument("--steps", type=int, default=10_000)
 

@@ -296,12 +296,13 @@ def test_a_run_that_goes_wrong_says_so(case, runs):
     check_end(case, runs(case))
 
 
-def test_stops_at_the_same_operation_every_time(runs, tmp_path):
-    # GIVEN a device that is too small
-    case = next(case for case in BAD if case.name == "out_of_memory")
+@pytest.mark.parametrize("case", parameters([case for case in BAD if case.name == "out_of_memory"]))
+def test_stops_at_the_same_operation_every_time(case, runs, tmp_path):
+    # GIVEN a script that ran on a device that is too small
+    first = runs(case)
 
-    # WHEN the script runs on it twice
-    first, second = dry_run(case, tmp_path), dry_run(case, tmp_path)
+    # WHEN it does so again
+    second = dry_run(case, tmp_path)
 
     # THEN it stops at the same operation
     assert first.answer["failures"] == second.answer["failures"] != []

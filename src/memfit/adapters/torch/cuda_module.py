@@ -39,7 +39,7 @@ def cuda_replacements(
         *shown.replacements(),
         *stream_replacements(devices, report),
         *random_replacements(devices, count),
-        *type_replacements(SimpleNamespace(default_device=None) if look is None else look),
+        *type_replacements(SimpleNamespace(default_device=None, default_type_is_cuda=False) if look is None else look),
         *library_replacements(devices, shown.info),
         *address_replacements(),
         *compilation_replacements(report),

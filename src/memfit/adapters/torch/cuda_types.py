@@ -94,6 +94,7 @@ def type_replacements(look: Any) -> list[Replacement]:
 
     def set_default_tensor_type(given: Any, /) -> None:
         dtype = dtype_of_cuda_type(given)
+        look.default_type_is_cuda = dtype is not None
         if dtype is None:
             look.default_device = None
             plain_set_type(given)
@@ -103,7 +104,13 @@ def type_replacements(look: Any) -> list[Replacement]:
         torch.set_default_dtype(dtype)
         look.default_device = torch.device("cuda")
 
+    def make(cls: Any, *data: Any, **options: Any) -> Any:
+        """`torch.Tensor(...)`, another name for the default type: once that is one of CUDA, so is what it makes."""
+        made = torch._C.TensorBase.__new__(cls, *data, **options)
+        return made.cuda() if cls is torch.Tensor and look.default_type_is_cuda else made
+
     return [
+        Replacement(torch.Tensor, "__new__", make),
         *(Replacement(torch.cuda, name, kind) for name, kind in _TYPES.items()),
         Replacement(torch, "set_default_device", set_default_device),
         Replacement(torch, "get_default_device", get_default_device),

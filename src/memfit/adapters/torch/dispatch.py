@@ -28,6 +28,12 @@ _ADD = torch.ops.aten.add.Tensor
 _TO_COPY = torch.ops.aten._to_copy.default
 _MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
+# Collectives after which a rank of the fake process group has what it had before.
+_KEEPING = {"c10d::broadcast_", "c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::barrier", "c10d::reduce_"}
+
+# Booleans read at one line within a step, after which the program is taken to wait for the other answer.
+_PATIENCE = 5_000
+
 # Operators that may take host tensors beside device tensors, as CUDA's do.
 _MIXED_DEVICES_ALLOWED = {
     "aten::copy_",
@@ -78,6 +84,7 @@ class SimulatedOperators(TorchDispatchMode):
         self._values = values
         self._copied_in = copied_in
         self._taken_apart = False
+        self._num_asked: dict[str, int] = {}
         self._recorder = recorder
         self._origin = origin
         self._internals = internals
@@ -134,7 +141,7 @@ class SimulatedOperators(TorchDispatchMode):
             return args[0]
         self._taken_apart = False
         out = self._run_on_device(func, args, kwargs, kind)
-        if self._values is not None and not self._taken_apart:
+        if self._values is not None and not self._taken_apart and func._schema.name not in _KEEPING:
             self._values.follow(func, args, kwargs, out)
         return out
 
@@ -146,6 +153,8 @@ class SimulatedOperators(TorchDispatchMode):
             out = self._exact(func, args, kwargs)
             if out is NotImplemented:
                 out = special(func, args, kwargs, self._report)
+                if out is True or out is False:
+                    out = self._impatient(out)
             if out is not NotImplemented:
                 return self._record(func, args, kwargs, out)
         if kind is Behaviour.OTHER:
@@ -161,6 +170,20 @@ class SimulatedOperators(TorchDispatchMode):
         """The number in a tensor of one element, or what stands in for it."""
         known = self._values.of(tensor) if self._values is not None else None
         return fallbacks.stand_in(tensor, self._report) if known is None else known.item()
+
+    def _impatient(self, answer: bool) -> bool:
+        """`answer`, or its opposite where the program has asked too often: then a loop waits for it."""
+        line = self._origin.current()[1]
+        self._num_asked[line] = asked = self._num_asked.get(line, 0) + 1
+        if asked < _PATIENCE:
+            return answer
+        self._report(fallbacks.STAND_IN, f"asked {_PATIENCE:,} times for a boolean, and then told {not answer}")
+        self._num_asked[line] = 0
+        return not answer
+
+    def forget_questions(self) -> None:
+        """A step has been taken: the program does not wait for an answer."""
+        self._num_asked.clear()
 
     def _exact(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The true output of an operator that needs values, where they are known."""

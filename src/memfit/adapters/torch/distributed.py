@@ -51,7 +51,7 @@ def distributed_replacements(
         has_gradients: called with each buffer in which gradients are gathered for the other ranks.
     """
     if not dist.is_available():
-        return [_spawn(count, report)]
+        return _spawn(report)
     owners = (dist, dist.distributed_c10d)
     stand_ins = {
         "init_process_group": _init_process_group(count, report),
@@ -70,7 +70,7 @@ def distributed_replacements(
     module = torch.nn.parallel.distributed
     return [
         *found,
-        _spawn(count, report),
+        *_spawn(report),
         Replacement(module, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),
         Replacement(dist.ProcessGroup, "monitored_barrier", lambda *args, **kwargs: None),
         Replacement(DistributedDataParallel, "__init__", _init_data_parallel(has_gradients)),
@@ -148,9 +148,34 @@ def _init_data_parallel(has_gradients: Callable[[torch.Tensor], None]) -> Callab
     return __init__
 
 
-def _spawn(count: int, report: Callable[[str, str], None]) -> Replacement:
-    def spawn(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any) -> None:
-        report(SPAWNED, f"torch.multiprocessing.spawn of {nprocs} processes: the first was run, in this process")
-        fn(0, *args)
+class _Finished:
+    """The processes that were not started, all done."""
 
-    return Replacement(torch.multiprocessing, "spawn", spawn)
+    processes: tuple[Any, ...] = ()
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """True: there is nothing to wait for."""
+        return True
+
+
+def _spawn(report: Callable[[str, str], None]) -> list[Replacement]:
+    """The ways in which a program starts a process for each device: the first is run, in this one."""
+
+    def start(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any) -> _Finished | None:
+        report(SPAWNED, f"of {nprocs} processes that were to be spawned the first was run, in this process")
+        fn(0, *args)
+        return None if join else _Finished()
+
+    found = [
+        Replacement(torch.multiprocessing, "spawn", start),
+        Replacement(torch.multiprocessing, "start_processes", start),
+    ]
+    if dist.is_available():
+        from torch.distributed.launcher.api import elastic_launch
+
+        def launch(self: Any, /, *args: Any) -> dict[int, Any]:
+            report(SPAWNED, "of the processes that were to be launched the first was run, in this process")
+            return {0: self._entrypoint(*args)}
+
+        found.append(Replacement(elastic_launch, "__call__", launch))
+    return found

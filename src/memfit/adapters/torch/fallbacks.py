@@ -78,8 +78,6 @@ def _index(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report
 def _index_put(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     if not _has_mask(list(args[1])):
         return NotImplemented
-    if args[2].numel() != 1:  # one value for all is a masked fill
-        _upper_bound(func, report, "a boolean mask selects an unknown number of elements")
     if func._schema.name == "aten::index_put":
         return torch.empty_like(args[0], device=META)
     return args[0]
@@ -120,8 +118,11 @@ def _repeat_interleave(func: Operator, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _bincount(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    report(DATA_DEPENDENT, "bincount: the number of bins depends on data; minlength or the input's length assumed")
-    return _empty(max(int(minlength), args[0].numel()))
+    if minlength:
+        # Given to have as many bins whatever the data, as for a confusion matrix.
+        return _empty(int(minlength))
+    report(DATA_DEPENDENT, "bincount: the number of bins depends on data; the input's length assumed")
+    return _empty(args[0].numel())
 
 
 def _scalar(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
@@ -217,6 +218,21 @@ def _reduced_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, A
     return elements.as_strided((), ())
 
 
+def _grouped_mm(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    """Products of groups of rows, as experts make them; PyTorch's own rule takes bfloat16 only, its kernels more."""
+    left, right = args[:2]
+    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    dtype = given.get("out_dtype") or left.dtype
+    size: tuple[int, ...]
+    if left.dim() == 2 and right.dim() == 2:
+        size = (given["offs"].shape[0], left.shape[0], right.shape[1])
+    elif left.dim() == 2 or right.dim() == 2:
+        size = (left.shape[-2], right.shape[-1])
+    else:
+        size = (left.shape[0], left.shape[1], right.shape[-1])
+    return torch.empty(size, dtype=dtype, device=META)
+
+
 def _ctc_loss_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     return torch.empty_like(args[1], memory_format=torch.contiguous_format)
 
@@ -250,6 +266,7 @@ RULES: dict[str, Rule] = {
     "aten::_fused_rms_norm": rms_norm.forward_rule,
     "aten::convolution": convolution_layout.forward_rule,
     "aten::convolution_backward": convolution_layout.backward_rule,
+    "aten::_grouped_mm": _grouped_mm,
     "aten::mse_loss": _reduced_in_place,
     "aten::smooth_l1_loss": _reduced_in_place,
     "aten::soft_margin_loss": _reduced_in_place,

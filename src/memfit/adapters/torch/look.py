@@ -50,6 +50,7 @@ class Look(TorchFunctionMode):
         self._type = places.device.type
         self._scalars_stay = False
         self.default_device: torch.device | None = None
+        self.default_type_is_cuda = False
         self.is_large_weight: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda args, kwargs: False
         """Whether `torch.empty(*args, **kwargs)` makes a weight that the host need not hold."""
         self.check_index: Callable[[int], None] = lambda index: None

@@ -77,9 +77,9 @@ class ScriptRun:
                 self._run_script()
             except BaseException as raised:
                 error = raised
-                if not isinstance(raised, SystemExit):
+                if not isinstance(raised, SystemExit) and not self.session.counter.has_ended:
                     _print_traceback(raised)
-                elif isinstance(raised.code, str):
+                elif isinstance(raised, SystemExit) and isinstance(raised.code, str):
                     print(raised.code, file=sys.stderr)
         self._checkpoints.finish()
         return self._result(error, time.perf_counter() - started)
@@ -117,7 +117,7 @@ class ScriptRun:
         )
 
     def _outcome(self, error: BaseException | None, num_steps: int) -> tuple[Outcome, int | None]:
-        if isinstance(error, EndOfRun):
+        if isinstance(error, EndOfRun) or (isinstance(error, KeyboardInterrupt) and self.session.counter.has_ended):
             return Outcome.COMPLETED, None
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             return (Outcome.ENDED if num_steps else Outcome.NO_STEP), 0

@@ -295,6 +295,7 @@ class Session:
         # From here until a model is called it is the loop's own work.
         self._enter(Phase.FORWARD)
         self._num_recovered = len(self.failures)
+        self.simulation.operators.forget_questions()
         self._settled()
 
     def _classify_state(self, optimizer: torch.optim.Optimizer) -> None:

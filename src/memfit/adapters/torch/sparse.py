@@ -34,7 +34,7 @@ def _like(tensor: torch.Tensor, num_elements: int, dtype: torch.dtype | None = N
 def to_device(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A sparse tensor of the host as one of shapes, of as many elements."""
     if tensor.layout is torch.sparse_coo:
-        return _like(tensor, tensor._nnz(), dtype)
+        return _like(tensor, tensor._nnz(), dtype)._coalesced_(tensor.is_coalesced())
     rows, columns, values = parts(tensor)
     make: Any = torch.sparse_csr_tensor if tensor.layout is torch.sparse_csr else torch.sparse_csc_tensor
     shapes = (torch.empty(part.shape, dtype=part.dtype, device=META) for part in (rows, columns))
@@ -76,8 +76,26 @@ def _to_sparse(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], re
     )
 
 
+def _to_csr(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    """A sparse matrix with its rows compressed: of as many elements."""
+    given = args[0]
+    if not _is_sparse(given) or given.dim() != 2:
+        return NotImplemented
+    count = given._nnz()
+    return torch.sparse_csr_tensor(
+        torch.empty(given.shape[0] + 1, dtype=torch.int64, device=META),
+        torch.empty(count, dtype=torch.int64, device=META),
+        torch.empty(count, dtype=given.dtype, device=META),
+        given.shape,
+        check_invariants=False,
+    )
+
+
 def _copy(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
-    return _like(args[0], args[0]._nnz()) if _is_sparse(args[0]) else NotImplemented
+    if not _is_sparse(args[0]):
+        return NotImplemented
+    made = _like(args[0], args[0]._nnz())
+    return made._coalesced_(func._schema.name == "aten::_coalesce" or args[0].is_coalesced())
 
 
 def _scale_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
@@ -132,6 +150,7 @@ RULES = {
     "aten::add": _add,
     "aten::sparse_mask": _mask,
     "aten::_to_dense": _to_dense,
+    "aten::_to_sparse_csr": _to_csr,
     "aten::_to_sparse": _to_sparse,
 }
 

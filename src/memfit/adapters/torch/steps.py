@@ -6,6 +6,8 @@ number by any of them ends it too. A script that updates its parameters by hand 
 pass is a step.
 """
 
+import _thread
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +46,8 @@ class StepCounter:
         self._most = 0
         self._num_backward = 0
         self.has_optimizer = False
+        self.has_ended = False
+        """Whether the last step wanted has been taken, in whichever thread."""
 
     @property
     def num_steps(self) -> int:
@@ -76,6 +80,10 @@ class StepCounter:
         self._most = max(self._most, taken)
         self._after(optimizer)
         if min(self._taken.values()) >= self._wanted or taken >= _PATIENCE * self._wanted:
+            self.has_ended = True
+            if threading.current_thread() is not threading.main_thread():
+                # It would end this thread alone.
+                _thread.interrupt_main()
             raise EndOfRun
 
     def watch(self) -> list[Any]:

@@ -97,6 +97,22 @@ class _Plan:
 _IGNORED = _Plan(runs=False)
 
 
+_ATEN = torch.ops.aten
+# The operand that decides the result of an operator alone; of whole numbers and booleans only.
+_ABSORBING: dict[Operator, bool] = {
+    _ATEN.bitwise_or.Tensor: True,
+    _ATEN.bitwise_or_.Tensor: True,
+    _ATEN.logical_or.default: True,
+    _ATEN.logical_or_.default: True,
+    _ATEN.bitwise_and.Tensor: False,
+    _ATEN.bitwise_and_.Tensor: False,
+    _ATEN.logical_and.default: False,
+    _ATEN.logical_and_.default: False,
+    _ATEN.mul.Tensor: False,
+    _ATEN.mul_.Tensor: False,
+}
+
+
 class KnownValues:
     """Follows the values of small simulated tensors from operator to operator.
 
@@ -165,6 +181,8 @@ class KnownValues:
             plan = self._plans[func] = _read_schema(func)
         if plan is _IGNORED:
             return
+        if func in _ABSORBING and self._absorbed(func, args, out):
+            return
         if plan.first is not None:
             # Almost every call ends here: the model's own numbers are unknown.
             try:
@@ -203,6 +221,20 @@ class KnownValues:
                 return rule(self, func, args, kwargs)
             except Exception:
                 return NotImplemented
+
+    def _absorbed(self, func: Operator, args: _Arguments, out: Any) -> bool:
+        """Whether one operand decides the result whatever the other is, as True does in "or"; notes it then."""
+        deciding = _ABSORBING[func]
+        if not isinstance(out, torch.Tensor) or out.dtype.is_floating_point or out.dtype.is_complex:
+            return False
+        for operand in args[:2]:
+            known = self.of(operand) if isinstance(operand, torch.Tensor) else None
+            if known is None or (deciding and known.dtype is not torch.bool):
+                continue
+            if bool((known == deciding).all()):
+                self._fill(out, deciding)
+                return True
+        return False
 
     def _drop(self, shadow: "weakref.ref[Any]") -> None:
         assert isinstance(shadow, _Shadow)
