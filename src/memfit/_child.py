@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from memfit.allocator import memory_of
-from memfit.core.dryrun import Request
+from memfit.core.dryrun import DryRun, Request
 
 
 def main(request_path: str) -> int:
@@ -23,11 +23,21 @@ def main(request_path: str) -> int:
     from memfit.adapters.torch.script import ScriptRun
 
     run = ScriptRun(request, *memory_of(request.device, unlimited=request.unlimited))
+
+    def write(result: DryRun) -> None:
+        data = {**result.to_json(), "loader_ordinal": run.loaders.training}
+        temporary = Path(request.result_path + ".tmp")
+        temporary.write_text(json.dumps(data), encoding="utf-8")
+        temporary.replace(request.result_path)
+
+    def leave(result: DryRun) -> None:
+        write(result)
+        sys.stdout.flush()
+        os._exit(0)
+
+    run.leave_with(leave)
     result = run.run()
-    data = {**result.to_json(), "loader_ordinal": run.loaders.training}
-    temporary = Path(request.result_path + ".tmp")
-    temporary.write_text(json.dumps(data), encoding="utf-8")
-    temporary.replace(request.result_path)
+    write(result)
     return result.exit_code or 0
 
 

@@ -139,12 +139,96 @@ def test_the_page_of_the_command_line_is_up_to_date():
     assert script.PAGE.read_text(encoding="utf-8") == script.render(), "run `python scripts/generate_cli_docs.py`"
 
 
-def test_every_output_shown_has_its_command():
-    text = README.read_text(encoding="utf-8")
-    shown = re.findall(r"<!-- output: ([^\n]+?) -->\n```text\n\$ ([^\n]+)\n", text)
+def outputs(page: Path) -> list[re.Match[str]]:
+    """The blocks of output that `scripts/refresh_readme.py` writes."""
+    return list(load_script("refresh_readme").OUTPUT.finditer(page.read_text(encoding="utf-8")))
 
-    assert len(shown) == text.count("<!-- output: ") == 2
-    assert all(marked == typed for marked, typed in shown)
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "<!-- " in p.read_text(encoding="utf-8")], ids=named)
+def test_every_output_shown_has_its_command(page):
+    text = page.read_text(encoding="utf-8")
+    found = outputs(page)
+
+    assert "<!-- sample" not in text
+    assert len(found) == text.count("<!-- output")
+    assert not found or page in load_script("refresh_readme").PAGES, "nothing writes these blocks"
+    for block in found:
+        assert block["shown"].startswith(f"$ {block['command']}\n")
+        assert block["shown"].count("\n") > 3, "the output is missing: run `python scripts/refresh_readme.py`"
+        assert block["shown"].endswith("\n...\n") == (block["end"] is not None)
+
+
+def test_what_a_command_prints_is_the_same_on_every_page():
+    shown = {}
+    for page in load_script("refresh_readme").PAGES:
+        for block in outputs(page):
+            shown.setdefault(block["command"], []).append(block["shown"].removesuffix("...\n").rstrip())
+
+    assert any(len(versions) > 1 for versions in shown.values()), "no command is shown twice"
+    for command, versions in shown.items():
+        whole = max(versions, key=len)
+        assert [v for v in versions if not whole.startswith(v)] == [], f"run the script again for {command}"
+
+
+def test_output_is_cut_where_its_mark_says():
+    cut = load_script("refresh_readme").cut
+
+    assert cut("a\n\nb 1\nc", "b") == "a\n..."
+    assert cut("a\nb", None) == "a\nb"
+    with pytest.raises(SystemExit, match="no line begins with 'z'"):
+        cut("a\nb", "z")
+
+
+def test_no_page_knows_where_it_was_written():
+    assert [named(page) for page in PAGES if str(ROOT) in page.read_text(encoding="utf-8")] == []
+
+
+def snippet(page: Path, part: str) -> str:
+    blocks = (body for kind, body in FENCE.findall(page.read_text(encoding="utf-8")) if kind == "python")
+    return next(body for body in blocks if part in body)
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "dryrun.md"], ids=named)
+def test_the_snippet_of_simulate_runs(page, tmp_path, monkeypatch, capsys):
+    torch = pytest.importorskip("torch")
+    code = snippet(page, "memfit.simulate(")
+    monkeypatch.chdir(tmp_path)
+    names = {
+        "memfit": memfit,
+        "torch": torch,
+        "MyModel": lambda: torch.nn.Linear(1024, 1024),
+        "train_one_epoch": lambda model: model(torch.ones(8, 1024, device="cuda")).sum().backward(),
+    }
+
+    exec(compile(code, page.name, "exec"), names)
+
+    first = int(capsys.readouterr().out.splitlines()[0])
+    # Weights, their gradients and two workspaces of cuBLAS.
+    assert first >= 2 * 4 * 1024 * 1025 + 2 * 32 * 2**20
+    assert not torch.cuda.is_available()
+    assert names["model"].weight.device.type == "cpu"
+
+
+def test_the_snippet_of_dryrun_runs(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    script = [
+        "import sys, torch",
+        "model = torch.nn.Linear(256, 256).cuda()",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        "while True:",
+        "    model(torch.ones(int(sys.argv[2]), 256).cuda()).sum().backward()",
+        "    optimizer.step()",
+    ]
+    (tmp_path / "train.py").write_text("\n".join(script))
+    monkeypatch.chdir(tmp_path)
+
+    exec(compile(snippet(ROOT / "docs" / "dryrun.md", "memfit.dryrun("), "dryrun.md", "exec"), {})
+
+    shown = capsys.readouterr().out
+    assert "train.py on NVIDIA Tesla T4: ran 3 steps" in shown
+    assert "\nTrue completed\n" in shown
+    assert "'train.py:5': " in shown
+    assert (tmp_path / "memory.html").is_file()
 
 
 def test_the_results_in_the_readme_are_those_of_the_pages():

@@ -111,7 +111,7 @@ STYLES = [
     # Five steps of the critic for one of the generator; all optimizers must have taken three.
     Case("wgan_gp_amp", "wgan_gp_amp.py", "--images 96", num_steps=11),
     Case("gpt_compiled", "gpt_trainer.py", "--compile --no-flash --dropout 0.1 --dtype float16"),
-    Case("timm_mixup", "timm_train.py", "--mixup 0.8 --cutmix 1.0 --reprob 0.3 --no-prefetcher --grad-accum-steps 2"),
+    Case("timm_mixup", "timm_train.py", "--mixup 0.8 --cutmix 1.0 --reprob 0.3 --no-prefetcher --train-size 48"),
     Case("imagenet_data_parallel", "imagenet_classic.py", "--data-parallel"),
     Case("keras_mixed", "keras_torch.py", "--mixed --samples 64"),
 ]

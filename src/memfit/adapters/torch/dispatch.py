@@ -16,6 +16,7 @@ from memfit.adapters.torch import fallbacks, quick_shapes, shapes, sparse
 from memfit.adapters.torch.accumulation import Accumulation
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.places import BARE, Places
+from memfit.adapters.torch.readings import Readings
 from memfit.adapters.torch.recorder import Recorder
 from memfit.adapters.torch.shapes import META, Behaviour, Operator
 from memfit.adapters.torch.values import KnownValues
@@ -25,14 +26,12 @@ from memfit.core.timeline import Category
 Internals = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], list[int]]
 
 _ADD = torch.ops.aten.add.Tensor
+_SOFTMAX = torch.ops.aten._softmax.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
 # Collectives after which a rank of the fake process group has what it had before.
 _KEEPING = {"c10d::broadcast_", "c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::barrier", "c10d::reduce_"}
-
-# Booleans read at one line within a step, after which the program is taken to wait for the other answer.
-_PATIENCE = 5_000
 
 # Operators that may take host tensors beside device tensors, as CUDA's do.
 _MIXED_DEVICES_ALLOWED = {
@@ -84,7 +83,7 @@ class SimulatedOperators(TorchDispatchMode):
         self._values = values
         self._copied_in = copied_in
         self._taken_apart = False
-        self._num_asked: dict[str, int] = {}
+        self.readings = Readings(lambda: origin.current()[1], report)
         self._recorder = recorder
         self._origin = origin
         self._internals = internals
@@ -143,6 +142,8 @@ class SimulatedOperators(TorchDispatchMode):
         out = self._run_on_device(func, args, kwargs, kind)
         if self._values is not None and not self._taken_apart and func._schema.name not in _KEEPING:
             self._values.follow(func, args, kwargs, out)
+            if func is _SOFTMAX:
+                self.readings.are_probabilities(out)
         return out
 
     def _run_on_device(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Behaviour) -> Any:
@@ -153,8 +154,8 @@ class SimulatedOperators(TorchDispatchMode):
             out = self._exact(func, args, kwargs)
             if out is NotImplemented:
                 out = special(func, args, kwargs, self._report)
-                if out is True or out is False:
-                    out = self._impatient(out)
+                if isinstance(out, bool | int | float):
+                    out = self.readings.answer(out)
             if out is not NotImplemented:
                 return self._record(func, args, kwargs, out)
         if kind is Behaviour.OTHER:
@@ -171,27 +172,14 @@ class SimulatedOperators(TorchDispatchMode):
         known = self._values.of(tensor) if self._values is not None else None
         return fallbacks.stand_in(tensor, self._report) if known is None else known.item()
 
-    def _impatient(self, answer: bool) -> bool:
-        """`answer`, or its opposite where the program has asked too often: then a loop waits for it."""
-        line = self._origin.current()[1]
-        self._num_asked[line] = asked = self._num_asked.get(line, 0) + 1
-        if asked < _PATIENCE:
-            return answer
-        self._report(fallbacks.STAND_IN, f"asked {_PATIENCE:,} times for a boolean, and then told {not answer}")
-        self._num_asked[line] = 0
-        return not answer
-
-    def forget_questions(self) -> None:
-        """A step has been taken: the program does not wait for an answer."""
-        self._num_asked.clear()
-
     def _exact(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The true output of an operator that needs values, where they are known."""
         if self._values is None:
             return NotImplemented
         if func._schema.name == "aten::_to_copy" and fallbacks.to_host(kwargs):
+            dtype = kwargs.get("dtype") or args[0].dtype
             known = self._values.of(args[0])
-            return NotImplemented if known is None else known.to(kwargs.get("dtype") or known.dtype, copy=True)
+            return self.readings.host_copy(args[0], dtype) if known is None else known.to(dtype, copy=True)
         return self._values.exact(func, args, kwargs)
 
     def _name(self, func: Operator) -> str:

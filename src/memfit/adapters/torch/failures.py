@@ -1,6 +1,7 @@
 """Failures of the user's own step, told in one message with the user's own line."""
 
 import os
+import textwrap
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +12,15 @@ import torch
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS, SourceNames
 from memfit.core.errors import BadLoss, MemfitError, StepFailed
 
+_MAX_CHARACTERS = 300
 # What to do about failures that the simulation, not the user's code, is the reason of.
 _HINTS = {
     "Expected all tensors to be on the same device": (
         "Everything the step uses must be on the simulated device: put teachers, class weights and the like into the "
         "model or the batch, and write x.device instead of the name of a device."
+    ),
+    "no fake impl": (
+        "An operator without a shape rule can't be simulated: register one with torch.library.register_fake."
     ),
     "HigherOrderOperator": "Higher-order operators (flex_attention, torch.cond) can't be run on shapes yet.",
 }
@@ -41,13 +46,15 @@ def one_line(error: BaseException) -> str:
     where, _ = _user_line(error)
     text = " ".join(str(error).split()) or "no message"
     hint = next((f" {hint}" for sign, hint in _HINTS.items() if sign in text), "")
-    return f"{type(error).__name__}: {text}{where}{hint}"
+    return f"{type(error).__name__}: {textwrap.shorten(text, _MAX_CHARACTERS, placeholder=' ...')}{where}{hint}"
 
 
 def _user_line(error: BaseException) -> tuple[str, str]:
     """(" at file.py:31 in forward", the code of that line) of the innermost frame outside of the framework."""
     names = SourceNames()
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith("<frozen"):
+            continue
         if not os.path.abspath(frame.filename).startswith(HIDDEN_FOLDERS):
             return f" at {names.short(frame.filename)}:{frame.lineno} in {frame.name}", frame.line or ""
     return "", ""

@@ -4,11 +4,13 @@ Where a rule has to assume something, it reports a note:
 
 - a shape that depends on data (`nonzero`, boolean indexing, `unique`): the largest it can be;
 - a single value read from the device (`item()`, `.cpu()`): 1, or for booleans False, so that checks such as
-  `isnan(x).any()` pass, but True for `all()`, so that those such as `isfinite(x).all()` do; several values: zeros;
+  `isnan(x).any()` pass, but True for `all()`, so that those such as `isfinite(x).all()` do; several values: ones of
+  floating-point numbers, zeros of whole numbers and of anything of 1 MiB or more;
 - no shape rule (custom operators): the operator's CPU kernel is run on zeros of the same shapes where there is one and
   they are small, otherwise each output is taken to be like the first tensor argument.
 """
 
+import operator
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -161,6 +163,26 @@ def _equal(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report
     return _true(func, args, kwargs, report)
 
 
+def _compare(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    """A comparison of single numbers comes out as that of their stand-ins: `loss >= 0` is true, as 1 >= 0 is."""
+    single = [value.numel() == 1 if isinstance(value, torch.Tensor) else True for value in args[:2]]
+    if not all(single):
+        return NotImplemented
+    left, right = (_stand_in(value) if isinstance(value, torch.Tensor) else value for value in args[:2])
+    made = func(*args, **kwargs)
+    return read_as_true(made) if _COMPARISONS[func._schema.name](left, right) else made
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "aten::eq": operator.eq,
+    "aten::ne": operator.ne,
+    "aten::ge": operator.ge,
+    "aten::gt": operator.gt,
+    "aten::le": operator.le,
+    "aten::lt": operator.lt,
+}
+
+
 def _true(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     report(STAND_IN, f"{func._schema.name.replace('aten::', '')} was read from the device: True stands in for it")
     return True
@@ -176,6 +198,10 @@ def _copy(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report:
         value = _stand_in(tensor)
         report(STAND_IN, f"a value was copied from the device to the host: {value!r} stands in for it")
         return torch.full(tensor.shape, value, dtype=dtype)
+    # Numbers that can be divided by and drawn with; an index must be one that is there.
+    if dtype.is_floating_point and tensor.numel() * dtype.itemsize < MIB:
+        report(STAND_IN, "values were copied from the device to the host: ones stand in for them")
+        return torch.ones(tensor.shape, dtype=dtype)
     report(STAND_IN, "values were copied from the device to the host: zeros stand in for them")
     return host_zeros(tensor.shape, dtype)
 
@@ -259,6 +285,7 @@ RULES: dict[str, Rule] = {
     "aten::_local_scalar_dense": _scalar,
     "aten::equal": _equal,
     "aten::allclose": _true,
+    **dict.fromkeys(_COMPARISONS, _compare),
     "aten::is_nonzero": _scalar,
     "aten::_to_copy": _copy,
     "aten::copy_": _copy_in_place,

@@ -4,11 +4,15 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from memfit.adapters.torch.replacement import Replacement
+
 MODULE = "keras.src.optimizers.base_optimizer"
 
 
-def watch_updates(module: ModuleType, begin: Callable[[Any], None], end: Callable[[Any], None]) -> Callable[[], None]:
-    """Stands in front of the update of every Keras optimizer; gives what ends that.
+def update_replacements(
+    module: ModuleType, begin: Callable[[Any], None], end: Callable[[Any], None]
+) -> list[Replacement]:
+    """What stands in front of the update of every Keras optimizer.
 
     Args:
         module: Keras's module of that name, just imported.
@@ -23,11 +27,7 @@ def watch_updates(module: ModuleType, begin: Callable[[Any], None], end: Callabl
         end(optimizer)
         return result
 
-    def undo() -> None:
-        module.BaseOptimizer.apply = plain
-
-    module.BaseOptimizer.apply = apply
-    return undo
+    return [Replacement(module.BaseOptimizer, "apply", apply)]
 
 
 def state_of(optimizer: Any) -> list[Any]:

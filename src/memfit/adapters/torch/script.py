@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from memfit.adapters.torch import distributed, failures
+from memfit.adapters.torch import distributed, failures, fallbacks
 from memfit.adapters.torch.checkpoints import Checkpoints
 from memfit.adapters.torch.cuda_memory import DeviceMemory
 from memfit.adapters.torch.imports import on_import
@@ -59,6 +59,11 @@ class ScriptRun:
         )
 
         self._processes = Processes(report)
+        self._started = time.perf_counter()
+
+    def leave_with(self, leave: Callable[[DryRun], None]) -> None:
+        """`leave` ends the process where the script catches every exception, its own end included."""
+        self.session.counter.ignored = lambda: leave(self._result(EndOfRun(), time.perf_counter() - self._started))
 
     def run(self) -> DryRun:
         """Runs the script and says how it went."""
@@ -134,7 +139,14 @@ class ScriptRun:
                 "Let it train in its own process, with --count for several devices"
             )
         survived = outcome in (Outcome.COMPLETED, Outcome.ENDED, Outcome.NO_STEP)
-        return "" if survived or error is None else failures.one_line(error)
+        if survived or error is None:
+            return ""
+        message = failures.one_line(error)
+        notes = self.session.simulation.notes.found.values()
+        read = [note.source for note in notes if note.code == fallbacks.STAND_IN]
+        if outcome is Outcome.FAILED and isinstance(error, AssertionError | ValueError | ArithmeticError) and read:
+            message += f". It had read values that stand in for the device's ({read[-1]}), which may be the reason"
+        return message
 
     def _scan(self) -> Scan | None:
         if not self._request.largest_first:

@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _pop_mode
 
-from memfit.adapters.torch import interception, keras_optimizers
+from memfit.adapters.torch import interception, keras_optimizers, unsimulated
 from memfit.adapters.torch.checkpoints import Checkpoints
 from memfit.adapters.torch.cuda_devices import CudaDevices
 from memfit.adapters.torch.cuda_memory import DeviceMemory, out_of_memory_message
@@ -27,7 +27,7 @@ from memfit.adapters.torch.imports import on_import
 from memfit.adapters.torch.large_weights import LargeWeights
 from memfit.adapters.torch.live_recorder import LiveRecorder
 from memfit.adapters.torch.origin import OriginTracker
-from memfit.adapters.torch.replacement import Replacement
+from memfit.adapters.torch.replacement import Replacement, replaced
 from memfit.adapters.torch.restoration import Restoration, random_states_kept
 from memfit.adapters.torch.simulation import ONE_AT_A_TIME, Simulation, eager
 from memfit.adapters.torch.stand_in import dense_parts, tensors_in
@@ -78,7 +78,8 @@ class Session:
         self.on_update: Callable[[Any], None] = lambda optimizer: None
         self._num_parameters = 0
         self._updating = False
-        self._undone_at_the_end: list[Callable[[], None]] = []
+        # What is replaced in libraries that the program imports later.
+        self._late = ExitStack()
         self._lazy: list[weakref.ref[torch.nn.Module]] = []
         self.origin = OriginTracker(met=self._met, entered=self._entered)
         self.recorder = LiveRecorder(self.origin.current, memory, self._refuse, configure)
@@ -93,8 +94,12 @@ class Session:
         """Shows PyTorch the device while it lasts."""
         # Imported before anything is replaced: it keeps what it finds at its first import.
 
-        keras = {keras_optimizers.MODULE: self._watch_keras}
-        with ONE_AT_A_TIME, eager(), _left_in_children(), self._watching(), on_import({}, keras):
+        imported = {
+            keras_optimizers.MODULE: self._watch_keras,
+            unsimulated.EXTENSIONS: self._refuse_extensions,
+            unsimulated.FLEX_ATTENTION: self._replace_flex_attention,
+        }
+        with ONE_AT_A_TIME, eager(), _left_in_children(), self._watching(), on_import({}, imported):
             report = self.simulation.notes.report
             given = cuda_replacements(self.device, self._count, self.memory, report, self.simulation.look)
             given += distributed_replacements(self._count, report, self._gathered)
@@ -125,8 +130,7 @@ class Session:
         finally:
             for handle in handles:
                 handle.remove()
-            for undo in self._undone_at_the_end:
-                undo()
+            self._late.close()
             self.recorder.stop()
 
     def _answers(self) -> list[Replacement]:
@@ -282,8 +286,15 @@ class Session:
         self._enter(Phase.OPTIMIZER)
 
     def _watch_keras(self, module: ModuleType) -> None:
-        undo = keras_optimizers.watch_updates(module, self.counter.begin_step, self.counter.end_step)
-        self._undone_at_the_end.append(undo)
+        given = keras_optimizers.update_replacements(module, self.counter.begin_step, self.counter.end_step)
+        self._late.enter_context(replaced(given))
+
+    def _refuse_extensions(self, module: ModuleType) -> None:
+        self._late.enter_context(replaced(unsimulated.extension_replacements(module)))
+
+    def _replace_flex_attention(self, module: ModuleType) -> None:
+        report = self.simulation.notes.report
+        self._late.enter_context(replaced(unsimulated.flex_replacements(module, report)))
 
     def _end_update(self, optimizer: Any) -> None:
         self._updating = False
@@ -295,7 +306,7 @@ class Session:
         # From here until a model is called it is the loop's own work.
         self._enter(Phase.FORWARD)
         self._num_recovered = len(self.failures)
-        self.simulation.operators.forget_questions()
+        self.simulation.operators.readings.step_taken()
         self._settled()
 
     def _classify_state(self, optimizer: torch.optim.Optimizer) -> None:

@@ -47,6 +47,8 @@ class StepCounter:
         self._num_backward = 0
         self.has_optimizer = False
         self.has_ended = False
+        self.ignored: Callable[[], None] = lambda: None
+        """Called when the program has caught its own end and gone on."""
         """Whether the last step wanted has been taken, in whichever thread."""
 
     @property
@@ -80,6 +82,8 @@ class StepCounter:
         self._most = max(self._most, taken)
         self._after(optimizer)
         if min(self._taken.values()) >= self._wanted or taken >= _PATIENCE * self._wanted:
+            if self.has_ended:
+                self.ignored()
             self.has_ended = True
             if threading.current_thread() is not threading.main_thread():
                 # It would end this thread alone.

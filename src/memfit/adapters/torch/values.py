@@ -10,6 +10,7 @@ so views need no bookkeeping and an operator that writes in place is run in plac
 a whole or not at all, and what is known is exactly what PyTorch's CPU kernels compute.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -113,6 +114,15 @@ _ABSORBING: dict[Operator, bool] = {
 }
 
 
+# Comparisons that come out False where numbers are finite: how PyTorch asks for NaN and for infinity.
+_NEVER: dict[Operator, Callable[[_Arguments], bool]] = {
+    _ATEN.isnan.default: lambda args: True,
+    _ATEN.isinf.default: lambda args: True,
+    _ATEN.ne.Tensor: lambda args: args[0] is args[1],
+    _ATEN.eq.Scalar: lambda args: args[1] in (math.inf, -math.inf),
+}
+
+
 class KnownValues:
     """Follows the values of small simulated tensors from operator to operator.
 
@@ -124,7 +134,7 @@ class KnownValues:
 
     def __init__(
         self,
-        limit_bytes_integer: int = MIB,
+        limit_bytes_integer: int = 16 * MIB,
         limit_bytes_float: int = 16 * KIB,
         limit_bytes_total: int = 256 * MIB,
     ) -> None:
@@ -182,6 +192,9 @@ class KnownValues:
         if plan is _IGNORED:
             return
         if func in _ABSORBING and self._absorbed(func, args, out):
+            return
+        if func in _NEVER and _NEVER[func](args) and self.of(args[0]) is None:
+            self._fill(out, False)
             return
         if plan.first is not None:
             # Almost every call ends here: the model's own numbers are unknown.
