@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.util
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 import memfit
 from memfit.commands import build_parser
+from memfit.core.units import format_size
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -110,6 +112,22 @@ def test_every_note_code_is_documented():
 
     assert {"data-dependent-shape", "cache-released"} <= codes, "the search for codes is wrong"
     assert codes == documented
+
+
+def test_limits_named_in_the_docs_are_those_of_the_code():
+    pytest.importorskip("torch")
+    from memfit.adapters.torch import large_weights, readings, values
+
+    text = " ".join((ROOT / "docs" / "dryrun.md").read_text(encoding="utf-8").split())
+    defaults = inspect.signature(values.KnownValues).parameters
+    integers, numbers, total = (
+        format_size(defaults[f"limit_bytes_{name}"].default).replace(".0", "") for name in ("integer", "float", "total")
+    )
+
+    assert f"up to {integers} of integers or booleans and up to {numbers} of other numbers" in text
+    assert f"in a tensor, and {total} in all" in text
+    assert f"A model is held to {format_size(large_weights._BUDGET_BYTES).replace('.0', '')} there" in text
+    assert f"read {readings._PATIENCE:,} times at one line" in text
 
 
 def test_the_snippet_of_the_readme_runs(tmp_path, monkeypatch, capsys):

@@ -17,6 +17,7 @@ from memfit.runs.launch import Interrupted, run_child
 _RAN = (Outcome.COMPLETED, Outcome.ENDED)
 # In the first step the optimizer has no state yet.
 _MIN_SCAN_STEPS = 2
+_MAX_AHEAD = 1000
 
 
 def dry_run(
@@ -70,10 +71,15 @@ def _with_need(died: DryRun, request: Request) -> DryRun:
 
 def _classified(failure: Failure, timeline: Timeline) -> Failure:
     """The failure with its bytes by the categories of a run that went on: only then do activations show as such."""
-    by_category = timeline.breakdown(failure.tick - 1, lambda block: str(block.category))
-    # The same blocks, or else the runs did not do the same until then.
-    same = sum(by_category.values()) == sum(failure.by_category.values())
-    return replace(failure, by_category=by_category) if same else failure
+    live_bytes = sum(failure.by_category.values())
+    curve = timeline.curve()
+    first = max(0, failure.tick - 1)
+    # A workspace that was left out for lack of memory is two ticks of the run that had enough, so that it is ahead.
+    ticks = range(first, min(len(curve), first + _MAX_AHEAD))
+    tick = next((tick for tick in ticks if curve[tick] == live_bytes), None)
+    if tick is None:
+        return failure
+    return replace(failure, by_category=timeline.breakdown(tick, lambda block: str(block.category)))
 
 
 def _noted(failure: Failure) -> OutOfMemory:

@@ -207,7 +207,7 @@ class SimulatedOperators(TorchDispatchMode):
 
     def _add(self, out: Any, name: str, category: Category | None = None) -> None:
         if isinstance(out, torch.Tensor):
-            if not out.is_meta:
+            if not out.is_meta or type(out) is FakeTensor:
                 return
             if out.layout is torch.strided:
                 self._recorder.add(out, name, category)
