@@ -125,6 +125,9 @@ class ScriptRun:
         if isinstance(error, EndOfRun) or (isinstance(error, KeyboardInterrupt) and self.session.counter.has_ended):
             return Outcome.COMPLETED, None
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            if not num_steps and self.session.unrecovered:
+                # It caught every error, and still got nowhere.
+                return Outcome.OUT_OF_MEMORY, 0
             return (Outcome.ENDED if num_steps else Outcome.NO_STEP), 0
         exit_code = 1 if not isinstance(error, SystemExit) or not isinstance(error.code, int) else error.code
         # A script may have wrapped the error in one of its own, or have said so itself and ended.

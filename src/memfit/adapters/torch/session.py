@@ -332,6 +332,8 @@ class Session:
     def _refuse(self, size_bytes: int, op: str) -> Exception:
         """PyTorch's own error, noted with where and when it is raised."""
         message = out_of_memory_message(self.device, self.memory, size_bytes)
+        if self.recorder.phase is Phase.FORWARD and torch.is_grad_enabled():
+            self.recorder.classify_live(self._first_block, Category.ACTIVATION)
         with torch._C.DisableTorchFunction():
             module, inner = self.origin.current()
             source, code = self.origin.user_line()
