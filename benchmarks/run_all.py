@@ -19,6 +19,8 @@ SCRIPTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("speed", (), ("--repeats", "1")),
     ("scale", (), ("Llama-3-8B",)),
     ("allocator_speed", (), ()),
+    ("dryrun_speed", (), ("--quick", "--repeats", "1")),
+    ("dryrun_scripts", (), ("vae", "dqn")),
     ("cpu_accuracy", (), ()),
     ("t4_runs", (), ()),
     ("xmem_cnn", (), ()),

@@ -34,7 +34,7 @@ T4 = Device(
 class Machine:
     memory: LiveAllocator
     notes: list[tuple[str, str]] = field(default_factory=list)
-    look: Any = field(default_factory=lambda: SimpleNamespace(default_device=None))
+    look: Any = field(default_factory=lambda: SimpleNamespace(default_device=None, default_type_is_cuda=False))
 
 
 @contextmanager

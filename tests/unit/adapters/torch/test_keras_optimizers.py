@@ -2,7 +2,8 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from memfit.adapters.torch.keras_optimizers import state_of, watch_updates
+from memfit.adapters.torch.keras_optimizers import state_of, update_replacements
+from memfit.adapters.torch.replacement import replaced
 
 
 def make_module():
@@ -19,13 +20,27 @@ def make_module():
 
 def test_updates_are_heard_of_before_and_after():
     module, heard = make_module(), []
-    watch_updates(module, lambda made: heard.append(("begin", made)), lambda made: heard.append(("end", made)))
     optimizer = type("Adam", (module.BaseOptimizer,), {})()
+    given = update_replacements(module, lambda o: heard.append(("begin", o)), lambda o: heard.append(("end", o)))
+    with replaced(given):
+        assert optimizer.apply([1], [2]) == (optimizer, [1], [2])
+        assert optimizer.apply([1]) == (optimizer, [1], None)
+        assert optimizer.apply(grads=[1], trainable_variables=[2]) == (optimizer, [1], [2])
 
-    assert optimizer.apply([1], [2]) == (optimizer, [1], [2])
-    assert optimizer.apply([1]) == (optimizer, [1], None)
-    assert optimizer.apply(grads=[1], trainable_variables=[2]) == (optimizer, [1], [2])
     assert heard == [("begin", optimizer), ("end", optimizer)] * 3
+
+
+def test_asking_changes_nothing_and_afterwards_nothing_is_heard():
+    module, heard = make_module(), []
+    plain = module.BaseOptimizer.apply
+    given = update_replacements(module, heard.append, heard.append)
+    assert module.BaseOptimizer.apply is plain
+    with replaced(given):
+        assert module.BaseOptimizer.apply is not plain
+
+    assert module.BaseOptimizer.apply is plain
+    module.BaseOptimizer().apply([1])
+    assert heard == []
 
 
 def test_the_tensors_of_an_optimizer():

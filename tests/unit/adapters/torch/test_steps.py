@@ -1,4 +1,5 @@
 import gc
+import threading
 
 import pytest
 import torch
@@ -161,3 +162,55 @@ def test_afterwards_nothing_is_counted():
     make_optimizer().step()
 
     assert counter.num_steps == 0
+
+
+def test_that_it_has_ended_is_known(watched):
+    counter = watched(2)
+    optimizer = make_optimizer()
+    optimizer.step()
+    assert not counter.has_ended
+
+    with pytest.raises(EndOfRun):
+        optimizer.step()
+    assert counter.has_ended
+
+
+def test_a_program_that_goes_on_after_its_end_is_heard_of_and_ended_again(watched):
+    # GIVEN a program that catches everything
+    counter, heard = watched(2), []
+    counter.ignored = lambda: heard.append(counter.num_steps)
+    optimizer = make_optimizer()
+    ends = 0
+    for _ in range(4):
+        try:
+            optimizer.step()
+        except BaseException:
+            ends += 1
+
+    # THEN its first end is none that it ignored
+    assert ends == 3
+    assert heard == [3, 4]
+
+
+def test_a_step_in_another_thread_ends_the_main_one(watched):
+    # GIVEN a program that trains in a thread and waits for it
+    counter, raised = watched(1), []
+
+    def work():
+        try:
+            make_optimizer().step()
+        except BaseException as error:
+            raised.append(type(error))
+
+    # WHEN the last step is taken there
+    with pytest.raises(KeyboardInterrupt):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        # The interrupt may arrive a moment after the thread is gone.
+        threading.Event().wait(60)
+
+    # THEN both are ended
+    thread.join()
+    assert raised == [EndOfRun]
+    assert counter.has_ended
