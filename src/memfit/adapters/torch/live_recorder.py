@@ -5,14 +5,36 @@ asked gets PyTorch's own error, at that very moment.
 """
 
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from memfit.adapters.torch.cuda_memory import DeviceMemory
 from memfit.adapters.torch.recorder import Recorder
 from memfit.core.replay import OutOfMemory, Replay
 from memfit.core.timeline import Category
+
+# A timeline of this many blocks can still be drawn and written.
+_MANY_BLOCKS = 300_000
+_RECENT_TICKS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Tidied:
+    """The blocks and the ticks that were kept, in order, by their numbers before."""
+
+    blocks: list[int]
+    ticks: list[int]
+
+    def block(self, index: int) -> int:
+        """What the number of a block, or of the first after it that was kept, is now."""
+        return bisect_left(self.blocks, index)
+
+    def tick(self, tick: int) -> int:
+        """What a tick is now."""
+        return bisect_left(self.ticks, tick)
 
 
 class LiveRecorder(Recorder):
@@ -46,6 +68,7 @@ class LiveRecorder(Recorder):
         # The garbage collector may run, and free storages, at any moment: also in the middle of an allocation.
         self._waiting: deque[int] = deque()
         self.dropped_workspace = False
+        self._num_left = 0
 
     @property
     def num_ticks(self) -> int:
@@ -70,6 +93,36 @@ class LiveRecorder(Recorder):
         finally:
             for index in reversed(started):
                 self._end(index)
+
+    def tidy(self) -> "Tidied | None":
+        """Forgets what is long gone and had no part in the peak, where there is much of it; None where there isn't.
+
+        To be called between operators only: blocks are numbered anew.
+        """
+        if self.num_blocks < self._num_left + _MANY_BLOCKS:
+            return None
+        with self._lock:
+            self._busy = True
+            try:
+                peak = self._allocated.index(max(self._allocated))
+                starts, ends = self.spans()
+                recent = len(self._allocated) - _RECENT_TICKS
+                kept = [
+                    index
+                    for index, start in enumerate(starts)
+                    if index in self._held or start >= recent or start <= peak < ends.get(index, 0)
+                ]
+                number = {index: position for position, index in enumerate(kept)}
+                ticks = self.keep_only(kept)
+                self._allocated = [self._allocated[tick] for tick in ticks]
+                self._reserved = [self._reserved[tick] for tick in ticks]
+                self._held = {number[index]: block for index, block in self._held.items()}
+                self._waiting = deque(number[index] for index in self._waiting if index in number)
+                self._num_left = len(kept)
+                return Tidied(kept, ticks)
+            finally:
+                self._end_waiting()
+                self._busy = False
 
     def live_bytes(self) -> dict[str, int]:
         """Bytes of the live blocks by category, largest first."""

@@ -136,6 +136,53 @@ class Recorder:
         self.events.append(index)
         return index
 
+    def keep_only(self, kept: list[int]) -> list[int]:
+        """Forgets all blocks but these, which must include the live ones; gives the ticks that are left, in order.
+
+        Blocks are numbered anew, in the same order.
+        """
+        number = {index: position for position, index in enumerate(kept)}
+        events: list[int] = []
+        marks: dict[int, tuple[Phase, int]] = {}
+        ticks: list[int] = []
+        tick = 0
+        for position, event in enumerate(self.events):
+            if event == _MARK:
+                marks[len(events)] = self._marks[position]
+                events.append(_MARK)
+                continue
+            known = number.get(event if event >= 0 else ~event)
+            if known is not None:
+                events.append(known if event >= 0 else ~known)
+                ticks.append(tick)
+            tick += 1
+        self.events, self._marks = events, marks
+        self.sizes = [self.sizes[index] for index in kept]
+        self.categories = [self.categories[index] for index in kept]
+        self._phases = [self._phases[index] for index in kept]
+        self._ops = [self._ops[index] for index in kept]
+        self._origins = [self._origins[index] for index in kept]
+        self._permanent = {number[index] for index in self._permanent}
+        self._refs = {number[index]: reference for index, reference in self._refs.items()}
+        for index, reference in self._refs.items():
+            reference.index = index
+        self._index_of = {key: number[index] for key, index in self._index_of.items()}
+        return ticks
+
+    def spans(self) -> tuple[list[int], dict[int, int]]:
+        """(the tick at which each block started, the tick at which each one that is gone ended)."""
+        starts, ends = [0] * len(self.sizes), {}
+        tick = 0
+        for event in self.events:
+            if event == _MARK:
+                continue
+            if event >= 0:
+                starts[event] = tick
+            else:
+                ends[~event] = tick
+            tick += 1
+        return starts, ends
+
     def _end(self, index: int) -> None:
         self.events.append(~index)
 

@@ -41,6 +41,7 @@ _WORKSPACE_DROPPED = "cuDNN fell back to slower algorithms that need no workspac
 _CACHE_RELEASED = (
     "the device was so full that the allocator returned cached memory and asked again: it fits, but pauses cost time"
 )
+SHORTENED = "timeline-shortened"
 # More than anyone takes.
 NO_END = 2**62
 
@@ -250,7 +251,15 @@ class Session:
     def _moved(self, parameter: torch.Tensor) -> None:
         self._classify(parameter, Category.PARAMETER, "")
 
+    def _tidy(self) -> None:
+        tidied = self.recorder.tidy()
+        if tidied is not None:
+            self._first_block = tidied.block(self._first_block)
+            self.failures = [replace(failure, tick=tidied.tick(failure.tick)) for failure in self.failures]
+            self.simulation.notes.report(SHORTENED, "the timeline leaves out what was gone long before the end")
+
     def _entered(self, model: torch.nn.Module) -> None:
+        self._tidy()
         if any(reference() is model for reference in self._lazy):
             self._lazy = [reference for reference in self._lazy if reference() is not model]
             self._met(model, self.origin.path(model))

@@ -4,6 +4,7 @@ from torch import nn
 
 from memfit.core.timeline import Category
 from tests.unit.adapters.torch.builders import AMPERE, HOST, forward_blocks, kept_bytes, run, sizes
+from tests.unit.adapters.torch.sessions import codes, made, running
 
 DATA = torch.empty(10, 20)
 
@@ -73,3 +74,45 @@ def test_choices_hold_inside_functions_called_from_cplusplus():
     # THEN the dropout of the weights keeps one byte per weight
     masks = [b for b in forward_blocks(traced) if b.op == "aten.native_dropout" and b.size_bytes == 4 * 2 * 10 * 10]
     assert [mask.category for mask in masks] == [Category.ACTIVATION]
+
+
+STEPS, ROWS, CLASSES, LETTERS = 50, 4, 20, 10
+CTC = nn.functional.ctc_loss
+
+
+def ctc_blocks(input_lengths, target_lengths):
+    """(sizes of what a loss of sequences made, the notes)"""
+    with running() as session:
+        scores = torch.randn(STEPS, ROWS, CLASSES, device="cuda", requires_grad=True)
+        targets = torch.ones(ROWS, LETTERS, dtype=torch.int64, device="cuda")
+        loss = CTC(scores.log_softmax(-1), targets, input_lengths(), target_lengths())
+        loss.backward()
+        assert scores.grad.shape == scores.shape
+    return [block.size_bytes for block in made(session, op="_ctc_loss")], codes(session)
+
+
+GIVEN = [STEPS, 30, 20, 10], [8, 6, 4, 2]
+WAYS = {
+    "on the host": lambda lengths: lambda: torch.tensor(lengths),
+    "as numbers": lambda lengths: lambda: tuple(lengths),
+    "on the device": lambda lengths: lambda: torch.tensor(lengths, device="cuda"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_loss_of_sequences_goes_by_their_lengths(way):
+    found, noted = ctc_blocks(*(WAYS[way](lengths) for lengths in GIVEN))
+
+    # A number per sequence, and one for each step and each place of the longest target: its letters and the blanks.
+    assert sorted(found) == [ROWS * 4, ROWS * STEPS * (2 * 8 + 1) * 4]
+    assert noted == []
+
+
+def test_lengths_that_nobody_knows_are_the_longest_possible():
+    def anything():
+        return torch.randint(1, 9, (ROWS,), device="cuda")
+
+    found, noted = ctc_blocks(anything, anything)
+
+    assert sorted(found) == [ROWS * 4, ROWS * STEPS * (2 * LETTERS + 1) * 4]
+    assert set(noted) == {"stand-in-value"}

@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.adapters.torch.distributed import distributed_replacements, environment
@@ -212,13 +213,52 @@ def test_a_sharded_step(ranks):
     assert peak > sum(ends.values()) - ends["workspace"]
 
 
-def test_a_process_that_would_be_spawned_is_run_in_place():
+@pytest.mark.parametrize("name", ["spawn", "start_processes"])
+def test_a_process_that_would_be_spawned_is_run_in_place(name):
     seen = []
     with running(count=2) as session:
-        torch.multiprocessing.spawn(lambda rank, word: seen.append((rank, word)), args=("hello",), nprocs=2)
+        start = getattr(torch.multiprocessing, name)
+        ended = start(lambda rank, word: seen.append((rank, word)), args=("hello",), nprocs=2)
+        waiting = start(lambda rank: seen.append(rank), nprocs=2, join=False)
+        # As scripts do that wait for the processes themselves.
+        joined = waiting.join(timeout=1), list(waiting.processes)
 
-    assert seen == [(0, "hello")]
+    assert seen == [(0, "hello"), 0]
+    assert (ended, joined) == (None, (True, []))
+    assert set(codes(session)) == {"processes-not-spawned"}
+
+
+def test_a_launcher_that_is_called_by_the_program_runs_the_first_in_place():
+    seen = []
+
+    def work(word):
+        seen.append((word, dist.is_available()))
+        return "done"
+
+    with running(count=2) as session:
+        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2)
+        results = elastic_launch(config, work)("hello")
+
+    assert (results, seen) == ({0: "done"}, [("hello", True)])
     assert codes(session) == ["processes-not-spawned"]
+
+
+def test_an_error_of_the_process_that_was_run_in_place_is_the_programs_own():
+    with running(count=2), pytest.raises(ZeroDivisionError):
+        torch.multiprocessing.spawn(lambda rank: 1 // rank, nprocs=2)
+
+
+def test_whoever_gathers_gradients_says_so():
+    # GIVEN a model whose gradients are gathered in buckets for the other ranks
+    buckets = []
+    with replaced(distributed_replacements(2, lambda code, text: None, buckets.append)):
+        dist.init_process_group("nccl", rank=0, world_size=2)
+        model = DistributedDataParallel(layers(1))
+        model(torch.randn(4, WIDTH)).sum().backward()
+
+    # THEN the buckets are told of, and the gradients are the rank's own
+    assert [bucket.numel() * 4 for bucket in buckets] == [LAYER]
+    assert torch.equal(model.module[0].bias.grad, torch.full((WIDTH,), 4.0))
 
 
 def test_asking_for_the_list_changes_nothing():

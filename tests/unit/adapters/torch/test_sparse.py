@@ -1,9 +1,13 @@
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
+from memfit.adapters.torch import sparse
 from memfit.core.timeline import Category, Phase
 from tests.unit.adapters.torch.builders import AMPERE, HOST, made_in, observe, run, total
+from tests.unit.adapters.torch.sessions import codes, made, running
 
 ROWS, WIDTH, COUNT = 1000, 4, 6
 TOKENS = torch.zeros(COUNT, dtype=torch.int64)
@@ -66,8 +70,8 @@ def test_sums_append_and_coalescing_keeps():
 
 
 def test_a_sparse_addend_of_a_dense_tensor_leaves_it_dense():
-    def work(dense, sparse):
-        return dense.add_(sparse).layout, tuple(dense.shape)
+    def work(dense, addend):
+        return dense.add_(addend).layout, tuple(dense.shape)
 
     assert observe(work, torch.zeros(ROWS, WIDTH), make_sparse(3))[0] == (torch.strided, (ROWS, WIDTH))
 
@@ -87,3 +91,107 @@ def test_a_dense_gradient_takes_the_whole_table():
     traced = run(nn.Embedding(ROWS, WIDTH), TOKENS)
 
     assert gradients(traced) == [ROWS * WIDTH * 4]
+
+
+def make_matrix(count=3, *, layout=torch.sparse_coo, dtype=torch.float32):
+    """A matrix of ROWS rows that holds `count` numbers on its diagonal."""
+    places = torch.arange(count)
+    made = torch.sparse_coo_tensor(
+        torch.stack([places, places]), torch.ones(count, dtype=dtype), (ROWS, WIDTH), check_invariants=False
+    ).coalesce()
+    if layout is torch.sparse_coo:
+        return made
+    with warnings.catch_warnings():
+        # Of PyTorch, that compressed layouts are new.
+        warnings.simplefilter("ignore")
+        return made.to_sparse_csr() if layout is torch.sparse_csr else made.to_sparse_csc()
+
+
+PARTS = {
+    torch.sparse_coo: (2 * 3 * 8, 3 * 4),
+    torch.sparse_csr: ((ROWS + 1) * 8, 3 * 8, 3 * 4),
+    torch.sparse_csc: ((WIDTH + 1) * 8, 3 * 8, 3 * 4),
+}
+
+
+@pytest.mark.parametrize("layout", PARTS, ids=str)
+def test_the_parts_of_a_sparse_tensor(layout):
+    matrix = make_matrix(layout=layout)
+
+    assert tuple(part.numel() * part.element_size() for part in sparse.parts(matrix)) == PARTS[layout]
+
+
+def test_a_dense_tensor_has_no_sparse_parts():
+    assert sparse.parts(torch.zeros(2)) == []
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64], ids=str)
+@pytest.mark.parametrize("layout", PARTS, ids=str)
+def test_a_sparse_tensor_of_the_host_as_shapes(layout, dtype):
+    matrix = make_matrix(layout=layout)
+
+    made = sparse.to_device(matrix, dtype)
+
+    assert (made.is_meta, made.layout, made.shape) == (True, layout, matrix.shape)
+    assert made.dtype is (dtype or torch.float32)
+    assert [part.shape for part in sparse.parts(made)] == [part.shape for part in sparse.parts(matrix)]
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_whether_it_is_coalesced_goes_with_it(coalesced):
+    given = make_matrix() if coalesced else make_sparse(3)
+    with running():
+        there = given.cuda()
+        found = (
+            given.is_coalesced(),
+            there.is_coalesced(),
+            there.clone().is_coalesced(),
+            there.coalesce().is_coalesced(),
+        )
+
+    assert found == (coalesced, coalesced, coalesced, True)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", PARTS, ids=str)
+def test_in_a_session_a_sparse_matrix_is_moved_by_its_parts(layout):
+    matrix = make_matrix(layout=layout)
+    with running() as session:
+        moved = matrix.to("cuda")
+        shown = moved.layout, moved.is_cuda, tuple(moved.shape)
+
+    assert shown == (layout, True, (ROWS, WIDTH))
+    assert sorted(block.size_bytes for block in made(session)) == sorted(PARTS[layout])
+
+
+def test_a_sparse_tensor_becomes_dense():
+    with running() as session:
+        dense = make_matrix().cuda().to_dense()
+        cast = make_matrix().cuda().to_dense(dtype=torch.float64)
+        found = [(t.layout, tuple(t.shape), t.dtype) for t in (dense, cast)]
+
+    assert found == [
+        (torch.strided, (ROWS, WIDTH), torch.float32),
+        (torch.strided, (ROWS, WIDTH), torch.float64),
+    ]
+    assert [b.size_bytes for b in made(session, op="_to_dense")] == [ROWS * WIDTH * 4, ROWS * WIDTH * 8]
+
+
+def test_a_dense_tensor_becomes_sparse_with_as_many_elements_as_it_has():
+    with running() as session:
+        found = torch.randn(5, WIDTH, device="cuda").to_sparse()
+        shown = found._nnz(), found.is_coalesced(), tuple(found.shape), found.layout
+
+    assert shown == (5 * WIDTH, True, (5, WIDTH), torch.sparse_coo)
+    assert codes(session) == ["data-dependent-shape"]
+    assert sorted(b.size_bytes for b in made(session, op="_to_sparse")) == [5 * WIDTH * 4, 2 * 5 * WIDTH * 8]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_rows_are_compressed_on_the_device():
+    with running() as session:
+        found = make_matrix().cuda().to_sparse_csr()
+        shown = found.layout, tuple(found.shape), found._nnz()
+
+    assert shown == (torch.sparse_csr, (ROWS, WIDTH), 3)
+    assert sorted(b.size_bytes for b in made(session, op="_to_sparse_csr")) == sorted(PARTS[torch.sparse_csr])

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from memfit.adapters.torch.torchvision_operators import define_missing_operators
+from memfit.core.timeline import Category
 from tests.unit.adapters.torch.builders import observe
+from tests.unit.adapters.torch.sessions import codes, made, running
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="not installed: torchvision")
 
@@ -57,3 +59,44 @@ def test_detectors_keep_every_box():
     # THEN every box is taken to be kept, and a note says so
     assert shape == (7,)
     assert [note.code for note in traced.notes] == ["data-dependent-shape"]
+
+
+def test_regions_are_cut_out_of_feature_maps_with_their_gradient():
+    define_missing_operators()
+    ops = importlib.import_module("torchvision.ops")
+    with running() as session:
+        data = torch.randn(2, 16, 20, 30, device="cuda", requires_grad=True)
+        boxes = torch.zeros(7, 5, device="cuda")
+        out = ops.roi_align(data, boxes, (3, 4), spatial_scale=0.5, sampling_ratio=2)
+        shapes = tuple(out.shape), out.is_cuda
+        out.sum().backward()
+        gradient = data.grad.shape
+
+    assert shapes == ((7, 16, 3, 4), True)
+    assert gradient == (2, 16, 20, 30)
+    assert [b.size_bytes for b in made(session, op="torchvision.roi_align")] == [7 * 16 * 3 * 4 * 4]
+    assert [b.size_bytes for b in made(session, op="_roi_align_backward")] == [2 * 16 * 20 * 30 * 4]
+
+
+def test_a_detector_trains():
+    define_missing_operators()
+    detection = importlib.import_module("torchvision.models.detection")
+    with running() as session:
+        model = detection.fasterrcnn_mobilenet_v3_large_320_fpn(
+            weights=None, weights_backbone=None, num_classes=3, min_size=64, max_size=64
+        ).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        images = [torch.rand(3, 64, 64).cuda() for _ in range(2)]
+        boxes = torch.tensor([[1.0, 1.0, 30.0, 30.0], [5.0, 5.0, 60.0, 40.0]])
+        targets = [{"boxes": boxes.cuda(), "labels": torch.tensor([1, 2]).cuda()} for _ in images]
+        losses = model(images, targets)
+        sum(losses.values()).backward()
+        optimizer.step()
+        names = sorted(losses)
+        without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+    assert names == ["loss_box_reg", "loss_classifier", "loss_objectness", "loss_rpn_box_reg"]
+    assert without == []
+    assert session.counter.num_steps == 1
+    assert made(session, category=Category.GRADIENT)
+    assert set(codes(session)) <= {"data-dependent-shape", "stand-in-value"}
