@@ -17,7 +17,7 @@ setup: $(READY) ## Make the development environment in .venv
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	bash scripts/setup.sh $(PYTHON) $(ENVIRONMENT)
 
-demo: $(READY) ## Estimate ResNet-50 and GPT-2 on three GPUs; pages go to out/
+demo: $(READY) ## Estimate two models and dry-run a script; pages go to out/
 	$(RUN) examples/demo/demo.py
 
 test: check browser ## Everything a change must pass: lint, types, tests with coverage

@@ -47,7 +47,10 @@ class SimulatedDevice:
 
     def estimate(self) -> Estimate:
         """What has been allocated so far: the peak, where it goes, and whether it fits."""
-        return self._result or self._session.estimate("simulation", time.perf_counter() - self._started)
+        if self._result is not None:
+            return self._result
+        session = self._session
+        return session.estimate("simulation", time.perf_counter() - self._started, died=session.unrecovered)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the page of `estimate()`."""

@@ -85,7 +85,9 @@ class LiveAllocator:
         with self._lock:
             if self._all.allocation.peak or self.num_failures:
                 return False
-            self._set_up(options)
+            if options != self.options:
+                self._set_up(options)
+                self.limit(self.limit_bytes)
             return True
 
     def limit(self, limit_bytes: int | None) -> None:

@@ -104,6 +104,9 @@ def _about_devices(look: Look, places: Places) -> list[Replacement]:
 
     return [
         Replacement(torch, "_has_compatible_shallow_copy_type", compatible),
+        # Other ways in which a module may move: with these, its parameters would not be the same objects afterwards.
+        Replacement(torch.__future__, "get_swap_module_params_on_conversion", lambda: False),
+        Replacement(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: False),
         Replacement(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass)),
         Replacement(torch._C, "_group_tensors_by_device_and_dtype", group),
     ]

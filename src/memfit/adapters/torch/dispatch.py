@@ -31,7 +31,15 @@ _TO_COPY = torch.ops.aten._to_copy.default
 _MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
 # Collectives after which a rank of the fake process group has what it had before.
-_KEEPING = {"c10d::broadcast_", "c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::barrier", "c10d::reduce_"}
+_KEEPING = {
+    "c10d::broadcast_",
+    "c10d::allreduce_",
+    "c10d::allreduce_coalesced_",
+    "c10d::barrier",
+    "c10d::reduce_",
+    "c10d::allgather_",
+    "c10d::_allgather_base_",
+}
 
 # Operators that may take host tensors beside device tensors, as CUDA's do.
 _MIXED_DEVICES_ALLOWED = {
@@ -148,7 +156,9 @@ class SimulatedOperators(TorchDispatchMode):
 
     def _run_on_device(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Behaviour) -> Any:
         if func.namespace == "c10d":
-            return _collective(func, args, kwargs)
+            out = _collective(func, args, kwargs)
+            self._gather_values(func, args)
+            return out
         special = self._rules.get(func._schema.name)
         if special is not None:
             out = self._exact(func, args, kwargs)
@@ -166,6 +176,20 @@ class SimulatedOperators(TorchDispatchMode):
         if out is NotImplemented:
             out = shapes.run(func, args, kwargs, self._execute)
         return self._record(func, args, kwargs, out, fresh=kind is Behaviour.FRESH)
+
+    def _gather_values(self, func: Operator, args: tuple[Any, ...]) -> None:
+        """What the other ranks would send is taken to be what this one has, where that is known."""
+        if self._values is None or func._schema.name not in ("c10d::allgather_", "c10d::_allgather_base_"):
+            return
+        given = args[1] if isinstance(args[1], list) else [args[1]]
+        outputs = args[0] if isinstance(args[0], list) else [args[0]]
+        for mine, received in zip(given, outputs, strict=False):
+            known = self._values.of(mine)
+            for tensor in received if isinstance(received, list) else [received]:
+                self._values.forget(tensor)
+                if known is not None:
+                    times = tensor.numel() // max(1, known.numel())
+                    self._values.learn(tensor, known.flatten().repeat(times).view(tensor.shape).clone())
 
     def read_number(self, tensor: torch.Tensor) -> Any:
         """The number in a tensor of one element, or what stands in for it."""

@@ -34,10 +34,16 @@ class ScriptRun:
     Args:
         request: the script and the device.
         memory: what the device can give.
-        configure: called before the first allocation, when the script has had its chance to set the allocator.
+        configure: called before the first allocation, when the script has had its chance to set the allocator, with
+            what takes a sentence about each setting that isn't simulated.
     """
 
-    def __init__(self, request: Request, memory: DeviceMemory, configure: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        memory: DeviceMemory,
+        configure: Callable[[Callable[[str], None]], None] = lambda report: None,
+    ) -> None:
         self._request = request
         self.loaders = Loaders(request.scan, request.loader_ordinal if request.largest_first else None)
         self.session = Session(
@@ -108,7 +114,7 @@ class ScriptRun:
         return DryRun(
             script=request.script,
             arguments=request.arguments,
-            estimate=session.estimate(os.path.basename(request.script), seconds),
+            estimate=session.estimate(os.path.basename(request.script), seconds, died=outcome is Outcome.OUT_OF_MEMORY),
             outcome=outcome,
             num_steps=num_steps,
             steps_wanted=request.steps,

@@ -35,12 +35,14 @@ from memfit.adapters.torch.steps import StepCounter
 from memfit.core.device import Device
 from memfit.core.dryrun import Failure
 from memfit.core.estimate import DRY_RUN, Estimate, HostMemory, Note
+from memfit.core.replay import OutOfMemory
 from memfit.core.timeline import Category, Phase
 
 _WORKSPACE_DROPPED = "cuDNN fell back to slower algorithms that need no workspace, for lack of memory"
 _CACHE_RELEASED = (
     "the device was so full that the allocator returned cached memory and asked again: it fits, but pauses cost time"
 )
+ALLOCATOR_SETTINGS = "allocator-settings"
 SHORTENED = "timeline-shortened"
 # More than anyone takes.
 NO_END = 2**62
@@ -55,7 +57,7 @@ class Session:
         count: devices of that kind that PyTorch sees; the memory is that of the first.
         steps: optimizer steps after which the program is ended.
         settled: called after each optimizer step.
-        configure: called before the first allocation.
+        configure: called before the first allocation, with what takes a sentence about each setting not simulated.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Session:
         count: int = 1,
         steps: int = NO_END,
         settled: Callable[[], None] = lambda: None,
-        configure: Callable[[], None] = lambda: None,
+        configure: Callable[[Callable[[str], None]], None] = lambda report: None,
     ) -> None:
         self.device = device
         self.memory = memory
@@ -83,7 +85,7 @@ class Session:
         self._late = ExitStack()
         self._lazy: list[weakref.ref[torch.nn.Module]] = []
         self.origin = OriginTracker(met=self._met, entered=self._entered)
-        self.recorder = LiveRecorder(self.origin.current, memory, self._refuse, configure)
+        self.recorder = LiveRecorder(self.origin.current, memory, self._refuse, lambda: configure(self._set))
         self.simulation = Simulation(device, self.recorder, self.origin, scripted=True)
         self.simulation.look.on_parameter = self._moved
         self.simulation.look.is_large_weight = LargeWeights(self.simulation.notes.report)
@@ -192,15 +194,18 @@ class Session:
         known = len(self.failures) if survived else self._num_recovered
         return [replace(failure, handled=number < known) for number, failure in enumerate(self.failures)]
 
-    def estimate(self, subject: str, seconds: float) -> Estimate:
+    def estimate(self, subject: str, seconds: float, *, died: bool) -> Estimate:
         """What has been seen so far.
 
         Args:
             subject: what ran.
             seconds: how long it took.
+            died: whether the last failure was the end of it.
         """
         timeline = self.recorder.timeline()
-        seen = self.recorder.replay(None)
+        last = self.failures[-1] if died and self.failures else None
+        lost = last and OutOfMemory(last.tick, last.requested_bytes, last.allocated_bytes, last.reserved_bytes)
+        seen = self.recorder.replay(lost)
         context_bytes = self.device.context_bytes or 0
         floor = timeline.without(lambda block: block.category is Category.WORKSPACE and "convolution" in block.op)
         notes = list(self.simulation.notes.found.values())
@@ -244,6 +249,9 @@ class Session:
             self._num_parameters += parameter.numel()
         self._parameters[id(parameter)] = (weakref.ref(parameter), module)
         self._classify(parameter, Category.PARAMETER, module)
+
+    def _set(self, text: str) -> None:
+        self.simulation.notes.report(ALLOCATOR_SETTINGS, text)
 
     def _gathered(self, bucket: torch.Tensor) -> None:
         self._classify(bucket, Category.GRADIENT, "")

@@ -7,6 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
 
+from memfit.adapters.torch import readings
+from memfit.adapters.torch.dispatch import _collective
 from memfit.core.errors import StepFailed
 from memfit.core.timeline import Category, Phase
 from tests.unit.adapters.torch.builders import (
@@ -391,6 +393,101 @@ def test_collectives_pass_and_allocate_nothing(mesh):
     dist.barrier()
 
     assert len(made(session)) == before
+
+
+def test_a_rank_still_knows_its_own_values_after_a_collective(mesh):
+    _, session = mesh
+    count = torch.tensor([3, 4], device="cuda")
+    dist.all_reduce(count)
+    dist.broadcast(count, src=0)
+    dist.barrier()
+    gathered = torch.zeros(4, dtype=torch.int64, device="cuda")
+    dist.all_gather_into_tensor(gathered, count)
+
+    assert count.tolist() == [3, 4]
+    # What others would have sent is not known.
+    assert gathered.tolist() == [0, 0, 0, 0]
+    assert codes(session)[-1] == "stand-in-value"
+
+
+def test_collectives_of_releases_that_have_no_shapes_for_them():
+    # GIVEN an operator that refuses shapes, and gives back what it was given with something to wait for
+    seen = []
+
+    def refuses(tensors, group, *, timeout):
+        if any(tensor.is_meta for tensor in tensors):
+            raise NotImplementedError
+        seen.append(([tuple(tensor.shape) for tensor in tensors], group, timeout))
+        return tensors, "work"
+
+    tensors = [torch.empty(5, device="meta"), torch.empty(6, device="meta")]
+    out, work = _collective(refuses, (tensors, "group"), {"timeout": 3})
+
+    # THEN it is run on others, and the answer holds those that were given
+    assert seen == [([(1,), (1,)], "group", 3)]
+    assert (out is tensors, work) == (True, "work")
+
+
+def test_collectives_that_give_only_something_to_wait_for():
+    def refuses(tensor):
+        if tensor.is_meta:
+            raise NotImplementedError
+        return "work"
+
+    assert _collective(refuses, (torch.empty(5, device="meta"),), {}) == "work"
+    assert _collective(lambda tensor: tensor, (out := torch.empty(5, device="meta"),), {}) is out
+
+
+def test_a_number_that_is_read():
+    with running() as session:
+        known, unknown = torch.tensor(7, device="cuda"), torch.randn(3, device="cuda").sum()
+        read = session.simulation.operators.read_number
+        found = read(known), read(unknown)
+
+    assert found == (7, 1.0)
+    assert codes(session) == ["stand-in-value"]
+
+
+def test_a_step_ends_the_waiting_for_another_answer(monkeypatch):
+    monkeypatch.setattr(readings, "_PATIENCE", 5)
+    with running() as session:
+        weight = nn.Parameter(torch.zeros(3, device="cuda"))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        found = []
+        # GIVEN a program that reads three numbers a step at one line
+        for number in range(12):
+            found.append(torch.randn(3, device="cuda").sum().item())
+            if number % 3 == 2:
+                weight.sum().backward()
+                optimizer.step()
+        # THEN only one that reads without a step gets another answer
+        waited = [torch.randn(3, device="cuda").sum().item() for _ in range(6)]
+
+    assert found == [1.0] * 12
+    assert waited == [1.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+    assert session.counter.num_steps == 4
+
+
+def test_an_operator_that_was_taken_apart_has_the_values_of_its_parts():
+    with running() as session:
+        left, right = torch.tensor([1.0, 2.0], device="cuda"), torch.tensor([3.0, 4.0], device="cuda")
+        assert torch.inner(left, right).item() == 11
+        assert torch.movedim(left.view(1, 2), 0, 1).tolist() == [[1.0], [2.0]]
+    assert codes(session) == []
+
+
+class Named(torch.Tensor):
+    """A class of tensors without operators of its own, as image libraries have them."""
+
+
+def test_classes_of_tensors_without_operators_of_their_own_are_tensors():
+    with running() as session:
+        image = torch.zeros(10, device="cuda").as_subclass(Named)
+        doubled = image * 2
+
+        assert isinstance(doubled, Named)
+        assert doubled.is_cuda
+    assert [block.size_bytes for block in made(session)] == [40, 40]
 
 
 @pytest.mark.parametrize("copied", [lambda x: x.cpu(), lambda x: x.to("cpu"), lambda x: x.to("cpu", torch.int64)])

@@ -11,6 +11,7 @@ from memfit.adapters.torch import fallbacks
 from memfit.core.errors import StepFailed
 from memfit.core.timeline import Phase
 from tests.unit.adapters.torch.builders import AMPERE, HOST, forward_blocks, line_of, made_in, observe, run, sizes
+from tests.unit.adapters.torch.sessions import codes, running
 
 DATA = torch.empty(4, 6)
 
@@ -175,6 +176,14 @@ def condition(x):
     return "yes" if x.sum() > 0 else "no"
 
 
+def negative(x):
+    return bool(x.sum() < 0)
+
+
+def same_number(x):
+    return bool(x.sum() == x.mean())
+
+
 def formatted(x):
     return f"{x.sum():.2f}"
 
@@ -196,7 +205,10 @@ def all_close(x):
         (any_bad, False),
         (all_good, True),
         (finite, True),
-        (condition, "no"),
+        # A comparison of single numbers is that of their stand-ins.
+        (condition, "yes"),
+        (negative, False),
+        (same_number, True),
         (formatted, "1.00"),
         (equal, True),
         (all_close, True),
@@ -228,19 +240,36 @@ def as_array_by_numpy(x):
 
 
 @pytest.mark.parametrize("work", [copied, listed, as_array, as_array_by_numpy])
-def test_copies_on_the_host_hold_zeros(work):
-    result, found = shape_of(lambda x: bool((work(x) == 0).all()) and tuple(work(x).shape))
+def test_copies_on_the_host_hold_ones(work):
+    result, found = shape_of(lambda x: bool((work(x) == 1).all()) and tuple(work(x).shape))
 
     assert result == (4, 6)
     assert found == noted("stand-in-value", work)
 
 
 @pytest.mark.parametrize("work", [as_array, as_array_by_numpy])
-def test_on_the_host_arrays_hold_zeros(work):
-    result, found = shape_of(lambda x: tuple(work(x).shape), device=HOST)
+def test_on_the_host_arrays_hold_ones(work):
+    result, found = shape_of(lambda x: bool((work(x) == 1).all()) and tuple(work(x).shape), device=HOST)
 
     assert result == (4, 6)
     assert found == noted("stand-in-value", work)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda x: x.half(), 1),
+        (lambda x: x.double(), 1),
+        # An index must be one that is there, and a mask may be of padding.
+        (lambda x: x.long(), 0),
+        (lambda x: x > 0, 0),
+        (lambda x: x.new_empty(2**18 - 1), 1),
+        (lambda x: x.new_empty(2**18), 0),
+    ],
+    ids=["float16", "float64", "int64", "bool", "less than 1 MiB", "1 MiB"],
+)
+def test_what_stands_in_for_several_values(make, expected):
+    assert shape_of(lambda x: bool((make(x).cpu() == expected).all()))[0] is True
 
 
 def test_an_array_of_a_tensor_on_the_device_is_refused_as_on_cuda():
@@ -414,3 +443,55 @@ def test_zeros_on_the_host_are_zeros(shape, dtype):
 )
 def test_whether_a_copy_goes_to_the_host(given, expected):
     assert fallbacks.to_host(given) is expected
+
+
+def compared(x):
+    total = x.sum()
+    return [bool(found) for found in (total >= 0, total > 0, total == 1, total != 1, total <= 0, total < 1)]
+
+
+def test_comparisons_of_single_numbers_are_those_of_their_stand_ins():
+    result, found = shape_of(compared)
+
+    assert result == [True, True, True, False, False, False]
+    assert set(found) == {("stand-in-value", str(line_of(compared) + 1))}
+
+
+def test_comparisons_of_single_numbers_with_each_other_and_with_constants():
+    def work(x):
+        whole = x.long().sum()
+        return [bool(found) for found in (x.sum() < float("inf"), x.sum() <= x.mean(), whole == 1, x[:1, :1] > 0.5)]
+
+    assert shape_of(work)[0] == [True, True, True, True]
+
+
+def test_comparisons_of_many_numbers_are_read_as_before():
+    assert shape_of(lambda x: ((x > 0).any().item(), (x > 0)[0, 0].item()))[0] == (False, False)
+
+
+def test_known_numbers_are_compared_as_they_are():
+    with running() as session:
+        number = torch.tensor(-3.0, device="cuda")
+        found = bool(number >= 0), bool(number < 0), bool(number == -3)
+
+    assert found == (False, True, True)
+    assert codes(session) == []
+
+
+@pytest.mark.xfail(reason="the known operand is taken for 1 too", strict=True)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_unknown_number_is_compared_with_a_known_one(device):
+    # GIVEN the best loss so far, as programs begin with
+    with running():
+        best = torch.tensor(float("inf"), device=device)
+        loss = torch.randn(3, device="cuda").sum()
+
+        assert bool(loss < best)
+
+
+def test_flags_that_are_asked_for_in_cplusplus_are_not_set():
+    def work(x):
+        flag = (x > 0).any()
+        return torch.equal(flag, torch.ones_like(flag)), torch.equal(x, x), torch.equal(x > 0, x > 0)
+
+    assert shape_of(work)[0] == (False, True, True)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.adapters.torch.interception import call_plain, intercepting
 from memfit.adapters.torch.values import KnownValues
+from memfit.core.units import MIB
 
 aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -885,6 +886,89 @@ def test_collectives_forget_what_they_are_given():
     values.follow(torch.ops.c10d.allreduce_.default, (tensors, None, None, None, False), {}, (tensors, None))
 
     assert [values.of(tensor) for tensor in tensors] == [None, None]
+
+
+DECIDED = {
+    "or of booleans": lambda known, other: [known | other.bool(), other.bool() | known, torch.logical_or(known, other)],
+    "or in place": lambda known, other: [other.bool().logical_or_(known), other.bool().bitwise_or_(known)],
+    "and of booleans": lambda known, other: [~known & other.bool(), torch.logical_and(other, ~known)],
+    "and in place": lambda known, other: [other.bool().logical_and_(~known), other.bool().bitwise_and_(~known)],
+    "and of whole numbers": lambda known, other: [(~known).long() & other.long()],
+    "product of whole numbers": lambda known, other: [
+        other.long() * (~known).long(),
+        other.long().mul_((~known).long()),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_an_operand_that_decides_alone_makes_known(name):
+    def program(device):
+        return DECIDED[name](torch.ones(2, 3, dtype=torch.bool, device=device), unknown(2, 3, device=device))
+
+    assert_known(program)
+
+
+def test_an_operand_that_decides_is_as_large_as_the_result():
+    # GIVEN one row of zeros, broadcast over unknown numbers
+    def program(device):
+        return [unknown(4, 3, device=device, dtype=torch.int64) * torch.zeros(3, dtype=torch.int64, device=device)]
+
+    assert_known(program)
+
+
+UNDECIDED = {
+    "or with some": lambda some, other: [some | other.bool()],
+    "and with some": lambda some, other: [some & other.bool()],
+    "or with whole numbers": lambda some, other: [torch.ones_like(some).long() | other.long()],
+    # Zero times infinity is no zero.
+    "product of floating-point numbers": lambda some, other: [other * torch.zeros_like(other)],
+    "exclusive or": lambda some, other: [torch.ones_like(some) ^ other.bool()],
+}
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_an_operand_that_does_not_decide_alone_leaves_unknown(name):
+    def program(device):
+        some = torch.tensor([True, False, True]).to(device)
+        return UNDECIDED[name](some, unknown(3, device=device))
+
+    assert_unknown(program)
+
+
+def test_unknown_numbers_are_taken_to_be_finite():
+    def program(device):
+        numbers = unknown(2, 3, device=device)
+        not_numbers = torch.isnan(numbers), numbers != numbers
+        infinite = torch.isinf(numbers), numbers == float("inf"), numbers == -float("inf")
+        return [*not_numbers, *infinite, numbers.isnan().any(), not_numbers[0] | infinite[0]]
+
+    assert_known(program)
+
+
+def test_known_numbers_that_are_not_finite_are_told():
+    def program(device):
+        numbers = torch.tensor([1.0, float("nan"), float("inf")]).to(device)
+        return [numbers.isnan(), numbers.isinf(), numbers != numbers, numbers == float("inf")]
+
+    assert_known(program)
+
+
+def test_other_comparisons_of_unknown_numbers_are_unknown():
+    def program(device):
+        numbers, others = unknown(3, device=device), unknown(3, device=device)
+        return [numbers == 1.0, numbers != others, numbers == numbers]
+
+    assert_unknown(program)
+
+
+def test_whole_numbers_are_followed_up_to_16_mib():
+    def program(device):
+        return [torch.zeros(count, dtype=torch.int64, device=device) for count in (2 * MIB, 2 * MIB + 1)]
+
+    made, values = simulate(program)
+
+    assert [values.of(tensor) is not None for tensor in made] == [True, False]
 
 
 # Steps of random programs: each takes tensors of five integers and gives another, or writes into the first.
