@@ -63,16 +63,28 @@ def test_the_settings_of_the_environment_count(monkeypatch):
 
 def test_settings_made_by_the_program_count_until_the_first_allocation(monkeypatch):
     memory, configure = memory_of(DEVICE)
+    said = []
 
     # WHEN the program sets the allocator before it allocates
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    configure()
+    configure(said.append)
     assert reserved_for(memory, 25 * MIB) == 40 * MIB
 
     # THEN it is too late afterwards: the segment goes on growing
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    configure()
+    configure(said.append)
     assert reserved_for(memory, 25 * MIB) == 60 * MIB
+    assert said == []
+
+
+def test_settings_that_are_not_simulated_are_told_of(monkeypatch):
+    _, configure = memory_of(DEVICE)
+    said = []
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
+    configure(said.append)
+
+    assert len(said) == 1
+    assert "backend:cudaMallocAsync" in said[0]
 
 
 def test_settings_that_make_no_sense_are_refused(monkeypatch):

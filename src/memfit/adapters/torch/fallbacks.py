@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-from memfit.adapters.torch import convolution_layout, rms_norm, sparse
+from memfit.adapters.torch import convolution_layout, rms_norm, sparse, synchronized_norm
 from memfit.adapters.torch.shapes import META, Operator
 from memfit.core.units import MIB, format_size
 
@@ -302,6 +302,7 @@ RULES: dict[str, Rule] = {
     "aten::_use_cudnn_ctc_loss": lambda func, args, kwargs, report: False,
     "aten::_ctc_loss_backward": _ctc_loss_backward,
     **sparse.RULES,
+    **synchronized_norm.RULES,
     "torchvision::nms": _kept_boxes,
 }
 

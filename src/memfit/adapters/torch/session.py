@@ -204,8 +204,7 @@ class Session:
         """
         timeline = self.recorder.timeline()
         last = self.failures[-1] if died and self.failures else None
-        lost = last and OutOfMemory(last.tick, last.requested_bytes, last.allocated_bytes, last.reserved_bytes)
-        seen = self.recorder.replay(lost)
+        seen = self.recorder.replay(None if last is None else _lost(last))
         context_bytes = self.device.context_bytes or 0
         floor = timeline.without(lambda block: block.category is Category.WORKSPACE and "convolution" in block.op)
         notes = list(self.simulation.notes.found.values())
@@ -371,6 +370,10 @@ class Session:
             )
         )
         return torch.OutOfMemoryError(message)
+
+
+def _lost(failure: Failure) -> OutOfMemory:
+    return OutOfMemory(failure.tick, failure.requested_bytes, failure.allocated_bytes, failure.reserved_bytes)
 
 
 def _host_parts() -> dict[str, int]:

@@ -266,6 +266,109 @@ def test_a_script_that_catches_everything_still_ends(children):
     assert (child.run.outcome, child.run.num_steps) == (Outcome.COMPLETED, 3)
 
 
+STUBBORN = TRAIN.replace(
+    "    optimizer.step()", "    try:\n        optimizer.step()\n    except BaseException:\n        pass"
+)
+
+
+def test_a_script_that_catches_its_own_end_too_is_ended(children):
+    child = children.run(STUBBORN, "8", "1000000")
+
+    # Its last line is that of the step at which it was to end.
+    assert (child.run.outcome, child.run.num_steps, child.return_code) == (Outcome.COMPLETED, 4, 0)
+    assert child.stdout.splitlines()[-1].startswith("step 3 ")
+    assert child.run.estimate.replay.allocated_peak_bytes > 0
+
+
+def test_what_has_been_seen_is_told_before_it_is_left(here):
+    class Left(BaseException):
+        pass
+
+    told = []
+
+    def leave(result):
+        told.append(result)
+        raise Left
+
+    # GIVEN a script that goes on after its end, in a process that can be left
+    result, _ = here(STUBBORN.replace("except BaseException", "except SystemExit"), leave=leave)
+
+    assert [(run.outcome, run.num_steps) for run in told] == [(Outcome.COMPLETED, 4)]
+    assert result.outcome is Outcome.FAILED
+
+
+IN_A_THREAD = """
+import threading
+
+def train():
+    exec(compile({text!r}, "train.py", "exec"), {{}})
+
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+threading.Event().wait(60)
+print("went on")
+"""
+
+
+def test_a_script_that_trains_in_a_thread_is_ended(children):
+    child = children.run(IN_A_THREAD.format(text=TRAIN))
+
+    assert (child.run.outcome, child.run.num_steps) == (Outcome.COMPLETED, 3)
+    assert "went on" not in child.stdout
+    # Its end is no interrupt of the user's.
+    assert "KeyboardInterrupt" not in child.stderr
+
+
+def test_a_script_that_catches_every_full_device_and_gets_nowhere_does_not_fit(children):
+    hopeless = TRAIN.replace("    loss.backward()", "    raise SystemExit(0)").replace(
+        "for step", "try:\n    torch.zeros(2**40, device=device)\nexcept torch.OutOfMemoryError:\n    pass\nfor step"
+    )
+    child = children.run(hopeless)
+
+    assert (child.run.outcome, child.run.num_steps, child.run.exit_code) == (Outcome.OUT_OF_MEMORY, 0, 0)
+    assert child.run.fits is False
+
+
+READS = """
+import torch
+found = torch.randn(3, device="cuda").cumsum(0).sum().item()
+{check}
+"""
+
+
+@pytest.mark.parametrize(
+    "check",
+    ["assert found > 2", "if found != 3:\n    raise ValueError('a wrong number')", "1 / (found - 1)"],
+    ids=["AssertionError", "ValueError", "ZeroDivisionError"],
+)
+def test_a_check_that_fails_after_values_were_read_says_what_may_be_the_reason(here, check):
+    result, _ = here(READS.format(check=check))
+
+    assert result.outcome is Outcome.FAILED
+    assert "train.py:3), which may be the reason" in result.error
+
+
+@pytest.mark.parametrize(
+    "script",
+    [READS.format(check="raise RuntimeError('mine')"), "raise ValueError('mine')\n"],
+    ids=["an error of another kind", "nothing was read"],
+)
+def test_other_failures_say_nothing_of_values(here, script):
+    result, _ = here(script)
+
+    assert result.outcome is Outcome.FAILED
+    assert "may be the reason" not in result.error
+
+
+def test_a_long_message_is_shortened(here):
+    result, _ = here("raise RuntimeError('many words ' * 1000)\n")
+
+    assert result.error.startswith("RuntimeError: many words many words")
+    assert result.error.endswith(" ... at train.py:1 in <module>")
+    assert len(result.error) < 400
+
+
 def test_what_a_script_does_at_its_end_is_done(children):
     # GIVEN a script that puts its things in order however its training ends
     orderly = TRAIN.replace("\n    ", "\n        ").replace("for step in", "try:\n    for step in")
@@ -441,14 +544,18 @@ def test_the_same_script_draws_the_same_numbers_every_time(children):
 def here(tmp_path, monkeypatch):
     """Runs a script in this process, whose arguments, paths and environment are put back afterwards."""
 
-    def run(text, *arguments, capacity_bytes=None, **options):
+    def run(text, *arguments, capacity_bytes=None, leave=None, **options):
         monkeypatch.setattr(sys, "argv", [])
         monkeypatch.setattr(sys, "path", list(sys.path))
         path = tmp_path / "train.py"
         path.write_text(text, encoding="utf-8")
         request = Request(**{"script": str(path), "module": False, "arguments": arguments, "device": T4, **options})
         configured = []
-        made = ScriptRun(request, LiveAllocator(AllocatorOptions(), capacity_bytes), lambda: configured.append(1))
+        made = ScriptRun(
+            request, LiveAllocator(AllocatorOptions(), capacity_bytes), lambda report: configured.append(1)
+        )
+        if leave is not None:
+            made.leave_with(leave)
         with random_states_kept():
             result = made.run()
         return result, configured

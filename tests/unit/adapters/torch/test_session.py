@@ -1,6 +1,7 @@
 """Plain PyTorch code in a session: what it finds, what is recorded of it, and what happens when the device is full."""
 
 import gc
+import importlib
 import threading
 import weakref
 
@@ -16,7 +17,17 @@ from memfit.adapters.torch.steps import EndOfRun
 from memfit.core.timeline import Category, Phase
 from memfit.core.units import GIB, MIB
 from tests.unit.adapters.torch.builders import line_of
-from tests.unit.adapters.torch.sessions import T4, codes, made, make_session, phases, really, running, timeline
+from tests.unit.adapters.torch.sessions import (
+    T4,
+    codes,
+    made,
+    make_session,
+    phases,
+    really,
+    running,
+    timeline,
+    visiting,
+)
 
 STEP = ("forward", "backward", "optimizer")
 
@@ -170,7 +181,7 @@ def test_modules_that_find_out_their_shapes_when_they_are_called():
         model(batch()[0])
         train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    assert session.estimate("test", 0.0).num_parameters == sum(p.numel() for p in model.parameters())
+    assert session.estimate("test", 0.0, died=False).num_parameters == sum(p.numel() for p in model.parameters())
     assert {block.module for block in made(session, category=Category.PARAMETER)} == {"0", "1", "2"}
     assert {block.module for block in made(session, category=Category.GRADIENT)} == {"0", "1", "2"}
 
@@ -373,7 +384,7 @@ def test_what_is_told_of_a_run():
         model = network().cuda()
         train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    told = session.estimate("train.py", 1.5)
+    told = session.estimate("train.py", 1.5, died=False)
     assert (told.subject, told.device, told.mode, told.batch_size, told.seconds) == (
         "train.py", T4, "dry run", None, 1.5,
     )  # fmt: skip
@@ -549,7 +560,7 @@ def test_a_convolution_without_workspace_is_noted():
         with running(capacity_bytes) as session:
             layer = nn.Conv2d(64, 64, 3, padding=1).cuda().half()
             layer(torch.zeros(64, 64, 64, 64, dtype=torch.float16).cuda())
-        return session.estimate("test", 0.0)
+        return session.estimate("test", 0.0, died=False)
 
     # GIVEN what it takes with its workspace
     free = told(None)
@@ -571,7 +582,7 @@ def test_a_device_so_full_that_the_cache_was_released_is_noted():
         second = torch.zeros(32 * MIB, dtype=torch.uint8, device="cuda")
         assert second.numel()
 
-    told = session.estimate("test", 0.0)
+    told = session.estimate("test", 0.0, died=False)
     assert [note.code for note in told.notes] == ["cache-released"]
     assert told.replay.num_retries == 1
 
@@ -705,7 +716,7 @@ def test_collections_at_any_moment_do_no_harm():
             gc.set_threshold(*before)
         gc.collect()
 
-    told = session.estimate("test", 0.0)
+    told = session.estimate("test", 0.0, died=False)
     assert told.timeline.num_ticks == len(told.replay.allocated)
     assert all(block.end is not None for block in made(session, op="aten.zeros"))
 
@@ -746,3 +757,65 @@ def test_values_that_a_model_computed_stand_in():
         assert not out.isnan().any()
 
     assert set(codes(session)) == {"stand-in-value"}
+
+
+def test_settings_that_are_not_simulated_are_noted():
+    def configure(report):
+        report("garbage_collection_threshold isn't simulated")
+
+    with running(configure=configure) as session:
+        torch.zeros(3, device="cuda")
+
+    assert codes(session) == ["allocator-settings"]
+
+
+def test_the_failure_that_was_the_end_of_it_is_in_the_estimate():
+    with running(10 * MIB) as session, pytest.raises(torch.OutOfMemoryError):
+        torch.zeros(100, MIB, device="cuda")
+
+    assert session.estimate("test", 0.0, died=False).replay.out_of_memory is None
+    lost = session.estimate("test", 0.0, died=True).replay.out_of_memory
+    assert (lost.requested_bytes, lost.allocated_bytes) == (400 * MIB, 0)
+
+
+def test_activations_of_a_step_that_was_not_finished_show_as_such():
+    with running(30 * MIB) as session, pytest.raises(torch.OutOfMemoryError):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(20))).cuda()
+        model(torch.zeros(2048, 256, device="cuda"))
+
+    (failure,) = session.failures
+    assert failure.by_category["activation"] >= 2 * 2048 * 256 * 4
+
+
+def test_libraries_that_are_imported_later_are_what_they_were_afterwards():
+    with running():
+        flex = importlib.import_module("torch.nn.attention.flex_attention")
+        inside = flex.flex_attention
+
+    assert flex.flex_attention is not inside
+    assert flex.flex_attention.__module__ == "torch.nn.attention.flex_attention"
+
+
+def test_buckets_of_gradients_are_gradients():
+    with running() as session:
+        bucket = torch.zeros(100, device="cuda")
+        session._gathered(bucket)
+
+    assert [block.size_bytes for block in made(session, category=Category.GRADIENT)] == [400]
+
+
+def test_a_visit_leaves_the_optimizer_as_it_was():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.zeros(2, 4)).sum().backward()
+    optimizer.step()
+    before = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
+    with visiting():
+        model.cuda()
+        optimizer.zero_grad()
+        model(torch.zeros(2, 4, device="cuda")).sum().backward()
+        optimizer.step()
+
+    after = optimizer.state[model.weight]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
