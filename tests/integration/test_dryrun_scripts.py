@@ -113,12 +113,23 @@ STYLES = [
     Case("gpt_compiled", "gpt_trainer.py", "--compile --no-flash --dropout 0.1 --dtype float16"),
     Case("timm_mixup", "timm_train.py", "--mixup 0.8 --cutmix 1.0 --reprob 0.3 --no-prefetcher --train-size 48"),
     Case("imagenet_data_parallel", "imagenet_classic.py", "--data-parallel"),
+    Case("mnist", "mnist.py"),
+    Case("actor_critic", "actor_critic.py"),
+    Case("super_resolution", "super_resolution.py"),
+    Case("time_sequence", "time_sequence.py", "--steps 4"),
+    Case("graph_attention", "graph_attention.py"),
+    Case("graph_attention_sparse", "graph_attention.py", "--sparse"),
+    Case("fast_neural_style", "fast_neural_style.py"),
+    Case("torchvision_references", "torchvision_references.py", "--amp"),
     Case("keras_mixed", "keras_torch.py", "--mixed --samples 64"),
 ]
 
 # To their own end: evaluation, sampling, saving and loading again run too.
 WHOLE = [
     quick("imagenet_whole", "imagenet_classic.py", "--gpu 0", "ended", 3, steps=99),
+    Case("mnist_whole", "mnist.py", "--save-model", "ended", 4, steps=99),
+    Case("super_resolution_whole", "super_resolution.py", "", "ended", 4, steps=99),
+    Case("fast_neural_style_whole", "fast_neural_style.py", "", "ended", 4, steps=99),
     Case("gpt_whole", "gpt_trainer.py", "--sample 3", "ended", 3, steps=99),
     Case("vae_whole", "vae.py", "", "ended", 4, steps=99),
     Case("word_language_model_whole", "word_language_model.py", "", "ended", 4, steps=99),
@@ -168,6 +179,12 @@ BAD = [
         device="2GiB",
         says="retrying with batch size 128",
     ),
+]
+
+# Two devices and eight share the same parameters.
+SHARDED = [
+    Case(f"fsdp2_on_{count}", "fsdp2.py", "--dim 512 --n-heads 8 --n-layers 4 --batch-size 1", count=count)
+    for count in (2, 8)
 ]
 
 PAIRED = [
@@ -223,15 +240,15 @@ def estimates(names):
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     """A function that gives the finished run of a case. All that were selected run two at a time, from the start."""
-    wanted = {
-        item.callspec.params["case"]
-        for item in request.session.items
-        if item.path == request.path and "case" in getattr(getattr(item, "callspec", None), "params", {})
-    }
+    wanted = set()
+    for item in request.session.items:
+        if item.path == request.path and "case" in getattr(getattr(item, "callspec", None), "params", {}):
+            case = item.callspec.params["case"]
+            wanted |= set(case) if isinstance(case, list) else {case}
     with ThreadPoolExecutor(2) as pool:
         futures = {
             case: pool.submit(dry_run, case, tmp_path_factory.mktemp(case.name))
-            for case in [*PAIRED, *STYLES, *WHOLE, *BAD]
+            for case in [*PAIRED, *STYLES, *WHOLE, *BAD, *SHARDED]
             if case in wanted
         }
         yield lambda case: futures[case].result()
@@ -306,6 +323,18 @@ def test_stops_at_the_same_operation_every_time(case, runs, tmp_path):
 
     # THEN it stops at the same operation
     assert first.answer["failures"] == second.answer["failures"] != []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [SHARDED])
+def test_more_devices_hold_less_each(case, runs):
+    # GIVEN a sharded model, small activations
+
+    # WHEN it is dry-run on two devices and on eight
+    on_two, on_eight = (runs(part).answer["estimate"]["allocated_peak_bytes"] for part in case)
+
+    # THEN a device of eight needs much less
+    assert on_eight < 0.75 * on_two
 
 
 @pytest.mark.slow

@@ -35,9 +35,10 @@ class ToyModel(nn.Module):
 def demo_basic(rank, world_size, args):
     print(f"Running basic DDP example on rank {rank}.")
     setup(rank, world_size, args.port)
-    device = torch.device(f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
+    # On machines with GPUs the rank is the device: module.to(0), tensor.to(0).
+    device = rank if torch.cuda.is_available() else "cpu"
     model = ToyModel(args.width).to(device)
-    ddp_model = DDP(model, device_ids=[rank] if device.type == "cuda" else None)
+    ddp_model = DDP(model, device_ids=[rank] if torch.cuda.is_available() else None)
     loss_fn = nn.MSELoss()
     optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.001)
     for step in range(args.steps):

@@ -52,7 +52,8 @@ def distributed_replacements(
     """
     if not dist.is_available():
         return _spawn(report)
-    owners = (dist, dist.distributed_c10d)
+    # Meshes of devices have copies of their own.
+    owners = (dist, dist.distributed_c10d, dist.device_mesh)
     stand_ins = {
         "init_process_group": _init_process_group(count, report),
         "new_group": _without_backend(dist.new_group),
