@@ -254,7 +254,8 @@ def dryrun(
             f"only CUDA devices can be simulated for a script, but {target.name!r} was given. "
             "Name one, such as device='rtx-3090' (--device rtx-3090); `memfit devices` lists all."
         )
-    options = parse_options(env.allocator_settings())
+    # Refused here rather than by the script's process.
+    parse_options(env.allocator_settings())
     # Processes and moves are of no use to anyone who doesn't run a script.
     from memfit.planner import advise
     from memfit.runs.sequence import dry_run
@@ -270,7 +271,7 @@ def dryrun(
     found = advise(
         too_large.timeline,
         too_large.replay,
-        options,
+        run.allocator,
         context_bytes=too_large.context_bytes,
         num_parameters=too_large.num_parameters,
         num_devices=count,

@@ -60,7 +60,7 @@ def test_a_scan(browser: Browser, tmp_path: Path) -> None:
         "Batches of the script's loader",
         "Held in step 2, forward",
         "Changes that would save most, each alone",
-        "Checkpoints that went elsewhere, so that no file of yours was touched",
+        "Files that went elsewhere, so that yours were not overwritten",
     ]
 
 

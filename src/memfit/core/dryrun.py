@@ -15,6 +15,7 @@ from typing import Any
 from memfit.core.device import Device, Origin
 from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate, read_device
+from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Phase
 from memfit.core.units import format_size
 
@@ -225,6 +226,7 @@ class DryRun:
         redirected: checkpoints by the path the script gave, and where they went.
         scan: how the batches vary, when that was asked for.
         seconds: how long all runs took.
+        allocator: settings of the allocator that were in force.
     """
 
     script: str
@@ -241,6 +243,7 @@ class DryRun:
     redirected: dict[str, str] = field(default_factory=dict)
     scan: Scan | None = None
     seconds: float = 0.0
+    allocator: AllocatorOptions = field(default_factory=AllocatorOptions)
 
     def __str__(self) -> str:
         return _reporters.describe(self)
@@ -300,6 +303,7 @@ class DryRun:
             "redirected": self.redirected,
             "scan": None if self.scan is None else asdict(self.scan),
             "seconds": self.seconds,
+            "allocator": asdict(self.allocator),
             "estimate": None if self.estimate is None else self.estimate.to_json(),
         }
 
@@ -328,6 +332,7 @@ class DryRun:
                 redirected=dict(data["redirected"]),
                 scan=None if scan is None else Scan.from_json(scan),
                 seconds=float(data["seconds"]),
+                allocator=AllocatorOptions(**data["allocator"]),
             )
         except BadFile:
             raise

@@ -344,4 +344,4 @@ def _redirected_part(run: DryRun) -> Part:
     more = len(run.redirected) - _NUM_LISTED
     if more > 0:
         lines.append(f"and {more} more")
-    return Part("Checkpoints that went elsewhere, so that no file of yours was touched", lines=tuple(lines))
+    return Part("Files that went elsewhere, so that yours were not overwritten", lines=tuple(lines))

@@ -187,7 +187,7 @@ def test_parts_come_in_the_order_of_their_use():
         "Largest modules at the peak without a limit",
         "Largest source lines at the peak without a limit",
         "Figures and their origin",
-        "Checkpoints that went elsewhere, so that no file of yours was touched",
+        "Files that went elsewhere, so that yours were not overwritten",
         "Notes",
     ]
 

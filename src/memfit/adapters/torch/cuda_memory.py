@@ -14,6 +14,7 @@ import torch
 from memfit.adapters.torch.cuda_devices import UNKNOWN_TOTAL_BYTES, CudaDevices
 from memfit.adapters.torch.replacement import Replacement
 from memfit.core.device import Device
+from memfit.core.replay import AllocatorOptions
 
 MEMORY_HISTORY = "memory-history"
 MEMORY_POOL = "memory-pool"
@@ -30,6 +31,8 @@ class DeviceMemory(Protocol):
     num_segments: int
     num_retries: int
     limit_bytes: int | None
+
+    options: AllocatorOptions
 
     def malloc(self, size_bytes: int) -> Any:
         """A block, or None when the device is full."""

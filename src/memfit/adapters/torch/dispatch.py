@@ -91,6 +91,8 @@ class SimulatedOperators(TorchDispatchMode):
         self._values = values
         self._copied_in = copied_in
         self._taken_apart = False
+        self.on_write: Callable[[torch.Tensor], None] | None = None
+        """Called with each tensor that an operator is about to change in place."""
         self.readings = Readings(lambda: origin.current()[1], report)
         self._recorder = recorder
         self._origin = origin
@@ -147,6 +149,8 @@ class SimulatedOperators(TorchDispatchMode):
                 self._values.forget(args[0])
             return args[0]
         self._taken_apart = False
+        if kind is Behaviour.IN_PLACE and self.on_write is not None:
+            self.on_write(args[0])
         out = self._run_on_device(func, args, kwargs, kind)
         if self._values is not None and not self._taken_apart and func._schema.name not in _KEEPING:
             self._values.follow(func, args, kwargs, out)

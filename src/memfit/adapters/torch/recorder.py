@@ -108,6 +108,11 @@ class Recorder:
             if index >= since and self.categories[index] is None:
                 self.categories[index] = category
 
+    def category(self, tensor: Any) -> Category | None:
+        """What the storage of `tensor` is for; None where that isn't known."""
+        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        return None if index is None else self.categories[index]
+
     def known(self, tensor: Any) -> bool:
         """Whether the storage of `tensor` is a live block."""
         return tensor.untyped_storage()._cdata in self._index_of

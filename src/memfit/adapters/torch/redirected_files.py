@@ -25,7 +25,20 @@ KEPT = "deletion-skipped"
 
 # Pickles are among them although they are often caches of data: a cache can be made again, a lost model cannot.
 _SUFFIXES = (
-    *(".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".pkl", ".pickle", ".joblib", ".h5", ".hdf5", ".keras"),
+    *(
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".bin",
+        ".safetensors",
+        ".pkl",
+        ".pickle",
+        ".joblib",
+        ".h5",
+        ".hdf5",
+        ".keras.npy",
+        ".npz",
+    ),
     *(".distcp", ".metadata", ".pt.tar", ".pth.tar", ".ckpt.tar"),
 )
 _UNFINISHED = (".tmp", ".temp", ".part", ".new")
@@ -112,7 +125,11 @@ class RedirectedFiles:
         key = self.key(path)
         # Changed in place, it may be data of any size: numpy's memmap opens files that way unless told otherwise.
         is_changed = "w" not in mode and key not in self.removed and self.is_on_disk(key)
-        return path if is_changed or not self.is_checkpoint(key) else self.target(path)
+        if is_changed:
+            return path
+        # What the user had before is not overwritten by numbers that stand in for others, whatever its name; text is.
+        is_replaced = "b" in mode and "w" in mode and self.is_older(key) and not self._is_apart(key)
+        return self.target(path) if is_replaced or self.is_checkpoint(key) else path
 
     def is_own(self, path: Path) -> bool:
         """Whether this is a path below the folder of redirected files."""
@@ -133,7 +150,7 @@ class RedirectedFiles:
 
     def is_checkpoint(self, key: str) -> bool:
         """Whether a file of that name is taken for a checkpoint, or for a part of one."""
-        if key.startswith(tuple(root + os.sep for root in (self._folder, *self._caches) if root)):
+        if self._is_apart(key):
             return False
         if self._is_scratch(key):
             return False
@@ -142,6 +159,10 @@ class RedirectedFiles:
         for suffix in _UNFINISHED:
             name = name.removesuffix(suffix)
         return name.endswith(_SUFFIXES) or (_is_checkpoint_folder(folder) and folder not in self.made)
+
+    def _is_apart(self, key: str) -> bool:
+        """Whether this is in a folder that is nobody's work: that of redirected files, or a cache."""
+        return key.startswith(tuple(root + os.sep for root in (self._folder, *self._caches) if root))
 
     def holds_older(self, folder: str) -> bool:
         """Whether checkpoints of the user's are in a folder."""

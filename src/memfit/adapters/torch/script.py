@@ -18,6 +18,7 @@ import torch
 from memfit.adapters.torch import distributed, failures, fallbacks
 from memfit.adapters.torch.checkpoints import Checkpoints
 from memfit.adapters.torch.cuda_memory import DeviceMemory
+from memfit.adapters.torch.exit_functions import ExitFunctions
 from memfit.adapters.torch.imports import on_import
 from memfit.adapters.torch.loaders import Loaders
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS
@@ -65,6 +66,7 @@ class ScriptRun:
         )
 
         self._processes = Processes(report)
+        self._exit_functions = ExitFunctions()
         self._started = time.perf_counter()
 
     def leave_with(self, leave: Callable[[DryRun], None]) -> None:
@@ -79,6 +81,7 @@ class ScriptRun:
             *self.loaders.replacements(),
             *self._checkpoints.replacements(),
             *self._processes.replacements(),
+            *self._exit_functions.replacements(),
         ]
         for name, value in distributed.environment(self._request.count).items():
             os.environ.setdefault(name, value)
@@ -92,6 +95,7 @@ class ScriptRun:
                     _print_traceback(raised)
                 elif isinstance(raised, SystemExit) and isinstance(raised.code, str):
                     print(raised.code, file=sys.stderr)
+            self._exit_functions.run()
         self._checkpoints.finish()
         return self._result(error, time.perf_counter() - started)
 
@@ -125,6 +129,7 @@ class ScriptRun:
             redirected=dict(self._checkpoints.redirected),
             scan=self._scan(),
             seconds=seconds,
+            allocator=session.memory.options,
         )
 
     def _outcome(self, error: BaseException | None, num_steps: int) -> tuple[Outcome, int | None]:

@@ -42,6 +42,7 @@ _WORKSPACE_DROPPED = "cuDNN fell back to slower algorithms that need no workspac
 _CACHE_RELEASED = (
     "the device was so full that the allocator returned cached memory and asked again: it fits, but pauses cost time"
 )
+BY_HAND = "updates-by-hand"
 ALLOCATOR_SETTINGS = "allocator-settings"
 SHORTENED = "timeline-shortened"
 # More than anyone takes.
@@ -91,6 +92,7 @@ class Session:
         self.simulation.look.is_large_weight = LargeWeights(self.simulation.notes.report)
         self.simulation.look.check_index = CudaDevices(device, count).check
         self.counter = StepCounter(steps, self._begin_update, self._end_update)
+        self.simulation.operators.on_write = self._written
 
     @contextmanager
     def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
@@ -251,6 +253,17 @@ class Session:
 
     def _set(self, text: str) -> None:
         self.simulation.notes.report(ALLOCATOR_SETTINGS, text)
+
+    def _written(self, tensor: torch.Tensor) -> None:
+        """A tensor is changed in place; where that is a parameter and there is no optimizer, it is a step."""
+        if self.counter.has_optimizer:
+            self.simulation.operators.on_write = None
+        elif self.recorder.phase is not Phase.SETUP and self.recorder.category(tensor) is Category.PARAMETER:
+            before = self.counter.num_steps
+            self.counter.updated_by_hand()
+            if self.counter.num_steps > before:
+                self.simulation.notes.report(BY_HAND, "no optimizer was made: updates of parameters count as steps")
+                self._settled()
 
     def _gathered(self, bucket: torch.Tensor) -> None:
         self._classify(bucket, Category.GRADIENT, "")

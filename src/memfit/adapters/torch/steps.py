@@ -2,8 +2,8 @@
 
 A step is one call of an optimizer's `step`. Where a script has several optimizers (a GAN, an actor and a critic) all
 must have taken the number wanted; one that is never used must not keep the run going for ever, so that five times the
-number by any of them ends it too. A script that updates its parameters by hand has no optimizer: there each backward
-pass is a step.
+number by any of them ends it too. A script that updates its parameters by hand has no optimizer: there the first
+change of a parameter after a backward pass is a step.
 """
 
 import _thread
@@ -44,7 +44,8 @@ class StepCounter:
         self._after = after
         self._taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._most = 0
-        self._num_backward = 0
+        self._num_by_hand = 0
+        self._has_new_gradients = False
         self.has_optimizer = False
         self.has_ended = False
         self.ignored: Callable[[], None] = lambda: None
@@ -54,7 +55,7 @@ class StepCounter:
     @property
     def num_steps(self) -> int:
         """Steps taken: by the busiest optimizer, or updates by hand."""
-        return self._most if self.has_optimizer else self._num_backward
+        return self._most if self.has_optimizer else self._num_by_hand
 
     def made(self, optimizer: Any) -> None:
         """An optimizer was made."""
@@ -63,13 +64,18 @@ class StepCounter:
 
     def begin_backward(self) -> None:
         """A backward pass is about to begin; ends the run where it would be one more than wanted."""
-        if not self.has_optimizer and self._num_backward >= self._wanted:
+        if not self.has_optimizer and self._num_by_hand >= self._wanted:
             raise EndOfRun
 
     def end_backward(self) -> None:
         """A backward pass has ended."""
-        if not self.has_optimizer:
-            self._num_backward += 1
+        self._has_new_gradients = True
+
+    def updated_by_hand(self) -> None:
+        """The program has changed a parameter itself; the first time after a backward pass, that is a step."""
+        if self._has_new_gradients and not self.has_optimizer:
+            self._num_by_hand += 1
+        self._has_new_gradients = False
 
     def begin_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer is about to step."""

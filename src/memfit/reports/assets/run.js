@@ -14,7 +14,7 @@ function fillRun() {
   if (run.scanFailure) addFailure(parts, run.scanFailure);
   if (run.advice.length) addAdvice(parts, run.advice);
   if (run.redirected.length) {
-    const title = "Checkpoints that went elsewhere, so that no file of yours was touched";
+    const title = "Files that went elsewhere, so that yours were not overwritten";
     const body = rowsOf(parts, title, [["the script's path"], ["where it is"]]);
     for (const paths of run.redirected) {
       const row = node("tr", { parent: body });

@@ -395,6 +395,7 @@ def test_collectives_pass_and_allocate_nothing(mesh):
     assert len(made(session)) == before
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # old names, which scripts use
 def test_a_rank_still_knows_its_own_values_after_a_collective(mesh):
     _, session = mesh
     count = torch.tensor([3, 4], device="cuda")
@@ -403,11 +404,19 @@ def test_a_rank_still_knows_its_own_values_after_a_collective(mesh):
     dist.barrier()
     gathered = torch.zeros(4, dtype=torch.int64, device="cuda")
     dist.all_gather_into_tensor(gathered, count)
+    listed = [torch.zeros(2, dtype=torch.int64, device="cuda") for _ in range(2)]
+    dist.all_gather(listed, count)
+    part = torch.zeros(1, dtype=torch.int64, device="cuda")
+    dist.reduce_scatter_tensor(part, count.clone())
 
     assert count.tolist() == [3, 4]
-    # What others would have sent is not known.
-    assert gathered.tolist() == [0, 0, 0, 0]
-    assert codes(session)[-1] == "stand-in-value"
+    # What others would have sent is taken to be like its own.
+    assert gathered.tolist() == [3, 4, 3, 4]
+    assert [t.tolist() for t in listed] == [[3, 4], [3, 4]]
+    assert codes(session) == ["one-rank"]
+    # A sum of parts that others have is not known.
+    part.item()
+    assert codes(session) == ["one-rank", "stand-in-value"]
 
 
 def test_collectives_of_releases_that_have_no_shapes_for_them():

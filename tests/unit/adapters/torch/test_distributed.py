@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
@@ -276,3 +277,22 @@ def test_the_environment_is_the_users_own():
     # What a launcher would set is for the process of a script; a session in this one leaves it alone.
     with running(count=2):
         assert "WORLD_SIZE" not in os.environ
+
+
+def test_a_mesh_of_devices_makes_its_own_group():
+    with running(count=2):
+        mesh = init_device_mesh("cuda", (2,))
+
+        assert (mesh.size(), dist.get_rank(), dist.get_world_size()) == (2, 0, 2)
+
+
+def test_batch_norm_over_the_devices(ranks):
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))).cuda()
+    model = DistributedDataParallel(model)
+    out = model(torch.randn(2, 3, 8, 8, device="cuda"))
+    out.sum().backward()
+
+    assert out.shape == (2, 8, 6, 6)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    # Which of the ranks had data at all is not known.
+    assert set(codes(ranks)) <= {"one-rank", "data-dependent-shape"}

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from memfit.adapters.torch import live_recorder
 from memfit.adapters.torch.live_recorder import LiveRecorder
 from memfit.allocator import LiveAllocator
 from memfit.core.replay import AllocatorOptions, OutOfMemory
@@ -291,3 +292,66 @@ def test_what_is_freed_after_the_end_is_not_recorded():
     del tensor
 
     assert recorder.num_ticks == 1
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A timeline is long from 20 blocks on, of which the last 4 ticks are recent."""
+    monkeypatch.setattr(live_recorder, "_MANY_BLOCKS", 20)
+    monkeypatch.setattr(live_recorder, "_RECENT_TICKS", 4)
+
+
+def test_a_short_timeline_is_left_as_it_is(few):
+    recorder, _ = make()
+    for _ in range(19):
+        add(recorder, 1000)
+
+    assert recorder.tidy() is None
+    assert recorder.num_blocks == 19
+
+
+def test_of_a_long_timeline_what_matters_is_kept(few):
+    # GIVEN a block that stays, a peak, and many blocks that came and went before and after it
+    recorder, memory = make()
+    kept = add(recorder, 1000)
+    for _ in range(10):
+        add(recorder, 2000)
+    high = [add(recorder, 5000), add(recorder, 6000)]
+    del high
+    for _ in range(10):
+        add(recorder, 3000)
+    before = recorder.replay(None)
+
+    # WHEN it is tidied
+    tidied = recorder.tidy()
+
+    # THEN live blocks, those of the peak and recent ones are left, with the levels of their ticks
+    timeline, after = recorder.timeline(), recorder.replay(None)
+    assert [block.size_bytes for block in timeline.blocks] == [1000, 5000, 6000, 3000, 3000]
+    assert timeline.num_ticks == recorder.num_ticks == len(after.allocated) == 9
+    assert after.allocated == tuple(before.allocated[tick] for tick in tidied.ticks)
+    assert after.reserved == tuple(before.reserved[tick] for tick in tidied.ticks)
+    assert max(timeline.curve()) == 1000 + 5000 + 6000
+    assert after.allocated_peak_bytes == before.allocated_peak_bytes == memory.allocated_peak_bytes
+    # Old numbers can be found again.
+    assert [tidied.block(index) for index in (0, 5, 11, 12, 99)] == [0, 1, 1, 2, 5]
+    assert tidied.tick(tidied.ticks[3]) == 3
+
+    # AND what was live can still be freed
+    del kept
+    assert memory.allocated_bytes == 0
+    assert recorder.timeline().blocks[0].end == 9
+
+
+def test_it_is_tidied_again_only_after_as_many_new_blocks(few):
+    recorder, _ = make()
+    kept = [add(recorder, 1000) for _ in range(30)]
+    assert recorder.tidy() is not None
+    assert recorder.num_blocks == len(kept) == 30
+
+    for _ in range(19):
+        add(recorder, 1000)
+    assert recorder.tidy() is None
+    add(recorder, 1000)
+    assert recorder.tidy() is not None
+    assert recorder.num_blocks < 40

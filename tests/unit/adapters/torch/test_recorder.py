@@ -231,3 +231,50 @@ def test_steps_are_those_that_were_entered(recorder):
         recorder.enter(Phase.BACKWARD, step)
 
     assert [mark.step for mark in recorder.timeline().marks] == [1, 1, 1, 1, 2, 2]
+
+
+def test_what_is_long_gone_can_be_forgotten(recorder):
+    # GIVEN blocks of two steps, of which some are gone
+    recorder.enter(Phase.FORWARD, 1)
+    first = empty(1)
+    recorder.add(first, "first")
+    gone = empty(2)
+    recorder.add(gone, "gone")
+    del gone
+    recorder.enter(Phase.FORWARD, 2)
+    ended = empty(3)
+    recorder.add(ended, "ended")
+    last = empty(4)
+    recorder.add(last, "last")
+    del ended
+    assert recorder.spans() == ([0, 1, 3, 4], {1: 2, 2: 5})
+
+    # WHEN one of those that are gone is forgotten
+    ticks = recorder.keep_only([0, 2, 3])
+
+    # THEN the others are what they were, at the ticks that are left
+    assert ticks == [0, 3, 4, 5]
+    timeline = recorder.timeline()
+    assert spans(timeline) == [(1, 0, None), (3, 1, 3), (4, 2, None)]
+    assert [block.op for block in timeline.blocks] == ["first", "ended", "last"]
+    assert timeline.marks == (Mark(0, Phase.FORWARD, 1), Mark(1, Phase.FORWARD, 2))
+    assert recorder.spans() == ([0, 1, 2], {1: 3})
+
+
+def test_after_forgetting_blocks_end_change_and_come_as_before(recorder):
+    kept, gone = empty(1), empty(2)
+    recorder.add(gone, "gone")
+    recorder.add(kept, "kept")
+    del gone
+    recorder.keep_only([1])
+
+    # It is still known, by its new number.
+    assert recorder.add(kept, "again") is None
+    recorder.classify(kept, Category.PARAMETER, "layer")
+    new = empty(3)
+    assert recorder.add(new, "new") == 1
+    del kept
+
+    timeline = recorder.timeline()
+    assert spans(timeline) == [(1, 0, 2), (3, 1, None)]
+    assert (timeline.blocks[0].category, timeline.blocks[0].module) == (Category.PARAMETER, "layer")
