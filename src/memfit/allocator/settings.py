@@ -13,7 +13,7 @@ from memfit.core.errors import BadInput
 from memfit.core.replay import AllocatorOptions
 from memfit.core.units import MIB
 
-_NAME = "the settings of the allocator (PYTORCH_ALLOC_CONF, or PYTORCH_CUDA_ALLOC_CONF)"
+_NAME = "PYTORCH_ALLOC_CONF"
 # A pair; its value may be a list in brackets, which has commas and colons of its own.
 _PAIR = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)")
 _FLAGS = {"True": True, "False": False}

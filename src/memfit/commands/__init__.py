@@ -73,7 +73,11 @@ def _version() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    parsed = build_parser().parse_args(arguments)
+    parser = build_parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        hint = ". Options of the script go after the script" if parsed.command == "dryrun" else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         code: int = parsed.run(parsed)
         # What is still buffered must fail here rather than when the interpreter ends.

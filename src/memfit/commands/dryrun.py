@@ -58,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script, reports, and says by its exit code how it went."""
     script, given = _target(arguments)
+    if arguments.device is None and {"-d", "--device"} & set(given):
+        raise BadInput(
+            "the device was named after the script, where options are the script's own. "
+            "Write it before: memfit dryrun --device a100-40gb train.py ..."
+        )
     for option, least in (("count", 1), ("steps", 1), ("scan", 1)):
         value = getattr(arguments, option)
         if value is not None and value < least:

@@ -277,7 +277,7 @@ def test_a_single_stand_in_without_a_place():
 
 def test_redirected_checkpoints_are_listed_up_to_three():
     redirected = {f"{name}.pt": f"elsewhere/{name}.pt" for name in "abcde"}
-    (part,) = [p for p in run_figures.parts(make_run(redirected=redirected)) if p.title.startswith("Checkpoints")]
+    (part,) = [p for p in run_figures.parts(make_run(redirected=redirected)) if p.title.startswith("Files that went")]
 
     assert part.lines == ("a.pt -> elsewhere/a.pt", "b.pt -> elsewhere/b.pt", "c.pt -> elsewhere/c.pt", "and 2 more")
 

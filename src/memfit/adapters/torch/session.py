@@ -212,6 +212,8 @@ class Session:
         notes = list(self.simulation.notes.found.values())
         if self.recorder.dropped_workspace:
             notes.append(Note("workspace-dropped", _WORKSPACE_DROPPED))
+        if not timeline.blocks:
+            notes.append(Note("nothing-on-device", "nothing was put on the device"))
         if seen.num_retries:
             notes.append(Note("cache-released", _CACHE_RELEASED))
         return Estimate(
@@ -258,12 +260,18 @@ class Session:
         """A tensor is changed in place; where that is a parameter and there is no optimizer, it is a step."""
         if self.counter.has_optimizer:
             self.simulation.operators.on_write = None
-        elif self.recorder.phase is not Phase.SETUP and self.recorder.category(tensor) is Category.PARAMETER:
+        elif self.recorder.phase is not Phase.SETUP and self._is_parameter(tensor):
             before = self.counter.num_steps
             self.counter.updated_by_hand()
             if self.counter.num_steps > before:
                 self.simulation.notes.report(BY_HAND, "no optimizer was made: updates of parameters count as steps")
                 self._settled()
+
+    def _is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether this is a parameter of a model, a view of one (`parameter.data`), or a tensor that is learned."""
+        if tensor.requires_grad and tensor.is_leaf:
+            return True
+        return tensor.layout is torch.strided and self.recorder.category(tensor) is Category.PARAMETER
 
     def _gathered(self, bucket: torch.Tensor) -> None:
         self._classify(bucket, Category.GRADIENT, "")
@@ -396,7 +404,12 @@ def _host_parts() -> dict[str, int]:
     except ImportError:
         return {}
     # In KiB on Linux.
-    return {"the script's process (measured)": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    return {
+        "the script's own process, without loader workers (measured)": resource.getrusage(
+            resource.RUSAGE_SELF
+        ).ru_maxrss
+        * 1024
+    }
 
 
 _at_fork_registered = False

@@ -95,11 +95,14 @@ def test_an_optimizer_that_is_gone_is_not_waited_for(watched):
         kept.step()
 
 
-def test_without_an_optimizer_backward_passes_are_steps():
+def test_without_an_optimizer_updates_by_hand_are_steps():
     counter = StepCounter(2)
     for _ in range(2):
         counter.begin_backward()
         counter.end_backward()
+        # Several parameters are changed in one step.
+        counter.updated_by_hand()
+        counter.updated_by_hand()
     assert (counter.num_steps, counter.has_optimizer) == (2, False)
 
     # The update by hand comes after the backward pass, so that the run ends at the next.
@@ -124,7 +127,7 @@ def test_an_optimizer_made_after_backward_passes_counts_alone(watched):
     counter = watched(5)
     counter.begin_backward()
     counter.end_backward()
-    assert counter.num_steps == 1
+    assert counter.num_steps == 0
 
     # WHEN training begins
     make_optimizer().step()
