@@ -37,8 +37,6 @@ _SUFFIXES = (
         ".h5",
         ".hdf5",
         ".keras",
-        ".npy",
-        ".npz",
     ),
     *(".distcp", ".metadata", ".pt.tar", ".pth.tar", ".ckpt.tar"),
 )
