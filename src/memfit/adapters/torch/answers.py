@@ -36,21 +36,31 @@ def autocast_answers(autocast: Autocast) -> list[Replacement]:
     ]
 
 
-def look_answers(look: Look, places: Places) -> list[Replacement]:
-    """The device as the user's code is to see it, also where PyTorch calls that code or answers it in C++."""
-    return [*_around_callbacks(look), *_about_devices(look, places)]
+def look_answers(look: Look, places: Places, is_on: Callable[[], bool] = lambda: True) -> list[Replacement]:
+    """The device as the user's code is to see it, also where PyTorch calls that code or answers it in C++.
+
+    Args:
+        look: shows the device.
+        places: where shape-only tensors are.
+        is_on: whether the thread that runs is simulated.
+    """
+    return [*_around_callbacks(look, is_on), *_about_devices(look, places)]
 
 
-def _around_callbacks(look: Look) -> list[Replacement]:
+def _around_callbacks(look: Look, is_on: Callable[[], bool]) -> list[Replacement]:
     plain_backward = torch.autograd.graph._engine_run_backward
     plain_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if not is_on():
+            return plain_backward(*args, **kwargs)
         with look.again():
             return plain_backward(*args, **kwargs)
 
     def with_look(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def call(value: Any) -> Any:
+            if not is_on():
+                return hook(value)
             with look.again():
                 return hook(value)
 

@@ -62,6 +62,8 @@ class LiveRecorder(Recorder):
         self._allocated: list[int] = []
         self._reserved: list[int] = []
         self._requested_peak = 0
+        self._allocated_peak = 0
+        self._reserved_peak = 0
         self._requested = 0
         self._lock = threading.RLock()
         self._busy = False
@@ -137,8 +139,8 @@ class LiveRecorder(Recorder):
         return Replay(
             allocated=tuple(self._allocated),
             reserved=tuple(self._reserved),
-            allocated_peak_bytes=max(self._allocated, default=0),
-            reserved_peak_bytes=max(self._reserved, default=0),
+            allocated_peak_bytes=self._allocated_peak,
+            reserved_peak_bytes=self._reserved_peak,
             requested_peak_bytes=self._requested_peak,
             num_segments=self._memory.num_segments,
             num_retries=self._memory.num_retries,
@@ -194,5 +196,8 @@ class LiveRecorder(Recorder):
                 self._note_level()
 
     def _note_level(self) -> None:
-        self._allocated.append(self._memory.allocated_bytes)
-        self._reserved.append(self._memory.reserved_bytes)
+        allocated, reserved = self._memory.allocated_bytes, self._memory.reserved_bytes
+        self._allocated.append(allocated)
+        self._reserved.append(reserved)
+        self._allocated_peak = max(self._allocated_peak, allocated)
+        self._reserved_peak = max(self._reserved_peak, reserved)

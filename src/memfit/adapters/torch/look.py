@@ -78,6 +78,7 @@ class Look(TorchFunctionMode):
             tensor.cuda: self._cuda,
             tensor.cpu: self._cpu,
             tensor.type: self._cast_by_name,
+            torch._C._nn._parse_to: self._parse_to,
             tensor.pin_memory: self._same,
             tensor.share_memory_: self._same_if_simulated,
             tensor.is_pinned: lambda func, args, kwargs: False,
@@ -283,6 +284,18 @@ class Look(TorchFunctionMode):
             return func(args[0], wanted)
         device, dtype = dtype_of_type(wanted)
         return self._move(args[0], device, torch.Tensor.to, {"dtype": dtype})
+
+    def _parse_to(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of `module.to`: they are only read here, so devices stay as they are named."""
+        if args and type(args[0]) is int:
+            args = (torch.device("cuda", args[0]), *args[1:])
+        if type(kwargs.get("device")) is int:
+            kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
+        given = args[0] if args else kwargs.get("tensor", kwargs.get("other"))
+        device, *rest = func(*args, **kwargs)
+        if isinstance(given, torch.Tensor) and self._simulated((given,)):
+            device = self._places.of(given)
+        return device, *rest
 
     def _set_data(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """`parameter.data = moved`: how modules change their device while the parameter stays the same object."""

@@ -151,13 +151,19 @@ class OriginTracker:
             self._stack.pop()
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Keeps the stack of modules while it lasts, by standing in front of `Module.__call__`."""
+    def following(self, is_on: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Keeps the stack of modules while it lasts, by standing in front of `Module.__call__`.
+
+        Args:
+            is_on: whether the thread that runs is to be followed.
+        """
         plain: Callable[..., Any] = torch.nn.Module.__call__
         stack, path_of = self._stack, self._path_of
 
         # PyTorch's profiler knows this function by its place and looks for its `self`.
         def call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if not is_on():
+                return plain(self, *args, **kwargs)
             stack.append(path_of(self))
             try:
                 return plain(self, *args, **kwargs)

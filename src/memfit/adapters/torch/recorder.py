@@ -168,8 +168,8 @@ class Recorder:
         self._ops = [self._ops[index] for index in kept]
         self._origins = [self._origins[index] for index in kept]
         self._permanent = {number[index] for index in self._permanent}
-        self._refs = {number[index]: reference for index, reference in self._refs.items()}
-        for index, reference in self._refs.items():
+        self._refs = {number[index]: reference for index, reference in list(self._refs.items())}
+        for index, reference in list(self._refs.items()):
             reference.index = index
         self._index_of = {key: number[index] for key, index in self._index_of.items()}
         return ticks

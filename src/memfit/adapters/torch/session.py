@@ -82,6 +82,7 @@ class Session:
         self.on_update: Callable[[Any], None] = lambda optimizer: None
         self._num_parameters = 0
         self._updating = False
+        self._one_backward = threading.RLock()
         # What is replaced in libraries that the program imports later.
         self._late = ExitStack()
         self._lazy: list[weakref.ref[torch.nn.Module]] = []
@@ -91,7 +92,7 @@ class Session:
         self.simulation.look.on_parameter = self._moved
         self.simulation.look.is_large_weight = LargeWeights(self.simulation.notes.report)
         self.simulation.look.check_index = CudaDevices(device, count).check
-        self.counter = StepCounter(steps, self._begin_update, self._end_update)
+        self.counter = StepCounter(steps, self._begin_update, self._end_update, self.simulation.is_on)
         self.simulation.operators.on_write = self._written
 
     @contextmanager
@@ -142,7 +143,17 @@ class Session:
         plain_bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
         session = self
 
+        plain_start = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            # Threads of the program are simulated, and not those of others that were there before.
+            vars(thread)["_memfit_simulated"] = session.simulation.is_on()
+            plain_start(thread)
+
         def bootstrap(thread: threading.Thread) -> None:
+            if not vars(thread).get("_memfit_simulated"):
+                plain_bootstrap(thread)
+                return
             with session.simulation.in_thread():
                 plain_bootstrap(thread)
 
@@ -157,6 +168,7 @@ class Session:
 
         return [
             Replacement(torch.UntypedStorage, "resize_", resize),
+            Replacement(threading.Thread, "start", start),
             Replacement(threading.Thread, "_bootstrap_inner", bootstrap),
             Replacement(torch.optim.Optimizer, "__init__", self.counter.counting_init()),
             *self._around_backward(),
@@ -167,14 +179,19 @@ class Session:
         plain: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if not session.simulation.is_on():
+                return plain(*args, **kwargs)
             # Inside of a backward pass it is a part of that one, such as checkpointing's.
-            outermost = torch._C._current_autograd_node() is None
-            if outermost:
-                session._begin_backward(accumulates=bool(kwargs.get("accumulate_grad")))
-            with look.again():
-                result = plain(*args, **kwargs)
-            if outermost:
-                session._end_backward(accumulates=bool(kwargs.get("accumulate_grad")))
+            if torch._C._current_autograd_node() is not None:
+                with look.again():
+                    return plain(*args, **kwargs)
+            accumulates = bool(kwargs.get("accumulate_grad"))
+            # Passes of several threads come one after another: gradients are looked at in between.
+            with session._one_backward:
+                session._begin_backward(accumulates=accumulates)
+                with look.again():
+                    result = plain(*args, **kwargs)
+                session._end_backward(accumulates=accumulates)
             return result
 
         return [

@@ -69,6 +69,7 @@ class Simulation:
         on_cuda = device.kind is Kind.CUDA
         device_type = "cuda" if on_cuda else "cpu"
         self.origin = origin
+        self._threads = threading.local()
         self.notes = Notes(origin)
         self.places = Places(torch.device("cuda", 0) if on_cuda else torch.device("cpu"))
         self.look = Look(self.places, self.notes.report, knows_device=scripted)
@@ -97,10 +98,11 @@ class Simulation:
     def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
         """Simulates in this thread while it lasts; `answers` replace further functions of PyTorch."""
         with (
-            replaced([*autocast_answers(self.autocast), *look_answers(self.look, self.places), *answers]),
+            replaced([*autocast_answers(self.autocast), *look_answers(self.look, self.places, self.is_on), *answers]),
             self._numbers_read_anywhere(),
-            self.origin.following(),
+            self.origin.following(self.is_on),
             intercepting(self._interceptors),
+            self._present(),
             self.operators,
             self.look,
         ):
@@ -120,8 +122,20 @@ class Simulation:
     @contextmanager
     def in_thread(self) -> Iterator[None]:
         """Simulates in a further thread while it lasts."""
-        with switched_on(), self.operators, self.look:
+        with switched_on(), self._present(), self.operators, self.look:
             yield
+
+    @contextmanager
+    def _present(self) -> Iterator[None]:
+        self._threads.present = True
+        try:
+            yield
+        finally:
+            self._threads.present = False
+
+    def is_on(self) -> bool:
+        """Whether this thread is simulated: one that was there before is not, and must not notice."""
+        return getattr(self._threads, "present", False)
 
 
 @contextmanager

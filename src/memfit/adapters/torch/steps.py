@@ -31,6 +31,7 @@ class StepCounter:
         wanted: steps after which the run ends.
         before: called before an optimizer's step, with the optimizer.
         after: called after an optimizer's step, with the optimizer.
+        is_on: whether the thread that runs counts.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class StepCounter:
         wanted: int,
         before: Callable[[Any], None] = lambda optimizer: None,
         after: Callable[[Any], None] = lambda optimizer: None,
+        is_on: Callable[[], bool] = lambda: True,
     ) -> None:
         self._wanted = wanted
         self._before = before
         self._after = after
+        self._is_on = is_on
         self._taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._most = 0
         self._num_by_hand = 0
@@ -79,11 +82,15 @@ class StepCounter:
 
     def begin_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer is about to step."""
+        if not self._is_on():
+            return
         self.made(optimizer)
         self._before(optimizer)
 
     def end_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has stepped; ends the run where that was the last step wanted."""
+        if not self._is_on():
+            return
         taken = self._taken[optimizer] = self._taken.get(optimizer, 0) + 1
         self._most = max(self._most, taken)
         self._after(optimizer)
@@ -109,6 +116,7 @@ class StepCounter:
 
         def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:
             plain(self, *args, **kwargs)
-            counter.made(self)
+            if counter._is_on():
+                counter.made(self)
 
         return __init__
