@@ -189,11 +189,12 @@ def figures(estimate: Estimate) -> list[Figure]:
         Figure(CONTEXT, context_text, "" if context_text in (UNKNOWN, "none") else context_origin),
         Figure("lower bound", format_size(estimate.lower_bytes), assumed),
         Figure("upper bound", format_size(estimate.upper_bytes), assumed),
-        Figure("host memory", host_total(estimate), _host_origin(estimate)),
+        Figure("host memory", host_total(estimate), host_origin(estimate)),
     ]
 
 
-def _host_origin(estimate: Estimate) -> str:
+def host_origin(estimate: Estimate) -> str:
+    """How the memory of the host is known; "" where it isn't."""
     if not estimate.host.parts:
         return ""
     # A dry run is a real process, whose memory was measured.

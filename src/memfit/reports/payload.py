@@ -71,6 +71,7 @@ def build_payload(estimate: Estimate) -> dict[str, Any]:
         "peakBytes": estimate.peak_bytes,
         "host": [[row.name, row.size_bytes] for row in figures.rows(estimate.host.parts, estimate.host.total_bytes)],
         "hostTotal": figures.host_total(estimate),
+        "hostOrigin": figures.host_origin(estimate),
         "notes": [[note.code, note.text, note.source] for note in estimate.notes],
         "run": None,
         **_blocks(timeline, categories),

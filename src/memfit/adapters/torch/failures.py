@@ -22,6 +22,7 @@ _HINTS = {
     "no fake impl": (
         "An operator without a shape rule can't be simulated: register one with torch.library.register_fake."
     ),
+    "'LOCAL_RANK'": "A script that torchrun starts needs --count, as in --count 2.",
     "HigherOrderOperator": "Higher-order operators (flex_attention, torch.cond) can't be run on shapes yet.",
 }
 

@@ -30,7 +30,7 @@ function fillFoot() {
   if (!data.notes.length) node("li", { text: "None.", parent: notes });
   byId("host-section").hidden = Boolean(data.run) && !data.host.length;
   const host = byId("host");
-  heads(host, [["part (assumed)"], ["bytes", true]]);
+  heads(host, [[`part (${data.hostOrigin})`], ["bytes", true]]);
   const body = node("tbody", { parent: host });
   for (const [name, size] of [...data.host, ["total", null]]) {
     const row = node("tr", { parent: body });
