@@ -248,6 +248,8 @@ def dryrun(
     for option, value, least in (("count", count, 1), ("steps", steps, 1), ("scan", scan, 0)):
         if value < least:
             raise BadInput(f"{option} must be at least {least}, but {value} was given.")
+    if isinstance(arguments, str):
+        raise BadInput(f"arguments must be a list such as {arguments.split()!r}, but the text {arguments!r} was given.")
     target, name = _resolve(device), os.fspath(script)
     if target.kind is not Kind.CUDA:
         raise BadInput(
@@ -264,7 +266,8 @@ def dryrun(
     (check_module if module else check_script)(name)
     _require_torch()
     folder = "" if checkpoint_folder is None else os.path.abspath(checkpoint_folder)
-    request = Request(name, module, tuple(arguments), target, count, steps, scan, checkpoint_folder=folder)
+    given = tuple(map(str, arguments))
+    request = Request(name, module, given, target, count, steps, scan, checkpoint_folder=folder)
     run, too_large = dry_run(request, quiet_output=quiet_output, announce=_announce)
     if run.fits is not False or too_large is None:
         return run

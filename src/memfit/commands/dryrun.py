@@ -106,12 +106,14 @@ def _target(arguments: argparse.Namespace) -> tuple[str, list[str]]:
 
 def _report(result: DryRun, arguments: argparse.Namespace) -> None:
     draws = arguments.html and result.estimate is not None
+    if arguments.json:
+        output.print_json(result.to_json())
+    else:
+        output.print_run(result)
     if draws:
         result.report(arguments.html)
     if arguments.json:
-        output.print_json(result.to_json())
         return
-    output.print_run(result)
     if draws:
         print(f"\npage written to {arguments.html}")
     elif arguments.html:

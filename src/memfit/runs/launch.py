@@ -27,11 +27,12 @@ COMMAND = (sys.executable, "-m", "memfit._child")
 # How long a script that is told to end may take to do so.
 _GRACE_SECONDS = 10.0
 
+# By name, because not every system has all of them.
 _REASONS = {
-    signal.SIGKILL: "probably because this machine ran out of memory: the script's host tensors are real",
-    signal.SIGSEGV: "probably by a compiled extension, whose kernels can't be simulated",
-    signal.SIGABRT: "probably by a compiled extension, whose kernels can't be simulated",
-    signal.SIGBUS: "probably because shared memory (/dev/shm) is full",
+    "SIGKILL": "probably because this machine ran out of memory: the script's host tensors are real",
+    "SIGSEGV": "probably by a compiled extension, whose kernels can't be simulated",
+    "SIGABRT": "probably by a compiled extension, whose kernels can't be simulated",
+    "SIGBUS": "probably because shared memory (/dev/shm) is full",
 }
 
 
@@ -109,7 +110,7 @@ def _run(command: list[str], stdout_to_stderr: bool, silent: bool) -> int:
         stdout=nowhere if silent else 2 if stdout_to_stderr else None,
         stderr=nowhere if silent else None,
         env=environment,
-        process_group=None if shares_terminal else 0,
+        process_group=None if shares_terminal or not hasattr(os, "killpg") else 0,
     ) as process:
         try:
             return process.wait()
@@ -136,13 +137,13 @@ def _stop(process: subprocess.Popen[bytes], error: BaseException, shares_termina
         # Not in time, or asked for a second time.
         pass
     finally:
-        _send(process, signal.SIGKILL, shares_terminal)
+        _send(process, getattr(signal, "SIGKILL", signal.SIGTERM), shares_terminal)
         process.wait()
 
 
 def _send(process: subprocess.Popen[bytes], number: int, shares_terminal: bool) -> None:
     try:
-        if shares_terminal:
+        if shares_terminal or not hasattr(os, "killpg"):
             process.send_signal(number)
         else:
             os.killpg(process.pid, number)
@@ -195,5 +196,5 @@ def _explain(return_code: int) -> str:
         number = signal.Signals(-return_code)
     except ValueError:
         return f"the process was ended by signal {-return_code}"
-    reason = _REASONS.get(number)
+    reason = _REASONS.get(number.name)
     return f"the process was ended by {number.name}" + (f", {reason}" if reason else "")

@@ -42,6 +42,8 @@ def dry_run(
             announce("running the script once more on a device without a limit, to see what it would need")
             run = _with_need(run, request)
             too_large = run.estimate
+            if request.scan:
+                run = replace(run, scan=Scan(problem="the script's first batches don't fit already"))
         elif request.scan and run.outcome in _RAN:
             announce(f"running the script once more, from the largest of {request.scan} batches on")
             scan, too_large = _scan(replace(request, loader_ordinal=data.get("loader_ordinal")))

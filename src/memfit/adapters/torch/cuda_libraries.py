@@ -112,7 +112,10 @@ def _profiler_replacements() -> list[Replacement]:
             options["use_kineto"] = True
         plain_init(self, enabled, **options)
 
+    # Set by the profiler at its first use, from what it finds then.
+    found = [name for name in ("_cupti_monitor_module", "_cupti_monitor_checked") if hasattr(profiler, name)]
     return [
+        *(Replacement(profiler, name, getattr(profiler, name)) for name in found),
         Replacement(profiler, "_supported_activities", lambda: {_Activity.CPU, _Activity.CUDA}),
         Replacement(profiler.profile, "__init__", init),
     ]

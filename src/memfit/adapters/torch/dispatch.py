@@ -166,6 +166,8 @@ class SimulatedOperators(TorchDispatchMode):
         special = self._rules.get(func._schema.name)
         if special is not None:
             out = self._exact(func, args, kwargs)
+            if special is fallbacks.compare:
+                args = tuple(map(self._number, args))
             if out is NotImplemented:
                 out = special(func, args, kwargs, self._report)
                 if isinstance(out, bool | int | float):
@@ -194,6 +196,13 @@ class SimulatedOperators(TorchDispatchMode):
                 if known is not None:
                     times = tensor.numel() // max(1, known.numel())
                     self._values.learn(tensor, known.flatten().repeat(times).view(tensor.shape).clone())
+
+    def _number(self, value: Any) -> Any:
+        """A single number on the device as one of the host, where it is known."""
+        if self._values is None or not isinstance(value, torch.Tensor) or value.dim() or not value.is_meta:
+            return value
+        known = self._values.of(value)
+        return value if known is None else known.clone()
 
     def read_number(self, tensor: torch.Tensor) -> Any:
         """The number in a tensor of one element, or what stands in for it."""

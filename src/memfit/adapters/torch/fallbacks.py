@@ -163,14 +163,20 @@ def _equal(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report
     return _true(func, args, kwargs, report)
 
 
-def _compare(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def compare(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     """A comparison of single numbers comes out as that of their stand-ins: `loss >= 0` is true, as 1 >= 0 is."""
     single = [value.numel() == 1 if isinstance(value, torch.Tensor) else True for value in args[:2]]
     if not all(single):
         return NotImplemented
-    left, right = (_stand_in(value) if isinstance(value, torch.Tensor) else value for value in args[:2])
+    left, right = map(_number, args[:2])
     made = func(*args, **kwargs)
     return read_as_true(made) if _COMPARISONS[func._schema.name](left, right) else made
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _stand_in(value) if value.is_meta else value.item()
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -189,7 +195,7 @@ def _true(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report:
 
 
 def _copy(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    """A copy to the host: what `item` would give for a single number, zeros for more."""
+    """A copy to the host: what `item` would give for a single number, ones or zeros for more."""
     if not to_host(kwargs):
         return NotImplemented
     tensor = args[0]
@@ -285,7 +291,7 @@ RULES: dict[str, Rule] = {
     "aten::_local_scalar_dense": _scalar,
     "aten::equal": _equal,
     "aten::allclose": _true,
-    **dict.fromkeys(_COMPARISONS, _compare),
+    **dict.fromkeys(_COMPARISONS, compare),
     "aten::is_nonzero": _scalar,
     "aten::_to_copy": _copy,
     "aten::copy_": _copy_in_place,

@@ -172,7 +172,8 @@ class Look(TorchFunctionMode):
     def _empty(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`torch.empty` on the host: of shapes only where that is a large model's weight."""
         device = kwargs.get("device", self.default_device)
-        if (device is None or torch.device(device).type == "cpu") and self.is_large_weight(args, kwargs):
+        on_host = device is None or (not isinstance(device, int) and torch.device(device).type == "cpu")
+        if on_host and self.is_large_weight(args, kwargs):
             with self._places.requesting(torch.device("cpu")):
                 return func(*args, **{**kwargs, "device": META})
         return self._plain(func, args, kwargs)
@@ -328,6 +329,8 @@ class Look(TorchFunctionMode):
             return func(*args, **kwargs)
         if device is None:
             device = self.default_device if self._type == "cuda" else self._places.device
+        if kwargs.get("pin_memory"):
+            return self._from_data(func, args, {**kwargs, "pin_memory": False}).pin_memory()
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         if isinstance(data, torch.Tensor):
             return self._from_tensor(func, data, args, kwargs, device)
@@ -373,13 +376,17 @@ class Look(TorchFunctionMode):
 
     def _format(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """`f"{loss:.3f}"` reads a value, which PyTorch refuses on its meta device."""
-        if not self._simulated(args):
+        if not self._shown(args[0]):
             return str(func(*args))
         return format(args[0].item(), args[1]) if args[0].dim() == 0 else self._describe(func, args[:1], {})
 
+    def _shown(self, tensor: Any) -> bool:
+        """Whether a tensor has no values of its own to be printed."""
+        return self._simulated((tensor,)) or self._on_host_as_shape(tensor)
+
     def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         tensor = args[0]
-        if not self._simulated(args):
+        if not self._shown(tensor):
             return str(func(*args, **kwargs))
         values = str(tensor.item()) if tensor.dim() == 0 else "..."
         parts = [values, f"device='{self._places.of(tensor)}'"]

@@ -83,6 +83,7 @@ class Session:
         self._num_parameters = 0
         self._updating = False
         self._one_backward = threading.RLock()
+        self._backward_threads: set[int] = set()
         # What is replaced in libraries that the program imports later.
         self._late = ExitStack()
         self._lazy: list[weakref.ref[torch.nn.Module]] = []
@@ -324,6 +325,10 @@ class Session:
     def _end_backward(self, *, accumulates: bool) -> None:
         if accumulates:
             self.counter.end_backward()
+        self._backward_threads.add(threading.get_ident())
+        if len(self._backward_threads) > 1:
+            # Gradients of another thread's model may go while they are looked at.
+            return
         if self._updating:
             # An optimizer that asks for the loss itself, again and again.
             self._enter(Phase.OPTIMIZER)
@@ -420,7 +425,7 @@ def _host_parts() -> dict[str, int]:
         import resource
     except ImportError:
         return {}
-    # In KiB on Linux.
+    # In KiB, but on macOS in bytes.
     return {
         "the script's own process, without loader workers (measured)": resource.getrusage(
             resource.RUSAGE_SELF

@@ -88,7 +88,9 @@ def behaviour(func: Operator) -> Behaviour:
 
 def _read_schema(func: Operator) -> Behaviour:
     schema = func._schema
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    # Some operators that could be taken apart, such as the gradient of SiLU, have a kernel of their own as well.
+    if has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU"):
         return Behaviour.COMPOSITE
     if schema.name in _METADATA:
         return Behaviour.OTHER

@@ -51,9 +51,9 @@ class StepCounter:
         self._has_new_gradients = False
         self.has_optimizer = False
         self.has_ended = False
+        """Whether the last step wanted has been taken, in whichever thread."""
         self.ignored: Callable[[], None] = lambda: None
         """Called when the program has caught its own end and gone on."""
-        """Whether the last step wanted has been taken, in whichever thread."""
 
     @property
     def num_steps(self) -> int:
@@ -101,6 +101,7 @@ class StepCounter:
             if threading.current_thread() is not threading.main_thread():
                 # It would end this thread alone.
                 _thread.interrupt_main()
+                raise SystemExit
             raise EndOfRun
 
     def watch(self) -> list[Any]:

@@ -478,7 +478,6 @@ def test_known_numbers_are_compared_as_they_are():
     assert codes(session) == []
 
 
-@pytest.mark.xfail(reason="the known operand is taken for 1 too", strict=True)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_an_unknown_number_is_compared_with_a_known_one(device):
     # GIVEN the best loss so far, as programs begin with
