@@ -29,7 +29,6 @@ import torch
 import memfit
 from benchmarks import rows
 from benchmarks.reporting import Bar, bullets, publish, table
-from memfit._api import without_optional
 from memfit.allocator import replay
 from memfit.core.units import GIB, MIB
 
@@ -161,7 +160,7 @@ def smallest_capacity(timeline: memfit.Timeline, allocated_bytes: int, reserved_
 
 def measure_end(estimate: memfit.Estimate) -> End:
     """What is compared with the capacity."""
-    lean = without_optional(estimate.timeline)
+    lean = estimate.timeline.without_optional()
     played = replay(lean)
     return End(
         batch_size=estimate.batch_size or 0,

@@ -19,7 +19,7 @@ from memfit.core.estimate import Estimate, HostMemory, Note, use_reporters
 from memfit.core.job import Job
 from memfit.core.replay import AllocatorOptions, Replay
 from memfit.core.scaling import Family, fit, needs_third
-from memfit.core.timeline import Category, Timeline
+from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.reports import run_text, text
 
@@ -398,7 +398,7 @@ class _Estimator:
         trace = self._traces[self._tracer.batch_size]
         device = self._device
         context_bytes = device.context_bytes or 0
-        floor = without_optional(timeline)
+        floor = timeline.without_optional()
         timeline, answer, unbounded, notes = _replayed(timeline, floor, device, self._options)
         scale = 1 if not batch_size or not self._tracer.batch_size else batch_size / self._tracer.batch_size
         return Estimate(
@@ -418,11 +418,6 @@ class _Estimator:
             seconds=time.perf_counter() - started,
             rescale=self.at_batch if self._tracer.batch_size is not None else None,
         )
-
-
-def without_optional(timeline: Timeline) -> Timeline:
-    """The timeline without workspaces that a library can do without: cuDNN falls back to algorithms that need none."""
-    return timeline.without(lambda block: block.category is Category.WORKSPACE and "convolution" in block.op)
 
 
 def _replayed(

@@ -15,7 +15,7 @@ from typing import Any
 from memfit.core.device import Device, Origin
 from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate, read_device
-from memfit.core.replay import AllocatorOptions
+from memfit.core.replay import AllocatorOptions, OutOfMemory
 from memfit.core.timeline import Phase
 from memfit.core.units import format_size
 
@@ -88,6 +88,11 @@ class Failure:
     step: int
     by_category: dict[str, int] = field(default_factory=dict)
     handled: bool = False
+
+    @property
+    def out_of_memory(self) -> OutOfMemory:
+        """The failure as a replay notes it."""
+        return OutOfMemory(self.tick, self.requested_bytes, self.allocated_bytes, self.reserved_bytes)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Failure":

@@ -40,6 +40,11 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+def is_optional(category: Category, op: str) -> bool:
+    """Whether the library does without such a block where there is no room: cuDNN has algorithms that need none."""
+    return category is Category.WORKSPACE and "convolution" in op
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """One allocation.
@@ -127,6 +132,10 @@ class Timeline:
     def without(self, drop: Callable[[Block], bool]) -> "Timeline":
         """The timeline as if the blocks for which `drop` is true had never been."""
         return Timeline(tuple(b for b in self.blocks if not drop(b)), self.num_ticks, self.marks)
+
+    def without_optional(self) -> "Timeline":
+        """The timeline without workspaces that a library can do without."""
+        return self.without(lambda block: is_optional(block.category, block.op))
 
     def mark_at(self, tick: int) -> Mark:
         """The mark in force at `tick`."""

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from memfit.core.dryrun import DryRun, Failure, Outcome, Request, Scan
 from memfit.core.estimate import Estimate
-from memfit.core.replay import OutOfMemory
 from memfit.core.timeline import Timeline
 from memfit.runs.launch import Interrupted, run_child
 
@@ -66,7 +65,7 @@ def _with_need(died: DryRun, request: Request) -> DryRun:
     if found is None or fatal is None:
         return replace(died, estimate=found)
     device = found.device if known is None else known.device
-    estimate = replace(found, device=device, replay=replace(found.replay, out_of_memory=_noted(fatal)))
+    estimate = replace(found, device=device, replay=replace(found.replay, out_of_memory=fatal.out_of_memory))
     named = _classified(fatal, found.timeline)
     return replace(died, estimate=estimate, failures=tuple(named if f is fatal else f for f in died.failures))
 
@@ -82,10 +81,6 @@ def _classified(failure: Failure, timeline: Timeline) -> Failure:
     if tick is None:
         return failure
     return replace(failure, by_category=timeline.breakdown(tick, lambda block: str(block.category)))
-
-
-def _noted(failure: Failure) -> OutOfMemory:
-    return OutOfMemory(failure.tick, failure.requested_bytes, failure.allocated_bytes, failure.reserved_bytes)
 
 
 def _scan(request: Request) -> tuple[Scan, Estimate | None]:

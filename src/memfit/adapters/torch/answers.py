@@ -6,6 +6,7 @@ recomputation of a checkpoint), nor for what it tells the user's code about devi
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,25 +37,33 @@ def autocast_answers(autocast: Autocast) -> list[Replacement]:
     ]
 
 
-def look_answers(look: Look, places: Places, is_on: Callable[[], bool] = lambda: True) -> list[Replacement]:
+def look_answers(
+    look: Look,
+    places: Places,
+    is_on: Callable[[], bool] = lambda: True,
+    around_backward: Callable[[bool], AbstractContextManager[None]] = lambda accumulates: nullcontext(),
+) -> list[Replacement]:
     """The device as the user's code is to see it, also where PyTorch calls that code or answers it in C++.
 
     Args:
         look: shows the device.
         places: where shape-only tensors are.
         is_on: whether the thread that runs is simulated.
+        around_backward: entered for each run of the autograd engine; told whether it accumulates gradients.
     """
-    return [*_around_callbacks(look, is_on), *_about_devices(look, places)]
+    return [*_around_callbacks(look, is_on, around_backward), *_about_devices(look, places)]
 
 
-def _around_callbacks(look: Look, is_on: Callable[[], bool]) -> list[Replacement]:
+def _around_callbacks(
+    look: Look, is_on: Callable[[], bool], around_backward: Callable[[bool], AbstractContextManager[None]]
+) -> list[Replacement]:
     plain_backward = torch.autograd.graph._engine_run_backward
     plain_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         if not is_on():
             return plain_backward(*args, **kwargs)
-        with look.again():
+        with around_backward(bool(kwargs.get("accumulate_grad"))), look.again():
             return plain_backward(*args, **kwargs)
 
     def with_look(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# Here, and not when a script first needs it: it keeps the functions that it finds at its first import.
 import torch._dynamo
 
 from memfit.adapters.torch.replacement import Replacement

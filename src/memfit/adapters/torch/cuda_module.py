@@ -30,16 +30,18 @@ def cuda_replacements(
         count: how many PyTorch finds.
         memory: that of the first; the others are empty.
         report: takes (code, text) of each assumption made.
-        look: shows tensors as on the device; its `default_device` is set when the program chooses a default.
+        look: shows tensors as on the device; learns which devices there are, and the default that the program chooses.
     """
     devices = CudaDevices(device, count)
+    shown_by = SimpleNamespace(default_device=None, default_type_is_cuda=False) if look is None else look
+    shown_by.check_index = devices.check
     shown = CudaMemory(devices, memory, report)
     return [
         *devices.replacements(),
         *shown.replacements(),
         *stream_replacements(devices, report),
         *random_replacements(devices, count),
-        *type_replacements(SimpleNamespace(default_device=None, default_type_is_cuda=False) if look is None else look),
+        *type_replacements(shown_by),
         *library_replacements(devices, shown.info),
         *address_replacements(),
         *compilation_replacements(report),

@@ -10,19 +10,8 @@ from typing import Any
 import torch
 
 from memfit.adapters.torch.replacement import Replacement
+from memfit.adapters.torch.tensor_types import DTYPES
 
-_DTYPES = {
-    "FloatTensor": torch.float32,
-    "DoubleTensor": torch.float64,
-    "HalfTensor": torch.float16,
-    "BFloat16Tensor": torch.bfloat16,
-    "ByteTensor": torch.uint8,
-    "CharTensor": torch.int8,
-    "ShortTensor": torch.int16,
-    "IntTensor": torch.int32,
-    "LongTensor": torch.int64,
-    "BoolTensor": torch.bool,
-}
 _PREFIX = "torch.cuda."
 
 
@@ -56,7 +45,7 @@ _TYPES = {
         (),
         {"__module__": "torch.cuda", "dtype": dtype, "is_cuda": True, "is_sparse": False, "layout": torch.strided},
     )
-    for name, dtype in _DTYPES.items()
+    for name, dtype in DTYPES.items()
 }
 
 
@@ -67,10 +56,10 @@ def dtype_of_cuda_type(given: Any) -> torch.dtype | None:
     (torch.float16, None)
     """
     if isinstance(given, str):
-        return _DTYPES.get(given.removeprefix(_PREFIX)) if given.startswith(_PREFIX) else None
+        return DTYPES.get(given.removeprefix(_PREFIX)) if given.startswith(_PREFIX) else None
     if getattr(given, "__module__", None) != "torch.cuda":
         return None
-    return _DTYPES.get(getattr(given, "__name__", ""))
+    return DTYPES.get(getattr(given, "__name__", ""))
 
 
 def type_replacements(look: Any) -> list[Replacement]:

@@ -14,7 +14,7 @@ from typing import Any
 from memfit.adapters.torch.cuda_memory import DeviceMemory
 from memfit.adapters.torch.recorder import Recorder
 from memfit.core.replay import OutOfMemory, Replay
-from memfit.core.timeline import Category
+from memfit.core.timeline import Category, is_optional
 
 # A timeline of this many blocks can still be drawn and written.
 _MANY_BLOCKS = 300_000
@@ -79,7 +79,7 @@ class LiveRecorder(Recorder):
 
     def add_transient(self, sizes_bytes: list[int], op: str, category: Category) -> None:
         """Blocks that live only inside one operator; cuDNN does without a workspace where there is no room for it."""
-        optional = category is Category.WORKSPACE and "convolution" in op
+        optional = is_optional(category, op)
         started: list[int] = []
         try:
             for size_bytes in sizes_bytes:

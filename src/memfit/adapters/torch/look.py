@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import _device_constructors
 
 from memfit.adapters.torch import fallbacks
+from memfit.adapters.torch.cuda_random import is_simulated_generator
 from memfit.adapters.torch.places import BARE, Places
 from memfit.adapters.torch.shapes import META
 from memfit.adapters.torch.tensor_types import cuda_type_name, dtype_of_type
@@ -115,7 +116,7 @@ class Look(TorchFunctionMode):
         """Calls `func` with devices named as they really are."""
         if self._scalars_stay and func in _SIZED and args and args[0] in ((), []):
             return func(*args, **kwargs)
-        if "generator" in kwargs and getattr(kwargs["generator"], "is_simulated", False):
+        if is_simulated_generator(kwargs.get("generator")):
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         if kwargs.get("pin_memory"):
             # PyTorch asks the accelerator's library for pinned memory.

@@ -6,6 +6,7 @@ autograd engine's start a backward pass, an optimizer's hooks an update.
 """
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,6 @@ from torch.utils._python_dispatch import _pop_mode
 
 from memfit.adapters.torch import interception, keras_optimizers, unsimulated
 from memfit.adapters.torch.checkpoints import Checkpoints
-from memfit.adapters.torch.cuda_devices import CudaDevices
 from memfit.adapters.torch.cuda_memory import DeviceMemory, out_of_memory_message
 from memfit.adapters.torch.cuda_module import cuda_replacements
 from memfit.adapters.torch.distributed import distributed_replacements
@@ -35,7 +35,6 @@ from memfit.adapters.torch.steps import StepCounter
 from memfit.core.device import Device
 from memfit.core.dryrun import Failure
 from memfit.core.estimate import DRY_RUN, Estimate, HostMemory, Note
-from memfit.core.replay import OutOfMemory
 from memfit.core.timeline import Category, Phase
 
 _WORKSPACE_DROPPED = "cuDNN fell back to slower algorithms that need no workspace, for lack of memory"
@@ -92,15 +91,13 @@ class Session:
         self.simulation = Simulation(device, self.recorder, self.origin, scripted=True)
         self.simulation.look.on_parameter = self._moved
         self.simulation.look.is_large_weight = LargeWeights(self.simulation.notes.report)
-        self.simulation.look.check_index = CudaDevices(device, count).check
+        self.simulation.around_backward = self._in_backward
         self.counter = StepCounter(steps, self._begin_update, self._end_update, self.simulation.is_on)
         self.simulation.operators.on_write = self._written
 
     @contextmanager
     def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
         """Shows PyTorch the device while it lasts."""
-        # Imported before anything is replaced: it keeps what it finds at its first import.
-
         imported = {
             keras_optimizers.MODULE: self._watch_keras,
             unsimulated.EXTENSIONS: self._refuse_extensions,
@@ -172,32 +169,19 @@ class Session:
             Replacement(threading.Thread, "start", start),
             Replacement(threading.Thread, "_bootstrap_inner", bootstrap),
             Replacement(torch.optim.Optimizer, "__init__", self.counter.counting_init()),
-            *self._around_backward(),
         ]
 
-    def _around_backward(self) -> list[Replacement]:
-        session, look = self, self.simulation.look
-        plain: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if not session.simulation.is_on():
-                return plain(*args, **kwargs)
+    @contextmanager
+    def _in_backward(self, accumulates: bool) -> Iterator[None]:
+        if torch._C._current_autograd_node() is not None:
             # Inside of a backward pass it is a part of that one, such as checkpointing's.
-            if torch._C._current_autograd_node() is not None:
-                with look.again():
-                    return plain(*args, **kwargs)
-            accumulates = bool(kwargs.get("accumulate_grad"))
-            # Passes of several threads come one after another: gradients are looked at in between.
-            with session._one_backward:
-                session._begin_backward(accumulates=accumulates)
-                with look.again():
-                    result = plain(*args, **kwargs)
-                session._end_backward(accumulates=accumulates)
-            return result
-
-        return [
-            Replacement(owner, "_engine_run_backward", run_backward) for owner in (torch.autograd, torch.autograd.graph)
-        ]
+            yield
+            return
+        # Passes of several threads come one after another: gradients are looked at in between.
+        with self._one_backward:
+            self._begin_backward(accumulates=accumulates)
+            yield
+            self._end_backward(accumulates=accumulates)
 
     @property
     def step(self) -> int:
@@ -224,9 +208,9 @@ class Session:
         """
         timeline = self.recorder.timeline()
         last = self.failures[-1] if died and self.failures else None
-        seen = self.recorder.replay(None if last is None else _lost(last))
+        seen = self.recorder.replay(None if last is None else last.out_of_memory)
         context_bytes = self.device.context_bytes or 0
-        floor = timeline.without(lambda block: block.category is Category.WORKSPACE and "convolution" in block.op)
+        floor = timeline.without_optional()
         notes = list(self.simulation.notes.found.values())
         if self.recorder.dropped_workspace:
             notes.append(Note("workspace-dropped", _WORKSPACE_DROPPED))
@@ -415,23 +399,16 @@ class Session:
         return torch.OutOfMemoryError(message)
 
 
-def _lost(failure: Failure) -> OutOfMemory:
-    return OutOfMemory(failure.tick, failure.requested_bytes, failure.allocated_bytes, failure.reserved_bytes)
-
-
 def _host_parts() -> dict[str, int]:
     """What the process has held at most; its host tensors were real."""
     try:
         import resource
     except ImportError:
         return {}
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # In KiB, but on macOS in bytes.
-    return {
-        "the script's own process, without loader workers (measured)": resource.getrusage(
-            resource.RUSAGE_SELF
-        ).ru_maxrss
-        * 1024
-    }
+    size_bytes = most if sys.platform == "darwin" else most * 1024
+    return {"the script's own process, without loader workers (measured)": size_bytes}
 
 
 _at_fork_registered = False

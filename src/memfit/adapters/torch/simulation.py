@@ -8,8 +8,8 @@ shape-only tensors as tensors of the device (`Look`), interceptors that make the
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -70,6 +70,8 @@ class Simulation:
         device_type = "cuda" if on_cuda else "cpu"
         self.origin = origin
         self._threads = threading.local()
+        self.around_backward: Callable[[bool], AbstractContextManager[None]] = lambda accumulates: nullcontext()
+        """Entered for each run of the autograd engine; told whether it accumulates gradients."""
         self.notes = Notes(origin)
         self.places = Places(torch.device("cuda", 0) if on_cuda else torch.device("cpu"))
         self.look = Look(self.places, self.notes.report, knows_device=scripted)
@@ -98,7 +100,7 @@ class Simulation:
     def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
         """Simulates in this thread while it lasts; `answers` replace further functions of PyTorch."""
         with (
-            replaced([*autocast_answers(self.autocast), *look_answers(self.look, self.places, self.is_on), *answers]),
+            replaced([*autocast_answers(self.autocast), *self._look_answers(), *answers]),
             self._numbers_read_anywhere(),
             self.origin.following(self.is_on),
             intercepting(self._interceptors),
@@ -107,6 +109,9 @@ class Simulation:
             self.look,
         ):
             yield
+
+    def _look_answers(self) -> list[Replacement]:
+        return look_answers(self.look, self.places, self.is_on, self.around_backward)
 
     @contextmanager
     def _numbers_read_anywhere(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-_DTYPES = {
+DTYPES = {
     "FloatTensor": torch.float32,
     "DoubleTensor": torch.float64,
     "HalfTensor": torch.float16,
@@ -16,7 +16,7 @@ _DTYPES = {
     "LongTensor": torch.int64,
     "BoolTensor": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def cuda_type_name(dtype: torch.dtype) -> str:
@@ -41,6 +41,6 @@ def dtype_of_type(given: Any) -> tuple[str, torch.dtype]:
     name = text.rpartition(".")[2]
     if name == "Tensor":
         return "cpu", torch.get_default_dtype()
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise ValueError(f"invalid type: {text!r}")
-    return "cuda" if "cuda" in text else "cpu", _DTYPES[name]
+    return "cuda" if "cuda" in text else "cpu", DTYPES[name]
