@@ -32,9 +32,9 @@ is one message that says what was given, what was expected and what to do.
 | ---: | --- |
 | 0 | the step fits, or the command did its work |
 | 2 | bad usage or bad input; also a step whose own code fails while it is traced |
-| 3 | the step does not fit (`estimate`, `compare`: any of them; `max-batch`: not even one sample; `dryrun`) |
-| 4 | `dryrun`: the script failed for a reason of its own, or its process crashed |
-| 5 | `dryrun`: the script ended without an optimizer step |
+| 3 | the step does not fit (`compare`: any of them; `max-batch`: not even one sample; `plan`: nothing allowed) |
+| 4 | `dryrun`, `plan --script`: the script failed for a reason of its own, or its process crashed |
+| 5 | `dryrun`, `plan --script`: the script ended without an optimizer step |
 | 130 | interrupted |
 
 A job whose fate is unknown, because the device's memory is, exits with 0.
@@ -58,7 +58,8 @@ def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
 
 
 def _section(name: str, parser: argparse.ArgumentParser) -> str:
-    actions = [a for a in parser._actions if not isinstance(a, argparse._HelpAction)]
+    hidden = (argparse._HelpAction,)
+    actions = [a for a in parser._actions if not isinstance(a, hidden) and a.help != argparse.SUPPRESS]
     rows = [f"| {_spelling(action)} | {_meaning(action)} |" for action in actions]
     lines = [f"## memfit {name}", "", parser.description or "", "", "| argument | meaning |", "| --- | --- |", *rows]
     return "\n".join([*lines, "", "```text", parser.epilog or "", "```", ""])

@@ -4,6 +4,7 @@
 """
 
 from memfit._api import MaxBatch, compare, dryrun, estimate, max_batch, named_job
+from memfit._plan import load_plan, plan
 from memfit._simulate import SimulatedDevice, simulate
 from memfit.catalogue import find_device, list_devices
 from memfit.core.device import Device
@@ -11,6 +12,7 @@ from memfit.core.dryrun import DryRun
 from memfit.core.errors import BadInput, MemfitError, StepFailed
 from memfit.core.estimate import Estimate
 from memfit.core.job import Job
+from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Timeline
 
@@ -25,6 +27,8 @@ __all__ = [
     "Job",
     "MaxBatch",
     "MemfitError",
+    "Plan",
+    "PlanNotFound",
     "SimulatedDevice",
     "StepFailed",
     "Timeline",
@@ -34,7 +38,9 @@ __all__ = [
     "estimate",
     "find_device",
     "list_devices",
+    "load_plan",
     "max_batch",
     "named_job",
+    "plan",
     "simulate",
 ]

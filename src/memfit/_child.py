@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from memfit.allocator import memory_of
+from memfit.core import env
 from memfit.core.dryrun import DryRun, Request
 
 
@@ -20,6 +21,9 @@ def main(request_path: str) -> int:
     if request.count > 1:
         # DistributedDataParallel has no clock for shape-only tensors, and says so in C++.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if request.settings is not None and request.settings.expandable_segments:
+        given = env.allocator_settings()
+        os.environ["PYTORCH_ALLOC_CONF"] = f"{given},expandable_segments:True" if given else "expandable_segments:True"
     from memfit.adapters.torch.script import ScriptRun
 
     run = ScriptRun(request, *memory_of(request.device, unlimited=request.unlimited))

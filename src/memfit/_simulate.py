@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from memfit._api import _resolve, _torch_adapter
+from memfit._estimator import resolve, torch_adapter
 from memfit.allocator import memory_of
 from memfit.core.device import Device, Kind
 from memfit.core.dryrun import Failure
@@ -75,7 +75,7 @@ def simulate(device: str | Device, *, count: int = 1) -> Iterator[SimulatedDevic
     Yields:
         The device, which can be asked for its peak, what holds memory, and a report.
     """
-    target = _resolve(device)
+    target = resolve(device)
     if target.kind is not Kind.CUDA:
         raise BadInput(
             f"only CUDA devices can be simulated, but {target.name!r} was given. "
@@ -83,7 +83,7 @@ def simulate(device: str | Device, *, count: int = 1) -> Iterator[SimulatedDevic
         )
     if count < 1:
         raise BadInput(f"count must be at least 1, but {count} was given.")
-    _torch_adapter()
+    torch_adapter()
     from memfit.adapters.torch.session import Session
 
     memory, configure = memory_of(target)

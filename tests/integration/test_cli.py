@@ -42,6 +42,24 @@ FLAGS = {
         "SCRIPT",
         "ARGS",
     ],
+    "plan": [
+        "TARGET",
+        "--device -d",
+        "--batch-size -b --effective-batch",
+        "--precision -p",
+        "--optimizer -o",
+        "--sequence-length",
+        "--image-size",
+        "--json",
+        "--budget",
+        "--allow",
+        "--count",
+        "--no-measure",
+        "--save",
+        "--html",
+        "--code",
+        "--script",
+    ],
     "max-batch": ["TARGET", *(f for f in JOB_FLAGS if f[:6] not in ("--batc", "--work")), "--candidates"],
     "compare": ["TARGET", *JOB_FLAGS],
     "devices": ["NAME", "--json"],
@@ -88,7 +106,8 @@ def subparsers():
 
 
 def flags_of(parser):
-    return [" ".join(a.option_strings) or a.metavar for a in parser._actions if not isinstance(a, argparse._HelpAction)]
+    shown = [a for a in parser._actions if not isinstance(a, argparse._HelpAction) and a.help != argparse.SUPPRESS]
+    return [" ".join(a.option_strings) or a.metavar for a in shown]
 
 
 def test_the_flags_are_those_listed():

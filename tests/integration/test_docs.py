@@ -12,6 +12,7 @@ import pytest
 import memfit
 from memfit.commands import build_parser
 from memfit.core.units import format_size
+from memfit.planner import moves
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -106,12 +107,24 @@ def test_every_note_code_is_documented():
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     codes = set(re.findall(r'Note\(\s*"([a-z-]+)"', sources))
     codes |= set(re.findall(r'^[A-Z_]+ = "([a-z]+(?:-[a-z]+)+)"$', sources, re.MULTILINE))
-    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("estimate.md", "dryrun.md")]
+    codes -= {*moves.KEEPS, moves.APPROXIMATE}
+    names = ("estimate.md", "dryrun.md", "plan.md")
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in names]
     tables = "\n".join(page.partition("\n## Notes\n")[2] for page in pages)
     documented = set(re.findall(r"^\| `([a-z-]+)` \|", tables, re.MULTILINE))
 
     assert {"data-dependent-shape", "cache-released"} <= codes, "the search for codes is wrong"
     assert codes == documented
+
+
+def test_every_move_is_documented():
+    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    table = text.partition("\n## Moves\n")[2].partition("\n## ")[0]
+    found = {
+        name: keeps.strip() for name, keeps in re.findall(r"^\| `([a-z0-9-]+)` .*\|([^|]+)\|$", table, re.MULTILINE)
+    }
+
+    assert found == {name: keeps.value for name, keeps in moves.KEEPS.items()}
 
 
 def test_limits_named_in_the_docs_are_those_of_the_code():

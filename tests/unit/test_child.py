@@ -12,6 +12,7 @@ from memfit._child import main
 from memfit.adapters.torch.restoration import random_states_kept
 from memfit.catalogue import find_device
 from memfit.core.dryrun import DryRun, Outcome, Request
+from memfit.core.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,3 +76,36 @@ def test_the_exit_code_is_the_scripts_own(tmp_path, monkeypatch, code):
         assert main(request) == code
     run = DryRun.from_json((tmp_path / "result.json").read_text(encoding="utf-8"))
     assert (run.exit_code, run.outcome) == (code, Outcome.FAILED if code else Outcome.NO_STEP)
+
+
+def test_settings_are_put_into_practice(tmp_path, monkeypatch):
+    # GIVEN settings for the model, the optimizer, the batches and the allocator
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    settings = Settings(checkpoint=("0", "1"), micro_batches=2, expandable_segments=True)
+    script = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+part = lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+model = nn.Sequential(part(), part()).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+for x, in DataLoader(TensorDataset(torch.zeros(64, 64)), batch_size=8):
+    optimizer.zero_grad()
+    model(x.cuda()).sum().backward()
+    optimizer.step()
+"""
+    request = request_for(tmp_path, script, settings=settings, loader_ordinal=0, unlimited=True, steps=2)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-m", "memfit._child", request], text=True, env=environment)
+
+    # THEN the script runs with them
+    run = DryRun.from_json((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert done.returncode == 0
+    assert run.allocator.expandable_segments
+    assert run.seen.recomputed == ("0", "1")
+    assert run.seen.batch_size == 8
+    assert run.num_steps == 2
+    phases = [str(mark.phase) for mark in run.estimate.timeline.marks]
+    assert phases.count("backward") == 4
+    assert phases.count("optimizer") == 2

@@ -31,11 +31,12 @@ class Command(Protocol):
 
 
 def _commands() -> dict[str, Command]:
-    from memfit.commands import compare, devices, dryrun, estimate, max_batch
+    from memfit.commands import compare, devices, dryrun, estimate, max_batch, plan
 
     return {
         "estimate": estimate,
         "dryrun": dryrun,
+        "plan": plan,
         "max-batch": max_batch,
         "compare": compare,
         "devices": devices,
@@ -47,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="memfit",
         description="Know before you run: the memory of a training step on a GPU that is not there.",
-        epilog="Exit codes: 0 fits, 2 bad usage or input, 3 does not fit, 4 and 5 dryrun only, 130 interrupted",
+        epilog="Exit codes: 0 fits, 2 bad usage or input, 3 does not fit, 4 and 5 scripts only, 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=_version())
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -76,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
-        hint = ". Options of the script go after the script" if parsed.command == "dryrun" else ""
+        runs_script = parsed.command == "dryrun" or getattr(parsed, "script", None) is not None
+        hint = ". Options of the script go after the script" if runs_script else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         code: int = parsed.run(parsed)

@@ -11,7 +11,8 @@ from memfit.core.device import Device
 from memfit.core.dryrun import DryRun
 from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate
-from memfit.reports import run_terminal, terminal
+from memfit.core.plan import Plan
+from memfit.reports import plan_terminal, run_terminal, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,6 +79,11 @@ def print_estimate(estimate: Estimate) -> None:
 def print_run(run: DryRun) -> None:
     """Writes one dry run."""
     _print(run_terminal.render_run(run))
+
+
+def print_plan(plan: Plan) -> None:
+    """Writes one plan."""
+    _print(plan_terminal.render_plan(plan))
 
 
 def print_comparison(estimates: Sequence[Estimate]) -> None:

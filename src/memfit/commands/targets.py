@@ -9,29 +9,41 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from memfit import _api
+from memfit import _api, _estimator
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.job import OPTIMIZERS, PRECISIONS, Job
 
 PREFIXES = ("timm", "torchvision", "hf")
+PLANNED = ("keep", "auto")
+"""What a plan may be told about precision beside the names of precisions."""
 
 
-def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = True) -> None:
-    """Arguments that say how the step is run; with `of_one_size`, also what a search for the size has no use for."""
+def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = True, of_plan: bool = False) -> None:
+    """Arguments that say how the step is run.
+
+    Args:
+        parser: of the command.
+        of_one_size: whether the size of the batch is given; a search for it has no use for that.
+        of_plan: whether they are those of a plan, which is for training and may choose the precision.
+    """
     parser.add_argument(
         "--device", "-d", metavar="NAME", help="a device (`memfit devices`), cpu, or a size such as 24GiB"
     )
     if of_one_size:
-        samples = "samples per step; the job's own by default, 8 for named models"
-        parser.add_argument("--batch-size", "-b", type=int, metavar="N", help=samples)
-    precision = f"{', '.join(PRECISIONS)}; the job's own by default"
-    parser.add_argument("--precision", "-p", choices=PRECISIONS, metavar="NAME", help=precision)
+        options = ["--batch-size", "-b", *(["--effective-batch"] if of_plan else [])]
+        step = "update" if of_plan else "step"
+        samples = f"samples per {step}; the job's own by default, 8 for named models"
+        parser.add_argument(*options, dest="batch_size", type=int, metavar="N", help=samples)
+    precisions = (*(PLANNED if of_plan else ()), *PRECISIONS)
+    precision = f"{', '.join(precisions)}; the job's own by default"
+    parser.add_argument("--precision", "-p", choices=precisions, metavar="NAME", help=precision)
     optimizer = f"{', '.join(OPTIMIZERS)}; the job's own by default, adamw for named models"
     parser.add_argument("--optimizer", "-o", choices=OPTIMIZERS, metavar="NAME", help=optimizer)
-    parser.add_argument("--inference", action="store_true", help="a forward pass without gradients")
+    if not of_plan:
+        parser.add_argument("--inference", action="store_true", help="a forward pass without gradients")
     parser.add_argument("--sequence-length", type=int, metavar="N", help="tokens per sample, for hf: models")
     parser.add_argument("--image-size", type=int, metavar="N", help="height and width, for vision models")
-    if of_one_size:
+    if of_one_size and not of_plan:
         parser.add_argument("--workers", type=int, metavar="N", help="data loader processes, for the host's memory")
     parser.add_argument("--json", action="store_true", help="write JSON to standard output")
 
@@ -51,11 +63,11 @@ def load_job(target: str, arguments: argparse.Namespace) -> Job:
                 name = option.replace("_", "-")
                 print(f"memfit: --{name} is for named models; {target} makes its own batch", file=sys.stderr)
         if arguments.optimizer is not None:
-            job = replace(job, optimizer=_api.named_optimizer(arguments.optimizer))
+            job = replace(job, optimizer=_estimator.named_optimizer(arguments.optimizer))
     changes: dict[str, Any] = {}
-    if arguments.precision is not None:
+    if arguments.precision in PRECISIONS:
         changes["precision"] = arguments.precision
-    if arguments.inference:
+    if getattr(arguments, "inference", False):
         changes["mode"] = "inference"
     if getattr(arguments, "workers", None) is not None:
         changes["num_workers"] = arguments.workers

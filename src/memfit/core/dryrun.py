@@ -15,7 +15,9 @@ from typing import Any
 from memfit.core.device import Device, Origin
 from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate, read_device
+from memfit.core.profile import Work
 from memfit.core.replay import AllocatorOptions, OutOfMemory
+from memfit.core.settings import Settings
 from memfit.core.timeline import Phase
 from memfit.core.units import format_size
 
@@ -189,6 +191,53 @@ class Advice:
         return cls(**{**data, "origin": Origin(data["origin"])})
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a run showed of the program beside its memory, for those who plan another run of it.
+
+    Args:
+        models: class names of the models called, in order; parts of the first have paths without a prefix, those of
+            the others begin with the class name.
+        optimizers: class names of the optimizers that stepped, in order.
+        fusable: whether every one of them has a fused kernel.
+        batch_size: first dimension of the tensors that the training loop's loader gave; None where they share none.
+        work: the operators of the last whole step, in order.
+        recomputed: modules that were computed again because the request's settings say so.
+    """
+
+    models: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    fusable: bool = False
+    batch_size: int | None = None
+    work: tuple[Work, ...] = ()
+    recomputed: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain structure that `json` can write."""
+        rows = [[w.module, w.phase.value, w.op, w.flops, w.moved_bytes, w.dtype] for w in self.work]
+        return {
+            "models": list(self.models),
+            "optimizers": list(self.optimizers),
+            "fusable": self.fusable,
+            "batch_size": self.batch_size,
+            "work": rows,
+            "recomputed": list(self.recomputed),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Seen":
+        """What `to_json` wrote."""
+        rows = data["work"]
+        return cls(
+            tuple(data["models"]),
+            tuple(data["optimizers"]),
+            bool(data["fusable"]),
+            data["batch_size"],
+            tuple(Work(module, Phase(phase), op, *rest) for module, phase, op, *rest in rows),
+            tuple(data["recomputed"]),
+        )
+
+
 def _describe(run: "DryRun") -> str:
     return f"{run.script}: {run.outcome} after {run.num_steps} steps"
 
@@ -232,6 +281,7 @@ class DryRun:
         scan: how the batches vary, when that was asked for.
         seconds: how long all runs took.
         allocator: settings of the allocator that were in force.
+        seen: what else the run showed of the program; None where nobody asked.
     """
 
     script: str
@@ -249,6 +299,7 @@ class DryRun:
     scan: Scan | None = None
     seconds: float = 0.0
     allocator: AllocatorOptions = field(default_factory=AllocatorOptions)
+    seen: Seen | None = None
 
     def __str__(self) -> str:
         return _reporters.describe(self)
@@ -310,6 +361,7 @@ class DryRun:
             "seconds": self.seconds,
             "allocator": asdict(self.allocator),
             "estimate": None if self.estimate is None else self.estimate.to_json(),
+            **({} if self.seen is None else {"seen": self.seen.to_json()}),
         }
 
     @classmethod
@@ -338,6 +390,7 @@ class DryRun:
                 scan=None if scan is None else Scan.from_json(scan),
                 seconds=float(data["seconds"]),
                 allocator=AllocatorOptions(**data["allocator"]),
+                seen=Seen.from_json(data["seen"]) if "seen" in data else None,
             )
         except BadFile:
             raise
@@ -362,6 +415,8 @@ class Request:
         result_path: where to write the `DryRun`.
         largest_first: look at `scan` batches first and begin with the largest.
         loader_ordinal: which of the script's loaders, in order of their making; None when not known yet.
+        settings: how the script's steps are to be run, as far as that can be changed from outside; None: as they are.
+        watch: tell what else the run shows of the program, the work of its operators included.
     """
 
     script: str
@@ -376,6 +431,8 @@ class Request:
     result_path: str = ""
     largest_first: bool = False
     loader_ordinal: int | None = None
+    settings: Settings | None = None
+    watch: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write: `device` is its name, `device_row` the whole of it."""
@@ -385,5 +442,8 @@ class Request:
     def from_json(cls, data: Any) -> "Request":
         """The request that `to_json` wrote, from its structure or its text."""
         data = dict(json.loads(data) if isinstance(data, str | bytes) else data)
-        device = read_device(data.pop("device_row"))
-        return cls(**{**data, "device": device, "arguments": tuple(data["arguments"])})
+        device, settings = read_device(data.pop("device_row")), data.pop("settings", None)
+        return cls(
+            **{**data, "device": device, "arguments": tuple(data["arguments"])},
+            settings=None if settings is None else Settings.from_json(settings),
+        )

@@ -91,14 +91,11 @@ def checkpoint_units(situation: Situation) -> Move | None:
     Of two levels of nesting, the one that leaves less at its highest is taken.
     """
     timeline = situation.timeline
-    candidates: list[tuple[list[str], Timeline]] = []
-    for level in (1, 2):
-        units = repeated_units(timeline, level)
-        if units and all(units != known for known, _ in candidates):
-            candidates.append((units, _checkpointed(timeline, set(units), level)))
-    if not candidates:
+    best_level = level_of_units(timeline)
+    if best_level is None:
         return None
-    units, best = min(candidates, key=lambda candidate: candidate[1].peak()[1])
+    units = repeated_units(timeline, best_level)
+    best = checkpointed(timeline, set(units), best_level)
     statistics = has_batch_norm(timeline)
     note = "; running statistics of batch norm then update twice a step" if statistics else ""
     return Move(
@@ -112,7 +109,20 @@ def checkpoint_units(situation: Situation) -> Move | None:
     )
 
 
-def _checkpointed(timeline: Timeline, units: set[str], level: int) -> Timeline:
+def level_of_units(timeline: Timeline) -> int | None:
+    """The level of nesting whose units, all computed again, leave less at the highest; None where there are none."""
+    candidates: list[tuple[list[str], int]] = []
+    for level in (1, 2):
+        units = repeated_units(timeline, level)
+        if units and all(units != known for known, _ in candidates):
+            candidates.append((units, level))
+    if len(candidates) < 2:
+        return candidates[0][1] if candidates else None
+    return min(candidates, key=lambda one: checkpointed(timeline, set(one[0]), one[1]).peak()[1])[1]
+
+
+def checkpointed(timeline: Timeline, units: set[str], level: int) -> Timeline:
+    """The timeline in which these units of a level, not necessarily all, are computed again."""
     spans = Spans(timeline)
     groups: dict[tuple[str, int], list[Block]] = {}
     begun: dict[tuple[str, int], float] = {}

@@ -1,4 +1,4 @@
-"""The estimate, or the dry run, as one web page that needs nothing but itself.
+"""The estimate, the dry run, or the plan as one web page that needs nothing but itself.
 
 Style, script and data are inside the file; it opens from a disk with no network, and a content security policy made
 of the hashes of our own style and script lets a browser run nothing else. Data travels as JSON in an inert
@@ -11,21 +11,27 @@ import html
 import json
 import os
 import re
-import tempfile
-from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from memfit.core.dryrun import DryRun
 from memfit.core.estimate import Estimate
-from memfit.reports import figures, run_figures
+from memfit.core.plan import Plan
+from memfit.reports import figures, plan_figures, run_figures
+from memfit.reports.files import write_whole
 from memfit.reports.payload import build_payload
+from memfit.reports.plan_payload import build_plan_payload
+from memfit.reports.plan_text import format_plan
 from memfit.reports.run_payload import build_run_payload
 from memfit.reports.run_text import format_run
 from memfit.reports.text import format_estimate
 
-_SCRIPTS = ("document", "curves", "chart", "treemap", "tables", "run", "page")
+_SCRIPTS = {
+    "page": ("document", "head", "axes", "curves", "chart", "treemap", "tables", "run", "page"),
+    "plan": ("document", "head", "axes", "front", "timelines", "plan"),
+}
+_STYLES = {"page": ("page",), "plan": ("page", "plan")}
 
 
 def render_page(estimate: Estimate) -> str:
@@ -38,21 +44,31 @@ def render_run_page(run: DryRun) -> str:
     return _render(run_figures.verdict(run), format_run(run), build_run_payload(run))
 
 
+def render_plan_page(plan: Plan) -> str:
+    """The page of a plan as one string of HTML."""
+    return _render(plan_figures.verdict(plan), format_plan(plan), build_plan_payload(plan), "plan")
+
+
 def write_page(estimate: Estimate, path: str | os.PathLike[str]) -> Path:
     """Write the page of an estimate to `path`, whole or not at all, and give back the path.
 
     A link is followed; what is neither a file nor missing (a folder, a device such as /dev/null) is refused.
     """
-    return _write(lambda: render_page(estimate), path)
+    return write_whole(lambda: render_page(estimate), path)
 
 
 def write_run_page(run: DryRun, path: str | os.PathLike[str]) -> Path:
     """Write the page of a dry run to `path`, as `write_page` does."""
-    return _write(lambda: render_run_page(run), path)
+    return write_whole(lambda: render_run_page(run), path)
 
 
-def _render(title: str, plain: str, payload: dict[str, Any]) -> str:
-    style, script = _asset("assets/page.css"), _script()
+def write_plan_page(plan: Plan, path: str | os.PathLike[str]) -> Path:
+    """Write the page of a plan to `path`, as `write_page` does."""
+    return write_whole(lambda: render_plan_page(plan), path)
+
+
+def _render(title: str, plain: str, payload: dict[str, Any], kind: str = "page") -> str:
+    style, script = "".join(_asset(f"assets/{name}.css") for name in _STYLES[kind]), _script(kind)
     parts = {
         "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'",
         "title": html.escape(f"memfit: {title}"),
@@ -62,25 +78,7 @@ def _render(title: str, plain: str, payload: dict[str, Any]) -> str:
         "data": embed_json(payload),
     }
     # One pass over the template: what is put in is never searched for placeholders again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("templates/page.html"))
-
-
-def _write(render: Callable[[], str], path: str | os.PathLike[str]) -> Path:
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise OSError("it is not a file")
-    text = render()
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        # mkstemp makes files only their owner can read; a report is made to be shown to others.
-        os.chmod(temporary, _default_mode())
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return target
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset(f"templates/{kind}.html"))
 
 
 def embed_json(data: Any) -> str:
@@ -96,9 +94,9 @@ def embed_json(data: Any) -> str:
     return re.sub("[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def _script() -> str:
+def _script(kind: str = "page") -> str:
     # The files share one scope of their own, in this order; modules would need a server.
-    body = "\n".join(_asset(f"assets/{name}.js") for name in _SCRIPTS)
+    body = "\n".join(_asset(f"assets/{name}.js") for name in _SCRIPTS[kind])
     return f'"use strict";\n(() => {{\n{body}}})();\n'
 
 
@@ -109,10 +107,3 @@ def _asset(name: str) -> str:
 def _digest(text: str) -> str:
     digest = hashlib.sha256(text.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
-
-
-def _default_mode() -> int:
-    # The mask can only be read by setting it.
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask

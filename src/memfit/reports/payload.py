@@ -31,14 +31,7 @@ STACK = (
 
 def build_payload(estimate: Estimate) -> dict[str, Any]:
     """Everything the page shows, as a plain structure that `json` can write."""
-    timeline, replay = estimate.timeline, estimate.replay
-    # A replay that ran out of memory stops early; the timeline never does.
-    curve = replay.allocated if len(replay.allocated) == timeline.num_ticks else timeline.curve()
-    keep = [estimate.peak_tick, *(mark.tick for mark in timeline.marks)]
-    ticks = sample_ticks(curve, keep, MAX_SAMPLES)
-    categories = [c for c in STACK if any(b.category is c for b in timeline.blocks)]
-    series = _category_series(timeline, categories, ticks)
-    lost = replay.out_of_memory
+    timeline, lost = estimate.timeline, estimate.replay.out_of_memory
     return {
         "memfit": figures.package_version(),
         "headline": figures.headline(estimate),
@@ -56,6 +49,29 @@ def build_payload(estimate: Estimate) -> dict[str, Any]:
         "needed": estimate.peak_bytes,
         "neededText": figures.needed(estimate),
         "capacity": estimate.capacity_bytes,
+        "breakdown": _breakdown(estimate),
+        "overheads": list(figures.OVERHEADS),
+        "peakBytes": estimate.peak_bytes,
+        "host": [[row.name, row.size_bytes] for row in figures.rows(estimate.host.parts, estimate.host.total_bytes)],
+        "hostTotal": figures.host_total(estimate),
+        "hostOrigin": figures.host_origin(estimate),
+        "notes": [[note.code, note.text, note.source] for note in estimate.notes],
+        "run": None,
+        **build_curves(estimate),
+        **_blocks(timeline, _categories(timeline)),
+    }
+
+
+def build_curves(estimate: Estimate, max_samples: int = MAX_SAMPLES) -> dict[str, Any]:
+    """What a chart of memory over time is drawn from."""
+    timeline, replay = estimate.timeline, estimate.replay
+    # A replay that ran out of memory stops early; the timeline never does.
+    curve = replay.allocated if len(replay.allocated) == timeline.num_ticks else timeline.curve()
+    keep = [estimate.peak_tick, *(mark.tick for mark in timeline.marks)]
+    ticks = sample_ticks(curve, keep, max_samples)
+    categories = _categories(timeline)
+    series = _category_series(timeline, categories, ticks)
+    return {
         "context": estimate.context_bytes,
         "contextName": CONTEXT,
         "peakTick": estimate.peak_tick,
@@ -66,16 +82,12 @@ def build_payload(estimate: Estimate) -> dict[str, Any]:
         "series": [differences(values) for values in series],
         "allocated": differences(_values_at(replay.allocated, ticks)),
         "reserved": differences(_values_at(replay.reserved, ticks)),
-        "breakdown": _breakdown(estimate),
-        "overheads": list(figures.OVERHEADS),
-        "peakBytes": estimate.peak_bytes,
-        "host": [[row.name, row.size_bytes] for row in figures.rows(estimate.host.parts, estimate.host.total_bytes)],
-        "hostTotal": figures.host_total(estimate),
-        "hostOrigin": figures.host_origin(estimate),
-        "notes": [[note.code, note.text, note.source] for note in estimate.notes],
-        "run": None,
-        **_blocks(timeline, categories),
     }
+
+
+def _categories(timeline: Timeline) -> list[Category]:
+    found = {block.category for block in timeline.blocks}
+    return [category for category in STACK if category in found]
 
 
 def sample_ticks(curve: Sequence[int], keep: Iterable[int], budget: int) -> list[int]:

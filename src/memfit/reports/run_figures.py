@@ -1,17 +1,15 @@
 """What every report says about a dry run, before any of them decides how it looks.
 
-A report is a verdict, a few lines below it, and parts: a title with rows of a breakdown or with lines of text. Text,
-terminal and page show the same ones.
+A report is a verdict, a few lines below it, and parts. Text, terminal and page show the same ones.
 """
-
-from dataclasses import dataclass
 
 from memfit.core.dryrun import Advice, DryRun, Failure, Outcome, Scan
 from memfit.core.estimate import CACHED, CONTEXT, Estimate, Note
 from memfit.core.timeline import Phase
 from memfit.core.units import format_size
 from memfit.reports import figures
-from memfit.reports.figures import Row, printable
+from memfit.reports.figures import printable
+from memfit.reports.parts import KEEPS, Part, listed, note_line
 
 HARMLESS = "stand-in-value"
 """Code of the notes on values read from the device, which are summed up: they change no size by themselves."""
@@ -19,20 +17,8 @@ HARMLESS = "stand-in-value"
 REDIRECTED = "checkpoint-redirected"
 """Code of the notes on checkpoints, which have a part of their own."""
 
-KEEPS = {"exact": "same results", "rounding": "same up to rounding", "changes training": "changes training"}
-
 NUM_TOP = 5
 _NUM_LISTED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A titled part of a report: rows of a breakdown, or lines of text."""
-
-    title: str
-    rows: tuple[Row, ...] = ()
-    lines: tuple[str, ...] = ()
-    with_bar: bool = False
 
 
 def command(run: DryRun) -> str:
@@ -153,7 +139,7 @@ def parts(run: DryRun) -> list[Part]:
         title = f"Figures and their origin ({figures.parameters(estimate)} parameters)"
         found.append(Part(title, lines=tuple(_figure(f) for f in run_figures(run))))
     found += [_redirected_part(run), Part("Notes", lines=tuple(note_lines(run)))]
-    return [part for part in found if part.rows or part.lines]
+    return [part for part in found if part.holds_something]
 
 
 def run_figures(run: DryRun) -> list[figures.Figure]:
@@ -247,23 +233,6 @@ def note_lines(run: DryRun) -> list[str]:
     """Each note in a line, and one for all stand-ins."""
     lines = [*map(note_line, notes(run)), stand_ins(run)]
     return [line for line in lines if line]
-
-
-def note_line(note: Note) -> str:
-    """A note with its place: "data-dependent shape at train.py:88: upper bound used"."""
-    where = f" at {printable(note.source)}" if note.source else ""
-    name = note.code.replace("-", " ").replace("data dependent", "data-dependent")
-    return f"{printable(name)}{where}: {printable(note.text)}"
-
-
-def listed(names: list[str]) -> str:
-    """The first few names, and how many more there are.
-
-    >>> listed(["a", "b", "c", "d", "e"])
-    'a, b, c and 2 more'
-    """
-    more = len(names) - _NUM_LISTED
-    return ", ".join(names[:_NUM_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _progress(run: DryRun) -> str:

@@ -6,6 +6,7 @@ from memfit.core.dryrun import DryRun, Failure
 from memfit.core.errors import BadInput
 from memfit.core.units import format_size
 from memfit.reports import figures, run_figures
+from memfit.reports.parts import KEEPS
 from memfit.reports.payload import build_payload
 
 
@@ -63,7 +64,7 @@ def _advice(run: DryRun) -> list[list[Any]]:
             format_size(advice.saves_bytes),
             format_size(advice.peak_bytes),
             None if capacity is None else advice.peak_bytes <= capacity,
-            run_figures.KEEPS.get(advice.keeps, advice.keeps),
+            KEEPS.get(advice.keeps, advice.keeps),
             advice.origin.value,
             advice.how,
         ]

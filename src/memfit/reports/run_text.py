@@ -2,16 +2,12 @@
 
 from memfit.core.dryrun import DryRun
 from memfit.reports import run_figures
-from memfit.reports.text import format_row
+from memfit.reports.parts import format_parts
 
 RULE = "-" * 72
 
 
 def format_run(run: DryRun) -> str:
     """The whole run as plain text, without colours and without a trailing newline."""
-    lines = [RULE, run_figures.verdict(run), *(f"  {line}" for line in run_figures.details(run))]
-    for part in run_figures.parts(run):
-        lines += ["", part.title]
-        lines += [format_row(row, with_bar=part.with_bar) for row in part.rows]
-        lines += [f"  {line}" for line in part.lines]
-    return "\n".join(line.rstrip() for line in lines)
+    lines = format_parts(run_figures.verdict(run), run_figures.details(run), run_figures.parts(run))
+    return "\n".join([RULE, *lines])

@@ -14,6 +14,7 @@ from memfit.core.timeline import Category
 from memfit.core.units import format_size
 from memfit.reports import figures
 from memfit.reports.figures import UNKNOWN, Row
+from memfit.reports.parts import Grid, Part
 from memfit.reports.text import NUM_TOP, format_estimate
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ __all__ = [
     "render_devices",
     "render_estimate",
     "render_max_batch",
+    "render_parts",
     "require_rich",
     "verdict_style",
 ]
@@ -191,6 +193,44 @@ def render_max_batch(
             style="bold" if batch_size == chosen else "",
         )
     return Group(Text(title, style=f"bold {verdict_style(chosen is not None)}"), table)
+
+
+def render_parts(verdict: str, details: list[str], parts: list[Part], *, style: str) -> "RenderableType":
+    """A verdict in the colour of its answer, the lines below it, and titled parts."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    def line(text: str) -> "RenderableType":
+        # What wraps stays below its beginning.
+        indent = 2 + len(text) - len(text.lstrip())
+        return Padding(Text(text.lstrip()), (0, 0, 0, indent), expand=False)
+
+    found: list[RenderableType] = [Text(verdict, style=f"bold {style}"), *map(line, details)]
+    for part in parts:
+        found.append(Text(f"\n{part.title}", style="bold"))
+        if part.rows:
+            found.append(breakdown_table(list(part.rows), with_bar=part.with_bar))
+        if part.grid is not None:
+            found.append(Padding(_grid(part.grid), (0, 0, 0, 2), expand=False))
+        found += map(line, part.lines)
+    return Group(*found)
+
+
+def _grid(grid: Grid) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for title in grid.columns:
+        right = title.startswith(">")
+        table.add_column(title.removeprefix(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
+    for line in grid.lines:
+        first, *rest = (Text(cell) for cell in line.cells)
+        for remark in line.remarks:
+            first.append(f"\n{remark}", style="dim")
+        table.add_row(first, *rest)
+    return table
 
 
 def _with_origin(size_bytes: int | None, origin: Origin) -> str:

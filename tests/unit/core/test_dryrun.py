@@ -5,8 +5,11 @@ import pytest
 
 from memfit import commands
 from memfit.core import dryrun as module
-from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, Request
+from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, Request, Seen
 from memfit.core.errors import BadFile
+from memfit.core.profile import Work
+from memfit.core.settings import OptimizerKernels, Settings
+from memfit.core.timeline import Phase
 from tests.unit.reports.builders import MYSTERY, RTX_3090
 from tests.unit.reports.run_builders import (
     ADVICE,
@@ -152,3 +155,26 @@ def test_runs_are_values():
     assert dataclasses.replace(make_run(), num_steps=2) != make_run()
     with pytest.raises(dataclasses.FrozenInstanceError):
         make_run().num_steps = 5
+
+
+def test_settings_of_a_request_survive_its_file():
+    settings = Settings(micro_batches=4, checkpoint=("h.0",), kernels=OptimizerKernels.FUSED)
+    request = Request("train.py", False, (), RTX_3090, settings=settings, watch=True)
+
+    assert Request.from_json(json.dumps(request.to_json())) == request
+
+
+def test_what_a_run_showed_survives_json():
+    seen = Seen(
+        models=("GPT",),
+        optimizers=("AdamW",),
+        fusable=True,
+        batch_size=16,
+        work=(Work("h.0", Phase.FORWARD, "aten.mm", 100, 20, "float32"),),
+        recomputed=("h.0",),
+    )
+    run = make_run(seen=seen)
+
+    assert DryRun.from_json(json.dumps(run.to_json())) == run
+    assert "seen" not in make_run().to_json()
+    assert DryRun.from_json(make_run().to_json()).seen is None

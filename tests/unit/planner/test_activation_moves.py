@@ -2,7 +2,13 @@ import dataclasses
 
 from memfit.core.timeline import Category, Phase, Timeline
 from memfit.core.units import MIB
-from memfit.planner.activation_moves import autocast, checkpoint_units, halve_micro_batch
+from memfit.planner.activation_moves import (
+    autocast,
+    checkpoint_units,
+    checkpointed,
+    halve_micro_batch,
+    level_of_units,
+)
 from memfit.planner.structure import Spans
 from tests.unit.planner.builders import Script, is_sound, live, most, situation, training
 
@@ -173,3 +179,17 @@ def test_autocast_is_not_offered_twice():
     script.allocate(WEIGHT // 2, Category.ACTIVATION, "head", "aten._to_copy")
 
     assert autocast(situation(script.timeline(), num_parameters=WEIGHT // 4)) is None
+
+
+def test_only_the_chosen_units_are_checkpointed():
+    timeline = training(num_layers=4)
+    some = checkpointed(timeline, {"layers.0", "layers.1"}, 1)
+    every = checkpointed(timeline, {f"layers.{number}" for number in range(4)}, 1)
+
+    assert is_sound(some)
+    assert every.peak()[1] < some.peak()[1] < timeline.peak()[1]
+
+
+def test_there_is_no_level_where_nothing_repeats():
+    assert level_of_units(training(names="part{}")) is None
+    assert level_of_units(training()) == 1

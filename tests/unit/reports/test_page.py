@@ -7,11 +7,22 @@ import stat
 import pytest
 
 from memfit.core.estimate import Note
+from memfit.core.plan import PlannedMove, Point, Refusal
+from memfit.core.settings import Keeps, Settings
 from memfit.core.timeline import Category, Phase
 from memfit.core.units import MIB
 from memfit.reports import page
-from memfit.reports.page import embed_json, render_page, render_run_page, write_page, write_run_page
+from memfit.reports.page import (
+    embed_json,
+    render_page,
+    render_plan_page,
+    render_run_page,
+    write_page,
+    write_plan_page,
+    write_run_page,
+)
 from tests.unit.reports.builders import RTX_3090, Recorder, make_estimate, make_large_estimate, make_timeline
+from tests.unit.reports.plan_builders import MOVES, make_easy_plan, make_plan, make_small_plan
 from tests.unit.reports.run_builders import make_dead_run, make_failure, make_run, make_scan
 
 EVIL = "</script><img src=x onerror=alert(1)><!-- {{data}} \u2028 &amp;"
@@ -32,8 +43,9 @@ def test_page_holds_the_figures():
     assert data["peakTick"] == estimate.peak_tick
 
 
-def test_page_needs_no_network():
-    text = render_page(make_estimate())
+@pytest.mark.parametrize("render", [lambda: render_page(make_estimate()), lambda: render_plan_page(make_plan())])
+def test_page_needs_no_network(render):
+    text = render()
 
     assert "http://" not in text
     assert "https://" not in text
@@ -41,9 +53,10 @@ def test_page_needs_no_network():
     assert not re.search(r"<(?:link|iframe|img|object)\b|\b(?:src|href)\s*=|@import|url\(", text)
 
 
-def test_script_never_parses_text_as_markup():
+@pytest.mark.parametrize("kind", ["page", "plan"])
+def test_script_never_parses_text_as_markup(kind):
     assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", page._script()
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", page._script(kind)
     )
 
 
@@ -172,3 +185,42 @@ def test_page_of_a_run_is_written_whole(tmp_path):
     assert path.read_text(encoding="utf-8") == render_run_page(make_run())
     with pytest.raises(OSError, match="it is not a file"):
         write_run_page(make_run(), tmp_path)
+
+
+@pytest.mark.parametrize("plan", [make_plan(), make_easy_plan(), make_small_plan()])
+def test_page_of_a_plan_holds_it(plan):
+    text = render_plan_page(plan)
+
+    data = data_of(text)
+    assert not re.search(r"\{\{\w+\}\}", text)
+    assert data["fits"] is plan.fits
+    assert [row[0] for row in data["moves"]] == [move.title for move in plan.moves]
+    assert len(text.encode()) < 1_000_000
+    assert "budget" in re.search(r"<noscript><pre>(.*?)</pre>", text, re.DOTALL)[1]
+
+
+def test_what_a_plan_says_cannot_leave_its_place():
+    # GIVEN markup wherever text of others comes in
+    origin = MOVES[0].saves_origin
+    plan = make_plan(
+        subject=EVIL,
+        settings=Settings(checkpoint=(EVIL,)),
+        moves=(PlannedMove(EVIL, EVIL, Keeps.CHANGES, 1, origin, 1.0, origin, EVIL),),
+        front=(Point(1, 1.0, EVIL, Settings()),),
+        refused=(Refusal(EVIL, EVIL),),
+        notes=(Note(EVIL, EVIL, EVIL),),
+    )
+
+    text = render_plan_page(plan)
+
+    harmless = render_plan_page(make_plan())
+    for tag in ("<script", "</script", "<img", "<!--", "\u2028"):
+        assert text.count(tag) == harmless.count(tag)
+    assert data_of(text)["refused"] == [[EVIL, EVIL]]
+
+
+def test_page_of_a_plan_is_written_whole(tmp_path):
+    path = write_plan_page(make_plan(), tmp_path / "plan.html")
+
+    assert path.read_text(encoding="utf-8") == render_plan_page(make_plan())
+    assert os.listdir(tmp_path) == ["plan.html"]

@@ -93,6 +93,8 @@ class SimulatedOperators(TorchDispatchMode):
         self._taken_apart = False
         self.on_write: Callable[[torch.Tensor], None] | None = None
         """Called with each tensor that an operator is about to change in place."""
+        self.on_run: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None] | None = None
+        """Called with each operator that did work on the device: its arguments and its output."""
         self.readings = Readings(lambda: origin.current()[1], report)
         self._recorder = recorder
         self._origin = origin
@@ -147,6 +149,8 @@ class SimulatedOperators(TorchDispatchMode):
         if func is _ADD and self._accumulation.in_place(args, kwargs):
             if self._values is not None:
                 self._values.forget(args[0])
+            if self.on_run is not None:
+                self.on_run(func, args, kwargs, args[0])
             return args[0]
         self._taken_apart = False
         if kind is Behaviour.IN_PLACE and self.on_write is not None:
@@ -156,6 +160,8 @@ class SimulatedOperators(TorchDispatchMode):
             self._values.follow(func, args, kwargs, out)
             if func is _SOFTMAX:
                 self.readings.are_probabilities(out)
+        if self.on_run is not None and not self._taken_apart:
+            self.on_run(func, args, kwargs, out)
         return out
 
     def _run_on_device(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Behaviour) -> Any:
@@ -285,6 +291,8 @@ class SimulatedOperators(TorchDispatchMode):
                     self._values.follow(func, args, kwargs, out)
         elif not isinstance(out, torch.Tensor):
             self._add(out, self._name(func))
+        if self.on_run is not None:
+            self.on_run(func, args, kwargs, out)
         return out
 
     def _elsewhere(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:

@@ -12,6 +12,7 @@ from memfit.core.device import Device
 from memfit.core.errors import BadBatch, BadInput, BadModel, StepFailed
 from memfit.core.estimate import Note
 from memfit.core.job import Job
+from memfit.core.settings import Settings
 
 _DEFAULT_BATCH_SIZE = 8
 
@@ -29,6 +30,23 @@ def open_job(job: Job, device: Device, batch_size: int | None = None) -> "OpenJo
     return OpenJob(job, device, batch_size)
 
 
+def subject(opened: "OpenJob") -> Any:
+    """The job as a planner asks for it."""
+    # Plans need much that estimates do without.
+    from memfit.adapters.torch.fitting.subject import Subject
+
+    return Subject(opened)
+
+
+def fit(settings: Settings, model: torch.nn.Module, optimizer: Any) -> Any:
+    """Model and optimizer, run as settings say."""
+    from memfit.adapters.torch.fitting.fitted import Fitted
+
+    if not isinstance(model, torch.nn.Module):
+        raise BadModel(f"a plan is applied to a torch.nn.Module, but {type(model).__name__} was given.")
+    return Fitted(settings, model, optimizer)
+
+
 class OpenJob:
     """A job whose model is at hand.
 
@@ -41,57 +59,67 @@ class OpenJob:
     def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
         if not callable(job.loss):
             raise BadInput(f"loss must be a function of (model, batch), but {type(job.loss).__name__} was given.")
-        self._job = job
-        self._device = device
-        self._model = _open_model(job.model)
+        self.job = job
+        self.device = device
+        self.model = _open_model(job.model)
         if batch_size is not None and batch_size < 1:
             raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
-        self.name = job.name or type(self._model).__name__
+        self.name = job.name or type(self.model).__name__
         self.batch_size: int | None
         if callable(job.batch):
             # What a batch size means is then the function's own business: pairs may have twice as many rows.
             self.batch_size = batch_size or _DEFAULT_BATCH_SIZE
-            self._batch = self._made(self.batch_size)
+            self.batch = self._made(self.batch_size)
         else:
             check_batch(job.batch)
             self.batch_size = common_first_dimension(job.batch)
-            self._batch = job.batch
+            self.batch = job.batch
         if batch_size is not None and batch_size != self.batch_size:
             if self.batch_size is None:
                 raise BadBatch(
                     "the batch's tensors share no first dimension, so no batch size can be set. Give a batch whose "
                     "tensors do, or a function that makes a batch of a given size."
                 )
-            self._batch = resized(self._batch, self.batch_size, batch_size)
+            self.batch = resized(self.batch, self.batch_size, batch_size)
             self.batch_size = batch_size
         self.notes = self._remarks()
 
     def _made(self, batch_size: int) -> Any:
         """The batch that the job's own function makes."""
         with undisturbed(), explained("batch function"):
-            batch = self._job.batch(batch_size)
+            batch = self.job.batch(batch_size)
         check_batch(batch)
         return batch
 
-    def trace(self, batch_size: int | None) -> Trace:
-        """The trace at `batch_size`, or with the batch as it was given when None."""
-        job = self._job
-        batch = self._batch
+    def step(self, batch_size: int | None, settings: Settings | None = None) -> Step:
+        """The step at `batch_size`, ready to be traced; arguments as for `trace`."""
+        job = self.job
+        batch = self.batch
         if batch_size is not None and batch_size != self.batch_size:
             batch = self._made(batch_size) if callable(job.batch) else resized(batch, self.batch_size, batch_size)
-        step = Step(
-            model=self._model,
+        return Step(
+            model=self.model,
             loss=job.loss,
             batch=batch,
             optimizer=job.optimizer,
             precision=job.precision,
             training=job.mode == "training",
             set_to_none=job.set_to_none,
+            settings=settings,
         )
+
+    def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
+        """The trace at `batch_size`, or with the batch as it was given when None.
+
+        Args:
+            batch_size: samples of one update.
+            settings: how the step is run; None: as it is.
+        """
+        step = self.step(batch_size, settings)
         try:
-            return trace(step, self._device)
+            return trace(step, self.device)
         except StepFailed as failure:
-            sizes = sorted({t.shape[0] for t in tensors_in(batch) if t.dim()})
+            sizes = sorted({t.shape[0] for t in tensors_in(step.batch) if t.dim()})
             if len(sizes) > 1:
                 numbers = ", ".join(map(str, sizes))
                 raise BadBatch(
@@ -101,7 +129,7 @@ class OpenJob:
             raise
 
     def _remarks(self) -> tuple[Note, ...]:
-        if self._job.mode == "training" and not self._model.training:
+        if self.job.mode == "training" and not self.model.training:
             text = "the model is in evaluation mode (model.eval()): its dropout and batch norm are counted as such"
             return (Note("evaluation-mode", text),)
         return ()

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from memfit.adapters.torch.fitting.micro_batches import split
+from memfit.adapters.torch.job import common_first_dimension
 from memfit.adapters.torch.replacement import Replacement
 from memfit.adapters.torch.stand_in import map_tensors
 from memfit.core.dryrun import Scan, ScannedLeaf
+from memfit.core.errors import BadBatch
 
 
 @dataclass(slots=True)
@@ -60,17 +63,30 @@ class Loaders:
         num_scanned: batches to draw ahead; 0: none.
         scanned: which iteration of a loader to draw ahead from, counted from 0.
         progress: called after each batch drawn ahead, with its number.
+        parts: each batch of the loader that is split is given in so many parts, one after the other.
+        split: which iteration of a loader to begin with that; the same loader's later ones follow.
     """
 
     def __init__(
-        self, num_scanned: int = 0, scanned: int | None = None, progress: Callable[[int], None] = lambda number: None
+        self,
+        num_scanned: int = 0,
+        scanned: int | None = None,
+        progress: Callable[[int], None] = lambda number: None,
+        *,
+        parts: int = 1,
+        split: int | None = None,
     ) -> None:
         self._num_scanned = num_scanned
         self._scanned = scanned
         self._progress = progress
+        self._parts = parts
+        self._split = split
+        self._split_loader: Any = None
         self._num_iterations = 0
         self._last: int | None = None
         self.training: int | None = None
+        self.batch_size: int | None = None
+        """First dimension that the tensors of the first training batch share, or None."""
         self._sizes: _Sizes | None = None
 
     def settle(self) -> None:
@@ -93,12 +109,17 @@ class Loaders:
             iterator = plain(loader)
             if ordinal == watch._scanned:
                 return watch._largest_first(iterator, loader)
-            return _Watched(iterator, lambda: watch._read(ordinal))
+            if watch._parts > 1 and ordinal == watch._split:
+                watch._split_loader = loader
+            parts = watch._parts if loader is watch._split_loader else 1
+            return _Watched(iterator, lambda batch: watch._read(ordinal, batch), parts)
 
         return [Replacement(DataLoader, "__iter__", __iter__)]
 
-    def _read(self, ordinal: int) -> None:
+    def _read(self, ordinal: int, batch: Any) -> None:
         self._last = ordinal
+        if self.training is None:
+            self.batch_size = common_first_dimension(batch)
 
     def _largest_first(self, iterator: Iterator[Any], loader: Any) -> Iterator[Any]:
         self._sizes = sizes = _Sizes(_length(loader))
@@ -119,25 +140,37 @@ class Loaders:
 
 
 class _Watched:
-    """An iterator that says when it is read; everything else is the loader's own iterator."""
+    """An iterator that says when it is read and gives batches in parts; all else is the loader's own iterator."""
 
-    def __init__(self, iterator: Any, read: Callable[[], None]) -> None:
+    def __init__(self, iterator: Any, read: Callable[[Any], None], parts: int = 1) -> None:
         self._iterator = iterator
         self._said = read
+        self._parts = parts
+        self._waiting: list[Any] = []
 
     def __iter__(self) -> "_Watched":
         return self
 
     def __next__(self) -> Any:
-        batch = next(self._iterator)
-        self._said()
-        return batch
+        if not self._waiting:
+            batch = next(self._iterator)
+            self._said(batch)
+            self._waiting = [batch] if self._parts == 1 else _parts(batch, self._parts)
+        return self._waiting.pop(0)
 
     def __len__(self) -> int:
         return len(self._iterator)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
+
+
+def _parts(batch: Any, count: int) -> list[Any]:
+    """The batch in parts; all of it where it can't be split, such as a last one with too few samples."""
+    try:
+        return split(batch, count)
+    except BadBatch:
+        return [batch]
 
 
 def _length(loader: Any) -> int | None:

@@ -48,6 +48,7 @@ class Look(TorchFunctionMode):
         self._places = places
         self._report = report
         self._cpu_means_host = knows_device or torch.cuda.is_available()
+        self._host_as_shapes = False
         self._type = places.device.type
         self._scalars_stay = False
         self.default_device: torch.device | None = None
@@ -129,6 +130,10 @@ class Look(TorchFunctionMode):
         elif self.default_device is not None and func in self._all_constructors:
             return self._call_for(self.default_device, func, args, kwargs)
         return func(*args, **kwargs)
+
+    def know_host(self) -> None:
+        """From now on "cpu" means the host, and what goes there stays of shapes only: shards may be large."""
+        self._cpu_means_host = self._host_as_shapes = True
 
     @contextmanager
     def keeping_scalars(self) -> Iterator[None]:
@@ -240,6 +245,8 @@ class Look(TorchFunctionMode):
         if place is None:
             if self._guessed_host(tensor, device):
                 place = self._places.device
+            elif self._host_as_shapes and self._simulated((tensor,)) and torch.device(device).type == "cpu":
+                place = torch.device("cpu")
             elif self._on_host_as_shape(tensor):
                 return func(tensor, **kwargs)
             else:
@@ -273,6 +280,8 @@ class Look(TorchFunctionMode):
         return self._move(args[0], "cuda" if given is None else given, torch.Tensor.to, {})
 
     def _cpu(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._host_as_shapes and self._type != "cpu" and self._simulated(args):
+            return self._move(args[0], "cpu", torch.Tensor.to, {})
         stays = self._on_host_as_shape(args[0]) or (self._type == "cpu" and self._simulated(args))
         return args[0] if stays else func(*args, **kwargs)
 

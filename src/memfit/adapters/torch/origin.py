@@ -100,6 +100,13 @@ class OriginTracker:
             return self._by_sequence.get(node._sequence_nr(), _NOWHERE)
         return self._stack[-1], self.source()
 
+    def module(self) -> str:
+        """The module path of what runs now."""
+        node = torch._C._current_autograd_node()
+        if node is not None and not torch.is_grad_enabled():
+            return self._by_sequence.get(node._sequence_nr(), _NOWHERE)[0]
+        return self._stack[-1]
+
     def remember(self) -> None:
         """Notes what runs now under the sequence number of the autograd node that is being made for it."""
         number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]

@@ -40,12 +40,17 @@ class Recorder:
         self._origins: list[tuple[str, str]] = []
         self._marks: dict[int, tuple[Phase, int]] = {}
         self._origin = origin
-        self._permanent: set[int] = set()
+        self.permanent: set[int] = set()
+        """Blocks that nothing ever frees."""
         self._refs: dict[int, _StorageRef] = {}
         self._index_of: dict[int, int] = {}
+        self.on_enter: Callable[[Phase, int], None] | None = None
+        """Called with each phase and step, before it begins."""
 
     def enter(self, phase: Phase, step: int) -> None:
         """From now on blocks belong to `phase` of `step`."""
+        if self.on_enter is not None:
+            self.on_enter(phase, step)
         self.phase, self.step = phase, step
         self._marks[len(self.events)] = (phase, step)
         self.events.append(_MARK)
@@ -82,7 +87,7 @@ class Recorder:
 
     def add_permanent(self, size_bytes: int, op: str, category: Category) -> None:
         """A block that nothing ever frees, such as a library's workspace."""
-        self._permanent.add(self._start(size_bytes, op, category))
+        self.permanent.add(self._start(size_bytes, op, category))
 
     def resized(self, storage: Any, op: str) -> None:
         """Follows a storage that changed its size in place."""
@@ -112,6 +117,15 @@ class Recorder:
         """What the storage of `tensor` is for; None where that isn't known."""
         index = self._index_of.get(tensor.untyped_storage()._cdata)
         return None if index is None else self.categories[index]
+
+    def block_of(self, tensor: Any) -> int | None:
+        """The number of the live block that holds `tensor`; None where it is in no block."""
+        return self._index_of.get(tensor.untyped_storage()._cdata)
+
+    @property
+    def tick(self) -> int:
+        """How many blocks have been started or ended."""
+        return len(self.events) - len(self._marks)
 
     def known(self, tensor: Any) -> bool:
         """Whether the storage of `tensor` is a live block."""
@@ -167,7 +181,7 @@ class Recorder:
         self._phases = [self._phases[index] for index in kept]
         self._ops = [self._ops[index] for index in kept]
         self._origins = [self._origins[index] for index in kept]
-        self._permanent = {number[index] for index in self._permanent}
+        self.permanent = {number[index] for index in self.permanent}
         self._refs = {number[index]: reference for index, reference in list(self._refs.items())}
         for index, reference in list(self._refs.items()):
             reference.index = index
@@ -216,13 +230,16 @@ class Recorder:
                 event = self.events[position]
                 if event == _MARK:
                     phase, step = self._marks[position]
-                    if phase is Phase.FORWARD:
+                    # The forward pass of a further micro-batch follows a backward pass.
+                    if phase is Phase.FORWARD and (
+                        not composed_marks or composed_marks[-1].phase is not Phase.BACKWARD
+                    ):
                         seen_forward += 1
                     number = step if segments is None or not step else seen_forward
                     composed_marks.append(Mark(tick, phase, number))
                     continue
                 if event >= 0:
-                    if event in current and event in self._permanent:
+                    if event in current and event in self.permanent:
                         continue
                     current[event] = len(starts)
                     starts.append((event, tick))

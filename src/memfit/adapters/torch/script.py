@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +20,7 @@ from memfit.adapters.torch import distributed, failures, fallbacks
 from memfit.adapters.torch.checkpoints import Checkpoints
 from memfit.adapters.torch.cuda_memory import DeviceMemory
 from memfit.adapters.torch.exit_functions import ExitFunctions
+from memfit.adapters.torch.fitting.from_outside import FromOutside
 from memfit.adapters.torch.imports import on_import
 from memfit.adapters.torch.loaders import Loaders
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS
@@ -26,7 +28,7 @@ from memfit.adapters.torch.processes import Processes
 from memfit.adapters.torch.session import Session
 from memfit.adapters.torch.steps import EndOfRun
 from memfit.adapters.torch.torchvision_operators import define_missing_operators
-from memfit.core.dryrun import DryRun, Outcome, Request, Scan
+from memfit.core.dryrun import DryRun, Outcome, Request, Scan, Seen
 
 
 class ScriptRun:
@@ -46,7 +48,13 @@ class ScriptRun:
         configure: Callable[[Callable[[str], None]], None] = lambda report: None,
     ) -> None:
         self._request = request
-        self.loaders = Loaders(request.scan, request.loader_ordinal if request.largest_first else None)
+        self._fitting = None if request.settings is None else FromOutside(request.settings)
+        self.loaders = Loaders(
+            request.scan,
+            request.loader_ordinal if request.largest_first else None,
+            parts=1 if request.settings is None else request.settings.micro_batches,
+            split=request.loader_ordinal,
+        )
         self.session = Session(
             request.device,
             memory,
@@ -54,6 +62,8 @@ class ScriptRun:
             steps=request.steps,
             settled=self.loaders.settle,
             configure=configure,
+            fitting=self._fitting,
+            watch=request.watch,
         )
         report = self.session.simulation.notes.report
         simulation = self.session.simulation
@@ -130,7 +140,14 @@ class ScriptRun:
             scan=self._scan(),
             seconds=seconds,
             allocator=session.memory.options,
+            seen=self._seen(),
         )
+
+    def _seen(self) -> Seen | None:
+        if not self._request.watch and self._fitting is None:
+            return None
+        recomputed = () if self._fitting is None else tuple(sorted(self._fitting.recomputed))
+        return replace(self.session.seen, batch_size=self.loaders.batch_size, recomputed=recomputed)
 
     def _outcome(self, error: BaseException | None, num_steps: int) -> tuple[Outcome, int | None]:
         if isinstance(error, EndOfRun) or (isinstance(error, KeyboardInterrupt) and self.session.counter.has_ended):

@@ -23,17 +23,20 @@ from memfit.adapters.torch.checkpoints import Checkpoints
 from memfit.adapters.torch.cuda_memory import DeviceMemory, out_of_memory_message
 from memfit.adapters.torch.cuda_module import cuda_replacements
 from memfit.adapters.torch.distributed import distributed_replacements
+from memfit.adapters.torch.fitting.from_outside import FromOutside, has_fused_kernel
+from memfit.adapters.torch.fitting.work import WorkLog
 from memfit.adapters.torch.imports import on_import
 from memfit.adapters.torch.large_weights import LargeWeights
 from memfit.adapters.torch.live_recorder import LiveRecorder
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.replacement import Replacement, replaced
 from memfit.adapters.torch.restoration import Restoration, random_states_kept
+from memfit.adapters.torch.shapes import tensors
 from memfit.adapters.torch.simulation import ONE_AT_A_TIME, Simulation, eager
 from memfit.adapters.torch.stand_in import dense_parts, tensors_in
 from memfit.adapters.torch.steps import StepCounter
 from memfit.core.device import Device
-from memfit.core.dryrun import Failure
+from memfit.core.dryrun import Failure, Seen
 from memfit.core.estimate import DRY_RUN, Estimate, HostMemory, Note
 from memfit.core.timeline import Category, Phase
 
@@ -58,6 +61,8 @@ class Session:
         steps: optimizer steps after which the program is ended.
         settled: called after each optimizer step.
         configure: called before the first allocation, with what takes a sentence about each setting not simulated.
+        fitting: changes how the program's steps are run; None leaves them as they are.
+        watch: note the work of operators.
     """
 
     def __init__(
@@ -69,10 +74,14 @@ class Session:
         steps: int = NO_END,
         settled: Callable[[], None] = lambda: None,
         configure: Callable[[Callable[[str], None]], None] = lambda report: None,
+        fitting: FromOutside | None = None,
+        watch: bool = False,
     ) -> None:
         self.device = device
         self.memory = memory
         self.failures: list[Failure] = []
+        self.seen = Seen()
+        self._fitting = fitting
         self._count = count
         self._settled = settled
         self._first_block = 0
@@ -94,6 +103,9 @@ class Session:
         self.simulation.around_backward = self._in_backward
         self.counter = StepCounter(steps, self._begin_update, self._end_update, self.simulation.is_on)
         self.simulation.operators.on_write = self._written
+        self._work = WorkLog()
+        if watch:
+            self.simulation.operators.on_run = self._worked
 
     @contextmanager
     def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
@@ -168,8 +180,13 @@ class Session:
             Replacement(torch.UntypedStorage, "resize_", resize),
             Replacement(threading.Thread, "start", start),
             Replacement(threading.Thread, "_bootstrap_inner", bootstrap),
-            Replacement(torch.optim.Optimizer, "__init__", self.counter.counting_init()),
+            Replacement(torch.optim.Optimizer, "__init__", self.counter.counting_init(self._made)),
+            *([] if self._fitting is None else self._fitting.replacements()),
         ]
+
+    def _made(self, optimizer: Any) -> None:
+        if self._fitting is not None:
+            self._fitting.made(optimizer)
 
     @contextmanager
     def _in_backward(self, accumulates: bool) -> Iterator[None]:
@@ -237,6 +254,9 @@ class Session:
 
     def _met(self, model: torch.nn.Module, name: str) -> None:
         """A model is called for the first time: its parameters get their names."""
+        if self._fitting is not None:
+            self._fitting.met(model, name)
+        self.seen = replace(self.seen, models=(*self.seen.models, type(model).__name__))
         prefix = f"{name}." if name else ""
         if any(torch.nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
             # Its shapes are found out in this call; it is met again in the next.
@@ -293,8 +313,11 @@ class Session:
         if any(reference() is model for reference in self._lazy):
             self._lazy = [reference for reference in self._lazy if reference() is not model]
             self._met(model, self.origin.path(model))
-        if self.recorder.phase is not Phase.FORWARD and torch._C._current_autograd_node() is None:
-            self._enter(Phase.FORWARD)
+        if torch._C._current_autograd_node() is None:
+            if self.recorder.phase is not Phase.FORWARD:
+                self._enter(Phase.FORWARD)
+            if self._fitting is not None:
+                self._fitting.entered()
 
     def _enter(self, phase: Phase) -> None:
         self._first_block = self.recorder.num_blocks
@@ -303,6 +326,8 @@ class Session:
     def _begin_backward(self, *, accumulates: bool) -> None:
         if accumulates:
             self.counter.begin_backward()
+        if self._fitting is not None:
+            self._fitting.left()
         self.recorder.classify_live(self._first_block, Category.ACTIVATION)
         self._enter(Phase.BACKWARD)
 
@@ -325,8 +350,26 @@ class Session:
 
     def _begin_update(self, optimizer: Any) -> None:
         self.on_update(optimizer)
+        self._note_optimizer(optimizer)
+        if self._fitting is not None:
+            self._fitting.updating(optimizer)
         self._updating = True
         self._enter(Phase.OPTIMIZER)
+
+    def _worked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if not any(tensor.is_meta for tensor in tensors((*args, *kwargs.values(), out))):
+            # The host's own work.
+            return
+        phase = self.recorder.phase
+        if phase is not Phase.FORWARD or torch.is_grad_enabled():
+            # Without gradients it is an evaluation between two steps.
+            self._work.add(self.origin.current()[0], phase, func, args, kwargs, out)
+
+    def _note_optimizer(self, optimizer: Any) -> None:
+        if self.counter.num_steps == 0:
+            known = self.seen.optimizers
+            fusable = has_fused_kernel(optimizer) and (self.seen.fusable or not known)
+            self.seen = replace(self.seen, optimizers=(*known, type(optimizer).__name__), fusable=fusable)
 
     def _watch_keras(self, module: ModuleType) -> None:
         given = keras_optimizers.update_replacements(module, self.counter.begin_step, self.counter.end_step)
@@ -346,10 +389,14 @@ class Session:
         else:
             for tensor in keras_optimizers.state_of(optimizer):
                 self._classify(tensor, Category.OPTIMIZER_STATE, "")
+        if self._fitting is not None:
+            self._fitting.updated(optimizer)
         # From here until a model is called it is the loop's own work.
         self._enter(Phase.FORWARD)
         self._num_recovered = len(self.failures)
         self.simulation.operators.readings.step_taken()
+        self.seen = replace(self.seen, work=tuple(self._work.operations))
+        self._work = WorkLog()
         self._settled()
 
     def _classify_state(self, optimizer: torch.optim.Optimizer) -> None:

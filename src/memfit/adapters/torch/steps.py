@@ -110,8 +110,8 @@ class StepCounter:
 
         return [register_optimizer_step_pre_hook(self.begin_step), register_optimizer_step_post_hook(self.end_step)]
 
-    def counting_init(self) -> Callable[..., None]:
-        """Stands in for `Optimizer.__init__`, to hear of optimizers before they step."""
+    def counting_init(self, made: Callable[[Any], None] = lambda optimizer: None) -> Callable[..., None]:
+        """Stands in for `Optimizer.__init__`, to hear of optimizers before they step; `made` is told of each."""
         plain: Callable[..., None] = torch.optim.Optimizer.__init__
         counter = self
 
@@ -119,5 +119,6 @@ class StepCounter:
             plain(self, *args, **kwargs)
             if counter._is_on():
                 counter.made(self)
+                made(self)
 
         return __init__

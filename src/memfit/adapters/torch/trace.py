@@ -8,7 +8,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,11 @@ from memfit.adapters.torch.simulation import ONE_AT_A_TIME, Simulation, eager
 from memfit.adapters.torch.stand_in import ShapeCopies, dense_parts, map_tensors, swapped, tensors_in
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
+from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Phase, Timeline
+
+if TYPE_CHECKING:
+    from memfit.adapters.torch.fitting.fitted import Fitted
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 OPTIMIZER = "(optimizer)"
@@ -39,6 +43,7 @@ class Step:
         precision: one of `memfit.core.job.PRECISIONS`, or None to leave the model as it is.
         training: forward, backward and optimizer; otherwise a forward pass without gradients.
         set_to_none: gradients are freed before each step (PyTorch's default) rather than zeroed in place.
+        settings: how a training step is run; None: as it is. They say themselves what becomes of gradients.
     """
 
     model: torch.nn.Module
@@ -48,6 +53,7 @@ class Step:
     precision: str | None = None
     training: bool = True
     set_to_none: bool = True
+    settings: Settings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class Trace:
     num_parameters: int
     parameter_bytes: int
     batch_bytes: int
+    host_bytes: int = 0
+    """Host memory for what waits there, as the settings say."""
 
 
 def trace(step: Step, device: Device) -> Trace:
@@ -69,12 +77,16 @@ def trace(step: Step, device: Device) -> Trace:
 class _Tracer:
     def __init__(self, step: Step, device: Device) -> None:
         self.step = step
+        self.device = device
         self.on_cuda = device.kind is Kind.CUDA
         self.origin = OriginTracker(step.model)
         self.recorder = Recorder(self.origin.current)
         self.simulation = Simulation(device, self.recorder, self.origin)
         self.last_loss: Any = None
         self.module_of: dict[int, str] = {}
+        self.fitted: Fitted | None = None
+        self._step_number = 0
+        self._first_of_part = 0
 
     def run(self) -> Trace:
         with ONE_AT_A_TIME:
@@ -93,6 +105,9 @@ class _Tracer:
             batch = map_tensors(step.batch, copies.of)
             stack.enter_context(self.simulation.running())
             optimizer = optimizer_for(step.optimizer, step.model, copies, parameters) if step.training else None
+            self.recorder.enter(Phase.SETUP, 0)
+            if step.training and step.settings is not None:
+                optimizer = self._fit(stack, step.settings, optimizer)
             self._set_up(step.model, batch)
             segments = self._train(optimizer, batch) if step.training else self._infer(batch)
             self.recorder.stop()
@@ -104,10 +119,32 @@ class _Tracer:
             sum(p.numel() for p in parameters),
             parameter_bytes,
             batch_bytes,
+            0 if self.fitted is None else self.fitted.host_bytes,
         )
 
+    def _fit(self, stack: ExitStack, settings: Settings, optimizer: Any) -> Any:
+        """Runs the steps as `settings` say; gives the optimizer that they make of this one."""
+        # Fitting is for plans: estimates do without.
+        from memfit.adapters.torch.fitting.fitted import Fitted
+        from memfit.adapters.torch.fitting.sharding import simulated_group
+
+        stack.enter_context(simulated_group(self.simulation, self.recorder, self.device, settings.num_devices))
+        with failures.explained("preparation"):
+            self.fitted = stack.enter_context(
+                Fitted(
+                    settings,
+                    self.step.model,
+                    optimizer,
+                    self._observe,
+                    around=self.origin.inside,
+                    updating=self._updating,
+                    # All others repeat the second.
+                    most_parts=2,
+                )
+            )
+        return self.fitted.optimizer
+
     def _set_up(self, model: torch.nn.Module, batch: Any) -> None:
-        self.recorder.enter(Phase.SETUP, 0)
         for name, parameter in model.named_parameters():
             self.module_of[id(parameter)] = name.rpartition(".")[0]
             self._add(parameter, name, Category.PARAMETER)
@@ -119,8 +156,13 @@ class _Tracer:
 
     def _add(self, tensor: torch.Tensor, name: str, category: Category) -> None:
         module = name.rpartition(".")[0]
-        for part in dense_parts(tensor):
-            self.recorder.add_named(part, str(category), category, (module, ""))
+        for part in _held(tensor):
+            if self.recorder.known(part) and self.recorder.category(part) is None:
+                # Made when the step was fitted.
+                self.recorder.classify(part, category, module)
+            # Shards may wait on the host.
+            if self.simulation.places.of(part) == self.simulation.places.device:
+                self.recorder.add_named(part, str(category), category, (module, ""))
 
     def _forward(self, batch: Any) -> Any:
         step = self.step
@@ -138,7 +180,7 @@ class _Tracer:
         after_backward = len(recorder.events)
         self._update(optimizer, batch, 1)
         after_first = len(recorder.events)
-        if not self.step.set_to_none:
+        if not self._repeats():
             self._clear_gradients(optimizer, set_to_none=False)
             self._forward_backward(batch, 2)
             self._update(optimizer, batch, 2)
@@ -162,8 +204,21 @@ class _Tracer:
             (after_first, after_second),
         ]
 
+    def _repeats(self) -> bool:
+        """Whether the second step does what the first did, but for the optimizer's state that is there by then."""
+        settings = self.step.settings
+        if settings is None:
+            return self.step.set_to_none
+        return settings.set_to_none and not settings.step_in_backward
+
     def _forward_backward(self, batch: Any, number: int) -> None:
         recorder = self.recorder
+        if self.fitted is not None:
+            self._step_number = number
+            with failures.explained("backward"):
+                self.last_loss = self.fitted.backward(lambda _, part: self._forward(part), batch)
+            self._classify_gradients()
+            return
         recorder.enter(Phase.FORWARD, number)
         first = recorder.num_blocks
         value = self._forward(batch)
@@ -174,34 +229,62 @@ class _Tracer:
             value.backward()
         # The loss, and whatever it holds, lives until the next step replaces it.
         self.last_loss = value
+        self._classify_gradients()
+
+    def _observe(self, phase: Phase) -> None:
+        """Follows the phases of a fitted step."""
+        recorder = self.recorder
+        if phase is Phase.FORWARD:
+            self._classify_gradients()
+            self._first_of_part = recorder.num_blocks
+        elif phase is Phase.BACKWARD:
+            recorder.classify_live(self._first_of_part, Category.ACTIVATION)
+        recorder.enter(phase, self._step_number)
+
+    def _classify_gradients(self) -> None:
         for parameter in self.step.model.parameters():
             if parameter.grad is not None:
                 self._classify(parameter.grad, Category.GRADIENT, parameter)
 
     def _classify(self, tensor: torch.Tensor, category: Category, parameter: torch.Tensor) -> None:
         module = self.module_of.get(id(parameter), "")
-        for part in dense_parts(tensor):
+        for part in _held(tensor):
             self.recorder.classify(part, category, module)
 
     def _update(self, optimizer: Any, batch: Any, number: int) -> None:
-        self.recorder.enter(Phase.OPTIMIZER, number)
+        self._step_number = number
+        if self.fitted is None or optimizer is None or self._searches(optimizer):
+            self.recorder.enter(Phase.OPTIMIZER, number)
         if optimizer is None:
             return
-        with (
-            failures.explained("optimizer step"),
-            self.origin.inside(OPTIMIZER),
-            self.simulation.look.keeping_scalars(),
-        ):
-            if isinstance(optimizer, torch.optim.LBFGS):
+        with failures.explained("optimizer step"), self._updating():
+            if self._searches(optimizer):
                 optimizer.step(lambda: self._closure(optimizer, batch))
+            elif self.fitted is not None:
+                self.fitted.update()
             else:
                 optimizer.step()
         for parameter, state in optimizer.state.items():
             for tensor in tensors_in(state):
                 self._classify(tensor, Category.OPTIMIZER_STATE, parameter)
 
+    @staticmethod
+    def _searches(optimizer: Any) -> bool:
+        """Whether the optimizer computes the loss anew in each step."""
+        return isinstance(optimizer, torch.optim.LBFGS)
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        with self.origin.inside(OPTIMIZER), self.simulation.look.keeping_scalars():
+            yield
+
     def _closure(self, optimizer: Any, batch: Any) -> Any:
         """The loss and its gradients anew, as an optimizer that searches along a line asks for them."""
+        if self.fitted is not None:
+            phase = self.recorder.phase
+            value = self.fitted.backward(lambda _, part: self._forward(part), batch)
+            self.recorder.enter(phase, self._step_number)
+            return value
         optimizer.zero_grad(set_to_none=self.step.set_to_none)
         value = self._forward(batch)
         value.backward()
@@ -209,6 +292,9 @@ class _Tracer:
 
     def _clear_gradients(self, optimizer: Any, *, set_to_none: bool) -> None:
         self.last_loss = None
+        if self.fitted is not None:
+            self.fitted.clear_gradients()
+            return
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=set_to_none)
         self.step.model.zero_grad(set_to_none=set_to_none)
@@ -222,6 +308,11 @@ class _Tracer:
         del value
         after = len(self.recorder.events)
         return [(0, start), (start, end), (end, after), (start, end)]
+
+
+def _held(tensor: Any) -> list[torch.Tensor]:
+    """The tensors that hold the memory of `tensor` on this device: of a sharded one, its shard."""
+    return dense_parts(getattr(tensor, "_local_tensor", tensor))
 
 
 @contextmanager

@@ -8,46 +8,6 @@ let view = null;
 let cursorTick = null;
 let pinnedTick = data.peakTick;
 
-function niceStep(range, count, binary) {
-  const unit = binary ? (UNITS.find(([, factor]) => range >= factor) || ["B", 1])[1] : 1;
-  const raw = range / unit / count;
-  const power = 10 ** Math.floor(Math.log10(raw || 1));
-  const step = [1, 2, 5, 10].find((factor) => factor * power >= raw) * power * unit;
-  return binary ? step : Math.max(1, step);
-}
-
-function axisLabel(bytes, top) {
-  const [unit, factor] = UNITS.find(([, size]) => top >= size) || ["B", 1];
-  return `${+(bytes / factor).toFixed(3)} ${unit}`;
-}
-
-/** Per pixel column only the highest and the lowest sample: what a screen can show, and no peak lost. */
-function visible(width) {
-  const columns = new Map();
-  ticks.forEach((tick, index) => {
-    const column = Math.floor((tick * width) / numTicks);
-    const [high, low] = columns.get(column) || [index, index];
-    columns.set(column, [live[index] > live[high] ? index : high, live[index] < live[low] ? index : low]);
-  });
-  const chosen = new Set([sampleAt(data.peakTick)]);
-  for (const pair of columns.values()) pair.forEach((index) => chosen.add(index));
-  return [...chosen].sort((a, b) => a - b);
-}
-
-// Memory stays at its level until the next event, so curves are steps, not slopes.
-function stepPath(indices, values, x, y, end) {
-  const points = indices.map((index) => [x(ticks[index]).toFixed(1), y(values(index)).toFixed(1)]);
-  return points.map(([px, py], i) => (i ? `H${px}V${py}` : `M${px} ${py}`)).join("") + `H${end.toFixed(1)}`;
-}
-
-function areaPath(indices, lower, upper, x, y, end) {
-  let path = stepPath(indices, upper, x, y, end);
-  for (let i = indices.length - 1; i >= 0; i--) {
-    path += `V${y(lower(indices[i])).toFixed(1)}H${x(ticks[indices[i]]).toFixed(1)}`;
-  }
-  return `${path}Z`;
-}
-
 function drawChart() {
   clear(plot);
   const width = Math.max(240, chart.clientWidth);
@@ -93,11 +53,7 @@ function drawPhases(x, inner) {
 }
 
 function drawAxes(x, y, top, inner) {
-  const step = niceStep(top, 5, true);
-  for (let bytes = 0; bytes <= top; bytes += step) {
-    shape("line", { class: bytes ? "grid" : "axis", x1: MARGIN.left, x2: MARGIN.left + inner.width, y1: y(bytes), y2: y(bytes) }, plot);
-    shape("text", { x: MARGIN.left - 8, y: y(bytes) + 4, "text-anchor": "end" }, plot, bytes ? axisLabel(bytes, top) : "0");
-  }
+  drawSizes(plot, y, top, MARGIN.left, MARGIN.left + inner.width);
   const base = MARGIN.top + inner.height;
   const stride = niceStep(numTicks, inner.width < 500 ? 3 : 8, false);
   for (let tick = 0; tick < numTicks; tick += stride) {
@@ -110,15 +66,15 @@ function drawAxes(x, y, top, inner) {
 }
 
 function drawCurves(x, y, inner) {
-  const indices = visible(inner.width);
+  const indices = visible(curve, inner.width);
   const end = x(numTicks);
   const base = new Float64Array(ticks.length).fill(data.context);
   if (data.context) {
-    const d = areaPath(indices, () => 0, () => data.context, x, y, end);
+    const d = areaPath(ticks, indices, () => 0, () => data.context, x, y, end);
     shape("path", { class: "area", "data-name": data.contextName, d }, plot).style.fill = colour(data.contextName);
   }
   series.forEach((values, category) => {
-    const d = areaPath(indices, (i) => base[i], (i) => base[i] + values[i], x, y, end);
+    const d = areaPath(ticks, indices, (i) => base[i], (i) => base[i] + values[i], x, y, end);
     const area = shape("path", { class: "area", "data-name": data.categories[category], d }, plot);
     area.style.fill = colour(data.categories[category]);
     values.forEach((value, i) => (base[i] += value));
@@ -127,7 +83,7 @@ function drawCurves(x, y, inner) {
     const known = indices.filter((index) => index < values.length);
     const stop = values.length < ticks.length ? x(data.failureTick ?? ticks[values.length - 1] ?? 0) : end;
     if (!known.length) continue;
-    shape("path", { class: `line ${name}`, "data-name": name, d: stepPath(known, (i) => values[i] + data.context, x, y, stop) }, plot);
+    shape("path", { class: `line ${name}`, "data-name": name, d: stepPath(ticks, known, (i) => values[i] + data.context, x, y, stop) }, plot);
   }
 }
 

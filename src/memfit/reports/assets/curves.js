@@ -1,10 +1,5 @@
 // Memory over time: what was live at each tick, and which event made it so.
 
-function accumulate(differences) {
-  let value = 0;
-  return differences.map((change) => (value += change));
-}
-
 // An empty timeline still has an axis.
 const numTicks = Math.max(1, data.numTicks);
 const ticks = accumulate(data.ticks);
@@ -12,6 +7,7 @@ const series = data.series.map(accumulate);
 const allocated = accumulate(data.allocated);
 const reserved = accumulate(data.reserved);
 const live = ticks.map((_, index) => series.reduce((sum, values) => sum + values[index], 0));
+const curve = { ticks, live, numTicks, peakTick: data.peakTick };
 const complete = data.numLeftOut === 0;
 const events = new Map();
 for (const block of data.blocks) {
@@ -20,16 +16,7 @@ for (const block of data.blocks) {
 }
 
 /** Index of the last sample at or before a tick. */
-function sampleAt(tick) {
-  let low = 0;
-  let high = ticks.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (ticks[middle] <= tick) low = middle;
-    else high = middle - 1;
-  }
-  return low;
-}
+const sampleAt = (tick) => lastAt(ticks, tick);
 
 function liveBlocks(tick) {
   return data.blocks.filter((b) => b[1] <= tick && (b[2] === null || b[2] > tick)).sort((a, b) => b[0] - a[0]);

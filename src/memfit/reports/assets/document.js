@@ -45,3 +45,23 @@ function swatch(parent, category, className = "") {
   const element = node("span", { className: `swatch ${className}`, parent });
   if (category) element.style.background = colour(category);
 }
+
+function heads(table, columns) {
+  const row = node("tr", { parent: node("thead", { parent: table }) });
+  return columns.map(([text, number]) => {
+    const head = node("th", { text, className: number ? "number" : "", parent: row });
+    head.scope = "col";
+    return head;
+  });
+}
+
+function rowsOf(parent, title, columns, className = "") {
+  node("h3", { text: title, parent });
+  const box = node("div", { className: "scroll", parent });
+  box.tabIndex = 0;
+  box.setAttribute("role", "region");
+  box.setAttribute("aria-label", title);
+  const table = node("table", { className, parent: box });
+  heads(table, columns);
+  return node("tbody", { parent: table });
+}

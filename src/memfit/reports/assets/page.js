@@ -1,33 +1,17 @@
 // Head and foot of the page, and the start of everything.
 
 function fillHead() {
-  const [sign, tone] = data.fits === null ? ["?", "unsure"] : data.fits ? ["\u2713", "good"] : ["\u2715", "bad"];
-  byId("headline").textContent = data.headline;
-  byId("verdict").textContent = data.demand;
-  byId("badge").textContent = `${sign} ${data.answer}`;
-  byId("badge").classList.add(tone);
+  fillVerdict();
   byId("bounds").textContent = data.bounds;
   byId("moment").textContent = `Peak ${data.moment}`;
   if (data.failure) {
     byId("failure").textContent = data.failure;
     byId("failure").hidden = false;
   }
-  const list = byId("figures");
-  for (const [label, value, origin] of data.figures) {
-    const entry = node("div", { parent: list });
-    node("dt", { text: label, parent: entry });
-    const field = node("dd", { text: value, parent: entry });
-    if (origin) node("span", { text: origin, className: "origin", parent: field });
-  }
 }
 
 function fillFoot() {
-  const notes = byId("notes");
-  for (const [code, text, source] of data.notes) {
-    const item = node("li", { text: `${text} `, parent: notes });
-    node("code", { text: source ? `${code}, ${source}` : code, parent: item });
-  }
-  if (!data.notes.length) node("li", { text: "None.", parent: notes });
+  fillNotes();
   byId("host-section").hidden = Boolean(data.run) && !data.host.length;
   const host = byId("host");
   heads(host, [[`part (${data.hostOrigin})`], ["bytes", true]]);

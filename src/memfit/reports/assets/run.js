@@ -24,17 +24,6 @@ function fillRun() {
   byId("run").hidden = !run.details.length && !parts.children.length;
 }
 
-function rowsOf(parent, title, columns, className = "") {
-  node("h3", { text: title, parent });
-  const box = node("div", { className: "scroll", parent });
-  box.tabIndex = 0;
-  box.setAttribute("role", "region");
-  box.setAttribute("aria-label", title);
-  const table = node("table", { className, parent: box });
-  heads(table, columns);
-  return node("tbody", { parent: table });
-}
-
 function addFailure(parent, failure) {
   if (failure.code) node("pre", { text: `${failure.source}  ${failure.code}`, parent });
   node("p", { text: failure.message, className: "quiet", parent });

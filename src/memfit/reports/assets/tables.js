@@ -56,15 +56,6 @@ function drawBreakdown() {
   }
 }
 
-function heads(table, columns) {
-  const row = node("tr", { parent: node("thead", { parent: table }) });
-  return columns.map(([text, number]) => {
-    const head = node("th", { text, className: number ? "number" : "", parent: row });
-    head.scope = "col";
-    return head;
-  });
-}
-
 function pin(tick, remember = true) {
   pinnedTick = valid(tick);
   movePin();

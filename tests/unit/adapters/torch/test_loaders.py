@@ -221,3 +221,36 @@ def test_arrays_are_found_however_batches_are_nested(batch, names):
 def test_objects_that_know_each_other_come_to_an_end():
     assert next(iter(arrays_in(Mine())))[0] == "points"
     assert len(list(arrays_in(Mine()))) < 20
+
+
+def test_the_size_of_the_first_training_batch_is_known():
+    loaders = Loaders()
+    with replaced(loaders.replacements()):
+        data = torch.utils.data.TensorDataset(torch.zeros(6, 3), torch.zeros(6))
+        for number, _ in enumerate(DataLoader(data, batch_size=4)):
+            if number == 0:
+                loaders.settle()
+
+    # The last batch has two samples, and comes after the first step.
+    assert loaders.batch_size == 4
+
+
+def test_the_training_loader_s_batches_are_split_and_no_others():
+    data = torch.utils.data.TensorDataset(torch.zeros(9, 3), torch.zeros(9))
+    loaders = Loaders(parts=3, split=1)
+    with replaced(loaders.replacements()):
+        evaluation, training = DataLoader(data, batch_size=8), DataLoader(data, batch_size=8)
+        sizes = [[len(x) for x, _ in loader] for loader in (evaluation, training, training, evaluation)]
+
+    # The last batch has one sample, which can't be split.
+    assert sizes == [[8, 1], [3, 3, 2, 1], [3, 3, 2, 1], [8, 1]]
+
+
+def test_a_batch_without_a_common_size_stays_whole():
+    batch = (torch.zeros(8, 3), torch.zeros(4))
+    loaders = Loaders(parts=2, split=0)
+    with replaced(loaders.replacements()):
+        given = list(DataLoader([batch], batch_size=None))
+
+    assert [[len(part) for part in one] for one in given] == [[8, 4]]
+    assert loaders.batch_size is None

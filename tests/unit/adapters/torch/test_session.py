@@ -845,3 +845,34 @@ def test_a_long_run_has_a_short_timeline(monkeypatch):
     told, expected = (s.estimate("test", 0.0, died=False) for s in (long, short))
     assert told.replay.allocated_peak_bytes == expected.replay.allocated_peak_bytes
     assert told.timeline.peak()[1] == expected.timeline.peak()[1]
+
+
+def test_models_and_optimizers_of_the_program_are_seen():
+    with running(steps=5) as session:
+        train(network().cuda(), torch.optim.Adam(network().cuda().parameters()))
+        model = network().cuda()
+        train(model, torch.optim.RMSprop(model.parameters()))
+
+    assert session.seen.models == ("Sequential", "Sequential")
+    assert session.seen.optimizers == ("Adam",)
+    assert session.seen.fusable
+    assert session.seen.work == ()
+
+
+def test_the_work_of_the_last_whole_step_is_seen():
+    # GIVEN a program that evaluates between its steps
+    with running(watch=True) as session:
+        model = network().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, steps=1)
+        with torch.no_grad():
+            model(batch(1000)[0])
+        train(model, optimizer, steps=1)
+
+    # THEN one step's operators are there, with their modules and phases
+    work = session.seen.work
+    products = [(one.module, one.phase, one.flops) for one in work if one.op in ("aten.addmm", "aten.mm")]
+    assert products[:2] == [("0", Phase.FORWARD, 2 * 4 * 8 * 16), ("2", Phase.FORWARD, 2 * 4 * 16 * 2)]
+    assert {phase for _, phase, _ in products[2:]} == {Phase.BACKWARD}
+    assert any(one.phase is Phase.OPTIMIZER for one in work)
+    assert max(one.moved_bytes for one in work) < 1000 * 8 * 4

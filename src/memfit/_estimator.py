@@ -1,0 +1,269 @@
+"""What the public verbs share: what users give made into jobs and devices, and traces made into estimates."""
+
+import operator
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from memfit.allocator import replay, replay_plain
+from memfit.catalogue import find_device
+from memfit.core.device import Device, Kind, Origin
+from memfit.core.errors import BadBatch, BadInput, MissingDependency, StepFailed
+from memfit.core.estimate import Estimate, HostMemory, Note
+from memfit.core.job import Job
+from memfit.core.replay import AllocatorOptions, Replay
+from memfit.core.scaling import Family, fit, needs_third
+from memfit.core.settings import Settings
+from memfit.core.timeline import Timeline
+from memfit.core.units import MIB
+
+if TYPE_CHECKING:
+    from memfit.adapters.torch.trace import Trace
+
+# A second batch size is traced right away when the first trace took less than this.
+_EAGER_SECONDS = 0.6
+# What a process with PyTorch holds before any tensor, and what each loader worker adds (docs/estimate.md).
+_PROCESS_BYTES = 600 * MIB
+_WORKER_BYTES = 250 * MIB
+
+_CACHE_RELEASED = Note(
+    "cache-released",
+    "the device is so full that the allocator must return cached memory and ask again: it fits, but pauses cost time",
+)
+_WORKSPACE_DROPPED = Note(
+    "workspace-dropped", "it fits only because cuDNN falls back to slower algorithms that need no workspace"
+)
+
+
+def as_job(model: Any, loss: Any, batch: Any, **options: Any) -> Job:
+    """A job from what the caller gave: one already, or its parts."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(given.get("optimizer"), str):
+        given["optimizer"] = named_optimizer(given["optimizer"])
+    if isinstance(model, Job):
+        if loss is not None or batch is not None:
+            raise BadInput("a Job brings its own loss and batch; give either a Job or a model with loss and batch.")
+        return replace(model, **given)
+    if loss is None:
+        raise BadInput("loss is missing: give a function that takes (model, batch) and returns the scalar loss.")
+    return Job(model, loss, batch, **given)
+
+
+def resolve(device: Any) -> Device:
+    """The device that the caller means."""
+    if isinstance(device, Device):
+        return device
+    if type(device).__module__ == "torch":
+        # A torch.device: "cuda" and "cpu" mean this machine's own.
+        device = str(device)
+    if device is not None and not isinstance(device, str):
+        raise BadInput(f"device must be a name such as 'rtx-3090' or a size such as '24GiB', but {device!r} was given.")
+    if device is None or device.strip().lower() in ("cuda", "cuda:0", "gpu"):
+        return own_gpu()
+    return find_device(device)
+
+
+def own_gpu() -> Device:
+    """This machine's GPU."""
+    adapter = torch_adapter()
+    own = adapter.own_gpu()
+    if own is None:
+        raise BadInput(
+            "this machine has no CUDA device that PyTorch can use, so there is no default. "
+            "Name the device to simulate, such as device='rtx-3090' (--device rtx-3090), or 'cpu'; "
+            "`memfit devices` lists all."
+        )
+    name, total_bytes, capability = own
+    try:
+        return replace(find_device(name), usable_bytes=total_bytes, usable_origin=Origin.MEASURED)
+    except BadInput:
+        return Device(name, name, Kind.CUDA, None, total_bytes, Origin.MEASURED, capability, source="this machine")
+
+
+def require_torch() -> None:
+    """Refuses to go on without PyTorch."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise MissingDependency("PyTorch is not installed. Install it with `pip install 'memfit[torch]'`.")
+
+
+def torch_adapter() -> Any:
+    """The adapter for PyTorch."""
+    require_torch()
+    from memfit.adapters.torch import job as adapter
+
+    return adapter
+
+
+def named_optimizer(name: str) -> Any:
+    """A callable that makes the optimizer called `name`, or None for "none"."""
+    torch_adapter()
+    from memfit.adapters.torch import named
+
+    return named.named_optimizer(name)
+
+
+def checked_batch_size(batch_size: Any) -> int:
+    """A batch size that is one."""
+    try:
+        size = int(operator.index(batch_size))
+    except TypeError:
+        raise BadBatch(f"a batch size must be a whole number from 1 up, but {batch_size!r} was given.") from None
+    if size < 1:
+        raise BadBatch(f"a batch size must be at least 1, but {size} was given.")
+    return size
+
+
+class Estimator:
+    """Traces a job as often as needed and turns traces into estimates."""
+
+    def __init__(self, job: Job, device: Device, options: AllocatorOptions, batch_size: int | None = None) -> None:
+        self._job = job
+        self._device = device
+        self._options = options
+        self.tracer = torch_adapter().open_job(job, device, batch_size)
+        self._traces: dict[int | None, Trace] = {}
+        self._family: Family | None = None
+        self._family_tried = False
+        self._fitted: dict[Settings, Trace] = {}
+
+    def run(self, *, eager: bool = True) -> Estimate:
+        """The estimate at the job's own batch size; with `eager`, other sizes are prepared for where that is quick."""
+        started = time.perf_counter()
+        first = self.tracer.batch_size
+        trace = self._trace(first)
+        if eager and first is not None and time.perf_counter() - started < _EAGER_SECONDS:
+            self._fit()
+        return self._estimate(trace.timeline, first, started)
+
+    def at_batch(self, batch_size: int) -> Estimate:
+        """The estimate at another batch size."""
+        started = time.perf_counter()
+        batch_size = checked_batch_size(batch_size)
+        known = self._traces.get(batch_size)
+        if known is not None:
+            return self._estimate(known.timeline, batch_size, started)
+        # A batch of 1 tells nothing of larger ones, nor they of it: PyTorch treats dimensions of size 1 apart (they
+        # broadcast, and any stride makes them contiguous), so that it may go through other operators.
+        family = self._fit() if batch_size > 1 else None
+        timeline = family.at(batch_size) if family is not None else self._trace(batch_size).timeline
+        return self._estimate(timeline, batch_size, started)
+
+    def with_settings(self, settings: Settings) -> tuple[Estimate, int]:
+        """(the estimate of the step as settings run it, bytes that wait in host memory)."""
+        started = time.perf_counter()
+        size = self.tracer.batch_size
+        # What the allocator does with a trace is no part of it.
+        traced = replace(settings, expandable_segments=False)
+        if traced not in self._fitted:
+            self._fitted[traced] = self.tracer.trace(size, traced)
+        trace = self._fitted[traced]
+        options = replace(self._options, expandable_segments=True) if settings.expandable_segments else self._options
+        return self._estimate(trace.timeline, size, started, trace, options), trace.host_bytes
+
+    def _trace(self, batch_size: int | None) -> "Trace":
+        if batch_size not in self._traces:
+            self._traces[batch_size] = self.tracer.trace(batch_size)
+        return self._traces[batch_size]
+
+    def _fit(self) -> Family | None:
+        if not self._family_tried:
+            self._family_tried = True
+            n: int = max(2, self.tracer.batch_size)
+            try:
+                first, second = (n, self._trace(n).timeline), (2 * n, self._trace(2 * n).timeline)
+                family = fit(first, second)
+                if family is not None and needs_third(first, second):
+                    family = fit(first, second, (3 * n, self._trace(3 * n).timeline))
+                self._family = family
+            except (StepFailed, BadInput):
+                # The step works at its own batch size only; other sizes will say why when they are asked for.
+                self._family = None
+        return self._family
+
+    def _estimate(
+        self,
+        timeline: Timeline,
+        batch_size: int | None,
+        started: float,
+        fitted: "Trace | None" = None,
+        options: AllocatorOptions | None = None,
+    ) -> Estimate:
+        trace = self._traces[self.tracer.batch_size] if fitted is None else fitted
+        device = self._device
+        context_bytes = device.context_bytes or 0
+        floor = timeline.without_optional()
+        timeline, answer, unbounded, notes = _replayed(timeline, floor, device, options or self._options)
+        scale = 1 if not batch_size or not self.tracer.batch_size else batch_size / self.tracer.batch_size
+        return Estimate(
+            subject=self.tracer.name,
+            device=device,
+            mode=self._job.mode,
+            precision=self._job.precision or "as given",
+            batch_size=batch_size,
+            timeline=timeline,
+            replay=answer,
+            context_bytes=context_bytes,
+            lower_bytes=min(floor.peak()[1] + context_bytes, answer.reserved_peak_bytes + context_bytes),
+            upper_bytes=max(answer.reserved_peak_bytes, unbounded.reserved_peak_bytes) + context_bytes,
+            host=_host_memory(self._job, trace, device, scale),
+            notes=(*trace.notes, *self.tracer.notes, *notes),
+            num_parameters=trace.num_parameters,
+            seconds=time.perf_counter() - started,
+            rescale=self.at_batch if self.tracer.batch_size is not None and fitted is None else None,
+        )
+
+
+def _replayed(
+    timeline: Timeline, floor: Timeline, device: Device, options: AllocatorOptions
+) -> tuple[Timeline, Replay, Replay, tuple[Note, ...]]:
+    """(the timeline as it runs, what the device makes of it, what an unlimited one would of the whole, remarks).
+
+    Where the step doesn't fit, the second is the unlimited one with the failure noted: what would be needed says more
+    than where it broke off.
+
+    Args:
+        timeline: with everything the step would like to have.
+        floor: with only what it can't do without.
+        device: the target.
+        options: of its allocator.
+    """
+    if device.kind is Kind.HOST:
+        free = replay_plain(timeline, None)
+        capped = replay_plain(timeline, device.usable_bytes)
+        return timeline, replace(free, out_of_memory=capped.out_of_memory), free, ()
+    free = replay(timeline, options)
+    context_bytes = device.context_bytes or 0
+    if device.usable_bytes is None or free.reserved_peak_bytes + context_bytes <= device.usable_bytes:
+        return timeline, free, free, ()
+    capacity = max(1, device.usable_bytes - context_bytes)
+    capped = replay(timeline, options, capacity)
+    if capped.out_of_memory is None:
+        return timeline, capped, free, (_CACHE_RELEASED,)
+    lean = replay(floor, options, capacity)
+    if lean.out_of_memory is None:
+        return floor, lean, free, (_WORKSPACE_DROPPED,)
+    return timeline, replace(free, out_of_memory=lean.out_of_memory), free, ()
+
+
+def _host_memory(job: Job, trace: "Trace", device: Device, scale: float) -> HostMemory:
+    """What the host holds beside the device: assumptions, each named."""
+    batch_bytes = round(trace.batch_bytes * scale)
+    parts = {"Python and PyTorch (assumed)": _PROCESS_BYTES}
+    if device.kind is Kind.CUDA:
+        parts["model while it is built, before it moves to the device"] = trace.parameter_bytes
+    parts["batch being fed"] = batch_bytes
+    ahead = job.num_workers * job.prefetch_factor
+    if job.num_workers:
+        parts[f"{job.num_workers} loader workers (assumed 250 MiB each)"] = job.num_workers * _WORKER_BYTES
+    if job.num_workers and not job.pin_memory:
+        parts[f"{job.num_workers} x {job.prefetch_factor} prefetched batches, in shared memory (/dev/shm)"] = (
+            ahead * batch_bytes
+        )
+    if job.pin_memory:
+        # A thread moves each batch out of shared memory as it arrives, so that prefetched batches wait pinned.
+        parts["prefetched batches, pinned"] = max(1, ahead) * batch_bytes
+        if job.num_workers:
+            parts["batches on their way, in shared memory (/dev/shm)"] = job.num_workers * batch_bytes
+    return HostMemory(parts)

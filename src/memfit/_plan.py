@@ -1,0 +1,575 @@
+"""`memfit.plan`: profile, search, prove, report.
+
+The planner computes with profiles; this module feeds it, and has the settings it chooses traced for real. What the
+trace finds corrects the planner's limit, until the fastest settings that are proven to fit are found.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from memfit._estimator import Estimator, as_job, checked_batch_size, resolve, torch_adapter
+from memfit.catalogue import find_device
+from memfit.core.device import Device, Kind, Origin
+from memfit.core.errors import BadInput, MissingDependency, StepFailed
+from memfit.core.estimate import Estimate, Note
+from memfit.core.job import PRECISIONS, Job
+from memfit.core.plan import Footprint, Plan, PlannedMove, PlanNotFound, Point, Refusal, Seconds, actions
+from memfit.core.replay import AllocatorOptions
+from memfit.core.settings import Settings, Weighting
+from memfit.core.timeline import Category
+from memfit.core.units import format_size, parse_size
+from memfit.reports.plan_actions import use_reports
+
+if TYPE_CHECKING:
+    from memfit.core.profile import Measurement, Profile
+    from memfit.planner.memory import StepMemory
+    from memfit.planner.search import Candidate, Search, Variant
+    from memfit.planner.speed import Rates
+
+use_reports()
+
+KEEP, AUTO = "keep", "auto"
+_DEFAULT_ALLOW = ("exact", "rounding")
+EXPANDABLE = "expandable-segments"
+
+# Kept free of the budget: predictions are off by less, in both directions.
+_RESERVE = 0.01
+# Traces of chosen settings, at most: the first is nearly always right.
+_MAX_PROOFS = 6
+# A proven plan that leaves more of the budget unused than this is worth another look.
+_SLACK = 0.03
+_LORA_RANK = 16
+_CHUNKS = 16
+_REFERENCE = "rtx-3090"
+
+
+def plan(
+    model: Any,
+    loss: Callable[[Any, Any], Any] | None = None,
+    batch: Any = None,
+    *,
+    optimizer: Any = None,
+    device: str | Device | None = None,
+    budget: str | int | None = None,
+    precision: str = KEEP,
+    allow: Iterable[str] = _DEFAULT_ALLOW,
+    effective_batch: int | None = None,
+    count: int = 1,
+    measure: bool | None = None,
+) -> Plan:
+    """The fastest way to run a training step within a budget of memory, proven on a simulated device.
+
+    Args:
+        model: an `nn.Module`, a callable that builds one, or a `Job`.
+        loss: takes the model and a batch and returns the scalar loss, or (loss, weight), where the weight is the
+            loss's true denominator, such as the number of tokens.
+        batch: any nesting of tensors; the batch of one update.
+        optimizer: an instance, a callable that takes parameters, a name such as "adamw", or None.
+        device: as for `estimate`.
+        budget: what the step may take, "10GiB" or bytes; all of the device by default.
+        precision: "keep", "auto" (autocast where it helps), or as for `estimate`.
+        allow: "exact", "rounding", "changes training", names of moves such as "lora", and "approximate", which lets
+            micro-batches in where samples of a batch see each other. A minus sign leaves a move out.
+        effective_batch: samples of one update, where that isn't the size of `batch`.
+        count: devices to shard over.
+        measure: whether to time short real steps when the device is the one in hand; None: if it can be done.
+
+    Raises:
+        PlanNotFound: nothing that is allowed fits.
+    """
+    from memfit.planner.moves import allowed_moves
+
+    if precision not in (KEEP, AUTO, *PRECISIONS):
+        raise BadInput(f"precision must be keep, auto or one of {', '.join(PRECISIONS)}, but {precision!r} was given.")
+    if count < 1:
+        raise BadInput(f"count must be at least 1, but {count} was given.")
+    given = None if precision in (KEEP, AUTO) else precision
+    job = as_job(model, loss, batch, optimizer=optimizer, precision=given)
+    if job.mode != "training":
+        raise BadInput("a plan is for training; the job is one of inference.")
+    size = None if effective_batch is None else checked_batch_size(effective_batch)
+    target = _target(device, budget)
+    return _Planner(job, target, size, allowed_moves(allow), count, auto=precision == AUTO, measure=measure).run()
+
+
+def _apply(found: Plan, model: Any, optimizer: Any) -> Any:
+    return torch_adapter().fit(found.settings, model, optimizer)
+
+
+actions.apply = _apply
+
+
+def load_plan(path: Any) -> Plan:
+    """The plan that `plan.save` wrote."""
+    return Plan.load(path)
+
+
+def _target(device: Any, budget: str | int | None) -> Device:
+    """The device with the budget as its capacity."""
+    if budget is None:
+        found = resolve(device)
+        if found.usable_bytes is None:
+            raise BadInput(f"the memory of {found.title} is unknown; give a budget such as budget='16GiB'.")
+        return found
+    budget_bytes = parse_size(budget) if isinstance(budget, str) else int(budget)
+    if budget_bytes <= 0:
+        raise BadInput(f"a budget must be more than nothing, but {budget!r} was given.")
+    if device is None:
+        device = format_device(budget_bytes)
+    found = resolve(device)
+    if found.usable_bytes is not None and found.kind is Kind.CUDA and budget_bytes > found.usable_bytes:
+        raise BadInput(
+            f"the budget of {format_size(budget_bytes)} is more than {found.title} has "
+            f"({format_size(found.usable_bytes)}). Give a smaller budget or a larger device."
+        )
+    return replace(found, usable_bytes=budget_bytes)
+
+
+def format_device(budget_bytes: int) -> Device:
+    """A device of which only the size is known."""
+    return find_device(f"{budget_bytes}B")
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """Settings that were traced."""
+
+    candidate: "Candidate"
+    estimate: Estimate
+    host_bytes: int
+
+
+class _Planner:
+    """One question: a job, a device with a budget, and what is allowed."""
+
+    def __init__(
+        self,
+        job: Job,
+        target: Device,
+        batch_size: int | None,
+        allowed: frozenset[str],
+        count: int,
+        *,
+        auto: bool,
+        measure: bool | None,
+    ) -> None:
+        self._started = time.perf_counter()
+        self._job = job
+        self._target = target
+        self._allowed = allowed
+        self._count = count
+        self._auto = auto
+        self._measure = measure
+        self._estimator = Estimator(job, target, AllocatorOptions(), batch_size)
+        self._subject = torch_adapter().subject(self._estimator.tracer)
+        self._batch_size: int | None = self._subject.batch_size
+        self._refused: list[Refusal] = []
+        self._notes: list[Note] = []
+        self._approximate = ""
+        self._proofs: dict[Settings, _Proof | None] = {}
+        self._base = Settings(set_to_none=job.set_to_none)
+
+    @property
+    def _budget(self) -> int:
+        assert self._target.usable_bytes is not None
+        return self._target.usable_bytes
+
+    def run(self) -> Plan:
+        before = self._estimator.run(eager=False)
+        self._check_fixed_cost(before)
+        search, variants = self._open_search()
+        proof = self._prove_best(search, before, variants)
+        if proof is None:
+            proof = self._prove(search.smallest(), self._budget)
+            if proof is None or not proof.estimate.fits:
+                raise self._not_found(proof, search, before, variants)
+        return self._plan(proof, before, search, variants)
+
+    # What may be chosen.
+
+    def _open_search(self) -> "tuple[Search, tuple[Variant, ...]]":
+        from memfit.planner.search import Search, Space, optimizer_choices
+
+        variants = self._variants()
+        profile = variants[0].memory.profile
+        on_host = self._target.kind is Kind.HOST
+        self._remark_on_units(profile)
+        space = Space(
+            variants,
+            optimizer_choices(
+                profile.features, self._allowed, on_host=on_host, has_optimizer=self._job.optimizer is not None
+            ),
+            self._parts(profile),
+            self._batch_size,
+            recompute="checkpoint" in self._allowed,
+            offload="activation-offload" in self._allowed and not on_host,
+            base=self._common_settings(),
+        )
+        return Search(space), variants
+
+    def _common_settings(self) -> Settings:
+        settings = self._base
+        if not self._job.set_to_none and "set-to-none" in self._allowed:
+            settings = replace(settings, set_to_none=True)
+        if self._count > 1:
+            settings = replace(settings, num_devices=self._count)
+        weighting = self._weighting
+        return replace(settings, weighting=weighting)
+
+    def _variants(self) -> "tuple[Variant, ...]":
+        """Ways to compute the forward pass, the step as it is first."""
+        from memfit.planner.memory import StepMemory
+        from memfit.planner.search import Variant, merged
+        from memfit.planner.speed import StepSpeed
+
+        rates = self._rates()
+        size = self._batch_size
+        found: list[Variant] = []
+        measured: tuple[Measurement, ...] | None = None
+        updates: dict[str, float] = {}
+
+        def add(changes: Settings) -> None:
+            nonlocal measured, updates
+            first = self._subject.profile(size, changes)
+            larger = self._larger_profile(changes)
+            memory = StepMemory(first, larger)
+            if measured is None:
+                measured, updates = self._measurements(memory)
+            speed = StepSpeed(first, larger, rates, measured, updates)
+            found.append(Variant(changes, memory, speed))
+
+        add(Settings())
+        features = found[0].memory.profile.features
+        ways: list[Settings] = []
+        if self._auto and not self._job.precision and "autocast" in self._allowed and "autocast" not in features:
+            ways.append(Settings(precision=self._autocast()))
+        if "chunked-cross-entropy" in self._allowed and "cross-entropy" in features:
+            ways.extend([merged(way, Settings(cross_entropy_chunks=_CHUNKS)) for way in (Settings(), *ways)])
+        if "lora" in self._allowed:
+            ways.append(Settings(lora_rank=_LORA_RANK))
+        if "qlora" in self._allowed:
+            ways.append(Settings(lora_rank=_LORA_RANK, quantized_base=True))
+        for way in ways:
+            try:
+                add(way)
+            except (StepFailed, BadInput, MissingDependency) as error:
+                self._refused.append(Refusal(_name_of(way), str(error).split("\n")[0]))
+        return tuple(found)
+
+    def _autocast(self) -> str:
+        capability = self._target.capability
+        return "amp-fp16" if capability is not None and capability < (8, 0) else "amp-bf16"
+
+    def _larger_profile(self, changes: Settings) -> "Profile | None":
+        if self._batch_size is None or self._batch_size < 2:
+            return None
+        try:
+            found: Profile = self._subject.profile(2 * self._batch_size, changes)
+        except (StepFailed, BadInput):
+            return None
+        return found
+
+    def _parts(self, profile: "Profile") -> tuple[int, ...]:
+        """Numbers of micro-batches that may be tried."""
+        from memfit.planner.search import possible_parts
+
+        name = "micro-batch"
+        self._weighting = Weighting()
+        if name not in self._allowed:
+            return (1,)
+        if self._batch_size is None:
+            self._refused.append(Refusal(name, self._subject.why_not_split()))
+            return (1,)
+        if self._batch_size == 1:
+            self._refused.append(Refusal(name, "the batch has one sample"))
+            return (1,)
+        reasons = []
+        if "batch-norm" in profile.features:
+            reasons.append("batch norm would take its statistics from each micro-batch, and update them once for each")
+        if reasons and "approximate" not in self._allowed:
+            self._refused.append(Refusal(name, f"{reasons[0]}; allow 'approximate' to use them anyway"))
+            return (1,)
+        found = self._subject.find_weighting()
+        if found.weighting is None:
+            reasons.append(found.reason)
+        else:
+            self._weighting = found.weighting
+            if found.origin is Origin.ASSUMED:
+                self._notes.append(Note("loss-assumed", found.reason))
+        if reasons:
+            self._approximate = "; ".join(reasons)
+            if "approximate" not in self._allowed:
+                self._refused.append(Refusal(name, f"{self._approximate}; allow 'approximate' to use them anyway"))
+                self._approximate = ""
+                return (1,)
+        return possible_parts(self._batch_size)
+
+    def _rates(self) -> "Rates":
+        """Speed of the device: of the catalogue, or measured where it is this machine's processor."""
+        from memfit.planner.speed import rates_of
+
+        rates = rates_of(self._target, find_device(_REFERENCE))
+        if self._target.kind is Kind.HOST and self._target.name == "cpu":
+            flops, bandwidth = self._subject.host_rates()
+            return replace(rates, flops={"float32": flops}, bandwidth=bandwidth, origin=Origin.MEASURED, reference="")
+        if rates.reference:
+            text = f"the speed of {self._target.title} is unknown; that of {rates.reference} is assumed"
+            self._notes.append(Note("speed-assumed", text))
+        return rates
+
+    def _measurements(self, memory: "StepMemory") -> "tuple[tuple[Measurement, ...], dict[str, float]]":
+        """Short real passes, where the device is the one in hand and the model has values."""
+        if self._measure is False:
+            return (), {}
+        if not self._subject.in_hand():
+            if self._measure:
+                raise BadInput(
+                    f"steps can't be measured: {self._target.title} is not the device in hand, or the model or batch "
+                    "has no values. Leave out measure=True."
+                )
+            return (), {}
+        return self._subject.measure(self._sizes_to_measure(memory)), self._subject.measure_updates()
+
+    def _sizes_to_measure(self, memory: "StepMemory") -> list[int]:
+        """Micro-batch sizes from small to large of which a pass stays within the budget."""
+        size = min(self._batch_size or 1, self._subject.num_samples or 1)
+        if not memory.scales:
+            return [size]
+        sizes = sorted({max(1, size // part) for part in (1, 2, 4, 8)})
+        fitting = [one for one in sizes if memory.peak(Settings(), one) <= self._budget]
+        return fitting or sizes[:1]
+
+    def _remark_on_units(self, profile: "Profile") -> None:
+        for unit in profile.units:
+            if unit.refused and _is_outermost_refusal(unit, profile.units):
+                self._refused.append(Refusal("checkpoint", f"{unit.path} ({unit.kind}): {unit.refused}"))
+
+    # Proof.
+
+    def _prove_best(self, search: "Search", before: Estimate, variants: "tuple[Variant, ...]") -> _Proof | None:
+        """The fastest settings that a trace proves to fit, or None.
+
+        What the allocator takes beyond the live bytes that were computed depends on the settings; each proof tells it
+        for settings of its kind, and the next search has that much less, or more, to give away.
+        """
+        usable = self._budget * (1 - _RESERVE) - (self._target.context_bytes or 0)
+        beyond = before.reserved_peak_bytes - variants[0].memory.peak(self._base, self._batch_size)
+        best: _Proof | None = None
+        for _ in range(_MAX_PROOFS):
+            candidate = search.best(usable - beyond)
+            if candidate is None or candidate.settings in self._proofs:
+                break
+            proof = self._prove(candidate, usable)
+            if proof is None:
+                search.exclude(candidate)
+                continue
+            needs = proof.estimate.reserved_peak_bytes
+            if needs <= usable and proof.estimate.fits:
+                if best is None or candidate.seconds < best.candidate.seconds:
+                    best = proof
+                if needs >= usable * (1 - _SLACK) or not _slowed(candidate):
+                    break
+            elif best is not None:
+                break
+            beyond = needs - candidate.live_bytes + (0 if proof.estimate.fits else 0.002 * usable)
+        return best
+
+    def _prove(self, candidate: "Candidate", usable: float) -> _Proof | None:
+        """A trace with the settings applied; None when they can't be run.
+
+        Where the live bytes would fit and the allocator's cache doesn't, segments that grow may help at no cost.
+        """
+        settings = candidate.settings
+        if settings in self._proofs:
+            return self._proofs[settings]
+        self._proofs[settings] = None
+        try:
+            proof = _Proof(candidate, *self._estimator.with_settings(settings))
+            may_expand = EXPANDABLE in self._allowed and self._target.kind is Kind.CUDA
+            if may_expand and proof.estimate.reserved_peak_bytes > usable >= proof.estimate.allocated_peak_bytes:
+                expanded = replace(settings, expandable_segments=True)
+                other = _Proof(replace(candidate, settings=expanded), *self._estimator.with_settings(expanded))
+                if other.estimate.reserved_peak_bytes < proof.estimate.reserved_peak_bytes:
+                    proof = other
+            self._proofs[settings] = proof
+        except (StepFailed, BadInput, MissingDependency) as error:
+            self._refused.append(Refusal("proof", f"{_label(settings)}: {str(error).splitlines()[0]}"))
+        return self._proofs[settings]
+
+    # Answers.
+
+    def _plan(self, proof: _Proof, before: Estimate, search: "Search", variants: "tuple[Variant, ...]") -> Plan:
+        from memfit.planner.search import evaluate
+
+        plain = evaluate(variants[0], self._base, self._batch_size)
+        chosen = proof.candidate
+        origin = chosen.variant.speed.origin
+        return Plan(
+            subject=before.subject,
+            device=self._target,
+            budget_bytes=self._budget,
+            batch_size=self._batch_size,
+            settings=chosen.settings,
+            moves=self._moves(proof, variants),
+            before=Footprint.of(before),
+            after=Footprint.of(proof.estimate, proof.host_bytes),
+            seconds_before=Seconds(plain.seconds, variants[0].speed.origin),
+            seconds_after=Seconds(chosen.seconds, origin),
+            front=self._front(search, proof, before),
+            refused=tuple(self._refused),
+            notes=(*before.notes, *self._notes),
+            planned_in_seconds=time.perf_counter() - self._started,
+            estimate_before=before,
+            estimate_after=proof.estimate,
+        )
+
+    def _moves(self, proof: _Proof, variants: "tuple[Variant, ...]") -> tuple[PlannedMove, ...]:
+        from memfit.planner.moves import used_moves
+        from memfit.planner.search import evaluate
+
+        chosen = proof.candidate
+        num_units = len(chosen.variant.memory.units)
+        moves = used_moves(
+            chosen.settings, batch_size=self._batch_size, num_units=num_units, approximate=self._approximate
+        )
+        found = []
+        for move in moves:
+            variant = _variant_for(move.without, variants)
+            without = evaluate(variant, move.without, self._batch_size)
+            scale = proof.estimate.reserved_peak_bytes / max(1.0, chosen.live_bytes)
+            found.append(
+                PlannedMove(
+                    move.name,
+                    move.title,
+                    move.keeps,
+                    round((without.live_bytes - chosen.live_bytes) * scale),
+                    Origin.ASSUMED,
+                    chosen.seconds - without.seconds,
+                    chosen.variant.speed.origin,
+                    move.caveat,
+                )
+            )
+        return tuple(sorted(found, key=lambda move: -move.saves_bytes))
+
+    def _front(self, search: "Search", proof: _Proof, before: Estimate) -> tuple[Point, ...]:
+        """Computed points, on the scale of what the device must provide, and the proven one."""
+        context = self._target.context_bytes or 0
+        scale = proof.estimate.reserved_peak_bytes / max(1.0, proof.candidate.live_bytes)
+        points = [
+            Point(
+                proof.estimate.peak_bytes,
+                proof.candidate.seconds,
+                _label(proof.candidate.settings),
+                proof.candidate.settings,
+                True,
+            )
+        ]
+        for one in search.front():
+            if one.settings != proof.candidate.settings:
+                peak = round(one.live_bytes * scale) + context
+                points.append(Point(peak, one.seconds, _label(one.settings), one.settings))
+        return _undominated(points)
+
+    def _check_fixed_cost(self, before: Estimate) -> None:
+        """Refuses a budget that not even the weights fit into."""
+        fixed = (Category.PARAMETER, Category.BUFFER)
+        weights = sum(
+            b.size_bytes for b in before.timeline.blocks if b.category in fixed and b.start < _setup_end(before)
+        )
+        context = self._target.context_bytes or 0
+        shared = self._count > 1 or "qlora" in self._allowed
+        if not shared and weights + context > self._budget:
+            device = _cheapest(before.peak_bytes)
+            taken = f" and the CUDA context {format_size(context)}" if context else ""
+            raise PlanNotFound(
+                f"a budget of {format_size(self._budget)} is below the fixed cost of {before.subject}: its weights "
+                f"take {format_size(weights)}{taken}.\n"
+                f"Give a larger budget or device{device[0]}, or shard over several devices (count=2).",
+                device_name=device[1],
+            )
+
+    def _not_found(
+        self, proof: _Proof | None, search: "Search", before: Estimate, variants: "tuple[Variant, ...]"
+    ) -> PlanNotFound:
+        budget = format_size(self._budget)
+        if proof is None:
+            return PlanNotFound(f"no plan fits `{before.subject}` into {budget}, and the smallest could not be traced.")
+        smallest = self._plan(proof, before, search, variants)
+        needs = proof.estimate.peak_bytes
+        lines = [f"no plan fits `{before.subject}` into {budget}; the smallest needs {format_size(needs)}."]
+        for name, size in proof.estimate.breakdown.by_category.items():
+            lines.append(f"  {name:<44}{format_size(size):>10}")
+        lines.append(f"  with: {_label(smallest.settings)}")
+        device = _cheapest(needs)
+        hints = _hints(self._allowed, self._refused)
+        lines.append(f"Try {hints}a larger device{device[0]}.")
+        return PlanNotFound("\n".join(lines), smallest, device[1])
+
+
+def _hints(allowed: frozenset[str], refused: list[Refusal]) -> str:
+    """What else could be allowed."""
+    words = []
+    if any(refusal.name == "micro-batch" for refusal in refused) and "approximate" not in allowed:
+        words.append("allow='approximate' (micro-batches)")
+    if "8-bit-optimizer" not in allowed:
+        words.append("allow='8-bit-optimizer'")
+    if "lora" not in allowed:
+        words.append("allow='lora'")
+    return "".join(f"{word}, " for word in words)
+
+
+def _cheapest(needed_bytes: int) -> tuple[str, str]:
+    """(words, name) of the cheapest device with so much memory."""
+    from memfit.catalogue.prices import cheapest_device
+
+    found = cheapest_device(needed_bytes)
+    if found is None:
+        return "", ""
+    device, price = found
+    cost = "" if price is None else f", {price.usd_per_hour:.2f} USD an hour on AWS ({price.instance}, {price.date})"
+    return f" such as {device.name} ({format_size(device.usable_bytes or 0)}{cost})", device.name
+
+
+def _setup_end(before: Estimate) -> int:
+    marks = before.timeline.marks
+    return marks[1].tick if len(marks) > 1 else before.timeline.num_ticks
+
+
+def _slowed(candidate: "Candidate") -> bool:
+    """Whether the settings cost time that a better use of the budget could save."""
+    settings = candidate.settings
+    return bool(settings.checkpoint or settings.offload or settings.micro_batches > 1)
+
+
+def _variant_for(settings: Settings, variants: "tuple[Variant, ...]") -> "Variant":
+    """The profiled variant that settings belong to."""
+    names = ("precision", "cross_entropy_chunks", "lora_rank", "quantized_base")
+    return next(
+        (one for one in variants if all(getattr(one.settings, n) == getattr(settings, n) for n in names)), variants[0]
+    )
+
+
+def _undominated(points: list[Point]) -> tuple[Point, ...]:
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda one: (one.peak_bytes, one.seconds or 0.0, not one.verified)):
+        if point.verified or not kept or (point.seconds or 0.0) < (kept[-1].seconds or 0.0):
+            kept.append(point)
+    return tuple(kept[::-1])
+
+
+def _is_outermost_refusal(unit: Any, units: Any) -> bool:
+    return not any(other.refused and unit.path.startswith(f"{other.path}.") for other in units)
+
+
+def _name_of(settings: Settings) -> str:
+    from memfit.planner.moves import used_moves
+
+    return ", ".join(move.name for move in used_moves(settings, batch_size=None, num_units=0))
+
+
+def _label(settings: Settings) -> str:
+    from memfit.planner.moves import label
+
+    return label(settings, None)

@@ -1,0 +1,450 @@
+"""Plans for scripts: what one dry run saw, other settings computed from it, and a second run that proves them.
+
+The script runs on a simulated device without a limit. The planner turns the timeline of that run into those of other
+settings and names the fastest that fits. Then the script runs once more with these settings put into practice from
+outside, as far as that goes, and the peak of that run counts. Where it is above the budget, the next best is tried.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from memfit._estimator import require_torch, resolve
+from memfit.allocator import parse_options
+from memfit.catalogue import find_device
+from memfit.core import env
+from memfit.core.device import Device, Kind, Origin
+from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, Request, Seen
+from memfit.core.errors import BadInput, StepFailed
+from memfit.core.estimate import Estimate, Note
+from memfit.core.plan import Footprint, Plan, PlannedMove, PlanNotFound, Point, Refusal, Seconds
+from memfit.core.settings import Settings
+from memfit.core.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from memfit.planner.script_plan import Candidate, ScriptSearch
+
+KEEP, AUTO = "keep", "auto"
+_RAN = (Outcome.COMPLETED, Outcome.ENDED)
+# Runs that prove settings, at most.
+_MAX_PROOFS = 4
+_STEPS_OF_PARTS = 2
+# A proven plan that leaves more of the budget unused than this is worth another look.
+_SLACK = 0.05
+# Whose rates are taken where the catalogue has none for the target.
+_REFERENCE = "rtx-3090"
+# Before Ampere, tensor cores know float16 alone.
+_FIRST_WITH_BFLOAT16 = (8, 0)
+_COMPUTED = "computed-part"
+
+
+def plan_script(
+    script: str | os.PathLike[str],
+    arguments: Iterable[str] = (),
+    *,
+    device: str | Device | None = None,
+    budget: str | int | None = None,
+    module: bool = False,
+    count: int = 1,
+    steps: int = 3,
+    precision: str = KEEP,
+    allow: Iterable[str] = ("exact", "rounding"),
+    quiet_output: bool = False,
+) -> Plan:
+    """The fastest known way to run an unmodified training script within a budget of memory.
+
+    Args:
+        script: path of the script, or dotted name of a module.
+        arguments: what the script is given.
+        device: as for `dryrun`; a CUDA device.
+        budget: what the script may take, "10GiB" or bytes; all of the device by default.
+        module: whether `script` is the name of a module, as for `python -m`.
+        count: how many such devices PyTorch sees.
+        steps: optimizer steps after which the script is ended.
+        precision: "keep", or "auto" to consider autocast; naming "autocast" in `allow` does the same.
+        allow: as for `plan`; sharding, which takes a second device, only where it is named.
+        quiet_output: send what the script prints to standard error.
+
+    Raises:
+        PlanNotFound: nothing that is allowed fits.
+        StepFailed: the script didn't get as far as a step.
+    """
+    started = time.perf_counter()
+    if precision not in (KEEP, AUTO):
+        raise BadInput(f"precision of a script's plan must be {KEEP!r} or {AUTO!r}, but {precision!r} was given.")
+    for option, value in (("count", count), ("steps", steps)):
+        if value < 1:
+            raise BadInput(f"{option} must be at least 1, but {value} was given.")
+    if isinstance(arguments, str):
+        raise BadInput(f"arguments must be a list such as {arguments.split()!r}, but the text {arguments!r} was given.")
+    target, name = _target(device, budget), os.fspath(script)
+    allowed = _allowed(allow, precision)
+    # Refused here rather than by the script's process.
+    parse_options(env.allocator_settings())
+    from memfit.runs.target import check_module, check_script
+
+    (check_module if module else check_script)(name)
+    require_torch()
+    request = Request(name, module, tuple(map(str, arguments)), target, count, steps, unlimited=True, watch=True)
+    return _ScriptPlanner(request, allowed, quiet_output=quiet_output, started=started).run()
+
+
+def _target(device: str | Device | None, budget: str | int | None) -> Device:
+    """The device with the budget as its capacity."""
+    budget_bytes = None
+    if budget is not None:
+        budget_bytes = parse_size(budget) if isinstance(budget, str) else int(budget)
+        if budget_bytes <= 0:
+            raise BadInput(f"a budget must be more than nothing, but {budget!r} was given.")
+    found = find_device(f"{budget_bytes}B") if device is None and budget_bytes is not None else resolve(device)
+    if found.kind is not Kind.CUDA:
+        raise BadInput(
+            f"only CUDA devices can be simulated for a script, but {found.name!r} was given. "
+            "Name one, such as device='rtx-3090' (--device rtx-3090); `memfit devices` lists all."
+        )
+    if budget_bytes is None:
+        if found.usable_bytes is None:
+            raise BadInput(f"the memory of {found.title} is unknown; give a budget such as budget='16GiB'.")
+        return found
+    if found.usable_bytes is not None and budget_bytes > found.usable_bytes:
+        raise BadInput(
+            f"the budget of {format_size(budget_bytes)} is more than {found.title} has "
+            f"({format_size(found.usable_bytes)}). Give a smaller budget or a larger device."
+        )
+    return replace(found, usable_bytes=budget_bytes)
+
+
+def _allowed(allow: Iterable[str], precision: str) -> frozenset[str]:
+    from memfit.planner.moves import AUTOCAST, SHARD, allowed_moves
+
+    words = [word.strip() for word in (allow.split(",") if isinstance(allow, str) else allow)]
+    found = allowed_moves(words)
+    if precision == KEEP and AUTOCAST not in words:
+        found -= {AUTOCAST}
+    return found if SHARD in words else found - {SHARD}
+
+
+def _announce(text: str) -> None:
+    print(f"memfit: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """Settings with what is known of them: the estimate of a run with all of them, or a part, in force."""
+
+    candidate: "Candidate"
+    estimate: Estimate
+    is_whole: bool
+
+
+class _ScriptPlanner:
+    """One question: a script, a device with a budget, and what is allowed."""
+
+    def __init__(self, request: Request, allowed: frozenset[str], *, quiet_output: bool, started: float) -> None:
+        self._request = request
+        self._allowed = allowed
+        self._quiet_output = quiet_output
+        self._started = started
+        self._budget = request.device.usable_bytes or 0
+        self._refused: list[Refusal] = []
+        self._unused: set[str] = set()
+        self._splits = False
+        self._num_proofs = 0
+
+    def run(self) -> Plan:
+        from memfit.runs.launch import run_child
+
+        data = run_child(self._request, stdout_to_stderr=self._quiet_output)
+        self._run = run = DryRun.from_json(data)
+        self._seen = run.seen or Seen()
+        self._request = replace(self._request, loader_ordinal=data.get("loader_ordinal"))
+        self._splits = self._seen.batch_size is not None and self._request.loader_ordinal is not None
+        if run.outcome not in _RAN or run.estimate is None:
+            raise _failed(run)
+        self._before = run.estimate
+        self._search = self._open(self._allowed)
+        proven = self._improved(self._budget, None)
+        if proven is None:
+            least = self._smallest()
+            if least.estimate.peak_bytes > self._budget:
+                raise self._not_found(least)
+            # The moves save more than computed.
+            ratio = least.estimate.peak_bytes / max(1, least.candidate.peak_bytes)
+            proven = self._improved(int(self._budget / ratio), least) or least
+        return self._plan(proven)
+
+    def _improved(self, target_bytes: int, proven: _Proof | None) -> _Proof | None:
+        """The fastest proof within the budget, from a first guess at what may be computed to be needed."""
+        while (best := self._search.fastest(target_bytes)) is not None and self._num_proofs < _MAX_PROOFS:
+            if proven is not None and best.seconds >= proven.candidate.seconds:
+                break
+            proof = self._prove(best)
+            if proof is None:
+                self._search = self._open(self._allowed)
+                continue
+            needs, ratio = proof.estimate.peak_bytes, proof.estimate.peak_bytes / max(1, best.peak_bytes)
+            if needs > self._budget:
+                target_bytes = min(best.peak_bytes - 1, int(self._budget / ratio))
+                continue
+            proven = proof
+            if not _slowed(best.settings) or needs > (1 - _SLACK) * self._budget:
+                break
+            # What is computed to be above the budget may still fit.
+            target_bytes = max(target_bytes + 1, int(self._budget / ratio))
+        return proven
+
+    def _open(self, allowed: frozenset[str]) -> "ScriptSearch":
+        from memfit.planner.script_memory import ScriptMemory
+        from memfit.planner.script_plan import ScriptSearch, choices
+        from memfit.planner.script_speed import ScriptSpeed
+        from memfit.planner.speed import rates_of
+
+        device, seen = self._request.device, self._seen
+        self._rates = rates_of(device, find_device(_REFERENCE))
+        self._memory = ScriptMemory(self._before, self._run.allocator, self._request.count)
+        self._speed = ScriptSpeed(seen.work, self._before.timeline, self._rates)
+        narrow = "amp-bf16" if (device.capability or _FIRST_WITH_BFLOAT16) >= _FIRST_WITH_BFLOAT16 else "amp-fp16"
+        self._space = choices(
+            self._memory,
+            self._speed,
+            allowed,
+            batch_size=seen.batch_size,
+            fusable=seen.fusable,
+            autocast=narrow,
+        )
+        self._space.splits = self._splits
+        self._space.units = tuple(unit for unit in self._space.units if unit not in self._unused)
+        return ScriptSearch(self._memory, self._speed, self._space)
+
+    def _prove(self, candidate: "Candidate") -> _Proof | None:
+        """What a run with the settings in force needs; None where they can't be, and why is in `_refused`."""
+        from memfit.planner.moves import CHECKPOINT, named
+        from memfit.planner.script_memory import AS_IT_IS, ScriptMemory
+        from memfit.planner.script_plan import computed_part, provable_part
+        from memfit.runs.launch import run_child
+
+        settings = candidate.settings
+        part = provable_part(settings, self._splits)
+        if part == AS_IT_IS:
+            return _Proof(candidate, self._memory.estimate(settings), settings == AS_IT_IS)
+        self._num_proofs += 1
+        _announce(f"running the script once more with the plan's moves ({_label(part)}), to see what it needs then")
+        # Every update takes so many passes, and all there is to see is there in the second.
+        steps = self._request.steps if part.micro_batches == 1 else min(_STEPS_OF_PARTS, self._request.steps)
+        request = replace(self._request, settings=part, watch=False, steps=steps)
+        run = DryRun.from_json(run_child(request, silent=True))
+        if part.micro_batches > 1 and run.num_steps < min(steps, self._run.num_steps):
+            # The script had no batches left, or doesn't take smaller ones.
+            self._splits = False
+            return None
+        if run.outcome not in _RAN or run.estimate is None:
+            self._refuse(part, run)
+            return None
+        unused = set(part.checkpoint).difference(() if run.seen is None else run.seen.recomputed)
+        if unused:
+            self._unused |= unused
+            self._refused.append(Refusal(CHECKPOINT, f"{named(tuple(sorted(unused)))} is no module that is called"))
+            return None
+        if part == settings:
+            return _Proof(candidate, run.estimate, True)
+        rest = ScriptMemory(run.estimate, run.allocator).estimate(computed_part(settings, self._splits))
+        return _Proof(candidate, rest, False)
+
+    def _refuse(self, settings: Settings, run: DryRun) -> None:
+        """Leaves out what made the script fail: recomputation where there is some, else autocast, else everything."""
+        from memfit.planner.moves import AUTOCAST, CHECKPOINT, used_moves
+
+        used = [move.name for move in used_moves(settings, batch_size=None, num_units=0)]
+        names = [name for name in (CHECKPOINT, AUTOCAST) if name in used][:1] or used
+        reason = f"the script failed with it: {run.error or run.outcome.value}"
+        self._refused += [Refusal(name, reason) for name in names]
+        self._allowed -= set(names)
+
+    def _plan(self, proof: _Proof) -> Plan:
+        settings = proof.candidate.settings
+        known, origin = self._speed.is_known, self._rates.origin
+        as_it_is = self._speed.step(_as_it_is())
+        return Plan(
+            subject=os.path.basename(self._request.script),
+            device=self._request.device,
+            budget_bytes=self._budget,
+            batch_size=self._seen.batch_size,
+            settings=_shown(settings),
+            moves=self._moves(proof),
+            before=Footprint.of(self._before),
+            after=Footprint.of(proof.estimate),
+            seconds_before=Seconds(as_it_is if known else None, origin),
+            seconds_after=Seconds(proof.candidate.seconds if known else None, origin),
+            front=self._front(proof),
+            refused=(*self._refused, *self._space.refused),
+            notes=self._notes(proof),
+            planned_in_seconds=time.perf_counter() - self._started,
+            estimate_before=self._before,
+            estimate_after=proof.estimate,
+        )
+
+    def _moves(self, proof: _Proof) -> tuple[PlannedMove, ...]:
+        from memfit.planner.moves import EXPANDABLE, KEEPS, SET_TO_NONE, UsedMove, used_moves
+        from memfit.planner.script_plan import BATCH_NORM
+
+        settings = proof.candidate.settings
+        approximate = BATCH_NORM if self._memory.has_batch_norm else ""
+        used = used_moves(
+            settings,
+            batch_size=self._seen.batch_size,
+            num_units=len(self._space.units),
+            approximate=approximate,
+        )
+        if settings.set_to_none:
+            title = "free gradients right after each update"
+            used.append(UsedMove(SET_TO_NONE, title, KEEPS[SET_TO_NONE], replace(settings, set_to_none=False)))
+        found = []
+        for move in used:
+            without = self._search.candidate(move.without)
+            replayed = move.name in (EXPANDABLE, SET_TO_NONE)
+            found.append(
+                PlannedMove(
+                    move.name,
+                    move.title,
+                    move.keeps,
+                    without.peak_bytes - proof.candidate.peak_bytes,
+                    Origin.SIMULATED if replayed else Origin.ASSUMED,
+                    proof.candidate.seconds - without.seconds if self._speed.is_known else None,
+                    self._rates.origin,
+                    move.caveat,
+                )
+            )
+        return tuple(sorted(found, key=lambda move: -move.saves_bytes))
+
+    def _front(self, proof: _Proof) -> tuple[Point, ...]:
+        """The best of what was computed, and the plan itself, largest memory first."""
+        chosen = replace(proof.candidate, peak_bytes=proof.estimate.peak_bytes)
+        others = [one for one in self._search.front() if one.settings != chosen.settings]
+        kept: list[Candidate] = []
+        for one in sorted((chosen, *others), key=lambda one: (one.peak_bytes, one.seconds)):
+            if one is chosen or not kept or one.seconds < kept[-1].seconds:
+                kept.append(one)
+        return tuple(
+            Point(
+                one.peak_bytes,
+                one.seconds if self._speed.is_known else None,
+                _label(one.settings),
+                _shown(one.settings),
+                one is chosen and proof.is_whole,
+            )
+            for one in reversed(kept)
+        )
+
+    def _notes(self, proof: _Proof) -> tuple[Note, ...]:
+        from memfit.planner.script_plan import computed_part, provable_part
+
+        settings, notes = proof.candidate.settings, list(self._before.notes)
+        part = provable_part(settings, self._splits)
+        if proof.is_whole and part != _as_it_is():
+            predicted = format_size(proof.candidate.peak_bytes)
+            notes.append(
+                Note("proven", f"the script was run with all of these moves in force; {predicted} had been computed")
+            )
+        elif not proof.is_whole:
+            own = _label(computed_part(settings, self._splits))
+            rest = f"; a run had the rest in force: {_label(part)}" if part != _as_it_is() else ""
+            notes.append(
+                Note(
+                    _COMPUTED,
+                    f"what {own} would save is computed from the script's timeline, because it takes a change to the "
+                    f"script itself{rest}",
+                )
+            )
+        if settings.checkpoint and self._seen.models:
+            notes.append(Note("module-paths", f"paths of modules begin at {self._seen.models[0]}"))
+        if settings.micro_batches > 1 and self._seen.batch_size is None:
+            notes.append(Note("batch-size-unknown", "the script's batch must have a sample for each micro-batch"))
+        if not self._speed.is_known:
+            notes.append(
+                Note(
+                    "no-times", "plans are ranked by the bytes that modules write: the run showed no whole step's work"
+                )
+            )
+        elif self._rates.reference:
+            notes.append(Note("rates", f"times are computed with the rates of {self._rates.reference}"))
+        return tuple(notes)
+
+    def _smallest(self) -> _Proof:
+        """The settings that need least, proven if there are runs left."""
+        smallest = self._search.smallest()
+        proof = self._prove(smallest) if self._num_proofs < _MAX_PROOFS else None
+        return proof or _Proof(smallest, self._memory.estimate(smallest.settings), False)
+
+    def _not_found(self, proof: _Proof) -> PlanNotFound:
+        needs = proof.estimate.peak_bytes
+        subject = os.path.basename(self._request.script)
+        lines = [
+            f"no plan fits {subject} into {format_size(self._budget)}; the smallest needs {format_size(needs)}.",
+        ]
+        lines += [f"  {name:<44}{format_size(b):>10}" for name, b in proof.estimate.breakdown.by_category.items()]
+        lines.append(f"  with: {_label(proof.candidate.settings)}")
+        words, device_name = _cheapest(needs)
+        lines.append(f"Try {_hints(self._allowed, self._space.refused)}a larger device{words}.")
+        return PlanNotFound("\n".join(lines), self._plan(proof), device_name)
+
+
+def _failed(run: DryRun) -> StepFailed:
+    """Why there is nothing to plan with."""
+    why = f": {run.error}" if run.error else ""
+    if run.outcome is Outcome.NO_STEP:
+        text = f"{run.script} took no optimizer step{why}. Give the script that trains, with arguments that make it."
+    else:
+        text = f"{run.script} {run.outcome.value} before it could be planned{why}. Dry-run it first: memfit dryrun."
+    error = StepFailed(text)
+    error.exit_code = EXIT_CODES[run.outcome]
+    return error
+
+
+def _as_it_is() -> Settings:
+    from memfit.planner.script_memory import AS_IT_IS
+
+    return AS_IT_IS
+
+
+def _shown(settings: Settings) -> Settings:
+    """Settings as a plan holds them: there, dropping gradients is the rule, not a move."""
+    return replace(settings, set_to_none=True)
+
+
+def _slowed(settings: Settings) -> bool:
+    """Whether a better use of the budget could save time."""
+    return bool(settings.checkpoint) or settings.micro_batches > 1
+
+
+def _label(settings: Settings) -> str:
+    from memfit.planner.moves import label
+
+    text = label(settings, None)
+    if not settings.set_to_none:
+        return text
+    dropped = "gradients freed early"
+    return dropped if settings == replace(_as_it_is(), set_to_none=True) else f"{text}, {dropped}"
+
+
+def _hints(allowed: frozenset[str], refused: Iterable[Refusal]) -> str:
+    """What else could be allowed."""
+    words = []
+    if any(refusal.name == "micro-batch" for refusal in refused) and "approximate" not in allowed:
+        words.append("allow='approximate' (micro-batches)")
+    words += [f"allow={name!r}" for name in ("autocast", "8-bit-optimizer", "shard") if name not in allowed]
+    return "".join(f"{word}, " for word in words)
+
+
+def _cheapest(needed_bytes: int) -> tuple[str, str]:
+    """(words, name) of the cheapest device with so much memory."""
+    from memfit.catalogue.prices import cheapest_device
+
+    found = cheapest_device(needed_bytes)
+    if found is None:
+        return "", ""
+    device, price = found
+    cost = "" if price is None else f", {price.usd_per_hour:.2f} USD an hour as {price.instance}, {price.date}"
+    return f" such as {device.name} ({format_size(device.usable_bytes or 0)}{cost})", device.name

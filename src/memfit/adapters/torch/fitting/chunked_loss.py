@@ -1,0 +1,316 @@
+"""Cross entropy over a large vocabulary, computed by chunks of tokens.
+
+Around a user's unmodified loss function, `chunked_cross_entropy` defers the logits (`deferred_logits`). Where they meet
+a cross entropy, each chunk of rows makes its logits, its losses, and forgets the logits; the backward pass makes them
+again, chunk by chunk, and adds to one gradient of the weight. Instead of logits, their float32 copy, log-softmax and
+two gradients of [tokens, vocabulary], memory holds those of one chunk. The price is one more matrix product.
+
+PyTorch's own `linear_cross_entropy` (from release 2.13 on) chunks as well, but is another function: it has no
+label smoothing and no cast between logits and loss, makes gradients in the forward pass, before a loss scale for
+float16 could reach them, and is one opaque operator to a trace. It is therefore not used.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from memfit.adapters.torch.fitting.deferred_logits import Autocast, DeferredLogits, Recipe, Steps, deferred, finished, real
+from memfit.core.errors import BadInput
+
+SMALLEST_VOCABULARY = 8192
+_PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm})
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+
+
+@dataclass(slots=True)
+class Sighting:
+    """What has been seen so far: whether a large cross entropy came straight from a linear layer."""
+
+    found: bool = False
+
+
+@contextmanager
+def chunked_cross_entropy(num_chunks: int) -> Iterator[Sighting]:
+    """Cross entropies over large vocabularies are computed in `num_chunks` parts while it lasts.
+
+    To be put around the forward pass with its loss; the backward pass may come later.
+    """
+    if num_chunks < 1:
+        raise BadInput(f"cross entropy can be computed in 1 chunk or more, but {num_chunks} were asked for.")
+    mode = _Chunking(num_chunks)
+    with mode:
+        yield mode.sighting
+
+
+@contextmanager
+def watching_cross_entropy() -> Iterator[Sighting]:
+    """Looks, without changing anything, whether `chunked_cross_entropy` would find something to do."""
+    mode = _Watching()
+    with mode:
+        yield mode.sighting
+
+
+class _Chunking(TorchFunctionMode):
+    def __init__(self, num_chunks: int) -> None:
+        super().__init__()
+        self._num_chunks = num_chunks
+        self.sighting = Sighting()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear or func in _PRODUCTS:
+            recipe = _recipe(func, args, kwargs)
+            if recipe is not None:
+                return deferred(recipe)
+        elif func is F.cross_entropy or func is F.nll_loss:
+            value = self._loss(func, args, kwargs)
+            if value is not None:
+                return value
+        if any(issubclass(kind, DeferredLogits) for kind in types):
+            return DeferredLogits.__torch_function__(func, types, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        logits, target = given.pop("input"), real(given.pop("target"))
+        if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None:
+            return None
+        if isinstance(logits, DeferredLogits):
+            recipe = None if logits._real is not None else logits.recipe
+            if recipe is not None and _fits(recipe, target):
+                self.sighting.found = True
+                return _chunked(func, recipe, recipe.hidden, target, given, self._num_chunks)
+            logits = real(logits)
+        if func is F.nll_loss or not _worth_chunking(logits, target):
+            return None
+        return _chunked(func, None, logits, target, given, self._num_chunks)
+
+
+class _Watching(TorchFunctionMode):
+    """Follows large outputs of linear layers through the graph of autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sighting = Sighting()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy or func is F.nll_loss:
+            logits = args[0] if args else kwargs["input"]
+            self.sighting.found = self.sighting.found or _comes_from_linear(logits)
+        return func(*args, **kwargs)
+
+
+# Nodes through which deferred logits pass, and those of linear layers.
+_PASSED = (
+    "ToCopy", "View", "UnsafeView", "Slice", "ReshapeAlias", "Clone", "Mul", "Div", "Tanh", "Transpose", "Permute",
+    "LogSoftmax", "Index", "Select", "Alias",
+)  # fmt: skip
+_LINEAR = ("Addmm", "Mm", "Linear", "Mv", "Bmm")
+
+
+def _comes_from_linear(logits: torch.Tensor) -> bool:
+    if max(logits.shape[1:2], default=0) < SMALLEST_VOCABULARY:
+        return False
+    node = logits.grad_fn
+    while node is not None:
+        kind = node.name().rpartition("::")[2].partition("Backward")[0]
+        if kind in _LINEAR:
+            return True
+        if kind not in _PASSED:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def _recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe | None:
+    """How to compute the output of a linear layer later; None where it has to be computed now."""
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    hidden, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
+    if len(given) < 2 or not isinstance(hidden, torch.Tensor) or not isinstance(weight, torch.Tensor):
+        return None
+    if any(type(t) not in _PLAIN_TYPES for t in (hidden, weight, *(() if bias is None else (bias,)))):
+        return None
+    if weight.ndim != 2 or hidden.ndim < 2 or weight.shape[0 if func is F.linear else 1] < SMALLEST_VOCABULARY:
+        return None
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _in_checkpoint():
+        return None
+    if func is not F.linear:
+        weight = weight.t()
+    if hidden.shape[-1] != weight.shape[1] or hidden.device != weight.device:
+        return None
+    return Recipe(hidden, weight, bias, Autocast.now(hidden.device.type))
+
+
+def _in_checkpoint() -> bool:
+    """Whether a checkpointed function is being called.
+
+    It is called again in the backward pass, where nothing is deferred, and has to save the same tensors in the same
+    order then.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _fits(recipe: Recipe, target: Any) -> bool:
+    """Whether targets are what the logits need; otherwise PyTorch is to say so itself."""
+    rows = recipe.hidden.shape[:-1]
+    if len(rows) != (2 if recipe.classes_second else 1) or rows.numel() == 0:
+        return False
+    if target.is_floating_point():
+        return not recipe.classes_second and target.shape == (*rows, recipe.weight.shape[0])
+    return bool(target.shape == rows)
+
+
+def _worth_chunking(logits: Any, target: Any) -> bool:
+    if type(logits) is not torch.Tensor or logits.ndim != 2 or logits.shape[1] < SMALLEST_VOCABULARY:
+        return False
+    if not (torch.is_grad_enabled() and logits.requires_grad) or logits.shape[0] == 0 or torch.compiler.is_compiling():
+        return False
+    return bool(target.shape in (logits.shape, logits.shape[:1])) and not _in_checkpoint()
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is done to each chunk.
+
+    Args:
+        function: `cross_entropy` or `nll_loss`.
+        steps: what follows the linear layer.
+        dtype: of the linear layer's output; None where logits are given.
+        options: of the function.
+        autocast: when the loss was called.
+        num_chunks: how many.
+    """
+
+    function: Callable[..., torch.Tensor]
+    steps: Steps
+    dtype: torch.dtype | None
+    options: dict[str, Any]
+    autocast: Autocast
+    num_chunks: int
+
+    def losses(self, logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None) -> torch.Tensor:
+        """One loss for each row."""
+        with self.autocast.again():
+            logits = finished(logits, self.steps)
+            return self.function(logits, target, weight=class_weight, reduction="none", **self.options)
+
+    def cast(self, tensor: torch.Tensor | None) -> Any:
+        """`tensor` as the linear layer takes it.
+
+        Not left to autocast, which would keep what it casts here, outside of the graph, for uses inside of it.
+        """
+        return tensor if tensor is None or self.dtype is None else tensor.to(self.dtype)
+
+    def logits(self, rows: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        """The logits of a chunk."""
+        return rows if weight is None else F.linear(self.cast(rows), weight, bias)
+
+    def gradient_of_logits(
+        self, logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, factor: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of `factor * losses`."""
+        with torch.enable_grad():
+            logits = logits.detach().requires_grad_()
+            return torch.autograd.grad(self.losses(logits, target, class_weight), logits, factor)[0]
+
+
+def _chunked(
+    function: Callable[..., torch.Tensor],
+    recipe: Recipe | None,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    given: dict[str, Any],
+    num_chunks: int,
+) -> torch.Tensor:
+    class_weight, reduction = given.pop("weight", None), given.pop("reduction", "mean")
+    steps, dtype = ((), None) if recipe is None else (recipe.steps, recipe.dtype)
+    work = _Work(function, steps, dtype, given, Autocast.now(source.device.type), num_chunks)
+    rows = source.reshape(-1, source.shape[-1])
+    by_class = not target.is_floating_point()
+    flat = target.reshape(-1) if by_class else target
+    linear = (None, None) if recipe is None else (recipe.weight, recipe.bias)
+    losses: torch.Tensor = _ChunkedLosses.apply(work, rows, *linear, flat, class_weight)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses.reshape(target.shape if by_class else target.shape[:1])
+    total = losses.sum()
+    if reduction == "sum":
+        return total
+    return total / _denominator(flat, class_weight, given.get("ignore_index", -100)) if by_class else total / len(flat)
+
+
+def _denominator(target: torch.Tensor, class_weight: torch.Tensor | None, ignored: int) -> torch.Tensor:
+    """What a mean over rows divides by: their number or weight, without those ignored."""
+    counts = target != ignored
+    if class_weight is None:
+        return counts.sum()
+    return (class_weight[target.where(counts, 0)] * counts).sum()
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    """The losses of rows, from hidden states or from logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        work: _Work,
+        rows: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        class_weight: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.work = work
+        ctx.save_for_backward(rows, weight, bias, target, class_weight)
+        linear = (work.cast(weight), work.cast(bias))
+        parts = zip(rows.chunk(work.num_chunks), target.chunk(work.num_chunks), strict=True)
+        return torch.cat([work.losses(work.logits(part, *linear), labels, class_weight) for part, labels in parts])
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        work: _Work = ctx.work
+        rows, weight, bias, target, class_weight = ctx.saved_tensors
+        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
+        linear = (work.cast(weight), work.cast(bias))
+        of_rows = torch.empty_like(rows) if needs_rows else None
+        of_weight = torch.zeros_like(weight) if needs_weight else None
+        of_bias = torch.zeros_like(bias) if needs_bias else None
+        chunks = [tensor.chunk(work.num_chunks) for tensor in (rows, target, gradient)]
+        into = [None] * len(chunks[0]) if of_rows is None else of_rows.chunk(work.num_chunks)
+        for part, labels, factor, of_part in zip(*chunks, into, strict=True):
+            of_logits = work.gradient_of_logits(work.logits(part, *linear), labels, class_weight, factor)
+            if of_part is not None:
+                of_part.copy_(of_logits if weight is None else of_logits @ linear[0])
+            if of_weight is not None:
+                _add_product(of_weight, of_logits.t(), work.cast(part))
+            if of_bias is not None:
+                of_bias.add_(of_logits.sum(0))
+            del of_logits
+        return None, of_rows, of_weight, of_bias, None, None
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)

@@ -1,0 +1,354 @@
+"""The fitted step: a model and an optimizer, run as the settings of a plan say.
+
+The same code runs on the user's own objects and, inside of the tracer, on shapes: what a traced peak proves is what
+will run.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch import failures
+from memfit.adapters.torch.fitting.activation_offload import offload
+from memfit.adapters.torch.fitting.low_rank import add_adapters
+from memfit.adapters.torch.fitting.micro_batches import shares, split
+from memfit.adapters.torch.fitting.optimizers import fit_optimizer
+from memfit.adapters.torch.fitting.recomputation import recompute
+from memfit.adapters.torch.stand_in import map_tensors
+from memfit.core.env import allocator_settings, set_allocator_settings
+from memfit.core.errors import BadInput, BadLoss
+from memfit.core.settings import Settings
+from memfit.core.timeline import Phase
+
+_AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
+
+
+class Fitted:
+    """A model and its optimizer, run as `settings` say; `step` runs one update.
+
+    It changes the objects it is given; `close`, or leaving it as a context manager, puts them back.
+
+    Args:
+        settings: how to run the step.
+        model: the module.
+        optimizer: over its parameters, or None.
+        observe: told each phase where it begins, for each micro-batch.
+        around: entered with the path of a module for each of its recomputations.
+        updating: entered for each update that the backward pass makes.
+        most_parts: the number of micro-batches after which a step is cut short, for a trace; None runs them all.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: torch.nn.Module,
+        optimizer: Any = None,
+        observe: Callable[[Phase], None] = lambda phase: None,
+        *,
+        around: Callable[[str], AbstractContextManager[None]] = lambda path: nullcontext(),
+        updating: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        most_parts: int | None = None,
+    ) -> None:
+        _check(settings, optimizer)
+        self.settings = settings
+        self.model = model
+        self.optimizer = self._original = optimizer
+        self.scaler: torch.amp.GradScaler | None = None
+        self._unscaled = False
+        self._observe = observe
+        self._most_parts = most_parts
+        self._host: list[Any] = []
+        with ExitStack() as undo:
+            self._fit_model(undo, around)
+            self._fit_optimizer(undo, updating)
+            self._undo = undo.pop_all()
+
+    def _fit_model(self, undo: ExitStack, around: Callable[[str], AbstractContextManager[None]]) -> None:
+        settings, model = self.settings, self.model
+        if settings.expandable_segments and torch.cuda.is_available() and not _is_simulated(model):
+            undo.callback(_expand_segments())
+        if settings.lora_rank or settings.quantized_base or settings.freeze:
+            undo.callback(
+                add_adapters(model, settings.lora_rank, quantized=settings.quantized_base, freeze=settings.freeze)
+            )
+        if settings.channels_last:
+            undo.callback(_with_channels_last(model))
+        if settings.checkpoint:
+            undo.callback(recompute(model, settings.checkpoint, around))
+        if settings.offload:
+            waiting = offload(model, settings.offload)
+            self._host.append(waiting)
+            undo.callback(waiting)
+        if settings.num_devices > 1:
+            from memfit.adapters.torch.fitting.sharding import shard
+
+            shards = shard(model, settings.num_devices, offload=settings.shard_offload, optimizer=self.optimizer)
+            self._host.append(shards)
+            undo.callback(shards)
+
+    def _fit_optimizer(self, undo: ExitStack, updating: Callable[[], AbstractContextManager[Any]]) -> None:
+        settings = self.settings
+        if settings.precision == "amp-fp16":
+            # Shapes have no infinities to look for.
+            self.scaler = torch.amp.GradScaler(_device_type(self.model), enabled=not _is_simulated(self.model))
+        if self.optimizer is None:
+            return
+        fitted = fit_optimizer(settings, self.optimizer, self.model, updating)
+        self._host.append(fitted)
+        undo.callback(fitted.undo)
+        self.optimizer = fitted.in_use
+
+    @property
+    def host_bytes(self) -> int:
+        """The greatest number of bytes that waited in host memory at once."""
+        return sum(part.host_bytes for part in self._host)
+
+    def step(self, loss: Callable[[Any, Any], Any], batch: Any) -> torch.Tensor:
+        """Runs one update with the whole batch; returns its loss, detached.
+
+        Args:
+            loss: takes the model and a batch, returns the scalar loss.
+            batch: any nesting of tensors.
+        """
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            self._observe(Phase.OPTIMIZER)
+            value: torch.Tensor = self.optimizer.step(lambda: self.backward(loss, batch))
+            return value
+        value = self.backward(loss, batch)
+        self.update()
+        return value
+
+    def backward(self, loss: Callable[[Any, Any], Any], batch: Any) -> torch.Tensor:
+        """Leaves the gradients of the whole batch in `.grad`; returns its loss, detached.
+
+        Args:
+            loss: takes the model and a batch, returns the scalar loss.
+            batch: any nesting of tensors.
+        """
+        parts = split(batch, self.settings.micro_batches)
+        weights = shares(batch, parts, self.settings.weighting)
+        self.clear_gradients()
+        if self.scaler is not None and self._unscaled:
+            # Gradients that were never used for an update.
+            self.scaler.update()
+            self._unscaled = False
+        losses: list[torch.Tensor] = []
+        whole = 0.0
+        for index in range(len(parts[: self._most_parts])):
+            # The part, and what it became on the device, is gone when the next one begins.
+            part, parts[index] = parts[index], None
+            if weights[index]:
+                value, weight = self._part(loss, part, weights[index], alone=len(parts) == 1)
+                whole += weight
+                if value is not None:
+                    losses.append(value)
+        if self.scaler is not None and self.optimizer is not None:
+            self.scaler.unscale_(self.optimizer)
+            self._unscaled = True
+        if not losses:
+            return torch.tensor(math.nan, device=_device(self.model))
+        total = _sum(losses)
+        if self.settings.weighting.kind == "given" and len(parts) > 1:
+            self._scale_gradients(1 / whole)
+            total = total / whole
+        return total
+
+    def update(self) -> None:
+        """Updates the parameters by the gradients that are there."""
+        self._observe(Phase.OPTIMIZER)
+        if self.optimizer is None:
+            return
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self._unscaled = False
+        else:
+            self.optimizer.step()
+
+    def clear_gradients(self) -> None:
+        """Frees or zeroes all gradients."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=self.settings.set_to_none)
+        self.model.zero_grad(set_to_none=self.settings.set_to_none)
+
+    def close(self) -> None:
+        """Puts model and optimizer back as they were; gradients stay."""
+        self._undo.close()
+        self.optimizer = self._original
+
+    def __enter__(self) -> "Fitted":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _part(
+        self, loss: Callable[[Any, Any], Any], part: Any, share: float, *, alone: bool
+    ) -> tuple[torch.Tensor | None, float]:
+        """(the weighted loss of one micro-batch, its weight); its gradients have been added.
+
+        The loss is None where the weight is 0: a mean over nothing is no number, and must not spoil the others.
+        """
+        self._observe(Phase.FORWARD)
+        value, weight = self._forward(loss, self._prepared(part))
+        del part
+        if self.settings.weighting.kind == "given" and not alone:
+            share = weight
+            if not weight:
+                return None, 0.0
+        if share != 1.0:
+            value = value * share
+        self._observe(Phase.BACKWARD)
+        if self.scaler is not None:
+            self.scaler.scale(value).backward()
+        else:
+            value.backward()
+        # A loss can be a view of something large.
+        return value.detach().clone(), weight
+
+    def _forward(self, loss: Callable[[Any, Any], Any], part: Any) -> tuple[torch.Tensor, float]:
+        settings = self.settings
+        with self._autocast(), _chunked(settings.cross_entropy_chunks):
+            value = loss(self.model, part)
+        weight: Any = 1.0
+        if settings.weighting.kind == "given":
+            if not isinstance(value, tuple) or len(value) != 2:
+                raise BadLoss(
+                    f"the loss function returned {type(value).__name__}, but with weighting 'given' it must return "
+                    "(loss, weight), where the weight is what the loss was divided by."
+                )
+            value, weight = value
+            weight = 1.0 if isinstance(weight, torch.Tensor) and _is_meta(weight) else float(weight)
+            if not math.isfinite(weight) or weight < 0:
+                raise BadLoss(f"the loss function returned the weight {weight}, but it must be 0 or more.")
+        failures.check_loss(value)
+        return value, weight
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = _AUTOCAST.get(self.settings.precision or "")
+        return nullcontext() if dtype is None else torch.autocast(_device_type(self.model), dtype=dtype)
+
+    def _prepared(self, part: Any) -> Any:
+        """One micro-batch on the model's device, in the memory format of its convolutions."""
+        device = _device(self.model) if self.settings.num_devices == 1 else None
+
+        def prepared(tensor: torch.Tensor) -> torch.Tensor:
+            if device is not None and tensor.device != device:
+                tensor = tensor.to(device, non_blocking=True)
+            if self.settings.channels_last and tensor.dim() == 4 and tensor.layout is torch.strided:
+                tensor = tensor.to(memory_format=torch.channels_last)
+            return tensor
+
+        return map_tensors(part, prepared)
+
+    def _scale_gradients(self, factor: float) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+
+def _check(settings: Settings, optimizer: Any) -> None:
+    """Refuses settings that exclude each other."""
+    if settings.micro_batches < 1:
+        raise BadInput(f"micro_batches must be at least 1, but {settings.micro_batches} was given.")
+    if settings.precision is not None and settings.precision not in _AUTOCAST:
+        raise BadInput(f"precision must be one of {', '.join(_AUTOCAST)}, or None, not {settings.precision!r}.")
+    if settings.step_in_backward and settings.micro_batches > 1:
+        raise BadInput(
+            f"step_in_backward updates each parameter as soon as its gradient is there, so it can't add up the "
+            f"gradients of {settings.micro_batches} micro-batches. Set micro_batches to 1, or leave step_in_backward."
+        )
+    if settings.step_in_backward and settings.precision == "amp-fp16":
+        raise BadInput(
+            "step_in_backward can't go with precision 'amp-fp16': whether a step must be skipped is only known when "
+            "all gradients are there. Use 'amp-bf16', or leave step_in_backward."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS) and (settings.precision == "amp-fp16" or settings.step_in_backward):
+        raise BadInput(
+            "LBFGS computes the loss several times an update, which goes neither with precision 'amp-fp16' nor with "
+            "step_in_backward. Leave both, or take another optimizer."
+        )
+    inner = [p for p in settings.offload if any(p.startswith(f"{outer}.") for outer in settings.checkpoint)]
+    if inner:
+        raise BadInput(
+            f"offload names {inner[0]!r}, which is part of a module that checkpoint names: nothing inside of it is "
+            "saved. Name the same module in both, which has its inputs wait in host memory, or leave one."
+        )
+
+
+def _sum(losses: list[torch.Tensor]) -> torch.Tensor:
+    total = losses[0]
+    for value in losses[1:]:
+        total = total + value
+    return total
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    # The simulation's function mode would hide it.
+    with torch._C.DisableTorchFunction():
+        return tensor.is_meta
+
+
+def _is_simulated(model: torch.nn.Module) -> bool:
+    # A shard is what holds memory.
+    return any(_is_meta(getattr(parameter, "_local_tensor", parameter)) for parameter in model.parameters())
+
+
+def _device(model: torch.nn.Module) -> torch.device | None:
+    """Where the model is; None where it is in several places or nowhere."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _device_type(model: torch.nn.Module) -> str:
+    return next((parameter.device.type for parameter in model.parameters()), "cpu")
+
+
+def _chunked(num_chunks: int) -> AbstractContextManager[Any]:
+    if not num_chunks:
+        return nullcontext()
+    from memfit.adapters.torch.fitting.chunked_loss import chunked_cross_entropy
+
+    return chunked_cross_entropy(num_chunks)
+
+
+def _with_channels_last(model: torch.nn.Module) -> Callable[[], None]:
+    """Gives the convolutions' weights the memory format; returns what undoes it."""
+    changed = [
+        tensor
+        for tensor in model.parameters()
+        if tensor.dim() == 4 and not tensor.is_contiguous(memory_format=torch.channels_last)
+    ]
+    _set_format(changed, torch.channels_last)
+    return lambda: _set_format(changed, torch.contiguous_format)
+
+
+def _set_format(tensors: list[Any], memory_format: torch.memory_format) -> None:
+    for tensor in tensors:
+        # The same object keeps its place in the optimizer.
+        tensor.data = tensor.data.contiguous(memory_format=memory_format)
+
+
+def _expand_segments() -> Callable[[], None]:
+    """Asks PyTorch's CUDA allocator for segments that can grow; returns what takes back the request."""
+    wanted = "expandable_segments:True"
+    given = allocator_settings()
+    if wanted in given:
+        return lambda: None
+    if torch.cuda.is_initialized():
+        warnings.warn(
+            "expandable_segments can't be switched on any more: CUDA is in use already. Start the program with "
+            f"PYTORCH_CUDA_ALLOC_CONF={wanted}.",
+            stacklevel=4,
+        )
+        return lambda: None
+    set_allocator_settings(",".join(filter(None, (given, wanted))))
+    return lambda: set_allocator_settings(given)

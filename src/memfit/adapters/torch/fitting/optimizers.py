@@ -1,0 +1,252 @@
+"""Puts the optimizer's part of the settings into practice on the user's optimizer.
+
+The user's own object stays in use throughout: it keeps the state and the options, so that learning-rate schedulers,
+checkpoints and the code around it go on as before. What changes is which kernels it uses, and who updates a parameter,
+when and where.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.fitting.eight_bit import EightBitUpdates
+from memfit.adapters.torch.fitting.host_updates import HostUpdates
+from memfit.adapters.torch.fitting.low_rank import adapter_parameters
+from memfit.adapters.torch.fitting.single_updates import SingleUpdates, Updates, check_independent
+from memfit.core.errors import BadOptimizer
+from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+
+_STEP_IN_BACKWARD = "the optimizer step inside of the backward pass"
+_HOST = "the optimizer in host memory"
+
+
+class FittedOptimizer:
+    """The user's optimizer, run as the settings say; made by `fit_optimizer`.
+
+    Args:
+        optimizer: the user's.
+        updates: who updates single parameters; None: the optimizer's own step does it all.
+        in_backward: whether each parameter is updated as soon as its gradient is there.
+        around: entered for each update in the backward pass.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        updates: Updates | None,
+        *,
+        in_backward: bool = False,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.optimizer = optimizer
+        self.in_backward = in_backward
+        self._updates = updates
+        self._around = around
+        self._accumulating = False
+        self._undo: list[Callable[[], None]] = []
+        if updates is not None:
+            self._undo.append(updates.close)
+        if in_backward:
+            self._undo.extend(
+                parameter.register_post_accumulate_grad_hook(self._update_in_backward).remove
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.requires_grad
+            )
+
+    @property
+    def in_use(self) -> Any:
+        """What training code calls: the user's own optimizer where its own step does it all, else this object."""
+        return self.optimizer if self._updates is None else self
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for what would otherwise be on the device: copies of parameters, and the state."""
+        return self._updates.host_bytes if isinstance(self._updates, HostUpdates) else 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the user's optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The state of the user's optimizer."""
+        return self.optimizer.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have a gradient; those that were updated in the backward pass have none."""
+        if self._updates is None:
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # With the hooks around a step that the user may have registered.
+        torch.optim.Optimizer.profile_hook_step(self._update_all)(self.optimizer)
+        # Learning-rate schedulers warn when no step came before theirs.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Frees or zeroes the gradients."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state and the options, for a checkpoint."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the state and the options of a checkpoint, made with or without these settings."""
+        if isinstance(self._updates, EightBitUpdates):
+            self._updates.load_state_dict(state_dict)
+        else:
+            self.optimizer.load_state_dict(state_dict)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes while this lasts only add to the gradients: more micro-batches are to come."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def undo(self) -> None:
+        """Leaves the user's optimizer as it was, with the state it has now."""
+        while self._undo:
+            self._undo.pop()()
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Adds what `undo` does at last."""
+        self._undo.insert(0, action)
+
+    def _update_all(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._updates is not None
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._updates.update(parameter)
+
+    def _update_in_backward(self, parameter: torch.Tensor) -> None:
+        if self._accumulating:
+            return
+        assert self._updates is not None
+        with self._around():
+            self._updates.update(parameter)  # type: ignore[arg-type]
+            parameter.grad = None
+
+
+def fit_optimizer(
+    settings: Settings,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> FittedOptimizer:
+    """`optimizer`, run as `settings` say.
+
+    Args:
+        settings: those of the optimizer are looked at: kernels, state, step_in_backward, and lora_rank, as adapters'
+            parameters join the optimizer's first group.
+        optimizer: the user's, or a stand-in for it on shape-only parameters.
+        model: its model, with adapters if there are any.
+        around: entered for each update in the backward pass.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BadOptimizer(
+            f"a plan is applied to a torch.optim.Optimizer, but {type(optimizer).__name__} was given. "
+            "Give the optimizer that was made from the model's parameters."
+        )
+    undo: list[Callable[[], None]] = []
+    try:
+        undo.append(_adapters_joined(optimizer, model))
+        undo.append(_kernels_set(settings.kernels, optimizer))
+        updates = _updates(settings, optimizer)
+        fitted = FittedOptimizer(optimizer, updates, in_backward=settings.step_in_backward, around=around)
+    except BaseException:
+        for action in reversed(undo):
+            action()
+        raise
+    for action in reversed(undo):
+        fitted.on_undo(action)
+    return fitted
+
+
+def _updates(settings: Settings, optimizer: torch.optim.Optimizer) -> Updates | None:
+    if settings.state is OptimizerState.EIGHT_BIT:
+        return EightBitUpdates(optimizer)
+    if settings.state is OptimizerState.HOST:
+        check_independent(optimizer, _HOST)
+        return HostUpdates(optimizer)
+    if settings.step_in_backward:
+        check_independent(optimizer, _STEP_IN_BACKWARD)
+        return SingleUpdates(optimizer)
+    return None
+
+
+def _adapters_joined(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Callable[[], None]:
+    """Puts the parameters of adapters into the first group: a scheduler goes by the number of groups."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    added = [parameter for parameter in adapter_parameters(model) if parameter not in held]
+    if not added:
+        return lambda: None
+    # In place, because LBFGS holds the list itself.
+    optimizer.param_groups[0]["params"].extend(added)
+
+    def undo() -> None:
+        gone = set(added)
+        # A loaded checkpoint makes groups anew.
+        for group in optimizer.param_groups:
+            group["params"][:] = [parameter for parameter in group["params"] if parameter not in gone]
+        for parameter in added:
+            optimizer.state.pop(parameter, None)
+
+    return undo
+
+
+def _kernels_set(kernels: OptimizerKernels, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    if kernels is OptimizerKernels.KEEP:
+        return lambda: None
+    fused = kernels is OptimizerKernels.FUSED
+    if fused and "fused" not in optimizer.defaults:
+        raise BadOptimizer(
+            f"{type(optimizer).__name__} has no fused kernel. torch.optim.Adam, AdamW, SGD and Adagrad do: use one of "
+            "them, or leave this move out."
+        )
+    wanted = {"foreach": False, "fused": fused}
+    saved = [
+        (options, {name: options[name] for name in wanted if name in options})
+        for options in (optimizer.defaults, *optimizer.param_groups)
+    ]
+    scaling = getattr(optimizer, "_step_supports_amp_scaling", None)
+    for options, before in saved:
+        options.update({name: wanted[name] for name in before})
+    _place_counters(optimizer)
+    if scaling is not None or fused:
+        # As the constructor does: gradient scalers hand their scale over to a fused step.
+        optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        # A loaded checkpoint makes groups anew, in the same order.
+        for options, (_, before) in zip((optimizer.defaults, *optimizer.param_groups), saved, strict=False):
+            options.update(before)
+        if scaling is not None:
+            optimizer._step_supports_amp_scaling = scaling  # type: ignore[attr-defined]
+        elif fused:
+            vars(optimizer).pop("_step_supports_amp_scaling", None)
+        _place_counters(optimizer)
+
+    return undo
+
+
+def _place_counters(optimizer: torch.optim.Optimizer) -> None:
+    """Moves step counters to where the kernels expect them: fused ones beside the parameter, others on the host."""
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            counter = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
+            if isinstance(counter, torch.Tensor):
+                counter = counter.float()
+                optimizer.state[parameter]["step"] = counter.to(parameter.device) if on_device else counter.cpu()

@@ -1,0 +1,93 @@
+"""Facts about a step that decide which moves make sense: what `Profile.features` lists."""
+
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from memfit.adapters.torch.recorder import Recorder
+from memfit.adapters.torch.shapes import HALVES, Operator, tensors
+from memfit.core.timeline import Category, Phase
+
+# Below this many classes the logits are small beside everything else.
+LARGE_VOCABULARY = 4096
+_FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_DROPOUTS = {"aten::native_dropout", "aten::bernoulli_", "aten::bernoulli"}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::linear", "aten::bmm"}
+# What stands between a linear layer and its cross entropy without computing anything new.
+_CARRYING = {"aten::_to_copy", "aten::clone", "aten::copy", "aten::slice_copy", "aten::index"}
+
+
+class FeatureWatch:
+    """Recognises features by the operators of a step.
+
+    Args:
+        recorder: knows the blocks.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.found: set[str] = set()
+        self._recorder = recorder
+        self._products: set[int] = set()
+
+    def ran(self, func: Operator, args: tuple[Any, ...], out: Any, phase: Phase) -> None:
+        """Looks at one operator."""
+        name = func._schema.name
+        if phase is Phase.OPTIMIZER:
+            if "_foreach_" in name:
+                self.found.add("foreach")
+            elif "_fused_" in name:
+                self.found.add("fused")
+        elif phase is Phase.FORWARD:
+            if "convolution" in name:
+                self.found.add("convolution")
+            elif name in _DROPOUTS:
+                self.found.add("dropout")
+            self._follow_products(name, args, out)
+
+    def _follow_products(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        if name in _PRODUCTS and isinstance(out, torch.Tensor):
+            self._add(out)
+            return
+        source = next(tensors(args), None)
+        if source is None or source.layout is not torch.strided:
+            return
+        block = self._recorder.block_of(source)
+        if block is None:
+            return
+        if name == "aten::_to_copy" and self._recorder.categories[block] is Category.PARAMETER:
+            if out.dtype in HALVES and source.dtype not in HALVES:
+                self.found.add("autocast")
+        elif block in self._products:
+            if name in _CARRYING:
+                self._add(out)
+            elif name == "aten::_log_softmax" and source.shape[args[1]] >= LARGE_VOCABULARY:
+                self.found.add("cross-entropy")
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        block = self._recorder.block_of(tensor)
+        if block is not None:
+            self._products.add(block)
+
+
+def features_of(model: torch.nn.Module, optimizer: Any) -> set[str]:
+    """What can be read off the objects themselves."""
+    found: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            found.add("batch-norm")
+        elif isinstance(module, _DropoutNd) and module.training and module.p > 0:
+            found.add("dropout")
+        elif isinstance(module, torch.nn.Linear):
+            found.add("linear")
+    names = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    if len(set(names)) < len(names):
+        found.add("shared-parameters")
+    if any(not parameter.requires_grad for parameter in model.parameters()):
+        found.add("frozen-parameters")
+    if optimizer is not None and any(group.get("fused") for group in optimizer.param_groups):
+        found.add("fused")
+    elif type(optimizer) in _FUSABLE:
+        found.add("fusable")
+    return found

@@ -1,0 +1,111 @@
+"""What a plan is about: a job as the planner asks for it, by profiles, probes and measurements."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.fitting import calibration, probe
+from memfit.adapters.torch.fitting.profile import profile
+from memfit.adapters.torch.fitting.recomputation import without_cache
+from memfit.adapters.torch.job import OpenJob
+from memfit.adapters.torch.stand_in import tensors_in
+from memfit.core.device import Kind
+from memfit.core.errors import BadInput, MemfitError
+from memfit.core.profile import Measurement, Profile
+from memfit.core.settings import OptimizerKernels, Settings
+
+_LIMIT_SECONDS = 4.0
+
+
+class Subject:
+    """A job that a plan is made for.
+
+    Args:
+        opened: the job, checked.
+    """
+
+    def __init__(self, opened: OpenJob) -> None:
+        self._opened = opened
+        self.batch_size = opened.batch_size
+
+    def profile(self, batch_size: int | None, settings: Settings) -> Profile:
+        """The step at a batch size, closely observed, as settings run it."""
+        plain = settings == Settings(set_to_none=settings.set_to_none)
+        step = self._opened.step(batch_size, None if plain else settings)
+        if not plain and settings.precision:
+            step = replace(step, precision=settings.precision, settings=replace(settings, precision=None))
+        # Modules that fill a cache can't be computed again; plans that do so switch it off.
+        undo = without_cache(self._opened.model)
+        try:
+            found = profile(step, self._opened.device)
+        finally:
+            undo()
+        return replace(found, batch_size=batch_size)
+
+    def why_not_split(self) -> str:
+        """Why the batch can't be split into micro-batches, with the tensor that stands in the way."""
+        from memfit.adapters.torch.fitting.micro_batches import split
+
+        try:
+            split(self._opened.batch, 2)
+        except BadInput as error:
+            return str(error)
+        return "the batch's tensors share no first dimension"
+
+    def find_weighting(self) -> probe.Found:
+        """How the losses of micro-batches add up."""
+        opened = self._opened
+        return probe.find_weighting(opened.model, opened.job.loss, opened.job.batch)
+
+    def in_hand(self) -> bool:
+        """Whether real steps can be timed here: the device is this machine's, and model and batch have values."""
+        opened = self._opened
+        tensors = [*opened.model.parameters(), *opened.model.buffers(), *_tensors(opened.job.batch)]
+        if not tensors or any(tensor.is_meta for tensor in tensors) or callable(opened.job.batch):
+            return False
+        kinds = {tensor.device.type for tensor in tensors}
+        if opened.device.kind is Kind.HOST:
+            return kinds == {"cpu"} and opened.device.name == "cpu"
+        if kinds != {"cuda"} or not torch.cuda.is_available():
+            return False
+        return torch.cuda.get_device_properties(0).name.lower() in opened.device.title.lower()
+
+    def measure(self, sizes: list[int], *, precision: str | None = None) -> tuple[Measurement, ...]:
+        """Short real passes at some micro-batch sizes, smallest first; none where they fail."""
+        opened = self._opened
+        try:
+            return calibration.measure(
+                opened.model,
+                opened.job.loss,
+                opened.job.batch,
+                sizes,
+                precision=precision or opened.job.precision,
+                limit_seconds=_LIMIT_SECONDS,
+            )
+        except (MemfitError, RuntimeError):
+            # A real step may fail where a simulated one doesn't, for want of memory first of all.
+            return ()
+
+    def measure_updates(self) -> dict[str, float]:
+        """Seconds of an update by kind of kernels; empty where the optimizer isn't at hand."""
+        optimizer = self._opened.job.optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return {}
+        found = calibration.update_seconds(optimizer, self._opened.model)
+        return {str(OptimizerKernels(kind).value): seconds for kind, seconds in found.items()}
+
+    def host_rates(self) -> tuple[float, float]:
+        """(floating-point operations, bytes moved) per second of this machine's processor, measured."""
+        rates = calibration.rates()
+        return rates.flops, rates.bandwidth
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of the batch that was given, which may be fewer than those of one update."""
+        tensors = [tensor for tensor in _tensors(self._opened.job.batch) if tensor.dim()]
+        return tensors[0].shape[0] if tensors else None
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [] if callable(batch) else list(tensors_in(batch))

@@ -1,0 +1,147 @@
+"""The fastest way to run a training step within a budget of memory.
+
+Examples:
+  memfit plan timm:resnet50 --batch-size 256 --device t4 --precision auto
+  memfit plan train.py:job --device rtx-3090 --budget 20GiB --html plan.html --save plan.json
+  memfit plan hf:GPT2LMHeadModel -b 32 --sequence-length 1024 -d rtx-3090 --allow exact,rounding,8-bit-optimizer
+  memfit plan train.py:job --device 8GiB --code > step.py
+  memfit plan --device a100-40gb --script train.py --batch-size 64
+
+TARGET is as for `memfit estimate`. Everything after --script belongs to the script, so it comes last; the script runs
+as in `memfit dryrun`, and what it prints goes to standard error.
+
+Exit codes: 0 a plan that fits, 3 nothing that is allowed fits, 2 bad usage or input, 130 interrupted; with --script
+also 4 and 5, as for `memfit dryrun`
+"""
+
+import argparse
+
+from memfit import _plan, _script_plan
+from memfit.commands import EXIT_FITS, output, targets
+from memfit.core.errors import BadInput
+from memfit.core.plan import Plan, PlanNotFound
+
+_FOR_TARGETS = ("batch_size", "optimizer", "sequence_length", "image_size")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    # The script's own options must not be taken for short forms of ours.
+    parser.allow_abbrev = False
+    parser.usage = "memfit plan TARGET [OPTIONS] | memfit plan [OPTIONS] --script SCRIPT ARGS..."
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        nargs="?",
+        help="FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG",
+    )
+    # What follows `--` in the arguments of a script ends up here.
+    parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
+    targets.add_job_arguments(parser, of_plan=True)
+    parser.add_argument("--budget", metavar="SIZE", help="what the step may take, such as 10GiB; all of the device")
+    parser.add_argument(
+        "--allow",
+        metavar="WORDS",
+        default="exact,rounding",
+        help="what moves may do to the numbers (exact, rounding, changes), names of moves such as lora, approximate "
+        "for micro-batches where samples see each other; -NAME leaves one out; default exact,rounding",
+    )
+    parser.add_argument("--count", type=int, default=1, metavar="N", help="devices to shard over; default 1")
+    parser.add_argument(
+        "--no-measure", action="store_true", help="don't time real steps, even where the device is the one in hand"
+    )
+    parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for memfit.load_plan")
+    parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
+    parser.add_argument("--code", action="store_true", help="print the plain PyTorch lines that do the same, only")
+    parser.add_argument(
+        "--script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="plan for a script, as `memfit dryrun` runs it"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans, reports, and says by its exit code whether anything fits."""
+    _check(arguments)
+    try:
+        plan = _planned(arguments)
+    except PlanNotFound as error:
+        _report_smallest(error, arguments)
+        raise
+    if arguments.save:
+        plan.save(arguments.save)
+    if arguments.html:
+        plan.report(arguments.html)
+    if arguments.json:
+        output.print_json(plan.to_json())
+    elif arguments.code:
+        print(plan.code(), end="")
+    else:
+        output.print_plan(plan)
+        for what, path in (("plan", arguments.save), ("page", arguments.html)):
+            if path:
+                print(f"\n{what} written to {path}")
+    return EXIT_FITS
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuses what can't be, before any time is spent."""
+    if arguments.script is None and arguments.target is None:
+        raise BadInput("there is nothing to plan: give a TARGET such as timm:resnet50, or --script and a script.")
+    if arguments.script is None and arguments.rest:
+        raise BadInput(f"one TARGET is planned at a time, but {arguments.rest[0]!r} was given as well.")
+    if arguments.json and arguments.code:
+        raise BadInput("--json and --code both write to standard output. Give one of them.")
+    if arguments.count < 1:
+        raise BadInput(f"--count must be at least 1, but {arguments.count} was given.")
+    for path in (arguments.save, arguments.html):
+        if path:
+            output.check_writable(path)
+
+
+def _planned(arguments: argparse.Namespace) -> Plan:
+    options = {
+        "device": arguments.device,
+        "budget": arguments.budget,
+        "precision": arguments.precision or "keep",
+        "allow": [word.strip() for word in arguments.allow.split(",")],
+        "count": arguments.count,
+    }
+    if arguments.script is not None:
+        script, given = _script(arguments)
+        return _script_plan.plan_script(script, given, quiet_output=True, **options)
+    with output.progress(f"planning {arguments.target}", quiet=arguments.json):
+        job = targets.load_job(arguments.target, arguments)
+        measure = False if arguments.no_measure else None
+        return _plan.plan(job, effective_batch=arguments.batch_size, measure=measure, **options)
+
+
+def _script(arguments: argparse.Namespace) -> tuple[str, list[str]]:
+    """The script, and what it is given."""
+    if not arguments.script:
+        raise BadInput("--script takes the path of a script, such as --script train.py, but none was given.")
+    for option in _FOR_TARGETS:
+        if getattr(arguments, option) is not None:
+            raise BadInput(
+                f"--{option.replace('_', '-')} is for a TARGET; a script has its own. "
+                "Give it to the script, behind its name."
+            )
+    name, *given = arguments.script
+    # argparse leaves what follows `--` to the positional arguments.
+    rest = [] if arguments.target is None else ["--", arguments.target, *arguments.rest]
+    if arguments.device is None and arguments.budget is None and {"-d", "--device"} & set(given):
+        raise BadInput(
+            "the device was named after the script, where options are the script's own. "
+            "Write it before: memfit plan --device a100-40gb --script train.py ..."
+        )
+    return name, [*given, *rest]
+
+
+def _report_smallest(error: PlanNotFound, arguments: argparse.Namespace) -> None:
+    """What there is to say where nothing fits; `main` prints the message and knows the exit code."""
+    smallest = error.smallest
+    if arguments.json:
+        found = {"fits": False} if smallest is None else smallest.to_json()
+        output.print_json({**found, "message": str(error), "device_that_would_do": error.device_name or None})
+    if smallest is not None and arguments.html:
+        smallest.report(arguments.html)
+        if not arguments.json and not arguments.code:
+            print(f"page of the smallest plan written to {arguments.html}")

@@ -1,0 +1,309 @@
+"""The answer of `memfit.plan`: how to run a step so that it fits, what each part of that saves and costs."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from memfit.core.device import Device, Origin
+from memfit.core.errors import BadFile, MemfitError
+from memfit.core.estimate import Estimate, Note, read_device
+from memfit.core.settings import Keeps, Settings
+from memfit.core.units import format_size
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """A time with its origin; None seconds where nothing is known about the device's speed."""
+
+    seconds: float | None
+    origin: Origin = Origin.ASSUMED
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMove:
+    """One move of a plan.
+
+    Args:
+        name: stable name, such as "checkpoint"; what `allow` takes.
+        title: the move in words, "recompute 7 of 12 blocks".
+        keeps: what it does to the numbers.
+        saves_bytes: peak without this move, less the peak of the whole plan; analytical unless `saves_origin` says
+            otherwise. Negative where the move buys time, not memory.
+        saves_origin: simulated where a trace without it was made, assumed otherwise.
+        costs_seconds: time of a step with the whole plan, less the time without this move; None where unknown.
+        costs_origin: of that time.
+        caveat: what differs or must be known, or "".
+    """
+
+    name: str
+    title: str
+    keeps: Keeps
+    saves_bytes: int
+    saves_origin: Origin
+    costs_seconds: float | None
+    costs_origin: Origin
+    caveat: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One plan of the front: nothing known needs less memory in no more time.
+
+    Args:
+        peak_bytes: what the device must provide.
+        seconds: time of one step; None where unknown.
+        label: the moves in a few words, "4 micro-batches, recompute 6 blocks".
+        settings: how to run it.
+        verified: whether a trace with the moves applied gave `peak_bytes`; otherwise it is computed.
+    """
+
+    peak_bytes: int
+    seconds: float | None
+    label: str
+    settings: Settings
+    verified: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A move that was not considered, and why: "batch norm: its statistics would be those of a micro-batch"."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Figures of a step on a device.
+
+    Args:
+        peak_bytes: what the device must provide.
+        allocated_bytes: greatest sum of live blocks.
+        by_category: bytes at the peak.
+        host_bytes: further host memory that the plan needs, for what waits there.
+    """
+
+    peak_bytes: int
+    allocated_bytes: int
+    by_category: dict[str, int]
+    host_bytes: int = 0
+
+    @classmethod
+    def of(cls, estimate: Estimate, host_bytes: int = 0) -> "Footprint":
+        """The figures of an estimate."""
+        return cls(estimate.peak_bytes, estimate.allocated_peak_bytes, estimate.breakdown.by_category, host_bytes)
+
+
+def _describe(plan: "Plan") -> str:
+    return f"{plan.subject}: {format_size(plan.after.peak_bytes)} of {format_size(plan.budget_bytes)}"
+
+
+def _not_there(*_: Any) -> Any:
+    raise NotImplementedError("import memfit to have reports")
+
+
+@dataclass(slots=True)
+class _Actions:
+    """What a plan does beyond holding figures; set by the part that knows frameworks and reports."""
+
+    describe: "Callable[[Plan], str]" = _describe
+    write_page: "Callable[[Plan, str], object]" = _not_there
+    code: "Callable[[Plan], str]" = _not_there
+    apply: "Callable[[Plan, Any, Any], Any]" = _not_there
+    write_json: "Callable[[dict[str, Any], str], object]" = _not_there
+
+
+actions = _Actions()
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """How to run a step so that it fits, as fast as is known.
+
+    Args:
+        subject: what was planned, such as the model's class name.
+        device: the target.
+        budget_bytes: what the step may take of it.
+        batch_size: samples of one update; None when the batch has no common first dimension.
+        settings: how to run the step.
+        moves: what `settings` change, in order of saving.
+        before: the step as it is.
+        after: the step as planned, from a trace with the moves applied.
+        seconds_before: time of a step as it is.
+        seconds_after: time of a step as planned.
+        front: the best plans for every budget, largest memory first.
+        refused: moves that were not considered.
+        notes: assumptions made on the way.
+        planned_in_seconds: how long the search took.
+        estimate_before: the whole estimate; None after a round trip through JSON.
+        estimate_after: the same of the planned step.
+    """
+
+    subject: str
+    device: Device
+    budget_bytes: int
+    batch_size: int | None
+    settings: Settings
+    moves: tuple[PlannedMove, ...]
+    before: Footprint
+    after: Footprint
+    seconds_before: Seconds
+    seconds_after: Seconds
+    front: tuple[Point, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    notes: tuple[Note, ...] = ()
+    planned_in_seconds: float = 0.0
+    estimate_before: Estimate | None = field(default=None, compare=False)
+    estimate_after: Estimate | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return actions.describe(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan of {self.subject}: {format_size(self.after.peak_bytes)} of {format_size(self.budget_bytes)} "
+            f"on {self.device.name}, {len(self.moves)} moves>"
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether the planned step stays within the budget."""
+        return self.after.peak_bytes <= self.budget_bytes
+
+    @property
+    def keeps(self) -> Keeps:
+        """What the whole plan does to the numbers: the most that one of its moves does."""
+        order = list(Keeps)
+        return max((move.keeps for move in self.moves), key=order.index, default=Keeps.EXACT)
+
+    @property
+    def slowdown(self) -> float | None:
+        """Time of the planned step over that of the plain one; None where unknown."""
+        before, after = self.seconds_before.seconds, self.seconds_after.seconds
+        return None if not before or after is None else after / before
+
+    def apply(self, model: Any, optimizer: Any = None) -> Any:
+        """Puts the moves into practice on the live objects; returns a `Fitted`, whose `step` runs one update.
+
+        Args:
+            model: the module that was planned for, or one of the same structure.
+            optimizer: over its parameters; may be None for a plan without an optimizer.
+        """
+        return actions.apply(self, model, optimizer)
+
+    def code(self) -> str:
+        """The few plain PyTorch lines that do the same without memfit."""
+        return actions.code(self)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes the self-contained HTML page of this plan, whole or not at all."""
+        _written(lambda: actions.write_page(self, os.fspath(path)), "page", path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON, whole or not at all."""
+        _written(lambda: actions.write_json(self.to_json(), os.fspath(path)), "plan", path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """The plan that `save` wrote."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                return cls.from_json(file.read())
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise BadFile(
+                f"the plan {str(path)!r} can't be read: {reason}. Give a file that plan.save wrote."
+            ) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain structure that `json` can write, and `from_json` read back."""
+        return {
+            "format": "memfit.plan",
+            "version": FORMAT_VERSION,
+            "subject": self.subject,
+            "device": asdict(self.device),
+            "budget_bytes": self.budget_bytes,
+            "batch_size": self.batch_size,
+            "fits": self.fits,
+            "keeps": self.keeps.value,
+            "settings": self.settings.to_json(),
+            "moves": [asdict(move) for move in self.moves],
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "seconds_before": asdict(self.seconds_before),
+            "seconds_after": asdict(self.seconds_after),
+            "front": [asdict(point) for point in self.front],
+            "refused": [asdict(refusal) for refusal in self.refused],
+            "notes": [asdict(note) for note in self.notes],
+            "planned_in_seconds": self.planned_in_seconds,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> "Plan":
+        """The plan that `to_json` wrote, from its structure or its text."""
+        try:
+            data = json.loads(data) if isinstance(data, str | bytes) else data
+            if data["format"] != "memfit.plan" or data["version"] != FORMAT_VERSION:
+                raise BadFile(
+                    f"expected a memfit.plan of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
+                )
+            return cls(
+                subject=data["subject"],
+                device=read_device(data["device"]),
+                budget_bytes=int(data["budget_bytes"]),
+                batch_size=data["batch_size"],
+                settings=Settings.from_json(data["settings"]),
+                moves=tuple(map(_read_move, data["moves"])),
+                before=Footprint(**data["before"]),
+                after=Footprint(**data["after"]),
+                seconds_before=_read_seconds(data["seconds_before"]),
+                seconds_after=_read_seconds(data["seconds_after"]),
+                front=tuple(Point(**{**p, "settings": Settings.from_json(p["settings"])}) for p in data["front"]),
+                refused=tuple(Refusal(**refusal) for refusal in data["refused"]),
+                notes=tuple(Note(**note) for note in data["notes"]),
+                planned_in_seconds=float(data["planned_in_seconds"]),
+            )
+        except BadFile:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise BadFile(f"not a plan written by memfit: {type(error).__name__}: {error}") from None
+
+
+def _written(write: Callable[[], object], what: str, path: str | os.PathLike[str]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise BadFile(
+            f"the {what} can't be written to {str(path)!r}: {error.strerror or error}. "
+            "Give the path of a file in a folder that exists and can be written to."
+        ) from error
+
+
+def _read_move(data: dict[str, Any]) -> PlannedMove:
+    origins = {name: Origin(data[name]) for name in ("saves_origin", "costs_origin")}
+    return PlannedMove(**{**data, **origins, "keeps": Keeps(data["keeps"])})
+
+
+def _read_seconds(data: dict[str, Any]) -> Seconds:
+    return Seconds(data["seconds"], Origin(data["origin"]))
+
+
+class PlanNotFound(MemfitError):
+    """No plan fits; `smallest` is the one that needs least.
+
+    Args:
+        message: what was wanted, what the smallest needs, what is left in it, what to do.
+        smallest: the plan that comes nearest; None where not even that could be traced.
+        device_name: the cheapest device of the catalogue that would do, or "".
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, smallest: Plan | None = None, device_name: str = "") -> None:
+        super().__init__(message)
+        self.smallest = smallest
+        self.device_name = device_name

@@ -1,0 +1,139 @@
+"""The profile of a step: what the planner has to know beyond the timeline.
+
+For each module that could be computed again in the backward pass: when it runs, what it allocates that nobody else
+needs meanwhile, and what it costs. For each operator: the work it does. A profile is framework-free; an adapter makes
+one by running the step on shapes with closer observation (`adapters/torch/profile.py`).
+
+Times are ticks of `timeline`. Calls of one module are listed one by one: a module that is called twice a step is
+computed again twice.
+"""
+
+from dataclasses import dataclass
+
+from memfit.core.timeline import Phase, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One operator of the step.
+
+    Args:
+        module: path of the module that it belongs to, in the backward pass the one of its forward operator.
+        phase: when it runs.
+        op: its name, such as "aten.mm".
+        flops: floating-point operations; 0 for what only moves data.
+        moved_bytes: read and written.
+        dtype: of its first floating-point input: "float32", "bfloat16", ...; "" where there is none.
+    """
+
+    module: str
+    phase: Phase
+    op: str
+    flops: int
+    moved_bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A block that is not there for a while if the module that makes it is computed again.
+
+    Args:
+        block: index in `timeline.blocks`.
+        start: tick from which it would be gone: its last use in the forward pass, outside of the module too.
+        end: tick at which it would be back: the beginning of the module's backward pass.
+    """
+
+    block: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a module in the (first) forward pass.
+
+    Args:
+        forward: first tick and the tick after the last of its forward pass.
+        backward: the same of its backward pass.
+        drops: blocks that are gone for a while if the call is computed again.
+        offloads: blocks that would wait in host memory if what the call saves for the backward pass did: saved inside,
+            by nobody outside, and no parameters; `start` is the last use, `end` the beginning of its backward pass.
+        extra_bytes: what computing it again needs for the moment, beyond what its backward pass finds anyway.
+        operations: range of indices into `work` of its forward operators, first and after the last.
+        holds: inputs that live longer if the call is computed again: from `start`, where they end in the plain step,
+            to `end`, where the call's backward pass is over.
+        keeps: inputs that stay where only the saving of tensors holds them in the plain step: if the call is computed
+            again they are there, even if a drop of another call says that they are gone.
+    """
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    drops: tuple[Drop, ...]
+    offloads: tuple[Drop, ...]
+    extra_bytes: int
+    operations: tuple[int, int]
+    holds: tuple[Drop, ...] = ()
+    keeps: tuple[Drop, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module that could be computed again in the backward pass.
+
+    Args:
+        path: dotted path, never "" (the model itself).
+        kind: name of its class.
+        calls: its calls in a step, in order; calls inside of another call of the same module are left out.
+        refused: why it can't be computed again, or "".
+    """
+
+    path: str
+    kind: str
+    calls: tuple[Call, ...]
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A step, closely observed.
+
+    Args:
+        timeline: two steps, as in an estimate; units and work describe the first.
+        units: every module with a path that was called in the forward pass, outer before inner, in order of call.
+        work: every operator of the first step, in order: forward, backward, first update.
+        batch_size: first dimension of the batch, or None.
+        optimizer: class name, "" without one.
+        features: facts that decide which moves make sense: "convolution", "batch-norm" (in training mode), "dropout",
+            "linear", "foreach" (the optimizer uses foreach kernels), "fused" (it is fused already), "fusable" (it can
+            be), "autocast" (16-bit copies of parameters are made), "cross-entropy" (a cross entropy over a large
+            vocabulary comes straight from a linear layer), "shared-parameters", "frozen-parameters".
+        num_parameters: elements of all parameters.
+        num_trainable: elements of those that are trained.
+    """
+
+    timeline: Timeline
+    units: tuple[Unit, ...]
+    work: tuple[Work, ...]
+    batch_size: int | None
+    optimizer: str
+    features: frozenset[str]
+    num_parameters: int
+    num_trainable: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Real passes of the step on the device in hand.
+
+    Args:
+        batch_size: samples of each.
+        forward_seconds: of one forward pass.
+        backward_seconds: of one backward pass.
+        unit_seconds: forward time of each module by path, over all of its calls.
+    """
+
+    batch_size: int
+    forward_seconds: float
+    backward_seconds: float
+    unit_seconds: dict[str, float]

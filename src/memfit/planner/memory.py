@@ -1,0 +1,333 @@
+"""Memory of a step under any settings, computed from profiles instead of traced.
+
+A training step in its steady state holds fixed bytes (parameters, buffers, optimizer state, the batch) and a curve of
+blocks that come and go. Settings change both by rules that are linear in what they switch: a recomputed module takes
+its dropped blocks off the curve while they are away, micro-batches scale the blocks that grow with the batch and keep
+gradients throughout. So one or two profiles answer for thousands of settings, each in about a millisecond. What is
+computed here ranks and prunes; the settings chosen are always traced for real afterwards.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.core.profile import Call, Drop, Profile
+from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.core.timeline import Block, Category, Phase, Timeline
+
+Bytes = NDArray[np.float64]
+
+_PERSISTENT = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.BATCH)
+# Bytes of an 8-bit optimizer's state for each byte of a 32-bit one: codes, and one 32-bit scale for 256 of them.
+EIGHT_BIT_SHARE = 0.25 * (1 + 4 / 256)
+# Temporaries of an update of one parameter at a time, in parameters: the denominator of Adam and a scratch.
+_SINGLE_TEMPORARIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Blocks that are away for a while: parallel arrays of block, first tick, tick after the last."""
+
+    block: NDArray[np.int64]
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, drops: Iterable[Drop]) -> "Intervals":
+        """The intervals of some drops; empty ones are left out."""
+        rows = np.array([(d.block, d.start, d.end) for d in drops if d.start < d.end], dtype=np.int64).reshape(-1, 3)
+        return cls(rows[:, 0], rows[:, 1], rows[:, 2])
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMemory:
+    """What recomputing or offloading one unit does to the curve.
+
+    Args:
+        path: of the module.
+        away: blocks that are gone while the unit waits to be recomputed.
+        held: blocks that live longer because the unit needs its inputs again.
+        hosted: blocks that wait in host memory if what the unit saves does.
+        inputs_hosted: those of `hosted` that were made outside of it: what waits if the unit is recomputed as well.
+        extra: (tick, bytes): needed for a moment when it is computed again.
+    """
+
+    path: str
+    away: Intervals
+    held: Intervals
+    hosted: Intervals
+    inputs_hosted: Intervals
+    extra: tuple[tuple[int, int], ...]
+
+
+class StepMemory:
+    """The steady-state step of a profile, at any batch size.
+
+    Args:
+        profile: of the step at some batch size.
+        larger: of the same step at another, or None: then no other size can be answered.
+    """
+
+    def __init__(self, profile: Profile, larger: Profile | None = None) -> None:
+        self.profile = profile
+        timeline = profile.timeline
+        self._first, self._last, update = _steady_span(timeline)
+        blocks = timeline.blocks
+        sizes = np.array([block.size_bytes for block in blocks], dtype=np.float64)
+        self._constant, self._slope = sizes, np.zeros_like(sizes)
+        self.scales = larger is not None and _same(profile, larger)
+        if self.scales and larger is not None and profile.batch_size and larger.batch_size:
+            others = np.array([block.size_bytes for block in larger.timeline.blocks], dtype=np.float64)
+            self._slope = (others - sizes) / (larger.batch_size - profile.batch_size)
+            self._constant = sizes - self._slope * profile.batch_size
+        category = [block.category for block in blocks]
+        self._start = np.array([block.start for block in blocks], dtype=np.int64)
+        self._end = np.array([timeline.num_ticks if b.end is None else b.end for b in blocks], dtype=np.int64)
+        inside = (self._start >= self._first) & (self._start < self._last)
+        is_gradient = np.array([c is Category.GRADIENT for c in category], dtype=bool)
+        self._moving = inside & ~np.array([c in _PERSISTENT for c in category], dtype=bool)
+        self._is_gradient = is_gradient & inside
+        self._by_category = {kind: np.array([c is kind for c in category], dtype=bool) for kind in _PERSISTENT}
+        before = self._start < self._first
+        self._fixed = {
+            kind: mask & (before | (kind is Category.OPTIMIZER_STATE)) for kind, mask in self._by_category.items()
+        }
+        # Workspaces that a library keeps for good count from the start.
+        permanent = np.array([b.end is None and b.category is Category.WORKSPACE for b in blocks], dtype=bool)
+        self._moving &= ~permanent
+        self._permanent = permanent
+        self._update = _update_blocks(blocks, update)
+        self.units = tuple(_unit_memory(unit.path, unit.calls, blocks) for unit in profile.units if not unit.refused)
+        self._index = {unit.path: unit for unit in self.units}
+
+    def sizes(self, batch_size: int | None) -> Bytes:
+        """Bytes of every block at a batch size."""
+        if batch_size is None or not self.scales:
+            return self._constant + self._slope * (self.profile.batch_size or 0)
+        return np.maximum(0.0, self._constant + self._slope * batch_size)
+
+    def gradient_bytes(self) -> float:
+        """Bytes of all gradients."""
+        return float(self._constant[self._is_gradient].sum())
+
+    def fixed_bytes(self, settings: Settings, batch_size: int | None) -> float:
+        """What is there throughout: parameters, buffers, the whole batch, optimizer state, library workspaces."""
+        sizes = self.sizes(self.profile.batch_size)
+        parts = {kind: float(sizes[mask].sum()) for kind, mask in self._fixed.items()}
+        if batch_size and self.profile.batch_size:
+            parts[Category.BATCH] *= batch_size / self.profile.batch_size
+        if settings.state is OptimizerState.EIGHT_BIT:
+            parts[Category.OPTIMIZER_STATE] *= EIGHT_BIT_SHARE
+        elif settings.state is OptimizerState.HOST:
+            parts[Category.OPTIMIZER_STATE] = 0.0
+        shards = settings.num_devices
+        for kind in (Category.PARAMETER, Category.OPTIMIZER_STATE):
+            parts[kind] = 0.0 if settings.shard_offload else parts[kind] / shards
+        gathered = self._gathered_bytes() if shards > 1 else 0.0
+        return sum(parts.values()) + float(sizes[self._permanent].sum()) + gathered
+
+    def _gathered_bytes(self) -> float:
+        """Two units gathered at a time, and what belongs to no repeated unit."""
+        per_unit: dict[str, float] = {}
+        outside = 0.0
+        for index in np.flatnonzero(self._fixed[Category.PARAMETER]):
+            block = self.profile.timeline.blocks[index]
+            unit = _numbered(block.module)
+            if unit is None:
+                outside += block.size_bytes
+            else:
+                per_unit[unit] = per_unit.get(unit, 0.0) + block.size_bytes
+        return outside + 2 * max(per_unit.values(), default=0.0)
+
+    def curve(self, settings: Settings, batch_size: int | None) -> Bytes:
+        """Live bytes at each tick of forward and backward pass, of the last micro-batch of an update."""
+        sizes = self.sizes(_micro(settings, batch_size))
+        change = self._plain_change(settings, sizes)
+        recomputed, offloaded = set(settings.checkpoint), set(settings.offload)
+        for path in settings.checkpoint:
+            unit = self._index.get(path)
+            if unit is not None:
+                self._subtract(change, unit.away, sizes, 1.0)
+                self._subtract(change, unit.held, sizes, -1.0)
+        for path in settings.offload:
+            unit = self._index.get(path)
+            if unit is not None:
+                self._subtract(change, unit.inputs_hosted if path in recomputed else unit.hosted, sizes, 1.0)
+        curve = np.cumsum(change)[:-1] + self.fixed_bytes(settings, batch_size)
+        scale = self.extra_scale(settings, batch_size)
+        for path in recomputed | offloaded:
+            unit = self._index.get(path)
+            for tick, extra in unit.extra if unit is not None and path in recomputed else ():
+                at = tick - self._first
+                if 0 <= at < len(curve):
+                    curve[at] += extra * scale
+        return curve
+
+    def extra_scale(self, settings: Settings, batch_size: int | None) -> float:
+        """By how much less a micro-batch needs for the moment than the profiled batch."""
+        own, micro = self.profile.batch_size, _micro(settings, batch_size)
+        return micro / own if own and micro and self.scales else 1.0
+
+    def _plain_change(self, settings: Settings, sizes: Bytes) -> Bytes:
+        """Change of live bytes at each tick of forward and backward pass, before any module is recomputed."""
+        span = self._last - self._first
+        change = np.zeros(span + 1)
+        moving = self._moving
+        start = np.clip(self._start[moving] - self._first, 0, span)
+        end = self._end[moving]
+        own = sizes[moving].copy()
+        gradient = self._is_gradient[moving]
+        accumulates = settings.micro_batches > 1 or not settings.set_to_none
+        total = float(own[gradient].sum())
+        if settings.num_devices > 1:
+            own[gradient] /= settings.num_devices
+            total /= settings.num_devices
+        if accumulates or settings.step_in_backward:
+            # A fresh gradient is added to the one that waits, or used up, and freed at once.
+            end = np.where(gradient, self._start[moving] + 1, end)
+        if settings.step_in_backward:
+            own[gradient] *= 1 + _SINGLE_TEMPORARIES
+        end = np.clip(end - self._first, 0, span)
+        np.add.at(change, start, own)
+        np.subtract.at(change, end, own)
+        if accumulates and not settings.step_in_backward:
+            change[0] += total
+        return change
+
+    def _subtract(self, change: Bytes, away: Intervals, sizes: Bytes, sign: float) -> None:
+        span = len(change) - 1
+        own = sign * sizes[away.block]
+        np.subtract.at(change, np.clip(away.start - self._first, 0, span), own)
+        np.add.at(change, np.clip(away.end - self._first, 0, span), own)
+
+    def curve_of(
+        self,
+        plain: Bytes,
+        parts: Iterable[tuple[UnitMemory, tuple[Intervals, Intervals], float, bool]],
+        sizes: Bytes,
+        extra_scale: float,
+    ) -> Bytes:
+        """The curve when units are chosen in part: (unit, what is away and what is held, share, computed again)."""
+        change = np.zeros(len(plain) + 1)
+        bumps = np.zeros(len(plain))
+        for unit, (away, held), share, recomputed in parts:
+            if share <= 1e-9:
+                continue
+            self._subtract(change, away, sizes, share)
+            self._subtract(change, held, sizes, -share)
+            for tick, extra in unit.extra if recomputed else ():
+                if 0 <= tick - self._first < len(plain):
+                    bumps[tick - self._first] += share * extra * extra_scale
+        return plain + np.cumsum(change)[:-1] + bumps
+
+    def saving_at(self, unit: UnitMemory, intervals: Sequence[Intervals], sizes: Bytes, tick: int) -> float:
+        """Bytes that are away at a tick of the curve when these intervals of a unit are."""
+        moment = tick + self._first
+        total = 0.0
+        for away, sign in zip(intervals, (1.0, -1.0), strict=False):
+            covers = (away.start <= moment) & (moment < away.end)
+            total += sign * float(sizes[away.block[covers]].sum())
+        return total
+
+    def extra_at(self, unit: UnitMemory, tick: int, settings: Settings, batch_size: int | None) -> float:
+        """Bytes that recomputing the unit needs for the moment at a tick of the curve."""
+        moment = tick + self._first
+        return sum(extra for at, extra in unit.extra if at == moment) * self.extra_scale(settings, batch_size)
+
+    def update_bytes(self, settings: Settings, batch_size: int | None) -> float:
+        """Live bytes at the highest point of the optimizer's update."""
+        if settings.step_in_backward:
+            return 0.0
+        fixed = self.fixed_bytes(settings, batch_size)
+        gradients = self.gradient_bytes() / settings.num_devices
+        sizes = self._constant
+        largest = float(sizes[self._is_gradient].max(initial=0.0))
+        temporaries = self._update_peak / settings.num_devices
+        if settings.kernels is OptimizerKernels.SINGLE:
+            temporaries = min(temporaries, _SINGLE_TEMPORARIES * largest)
+        elif settings.kernels is OptimizerKernels.FUSED or settings.state is OptimizerState.HOST:
+            temporaries = 0.0
+        elif settings.state is OptimizerState.EIGHT_BIT:
+            temporaries = 4 * largest
+        return fixed + gradients + temporaries
+
+    @property
+    def _update_peak(self) -> float:
+        return self._update
+
+    def peak(self, settings: Settings, batch_size: int | None) -> float:
+        """Greatest number of live bytes in a step."""
+        curve = self.curve(settings, batch_size)
+        return max(float(curve.max(initial=0.0)), self.update_bytes(settings, batch_size))
+
+    def hosted_bytes(self, settings: Settings, batch_size: int | None) -> float:
+        """Bytes of activations that wait in host memory."""
+        sizes = self.sizes(_micro(settings, batch_size))
+        recomputed = set(settings.checkpoint)
+        total = 0.0
+        for path in settings.offload:
+            unit = self._index.get(path)
+            if unit is not None:
+                total += float(sizes[(unit.inputs_hosted if path in recomputed else unit.hosted).block].sum())
+        return total
+
+
+def _micro(settings: Settings, batch_size: int | None) -> int | None:
+    """Samples of the largest micro-batch."""
+    return None if batch_size is None else -(-batch_size // settings.micro_batches)
+
+
+def _steady_span(timeline: Timeline) -> tuple[int, int, tuple[int, int]]:
+    """(first tick of step 1, tick at which its update begins, span of the last update)."""
+    forward = next(mark.tick for mark in timeline.marks if mark.phase is Phase.FORWARD)
+    updates = [mark.tick for mark in timeline.marks if mark.phase is Phase.OPTIMIZER]
+    first_update = updates[0] if updates else timeline.num_ticks
+    return forward, first_update, (updates[-1] if updates else timeline.num_ticks, timeline.num_ticks)
+
+
+def _update_blocks(blocks: Sequence[Block], span: tuple[int, int]) -> float:
+    """Greatest sum of temporary blocks of the last update."""
+    first, last = span
+    change = np.zeros(max(1, last - first + 1))
+    for block in blocks:
+        if block.start >= first and block.category not in _PERSISTENT:
+            change[block.start - first] += block.size_bytes
+            change[(last if block.end is None else block.end) - first] -= block.size_bytes
+    return float(np.cumsum(change).max(initial=0.0))
+
+
+def _same(a: Profile, b: Profile) -> bool:
+    return (
+        a.batch_size is not None
+        and b.batch_size is not None
+        and a.batch_size != b.batch_size
+        and len(a.timeline.blocks) == len(b.timeline.blocks)
+        and len(a.work) == len(b.work)
+        and all(x.start == y.start and x.op == y.op for x, y in zip(a.timeline.blocks, b.timeline.blocks, strict=True))
+    )
+
+
+def _unit_memory(path: str, calls: Sequence[Call], blocks: Sequence[Block]) -> UnitMemory:
+    def inputs(call: Call) -> list[Drop]:
+        return [drop for drop in call.offloads if blocks[drop.block].start < call.forward[0]]
+
+    held: list[Any] = [drop for call in calls for drop in getattr(call, "holds", ())]
+    return UnitMemory(
+        path,
+        Intervals.of(drop for call in calls for drop in call.drops),
+        Intervals.of(held),
+        Intervals.of(drop for call in calls for drop in call.offloads),
+        Intervals.of(drop for call in calls for drop in inputs(call)),
+        tuple((call.backward[0], call.extra_bytes) for call in calls),
+    )
+
+
+def _numbered(module: str) -> str | None:
+    parts = module.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return None

@@ -1,0 +1,143 @@
+"""Memory of a script's run under other settings, computed from the timeline of one dry run.
+
+Every move turns a timeline into another (`activation_moves`, `lifetime_moves`, `state_moves`), so that moves combine by
+applying one after the other, always in the same order. What the allocator makes of the last timeline is the answer. It
+is as good as the moves are; a second run of the script with the settings in force has the last word.
+"""
+
+from dataclasses import replace
+
+from memfit.allocator import replay
+from memfit.core.estimate import Estimate
+from memfit.core.replay import AllocatorOptions, Replay
+from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.core.timeline import Category, Phase, Timeline
+from memfit.planner import activation_moves, lifetime_moves, state_moves
+from memfit.planner.move import Move, Situation
+from memfit.planner.moves import AUTOCAST, CHECKPOINT, EIGHT_BIT, EXPANDABLE, FUSED, MICRO_BATCH, SET_TO_NONE, SHARD
+from memfit.planner.structure import has_batch_norm, repeated_units, unit_of
+
+AS_IT_IS = Settings(set_to_none=False)
+"""The script unchanged: `set_to_none` means here that gradients are dropped right after each update."""
+
+_MAKE = {
+    FUSED: state_moves.fuse_optimizer,
+    SET_TO_NONE: lifetime_moves.free_gradients,
+    AUTOCAST: activation_moves.autocast,
+    MICRO_BATCH: activation_moves.halve_micro_batch,
+    EIGHT_BIT: state_moves.shrink_states,
+    SHARD: state_moves.shard,
+    EXPANDABLE: lifetime_moves.expand_segments,
+}
+# Timelines of this many settings are kept.
+_MAX_KEPT = 64
+
+
+class ScriptMemory:
+    """What a device must provide for a script, by settings.
+
+    Args:
+        estimate: of the script on a device without a limit.
+        options: of its allocator.
+        num_devices: devices that it runs on.
+    """
+
+    def __init__(self, estimate: Estimate, options: AllocatorOptions, num_devices: int = 1) -> None:
+        self._estimate = estimate
+        self._options = options
+        self._num_devices = num_devices
+        timeline = estimate.timeline
+        self._level = activation_moves.level_of_units(timeline)
+        self.units = () if self._level is None else tuple(repeated_units(timeline, self._level))
+        self.has_batch_norm = has_batch_norm(timeline)
+        # Given back by hand in between, or the like: what the run did beside its timeline.
+        self._beside = estimate.reserved_peak_bytes - replay(timeline, options).reserved_peak_bytes
+        self._steps: dict[tuple[str, ...], tuple[Timeline, AllocatorOptions] | None] = {(): (timeline, options)}
+        self._peaks: dict[Settings, int] = {AS_IT_IS: estimate.peak_bytes}
+
+    def offers(self, name: str) -> bool:
+        """Whether a move can be made at all."""
+        return bool(self.units) if name == CHECKPOINT else self._after((name,)) is not None
+
+    def unit_bytes(self) -> dict[str, int]:
+        """Bytes that each unit keeps for the backward pass in the first step."""
+        found = dict.fromkeys(self.units, 0)
+        for block in self._estimate.timeline.blocks:
+            if block.category is Category.ACTIVATION and block.phase is Phase.FORWARD and self._level is not None:
+                unit = unit_of(block.module, self._level)
+                if unit in found:
+                    found[unit] += block.size_bytes
+        return found
+
+    def timeline(self, settings: Settings) -> tuple[Timeline, AllocatorOptions]:
+        """The run under these settings; moves that change nothing are skipped."""
+        names: tuple[str, ...] = ()
+        for name in _order(settings):
+            if self._after((*names, name)) is not None:
+                names = (*names, name)
+        found = self._after(names)
+        assert found is not None
+        timeline, options = found
+        if settings.checkpoint and self._level is not None:
+            timeline = activation_moves.checkpointed(timeline, set(settings.checkpoint), self._level)
+        return timeline, options
+
+    def _after(self, names: tuple[str, ...]) -> tuple[Timeline, AllocatorOptions] | None:
+        if names not in self._steps:
+            before = self._after(names[:-1])
+            move: Move | None = None
+            if before is not None:
+                count = self._estimate.num_parameters
+                move = _MAKE[names[-1]](Situation(*before, count, self._num_devices))
+            if len(self._steps) >= _MAX_KEPT:
+                self._steps = {(): self._steps[()]}
+            self._steps[names] = None if move is None else (move.timeline, move.options)
+        return self._steps[names]
+
+    def at_least(self, settings: Settings) -> int:
+        """Bytes below which these settings can't be: what is alive at once."""
+        if settings in self._peaks:
+            return self._peaks[settings]
+        timeline, _ = self.timeline(settings)
+        return timeline.peak()[1] + min(0, self._beside) + self._estimate.context_bytes
+
+    def peak(self, settings: Settings) -> int:
+        """What the device must provide."""
+        if settings not in self._peaks:
+            timeline, options = self.timeline(settings)
+            self._peaks[settings] = self._provided(timeline, replay(timeline, options))
+        return self._peaks[settings]
+
+    def _provided(self, timeline: Timeline, replayed: Replay) -> int:
+        return max(replayed.reserved_peak_bytes + self._beside, timeline.peak()[1]) + self._estimate.context_bytes
+
+    def estimate(self, settings: Settings) -> Estimate:
+        """The whole estimate under these settings."""
+        if settings == AS_IT_IS:
+            return self._estimate
+        timeline, options = self.timeline(settings)
+        replayed = replay(timeline, options)
+        reserved = self._provided(timeline, replayed) - self._estimate.context_bytes
+        live = timeline.without_optional().peak()[1]
+        return replace(
+            self._estimate,
+            timeline=timeline,
+            replay=replace(replayed, reserved_peak_bytes=reserved),
+            lower_bytes=min(live, reserved) + self._estimate.context_bytes,
+            upper_bytes=reserved + self._estimate.context_bytes,
+        )
+
+
+def _order(settings: Settings) -> list[str]:
+    """The moves of some settings but for checkpointing, in the order in which they are made."""
+    halvings = settings.micro_batches.bit_length() - 1
+    steps = [
+        (FUSED, settings.kernels is not OptimizerKernels.KEEP),
+        (SET_TO_NONE, settings.set_to_none),
+        (AUTOCAST, settings.precision is not None),
+        *((MICRO_BATCH, True) for _ in range(halvings)),
+        (EIGHT_BIT, settings.state is OptimizerState.EIGHT_BIT),
+        (SHARD, settings.num_devices > 1),
+        (EXPANDABLE, settings.expandable_segments),
+    ]
+    return [name for name, used in steps if used]

@@ -1,0 +1,298 @@
+"""The search for settings under which a script fits: the fastest of those that are computed to.
+
+Moves that cost no time are taken all together first. For every combination of autocast and micro-batches, fastest
+first, the fewest units are found that must be computed again; a combination that is slower even with none can't win.
+In the end, every move that turns out not to be needed is taken back. The order is fixed, so that the same run of a
+script has the same plan.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from memfit.core.plan import Refusal
+from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.planner.moves import (
+    APPROXIMATE,
+    AUTOCAST,
+    CHECKPOINT,
+    EIGHT_BIT,
+    EXPANDABLE,
+    FOREACH_OFF,
+    FUSED,
+    MICRO_BATCH,
+    SET_TO_NONE,
+    SHARD,
+)
+from memfit.planner.script_memory import AS_IT_IS, ScriptMemory
+from memfit.planner.script_speed import ScriptSpeed
+
+# Of the time of a step: by less than this, a plan that can be proven is preferred to a faster one that can't.
+_WORTH = 0.02
+# Where the size of the batch isn't known, it is split into no more parts than this.
+_MAX_BLIND_PARTS = 8
+_MAX_PARTS = 64
+BATCH_NORM = "batch norm: its statistics would be those of a micro-batch"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings with what they are computed to need."""
+
+    settings: Settings
+    peak_bytes: int
+    seconds: float
+
+
+def provable_part(settings: Settings, splits: bool) -> Settings:
+    """What of the settings a second run can have in force without a change to the script.
+
+    Args:
+        settings: of a plan.
+        splits: whether the script's batches can be split from outside.
+    """
+    parts = settings.micro_batches if splits else 1
+    return replace(settings, micro_batches=parts, state=OptimizerState.KEEP, num_devices=1)
+
+
+def computed_part(settings: Settings, splits: bool) -> Settings:
+    """The rest: what is computed on top of a run with the provable part in force."""
+    return replace(
+        AS_IT_IS,
+        micro_batches=1 if splits else settings.micro_batches,
+        weighting=settings.weighting,
+        state=settings.state,
+        num_devices=settings.num_devices,
+    )
+
+
+@dataclass(slots=True)
+class Choices:
+    """What may be changed about a script.
+
+    Args:
+        autocast: "amp-bf16" or "amp-fp16"; None where the precision stays.
+        parts: numbers of micro-batches, 1 first.
+        free: settings that take no more time, all of which are tried together.
+        units: modules that may be computed again, those that save most for their time first.
+        num_devices: devices to shard over.
+        refused: moves that are allowed and make no sense here.
+        splits: whether the script's batches can be split from outside.
+    """
+
+    autocast: str | None
+    parts: tuple[int, ...]
+    free: Settings
+    units: tuple[str, ...]
+    num_devices: int
+    refused: tuple[Refusal, ...]
+    splits: bool = False
+
+
+def choices(
+    memory: ScriptMemory,
+    speed: ScriptSpeed,
+    allowed: frozenset[str],
+    *,
+    batch_size: int | None,
+    fusable: bool,
+    autocast: str | None,
+) -> Choices:
+    """What of the allowed moves can be made.
+
+    Args:
+        memory: of the script.
+        speed: of the script.
+        allowed: names of moves.
+        batch_size: samples that the script's loader gives at once; None when unknown.
+        fusable: whether the optimizers have fused kernels.
+        autocast: the precision that the device is good at.
+    """
+    refused: list[Refusal] = []
+
+    def has(name: str, reason: str) -> bool:
+        if name in allowed and not memory.offers(name):
+            refused.append(Refusal(name, reason))
+        return name in allowed and memory.offers(name)
+
+    narrow = has(AUTOCAST, "parameters aren't in 32 bits, or the script uses autocast already")
+    kernels = OptimizerKernels.KEEP
+    if memory.offers(FUSED):
+        if fusable and FUSED in allowed:
+            kernels = OptimizerKernels.FUSED
+        elif FOREACH_OFF in allowed:
+            kernels = OptimizerKernels.SINGLE
+    free = replace(
+        AS_IT_IS,
+        kernels=kernels,
+        set_to_none=has(SET_TO_NONE, "no gradient outlives its step"),
+        expandable_segments=has(EXPANDABLE, "the script has them already"),
+        state=OptimizerState.EIGHT_BIT if has(EIGHT_BIT, "there is no large optimizer state") else OptimizerState.KEEP,
+    )
+    units = _ordered(memory, speed) if has(CHECKPOINT, "no part of the model repeats") else ()
+    return Choices(
+        autocast=autocast if narrow else None,
+        parts=_parts(memory, allowed, batch_size, refused),
+        free=free,
+        units=units,
+        num_devices=2 if has(SHARD, "no part of the model repeats, or it runs on several devices already") else 1,
+        refused=tuple(refused),
+    )
+
+
+def _parts(
+    memory: ScriptMemory, allowed: frozenset[str], batch_size: int | None, refused: list[Refusal]
+) -> tuple[int, ...]:
+    if MICRO_BATCH not in allowed:
+        return (1,)
+    if not memory.offers(MICRO_BATCH):
+        refused.append(Refusal(MICRO_BATCH, "nothing grows with the batch"))
+    elif memory.has_batch_norm and APPROXIMATE not in allowed:
+        refused.append(Refusal(MICRO_BATCH, BATCH_NORM))
+    elif batch_size == 1:
+        refused.append(Refusal(MICRO_BATCH, "the batch has one sample"))
+    else:
+        most = _MAX_BLIND_PARTS if batch_size is None else min(batch_size, _MAX_PARTS)
+        return tuple(2**power for power in range(most.bit_length()))
+    return (1,)
+
+
+def _ordered(memory: ScriptMemory, speed: ScriptSpeed) -> tuple[str, ...]:
+    """Units in the order in which to compute them again.
+
+    What is saved for each second counts in steps of a tenth, so that equal blocks are equal. Of equal ones the first
+    comes first: the last is needed again as soon as the backward pass begins, when everything else is still there.
+    """
+    sizes = memory.unit_bytes()
+
+    def worth(unit: str) -> float:
+        return -round(10 * math.log10(max(1, sizes[unit]) / max(1e-9, speed.module(unit))))
+
+    return tuple(sorted(memory.units, key=worth))
+
+
+class ScriptSearch:
+    """Searches what may be chosen; figures are kept between questions.
+
+    Args:
+        memory: of the script.
+        speed: of the script.
+        space: what may be chosen.
+    """
+
+    def __init__(self, memory: ScriptMemory, speed: ScriptSpeed, space: Choices) -> None:
+        self._memory = memory
+        self._speed = speed
+        self._space = space
+        self._order = {unit: number for number, unit in enumerate(memory.units)}
+        self._known: dict[Settings, Candidate] = {}
+
+    def candidate(self, settings: Settings) -> Candidate:
+        """What settings are computed to need."""
+        if settings not in self._known:
+            self._known[settings] = Candidate(settings, self._memory.peak(settings), self._speed.step(settings))
+        return self._known[settings]
+
+    def _combinations(self) -> list[Settings]:
+        space = self._space
+        free = replace(space.free, num_devices=space.num_devices)
+        precisions = (None,) if space.autocast is None else (None, space.autocast)
+        found = [replace(free, micro_batches=parts, precision=width) for parts in space.parts for width in precisions]
+        return sorted(found, key=lambda one: (self._speed.step(one), one.micro_batches, one.precision is not None))
+
+    def _recomputing(self, settings: Settings, count: int) -> Settings:
+        """The settings with the first `count` units computed again, named in the order of the model."""
+        return replace(settings, checkpoint=tuple(sorted(self._space.units[:count], key=self._order.__getitem__)))
+
+    def fastest(self, target_bytes: int) -> Candidate | None:
+        """The fastest settings that are computed to need no more than `target_bytes`; None where none do."""
+        found = self.candidate(AS_IT_IS)
+        if found.peak_bytes <= target_bytes:
+            return found
+        best: Candidate | None = None
+        proven: Candidate | None = None
+        for settings in self._combinations():
+            if best is not None and self._speed.step(settings) > (1 + _WORTH) * best.seconds:
+                break
+            one = self._fewest(settings, target_bytes)
+            if one is None:
+                continue
+            if best is None or one.seconds < best.seconds:
+                best = one
+            if provable_part(settings, self._space.splits) == settings and (
+                proven is None or one.seconds < proven.seconds
+            ):
+                proven = one
+        if best is None:
+            return None
+        chosen = proven if proven is not None and proven.seconds <= (1 + _WORTH) * best.seconds else best
+        return self._trimmed(chosen, target_bytes)
+
+    def _fewest(self, settings: Settings, target_bytes: int) -> Candidate | None:
+        """The settings with as few units computed again as it takes."""
+        found = self._fitting(settings, target_bytes)
+        if found is not None:
+            return found
+        low, high = 0, len(self._space.units)
+        found = self._fitting(self._recomputing(settings, high), target_bytes) if high else None
+        while found is not None and high - low > 1:
+            middle = (low + high) // 2
+            better = self._fitting(self._recomputing(settings, middle), target_bytes)
+            if better is None:
+                low = middle
+            else:
+                high, found = middle, better
+        return found
+
+    def _fitting(self, settings: Settings, target_bytes: int) -> Candidate | None:
+        """What fits of the settings as they are and without segments that grow, which don't always help."""
+        for one in dict.fromkeys((settings, replace(settings, expandable_segments=False))):
+            if self._fits(one, target_bytes):
+                return self.candidate(one)
+        return None
+
+    def _fits(self, settings: Settings, target_bytes: int) -> bool:
+        # Replaying costs more than adding up.
+        if settings not in self._known and self._memory.at_least(settings) > target_bytes:
+            return False
+        return self.candidate(settings).peak_bytes <= target_bytes
+
+    def _trimmed(self, chosen: Candidate, target_bytes: int) -> Candidate:
+        """Without the moves that are not needed and save no time worth the trouble."""
+        steps: Iterable[Callable[[Settings], Settings]] = (
+            lambda one: replace(one, state=OptimizerState.KEEP),
+            lambda one: replace(one, num_devices=1),
+            lambda one: replace(one, kernels=OptimizerKernels.KEEP),
+            lambda one: replace(one, set_to_none=False),
+            lambda one: replace(one, expandable_segments=False),
+        )
+        for step in steps:
+            less = step(chosen.settings)
+            if less == chosen.settings or self._speed.step(less) > (1 + _WORTH) * chosen.seconds:
+                continue
+            if self._fits(less, target_bytes):
+                chosen = self.candidate(less)
+        return chosen
+
+    def smallest(self) -> Candidate:
+        """The settings that are computed to need least; of equal ones the fastest."""
+        count = len(self._space.units)
+        for settings in self._combinations():
+            self.candidate(settings)
+            for some in {count, max(0, count - 1)}:
+                self.candidate(self._recomputing(settings, some))
+        self.candidate(AS_IT_IS)
+        least = min(self._known.values(), key=lambda one: (one.peak_bytes, one.seconds))
+        return self._trimmed(least, least.peak_bytes)
+
+    def front(self) -> list[Candidate]:
+        """The best of all that was looked at: none needs less memory in no more time. Largest first."""
+        count = len(self._space.units)
+        for settings in self._combinations():
+            for some in {0, count // 2, count}:
+                self.candidate(self._recomputing(settings, some))
+        kept: list[Candidate] = []
+        for one in sorted(self._known.values(), key=lambda one: (one.peak_bytes, one.seconds)):
+            if not kept or one.seconds < kept[-1].seconds:
+                kept.append(one)
+        return kept[::-1]

@@ -1,0 +1,278 @@
+"""The search: the fastest settings that stay within a limit, and the front of all limits.
+
+What can be chosen freely (micro-batches, precision, the optimizer's kernels and state, chunks of the loss) is
+enumerated; which modules to recompute or offload is left to the integer programme of each combination. Combinations
+are taken in order of the time they would need with nothing recomputed: as soon as that alone is more than the best
+found, the rest can't be better. The order is fixed, so the same question has the same answer.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.planner.memory import StepMemory
+from memfit.planner.selection import Selection
+from memfit.planner.speed import StepSpeed
+
+# Of the time of a step: a combination that is faster by less than this is not worth a move.
+_WORTH = 0.01
+# Tried where the batch allows it: parts whose largest has another size than that of fewer parts.
+_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 192, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to compute the forward pass that was profiled: as it is, under autocast, with another loss...
+
+    Args:
+        settings: what differs from the step as it is.
+        memory: of this variant.
+        speed: of this variant.
+    """
+
+    settings: Settings
+    memory: StepMemory
+    speed: StepSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings with what they are computed to need.
+
+    Args:
+        settings: how the step is run.
+        live_bytes: greatest number of live bytes, before any allocator.
+        seconds: time of a step.
+        variant: the profile behind the figures.
+    """
+
+    settings: Settings
+    live_bytes: float
+    seconds: float
+    variant: Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What may be chosen.
+
+    Args:
+        variants: ways to compute the forward pass, the step as it is first.
+        optimizers: settings of the optimizer alone, as it is first.
+        parts: numbers of micro-batches.
+        batch_size: samples of the whole batch, or None.
+        recompute: whether modules may be computed again.
+        offload: whether activations may wait on the host.
+        base: settings that hold throughout.
+    """
+
+    variants: tuple[Variant, ...]
+    optimizers: tuple[Settings, ...]
+    parts: tuple[int, ...]
+    batch_size: int | None
+    recompute: bool = True
+    offload: bool = False
+    base: Settings = field(default_factory=Settings)
+
+
+@dataclass(frozen=True)
+class _Combination:
+    """One choice of everything but the modules."""
+
+    variant: Variant
+    settings: Settings
+    seconds: float
+    space: Space
+
+    @cached_property
+    def selection(self) -> Selection:
+        space = self.space
+        return Selection(
+            self.variant.memory,
+            self.variant.speed,
+            self.settings,
+            space.batch_size,
+            recompute=space.recompute,
+            offload=space.offload,
+        )
+
+    @cached_property
+    def plain_bytes(self) -> float:
+        return self.variant.memory.peak(self.settings, self.space.batch_size)
+
+    def candidate(self, settings: Settings) -> Candidate:
+        return evaluate(self.variant, settings, self.space.batch_size)
+
+
+def evaluate(variant: Variant, settings: Settings, batch_size: int | None) -> Candidate:
+    """What settings are computed to need."""
+    memory = variant.memory
+    hosted = memory.hosted_bytes(settings, batch_size)
+    seconds = variant.speed.step(settings, batch_size, hosted)
+    return Candidate(settings, memory.peak(settings, batch_size), seconds, variant)
+
+
+def possible_parts(batch_size: int | None) -> tuple[int, ...]:
+    """Numbers of micro-batches worth trying: each with a smaller largest part than the one before.
+
+    >>> possible_parts(6)
+    (1, 2, 3, 6)
+    """
+    if batch_size is None:
+        return (1,)
+    found: list[int] = []
+    largest = batch_size + 1
+    for parts in (*(number for number in _PARTS if number < batch_size), batch_size):
+        size = -(-batch_size // parts)
+        # The fewest parts that give this size.
+        parts = -(-batch_size // size)
+        if size < largest:
+            found.append(parts)
+            largest = size
+    return tuple(found)
+
+
+class Search:
+    """Searches a space; the integer programmes of its combinations are kept between questions."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._combinations = sorted(
+            self._all(), key=lambda one: (one.seconds, one.settings.micro_batches, _num_changed(one.settings))
+        )
+
+    def _all(self) -> Iterable[_Combination]:
+        space = self._space
+        for variant in space.variants:
+            for optimizer in space.optimizers:
+                for parts in space.parts:
+                    if parts > 1 and (optimizer.step_in_backward or not variant.memory.scales):
+                        continue
+                    settings = merged(space.base, variant.settings, optimizer, Settings(micro_batches=parts))
+                    seconds = variant.speed.step(settings, space.batch_size)
+                    yield _Combination(variant, settings, seconds, space)
+
+    def exclude(self, candidate: Candidate) -> None:
+        """Leaves out the combination of a candidate that can't be run."""
+        plain = replace(candidate.settings, checkpoint=(), offload=(), expandable_segments=False)
+        kept = [one for one in self._combinations if one.settings != plain]
+        if candidate.settings.checkpoint or candidate.settings.offload or len(kept) == len(self._combinations):
+            # Its modules may be what fails: the rest is tried without any.
+            kept = [replace(one, space=replace(one.space, recompute=False, offload=False)) for one in kept]
+        self._combinations = kept
+
+    def best(self, limit_bytes: float) -> Candidate | None:
+        """The fastest that stays within the limit; None when nothing does."""
+        best: Candidate | None = None
+        for bound, one in self._bounded(limit_bytes):
+            if best is not None and bound >= best.seconds * (1 - _WORTH):
+                break
+            settings = one.selection.cheapest(limit_bytes)
+            if settings is None:
+                continue
+            found = one.candidate(settings)
+            if best is None or found.seconds < best.seconds * (1 - _WORTH):
+                best = found
+        return self._simplest(best, limit_bytes)
+
+    def _bounded(self, limit_bytes: float) -> "list[tuple[float, _Combination]]":
+        """(least seconds that it can take within the limit, combination), quickest first; none that can't be within."""
+        found: list[tuple[float, _Combination]] = []
+        fastest = float("inf")
+        for one in self._combinations:
+            if one.seconds >= fastest:
+                # A combination that needs no recomputation is as fast as this one could be.
+                break
+            bound = one.seconds + one.settings.micro_batches * one.selection.bound(limit_bytes)
+            if bound < float("inf"):
+                found.append((bound, one))
+                if bound == one.seconds:
+                    fastest = min(fastest, bound)
+        return sorted(found, key=lambda pair: pair[0])
+
+    def _simplest(self, best: Candidate | None, limit_bytes: float) -> Candidate | None:
+        """The candidate with the fewest changes among those that are as fast as the best, for all that can be told."""
+        if best is None:
+            return None
+        equal = [best]
+        for one in self._combinations:
+            if one.seconds > best.seconds * (1 + _WORTH):
+                break
+            if one.plain_bytes <= limit_bytes:
+                equal.append(one.candidate(one.settings))
+        return min(equal, key=lambda found: (_num_changed(found.settings), found.seconds))
+
+    def smallest(self) -> Candidate:
+        """The candidate that needs least memory; of equals the fastest."""
+        found: list[Candidate] = []
+        for one in self._combinations:
+            # Fewer parts than the most there are never need less.
+            if one.settings.micro_batches in (1, self._space.parts[-1]):
+                found.append(one.candidate(one.selection.smallest()))
+        return min(found, key=lambda one: (round(one.live_bytes / 2**20), one.seconds))
+
+    def front(self, num_points: int = 8) -> list[Candidate]:
+        """Candidates of which none needs less memory in no more time, largest memory first."""
+        low, high = self.smallest(), self.best(float("inf"))
+        assert high is not None, "with no limit everything fits"
+        found = [low, high]
+        for index in range(1, num_points):
+            limit = low.live_bytes + (high.live_bytes - low.live_bytes) * index / num_points
+            best = self.best(limit)
+            if best is not None:
+                found.append(best)
+        return pareto(found)
+
+
+def pareto(found: Sequence[Candidate]) -> list[Candidate]:
+    """Those that no other beats in both memory and time, largest memory first."""
+    kept: list[Candidate] = []
+    for one in sorted(found, key=lambda one: (one.live_bytes, one.seconds)):
+        if not kept or one.seconds < kept[-1].seconds * (1 - 1e-9):
+            kept.append(one)
+    return kept[::-1]
+
+
+def merged(*parts: Settings) -> Settings:
+    """The settings in which each of `parts` changes what differs from the defaults."""
+    plain, result = Settings(), Settings()
+    for part in parts:
+        changes = {name: value for name in Settings.__slots__ if (value := getattr(part, name)) != getattr(plain, name)}
+        result = replace(result, **changes)
+    return result
+
+
+def _num_changed(settings: Settings) -> int:
+    plain = Settings()
+    return sum(getattr(settings, name) != getattr(plain, name) for name in Settings.__slots__ if name != "weighting")
+
+
+def optimizer_choices(
+    features: frozenset[str], allowed: frozenset[str], *, on_host: bool, has_optimizer: bool
+) -> tuple[Settings, ...]:
+    """Settings of the optimizer that make sense for a step, as it is first.
+
+    Args:
+        features: of the profile.
+        allowed: names of the moves that may be used.
+        on_host: whether the device is the host itself, where moving things to the host saves nothing.
+        has_optimizer: whether there is one.
+    """
+    found = [Settings()]
+    if not has_optimizer:
+        return tuple(found)
+    single, fused = Settings(kernels=OptimizerKernels.SINGLE), Settings(kernels=OptimizerKernels.FUSED)
+    if "fused-optimizer" in allowed and "fusable" in features and "fused" not in features:
+        found.append(fused)
+    if "foreach-off" in allowed and "foreach" in features:
+        found.append(single)
+    if "step-in-backward" in allowed and "steppable" in features:
+        found.append(Settings(step_in_backward=True))
+    if "8-bit-optimizer" in allowed and "adam" in features:
+        found.append(Settings(state=OptimizerState.EIGHT_BIT))
+        if "step-in-backward" in allowed and "steppable" in features:
+            found.append(Settings(state=OptimizerState.EIGHT_BIT, step_in_backward=True))
+    if "host-optimizer" in allowed and not on_host:
+        found.append(Settings(state=OptimizerState.HOST))
+    return tuple(found)

@@ -1,0 +1,285 @@
+"""Which modules to compute again, or whose activations to move to the host: an integer programme.
+
+For every module there is a 0/1 variable "computed again" (and one "waits on the host"), with the seconds it costs. Of
+two modules of which one contains the other at most one is chosen. At each moment of forward and backward pass, what is
+alive less what the chosen modules keep away must stay within the limit. All of that is linear, so an integer programme
+finds the cheapest choice, and proves it (Checkmate and its kin solve the same for single operators; modules are what
+users can wrap). Only few moments bind: the programme starts without any, and each solution's highest moments are added
+until none is above the limit. HiGHS solves each in milliseconds; with one thread, a fixed seed and no limit of time,
+the same question has the same answer.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.core.settings import Settings
+from memfit.planner.memory import Bytes, Intervals, StepMemory, UnitMemory
+from memfit.planner.speed import StepSpeed
+
+_MAX_UNITS = 500
+# A module that keeps away less than this share of the limit is not worth a variable.
+_MIN_SHARE = 0.0005
+_MAX_ROUNDS = 60
+_MOMENTS_PER_ROUND = 8
+_MAX_NODES = 3000
+_GAP = 0.002
+_MIB = 1024.0**2
+# Keeps equal choices apart, so that the first of equal blocks is taken and the solver has no symmetry to explore.
+_TIE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """One variable: a unit that is computed again, waits on the host, or both."""
+
+    unit: UnitMemory
+    recomputed: bool
+    offloaded: bool
+    away: tuple[Intervals, Intervals]
+    seconds: float
+
+
+class Selection:
+    """The programme of one step at one micro-batch size.
+
+    Args:
+        memory: of the step.
+        speed: of the step.
+        settings: everything but `checkpoint` and `offload`, which are chosen here.
+        batch_size: samples of the whole batch.
+        recompute: whether modules may be computed again.
+        offload: whether activations may wait on the host.
+    """
+
+    def __init__(
+        self,
+        memory: StepMemory,
+        speed: StepSpeed,
+        settings: Settings,
+        batch_size: int | None,
+        *,
+        recompute: bool = True,
+        offload: bool = False,
+    ) -> None:
+        self._memory = memory
+        self._settings = replace(settings, checkpoint=(), offload=())
+        self._batch_size = batch_size
+        self._micro = None if batch_size is None else -(-batch_size // settings.micro_batches)
+        self._sizes = memory.sizes(self._micro)
+        self._plain = memory.curve(self._settings, batch_size)
+        self._choices = self._variables(speed, recompute=recompute, offload=offload)
+        self._columns: dict[int, NDArray[np.float64]] = {}
+        self._bounds: dict[float, tuple[float, frozenset[int]]] = {}
+
+    @property
+    def floor_bytes(self) -> float:
+        """What the optimizer's update needs, whatever is chosen."""
+        return self._memory.update_bytes(self._settings, self._batch_size)
+
+    def _variables(self, speed: StepSpeed, *, recompute: bool, offload: bool) -> list[_Choice]:
+        empty = Intervals.of(())
+        found: list[tuple[float, _Choice]] = []
+        highest = float(self._plain.max(initial=0.0))
+
+        def add(unit: UnitMemory, away: Intervals, held: Intervals, *, again: bool, hosted: float) -> None:
+            total = float(self._sizes[away.block].sum())
+            if total < _MIN_SHARE * highest:
+                return
+            seconds = (speed.recomputation(unit.path, self._micro) if again else 0.0) + speed.offload(hosted)
+            found.append((total, _Choice(unit, again, hosted > 0, (away, held), seconds)))
+
+        for unit in self._memory.units:
+            hosted = float(self._sizes[unit.hosted.block].sum())
+            inputs = float(self._sizes[unit.inputs_hosted.block].sum())
+            if recompute:
+                add(unit, unit.away, unit.held, again=True, hosted=0.0)
+            if offload and hosted:
+                add(unit, unit.hosted, empty, again=False, hosted=hosted)
+            if offload and recompute and inputs:
+                add(unit, _both(unit.away, unit.inputs_hosted), empty, again=True, hosted=inputs)
+        order = sorted(range(len(found)), key=lambda index: (-found[index][0], index))[:_MAX_UNITS]
+        return [found[index][1] for index in sorted(order)]
+
+    def bound(self, limit_bytes: float) -> float:
+        """Seconds that any choice within the limit adds to a micro-batch, at least; infinite when none is within."""
+        if self.floor_bytes > limit_bytes:
+            return float("inf")
+        if float(self._plain.max(initial=0.0)) <= limit_bytes:
+            return 0.0
+        return self._relaxed(limit_bytes)[0]
+
+    def cheapest(self, limit_bytes: float) -> Settings | None:
+        """The settings with the least time that stay within the limit; None when no choice does."""
+        bound = self.bound(limit_bytes)
+        if bound == float("inf"):
+            return None
+        return self._settings if bound == 0.0 else self._solve(limit_bytes, self._relaxed(limit_bytes)[1])
+
+    def smallest(self) -> Settings:
+        """The settings that need least memory."""
+        found = self._solve(None, frozenset())
+        return self._settings if found is None else found
+
+    def _relaxed(self, limit_bytes: float) -> tuple[float, frozenset[int]]:
+        """(least seconds where modules may be chosen in part, the moments that bind); a linear programme."""
+        if limit_bytes not in self._bounds:
+            model = self._programme(limit_bytes, whole=False)
+            self._bounds[limit_bytes] = self._relax(model, limit_bytes)
+        return self._bounds[limit_bytes]
+
+    def _relax(self, model: Any, limit_bytes: float) -> tuple[float, frozenset[int]]:
+        moments: set[int] = set()
+        curve = self._plain
+        seconds = np.array([one.seconds for one in self._choices])
+        values = np.zeros(len(self._choices))
+        for _ in range(_MAX_ROUNDS):
+            fresh = [tick for tick in _highest(curve, limit_bytes) if tick not in moments]
+            if not fresh:
+                break
+            moments.update(fresh)
+            for tick in fresh:
+                self._add_moment(model, tick, limit_bytes)
+            found = _solution(model)
+            if found is None:
+                return float("inf"), frozenset(moments)
+            values = np.array(found[: len(self._choices)])
+            curve = self._memory.curve_of(
+                self._plain,
+                [(one.unit, one.away, value, one.recomputed) for one, value in zip(self._choices, values, strict=True)],
+                self._sizes,
+                self._memory.extra_scale(self._settings, self._batch_size),
+            )
+        return float(values @ seconds) if len(values) else float("inf"), frozenset(moments)
+
+    def _solve(self, limit_bytes: float | None, known: frozenset[int]) -> Settings | None:
+        if not self._choices:
+            return None
+        model, chosen = self._programme(limit_bytes), None
+        moments: set[int] = set()
+        curve = self._plain
+        for _ in range(_MAX_ROUNDS):
+            fresh = sorted({tick for tick in (*_highest(curve, limit_bytes), *known) if tick not in moments})
+            if not fresh:
+                return chosen
+            for tick in fresh:
+                moments.add(tick)
+                self._add_moment(model, tick, limit_bytes)
+            solution = _solution(model)
+            if solution is None:
+                return None
+            picked = [one for one, value in zip(self._choices, solution, strict=False) if value > 0.5]
+            chosen = replace(
+                self._settings,
+                checkpoint=tuple(one.unit.path for one in picked if one.recomputed),
+                offload=tuple(one.unit.path for one in picked if one.offloaded),
+            )
+            curve = self._memory.curve(chosen, self._batch_size)
+            if limit_bytes is not None and float(curve.max(initial=0.0)) <= limit_bytes:
+                return chosen
+        return chosen if limit_bytes is None else None
+
+    def _programme(self, limit_bytes: float | None, *, whole: bool = True) -> Any:
+        model = highspy.Highs()
+        for name, value in (
+            ("output_flag", False),
+            ("threads", 1),
+            ("random_seed", 0),
+            ("mip_rel_gap", _GAP),
+            ("mip_max_nodes", _MAX_NODES),
+        ):
+            model.setOptionValue(name, value)
+        scale = max((one.seconds for one in self._choices), default=1.0) or 1.0
+        minimise_peak = limit_bytes is None
+        for index, one in enumerate(self._choices):
+            cost = one.seconds / scale + _TIE * (1 + index / len(self._choices))
+            model.addVar(0.0, 1.0)
+            model.changeColCost(index, 1e-3 * cost if minimise_peak else cost)
+            if whole:
+                model.changeColIntegrality(index, highspy.HighsVarType.kInteger)
+        if minimise_peak:
+            model.addVar(0.0, highspy.kHighsInf)
+            model.changeColCost(len(self._choices), 1.0)
+        for group in self._exclusive():
+            model.addRow(0.0, 1.0, len(group), np.array(group, dtype=np.int32), np.ones(len(group)))
+        return model
+
+    def _exclusive(self) -> list[list[int]]:
+        """Variables of which at most one may be 1: those of each innermost unit and of all that contain it."""
+        by_path: dict[str, list[int]] = {}
+        for index, one in enumerate(self._choices):
+            by_path.setdefault(one.unit.path, []).append(index)
+        paths = sorted(by_path)
+        inner = [p for i, p in enumerate(paths) if i + 1 == len(paths) or not paths[i + 1].startswith(p + ".")]
+        groups = []
+        for path in inner:
+            chain = [part for part in _ancestors(path) if part in by_path]
+            group = [index for part in chain for index in by_path[part]]
+            if len(group) > 1:
+                groups.append(group)
+        return groups
+
+    def _column(self, tick: int) -> Bytes:
+        """Bytes that each variable keeps away at a tick, less what recomputing needs for the moment."""
+        if tick not in self._columns:
+            memory = self._memory
+            self._columns[tick] = np.array(
+                [
+                    memory.saving_at(one.unit, one.away, self._sizes, tick)
+                    - (memory.extra_at(one.unit, tick, self._settings, self._batch_size) if one.recomputed else 0.0)
+                    for one in self._choices
+                ]
+            )
+        return self._columns[tick]
+
+    def _add_moment(self, model: Any, tick: int, limit_bytes: float | None) -> None:
+        """At this tick: what is alive, less what is kept away, is at most the limit (or the peak that is minimised)."""
+        column = self._column(tick) / _MIB
+        used = np.flatnonzero(column)
+        indices, values = used.astype(np.int32), column[used]
+        if limit_bytes is None:
+            indices = np.append(indices, np.int32(len(self._choices)))
+            values = np.append(values, 1.0)
+            least = float(self._plain[tick]) / _MIB
+        else:
+            least = (float(self._plain[tick]) - limit_bytes) / _MIB
+        model.addRow(least, highspy.kHighsInf, len(indices), indices, values)
+
+
+def _solution(model: Any) -> list[float] | None:
+    """Values of the variables; None when there is no solution."""
+    model.run()
+    lost = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+    if model.getModelStatus() in lost or not model.getInfo().primal_solution_status:
+        return None
+    values: list[float] = model.getSolution().col_value
+    return values or None
+
+
+def _both(a: Intervals, b: Intervals) -> Intervals:
+    return Intervals(*(np.concatenate(pair) for pair in ((a.block, b.block), (a.start, b.start), (a.end, b.end))))
+
+
+def _ancestors(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[: index + 1]) for index in range(len(parts))]
+
+
+def _highest(curve: Bytes, limit_bytes: float | None) -> list[int]:
+    """The highest tick of each of a few stretches of the curve, if above the limit."""
+    if not len(curve):
+        return []
+    edges = np.linspace(0, len(curve), _MOMENTS_PER_ROUND + 1).astype(int)
+    highest = float(curve.max())
+    least = 0.98 * highest if limit_bytes is None else limit_bytes
+    found = []
+    for first, last in pairwise(edges):
+        if last > first:
+            tick = int(first + curve[first:last].argmax())
+            if curve[tick] > least or (limit_bytes is None and curve[tick] >= highest):
+                found.append(tick)
+    return found

@@ -1,0 +1,223 @@
+"""The time model: how long a step takes on a device, from the work of its operators.
+
+Each operator takes the longest of three times: its floating-point operations at the device's rate, the bytes it moves
+at the memory's bandwidth, and the time to launch a kernel. Rates of a catalogue are peaks; programs reach a share of
+them. Where the target is the machine in hand, measured times of a few short steps replace the sum, and the model only
+fills in between them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.core.device import Device, Kind, Origin
+from memfit.core.profile import Measurement, Profile, Work
+from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.core.timeline import Phase
+
+# Shares of the peak rates that well-written training code reaches (assumed; docs/plan.md).
+_FLOPS_SHARE = 0.6
+_BANDWIDTH_SHARE = 0.75
+# Time between two kernels that PyTorch launches from Python (assumed).
+_LAUNCH_SECONDS = {Kind.CUDA: 6e-6, Kind.HOST: 4e-6}
+# Host to device and back, pinned memory: PCIe 3, 4 and 5 with 16 lanes (assumed), by compute capability.
+_TRANSFER = ((9, 50e9), (8, 24e9), (0, 12e9))
+# An update in host memory moves about 7 numbers for each parameter; bandwidth of a host's memory (assumed).
+_HOST_BANDWIDTH = 20e9
+# Between devices, bytes per second each way: NVLink where capability says data centre, else PCIe (assumed).
+_INTERCONNECT = 50e9
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Speed of a device.
+
+    Args:
+        flops: floating-point operations per second by dtype.
+        bandwidth: bytes per second of its memory.
+        launch_seconds: least time of an operator.
+        transfer: bytes per second between it and the host.
+        origin: how they are known.
+        reference: name of the device whose rates are used where the target's own aren't known, or "".
+    """
+
+    flops: dict[str, float]
+    bandwidth: float
+    launch_seconds: float
+    transfer: float
+    origin: Origin
+    reference: str = ""
+
+
+def rates_of(device: Device, reference: Device) -> Rates:
+    """Rates of a device; those of `reference` where the catalogue has none for it."""
+    known = device if device.flops and device.bandwidth_bytes_per_second else reference
+    capability = device.capability or (8, 0)
+    transfer = next(rate for least, rate in _TRANSFER if capability[0] >= least)
+    return Rates(
+        {name: rate * _FLOPS_SHARE for name, rate in known.flops.items()},
+        (known.bandwidth_bytes_per_second or 1e11) * _BANDWIDTH_SHARE,
+        _LAUNCH_SECONDS[device.kind],
+        transfer,
+        Origin.ASSUMED,
+        "" if known is device else known.title,
+    )
+
+
+class StepSpeed:
+    """Seconds of a step under any settings.
+
+    Args:
+        profile: of the step at some batch size.
+        larger: of the same step at another size, or None.
+        rates: of the device.
+        measured: real steps of the same model on the device in hand; empty when it isn't.
+        update_seconds: measured time of an update by kind of kernels; empty when it isn't.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        larger: Profile | None,
+        rates: Rates,
+        measured: Sequence[Measurement] = (),
+        update_seconds: dict[str, float] | None = None,
+    ) -> None:
+        self.profile = profile
+        self.rates = rates
+        self._measured = sorted(measured, key=lambda one: one.batch_size)
+        self._update_seconds = update_seconds or {}
+        own = profile.batch_size or 0
+        self._own = own
+        self._flops, self._flops_slope = _line(profile, larger, "flops")
+        self._bytes, self._bytes_slope = _line(profile, larger, "moved_bytes")
+        self._rate = np.array([rate_of(work, rates) for work in profile.work])
+        self._passes = np.array([work.phase is not Phase.OPTIMIZER for work in profile.work], dtype=bool)
+        self._calls = {
+            unit.path: tuple(call.operations for call in unit.calls) for unit in profile.units if not unit.refused
+        }
+        self._cache: dict[int, NDArray[np.float64]] = {}
+
+    @property
+    def origin(self) -> Origin:
+        """Where the seconds of `step` come from."""
+        return Origin.MEASURED if self._measured else self.rates.origin
+
+    def _operators(self, micro: int | None) -> NDArray[np.float64]:
+        """Seconds of each operator for a micro-batch."""
+        size = self._own if micro is None else micro
+        if size not in self._cache:
+            flops = np.maximum(0.0, self._flops + self._flops_slope * size)
+            moved = np.maximum(0.0, self._bytes + self._bytes_slope * size)
+            busy = np.maximum(flops / self._rate, moved / self.rates.bandwidth)
+            self._cache[size] = np.maximum(busy, self.rates.launch_seconds)
+        return self._cache[size]
+
+    def passes(self, micro: int | None) -> float:
+        """Seconds of one forward and backward pass."""
+        model = float(self._operators(micro)[self._passes].sum())
+        if not self._measured or micro is None:
+            return model
+        times = {one.batch_size: one.forward_seconds + one.backward_seconds for one in self._measured}
+        if micro in times:
+            return times[micro]
+        # Between two measured sizes the ratio of measured to computed time is interpolated; beyond, it is kept.
+        known = sorted(times)
+        ratios = [times[size] / float(self._operators(size)[self._passes].sum()) for size in known]
+        return model * float(np.interp(np.log(micro), np.log(known), ratios))
+
+    def recomputation(self, path: str, micro: int | None) -> float:
+        """Seconds to compute a module again for one micro-batch."""
+        model = sum(float(self._operators(micro)[first:last].sum()) for first, last in self._calls.get(path, ()))
+        if not self._measured or micro is None:
+            return model
+        nearest = min(self._measured, key=lambda one: abs(np.log(one.batch_size / micro)))
+        shares = nearest.unit_seconds
+        if path not in shares:
+            return model * self.passes(micro) / max(1e-12, float(self._operators(micro)[self._passes].sum()))
+        there = nearest.forward_seconds + nearest.backward_seconds
+        return shares[path] * self.passes(micro) / max(1e-12, there)
+
+    def flops_again(self, path: str, micro: int | None) -> float:
+        """Floating-point operations of computing a module again."""
+        size = self._own if micro is None else micro
+        flops = np.maximum(0.0, self._flops + self._flops_slope * size)
+        return sum(float(flops[first:last].sum()) for first, last in self._calls.get(path, ()))
+
+    def offload(self, hosted_bytes: float) -> float:
+        """Seconds to move activations to the host and back."""
+        return 2 * hosted_bytes / self.rates.transfer
+
+    def update(self, settings: Settings) -> float:
+        """Seconds of one optimizer update."""
+        plain = float(self._operators(None)[~self._passes].sum())
+        parameter_bytes = 4.0 * self.profile.num_trainable / settings.num_devices
+        kernels = settings.kernels.value
+        if settings.state is OptimizerState.HOST:
+            return 2 * parameter_bytes / self.rates.transfer + 7 * parameter_bytes / _HOST_BANDWIDTH
+        if self._update_seconds:
+            fallback = self._update_seconds.get("keep", plain)
+            return self._update_seconds.get(kernels, fallback)
+        if settings.kernels is OptimizerKernels.FUSED:
+            return min(plain, 7 * parameter_bytes / self.rates.bandwidth + self.rates.launch_seconds)
+        if settings.kernels is OptimizerKernels.SINGLE and "foreach" in self.profile.features:
+            # As many passes over memory, but a launch for each parameter instead of for all.
+            return plain + 10 * self.rates.launch_seconds * _num_parameter_tensors(self.profile)
+        return plain / settings.num_devices
+
+    def communication(self, settings: Settings) -> float:
+        """Seconds of gathering parameters twice and scattering gradients once per micro-batch, half of it hidden."""
+        count = settings.num_devices
+        if count == 1:
+            return 0.0
+        parameter_bytes = 4.0 * self.profile.num_parameters
+        return 0.5 * 3 * parameter_bytes * (count - 1) / count / _INTERCONNECT
+
+    def step(self, settings: Settings, batch_size: int | None, hosted_bytes: float = 0.0) -> float:
+        """Seconds of a whole step.
+
+        Args:
+            settings: how it is run.
+            batch_size: samples of the whole batch.
+            hosted_bytes: activations of one micro-batch that wait in host memory.
+        """
+        micro = None if batch_size is None else -(-batch_size // settings.micro_batches)
+        again = sum(self.recomputation(path, micro) for path in settings.checkpoint)
+        each = self.passes(micro) + again + self.offload(hosted_bytes) + self.communication(settings)
+        return settings.micro_batches * each * self._part(settings, batch_size, micro) + self.update(settings)
+
+    @staticmethod
+    def _part(settings: Settings, batch_size: int | None, micro: int | None) -> float:
+        """Share of the work that is there when the last parts are smaller than the first."""
+        if not batch_size or not micro:
+            return 1.0
+        return min(1.0, batch_size / (micro * settings.micro_batches))
+
+
+def _line(profile: Profile, larger: Profile | None, name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(constant, slope in the batch size) of a figure of each operator."""
+    values = np.array([getattr(work, name) for work in profile.work], dtype=np.float64)
+    if larger is None or len(larger.work) != len(profile.work) or not profile.batch_size or not larger.batch_size:
+        return values, np.zeros_like(values)
+    others = np.array([getattr(work, name) for work in larger.work], dtype=np.float64)
+    slope = (others - values) / (larger.batch_size - profile.batch_size)
+    return values - slope * profile.batch_size, slope
+
+
+def rate_of(work: Work, rates: Rates) -> float:
+    """Floating-point operations per second at which an operator runs."""
+    dtype = work.dtype or "float32"
+    if dtype == "float32" and "convolution" in work.op:
+        # PyTorch lets convolutions, not matrix products, use TF32.
+        dtype = "tf32" if "tf32" in rates.flops else dtype
+    if dtype == "float64":
+        return rates.flops.get("float64", rates.flops.get("float32", 1e12) / 32)
+    return rates.flops.get(dtype) or rates.flops.get("float32") or 1e12
+
+
+def _num_parameter_tensors(profile: Profile) -> int:
+    from memfit.core.timeline import Category
+
+    return sum(block.category is Category.PARAMETER for block in profile.timeline.blocks)

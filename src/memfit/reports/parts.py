@@ -1,0 +1,110 @@
+"""The shape that reports of several parts share: a verdict, a few lines below it, and titled parts.
+
+A part holds rows of a breakdown, a table, or lines of text. What is said is decided elsewhere (`run_figures`,
+`plan_figures`); text and terminal show the same parts.
+"""
+
+import textwrap
+from dataclasses import dataclass
+
+from memfit.core.estimate import Note
+from memfit.reports.figures import Row, printable
+from memfit.reports.text import format_row
+
+KEEPS = {"exact": "same results", "rounding": "same up to rounding", "changes training": "changes training"}
+
+_NUM_LISTED = 3
+# Longer cells are wrapped, so that a table still reads as one in a log of 120 columns.
+_CELL_WIDTH = 46
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a table, with remarks that stand below it over its whole width."""
+
+    cells: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table of text.
+
+    Args:
+        columns: their titles; those of numbers begin with ">" and are flush right.
+        lines: what they hold.
+    """
+
+    columns: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A titled part of a report: rows of a breakdown, a table, or lines of text."""
+
+    title: str
+    rows: tuple[Row, ...] = ()
+    lines: tuple[str, ...] = ()
+    with_bar: bool = False
+    grid: Grid | None = None
+
+    @property
+    def holds_something(self) -> bool:
+        """Whether there is anything to show below the title."""
+        return bool(self.rows or self.lines or (self.grid and self.grid.lines))
+
+
+def format_parts(verdict: str, details: list[str], parts: list[Part]) -> list[str]:
+    """The report as lines of plain text."""
+    lines = [verdict, *(f"  {line}" for line in details)]
+    for part in parts:
+        lines += ["", part.title]
+        lines += [format_row(row, with_bar=part.with_bar) for row in part.rows]
+        if part.grid is not None:
+            lines += [f"  {line}" for line in format_grid(part.grid)]
+        lines += [f"  {line}" for line in part.lines]
+    return [line.rstrip() for line in lines]
+
+
+def format_grid(grid: Grid) -> list[str]:
+    """A table as lines of plain text, cells that are too long wrapped.
+
+    >>> format_grid(Grid(("move", ">saves"), (Line(("a", "1 B"), ("remark",)), Line(("bcdefg", "23 B")))))
+    ['move    saves', 'a         1 B', '  remark', 'bcdefg   23 B']
+    """
+    flush_right = [title.startswith(">") for title in grid.columns]
+    titles = [title.removeprefix(">") for title in grid.columns]
+    wrapped = [[textwrap.wrap(cell, _CELL_WIDTH) or [""] for cell in line.cells] for line in grid.lines]
+    widths = [
+        max(len(title), *(len(text) for cells in wrapped for text in cells[index]))
+        for index, title in enumerate(titles)
+    ]
+
+    def aligned(cells: list[str]) -> str:
+        placed = zip(cells, widths, flush_right, strict=True)
+        return "  ".join(f"{cell:>{width}}" if right else f"{cell:<{width}}" for cell, width, right in placed).rstrip()
+
+    lines = [aligned(titles)]
+    for line, cells in zip(grid.lines, wrapped, strict=True):
+        for depth in range(max(map(len, cells))):
+            lines.append(aligned([texts[depth] if depth < len(texts) else "" for texts in cells]))
+        lines += [f"  {remark}" for remark in line.remarks]
+    return lines
+
+
+def note_line(note: Note) -> str:
+    """A note with its place: "data-dependent shape at train.py:88: upper bound used"."""
+    where = f" at {printable(note.source)}" if note.source else ""
+    name = note.code.replace("-", " ").replace("data dependent", "data-dependent")
+    return f"{printable(name)}{where}: {printable(note.text)}"
+
+
+def listed(names: list[str]) -> str:
+    """The first few names, and how many more there are.
+
+    >>> listed(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = len(names) - _NUM_LISTED
+    return ", ".join(names[:_NUM_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,277 @@
+"""A plan as plain PyTorch: the lines that do the same without memfit.
+
+The text is a small program of two functions, `prepare` and `step`, with what they need above them and nothing that the
+plan doesn't use. It is made from the settings alone, so it says the same after a plan was saved and loaded.
+"""
+
+import re
+import textwrap
+
+from memfit.core.device import Kind
+from memfit.core.errors import BadInput
+from memfit.core.plan import Plan
+from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.core.units import format_size
+from memfit.reports import figures, plan_snippets
+
+# A place in a batch goes into the program as it is, so it must be one: [1], ['labels'], .labels.
+_PLACE = re.compile(r"(?:\[\d+\]|\['[\w./ -]+'\]|\.[A-Za-z_]\w*)*")
+
+_PLAIN_PATH = re.compile(r"[\w.]+")
+_LINE_LENGTH = 110
+
+
+def format_code(plan: Plan) -> str:
+    """The program, with a trailing newline."""
+    settings = plan.settings
+    if settings == Settings():
+        return "# The step fits as it is: nothing has to be changed.\n"
+    device_type = "cpu" if plan.device.kind is Kind.HOST else "cuda"
+    where = f"within {format_size(plan.budget_bytes)} on {figures.device_title(plan.device)}"
+    return _Program(settings, device_type, _may_have_batch_norm(plan)).text(
+        f"{figures.printable(plan.subject)} {where}"
+    )
+
+
+def _may_have_batch_norm(plan: Plan) -> bool:
+    estimate = plan.estimate_before
+    # A plan that was loaded doesn't know.
+    return estimate is None or any("batch_norm" in block.op for block in estimate.timeline.blocks)
+
+
+class _Program:
+    """Puts the pieces of a program together."""
+
+    def __init__(self, settings: Settings, device_type: str, has_batch_norm: bool) -> None:
+        self.settings = settings
+        self.device_type = device_type
+        self.has_batch_norm = has_batch_norm
+        self.split = settings.micro_batches > 1
+        self.on_host = settings.state is OptimizerState.HOST
+        self.scaled = settings.precision == "amp-fp16"
+        self.placed = self.split or settings.channels_last
+        self.given = settings.weighting.kind == "given"
+        if self.given and self.split and settings.step_in_backward:
+            raise BadInput(
+                "a loss that gives its own weight can't be updated in the backward pass of micro-batches, because the "
+                "weights of later parts aren't known yet. Plan without one of the two."
+            )
+
+    def text(self, subject: str) -> str:
+        functions = [*self._functions(), self._prepare(), self._step()]
+        head = ["# How to run " + subject + " in plain PyTorch. Once, before training:"]
+        head += ["#     model, optimizer = prepare(model, optimizer)", "# and for each batch:"]
+        head += ["#     value = step(model, optimizer, loss, batch)"]
+        if self.settings.num_devices > 1:
+            head.append(f"# Start it with `torchrun --nproc-per-node {self.settings.num_devices} train.py`.")
+        blocks = ["\n".join([*head, *self._imports(functions)]), *self._globals(), *functions]
+        return "\n\n\n".join(block.strip("\n") for block in blocks) + "\n"
+
+    def _imports(self, functions: list[str]) -> list[str]:
+        early = plan_snippets.EXPANDABLE_SEGMENTS if self.settings.expandable_segments else ()
+        body = "\n".join([*early, *self._globals(), *functions])
+        standard = _import_lines(body, plan_snippets.STANDARD_MODULES, plan_snippets.STANDARD_NAMES)
+        others = _import_lines(body, plan_snippets.MODULES, plan_snippets.NAMES)
+        groups = [group for group in (standard, list(early), others) if group]
+        return [line for group in groups for line in ("", *group)][1:]
+
+    def _globals(self) -> list[str]:
+        lines = []
+        if self.scaled:
+            lines.append(f'scaler = torch.amp.GradScaler("{self.device_type}")')
+        if self.on_host and not self.settings.step_in_backward:
+            lines.append("on_host = []  # pairs of a parameter and its copy in host memory")
+        if self.settings.step_in_backward and self.split:
+            lines.append("is_last = True  # whether the backward pass of the last micro-batch runs")
+        return ["\n".join(lines)] if lines else []
+
+    def _functions(self) -> list[str]:
+        settings, found = self.settings, []
+        if self.split:
+            found.append(self._parts())
+        if settings.checkpoint:
+            found.append(plan_snippets.RECOMPUTE_KEEPING_STATISTICS if self.has_batch_norm else plan_snippets.RECOMPUTE)
+        if settings.offload:
+            found.append(plan_snippets.OFFLOAD)
+        if settings.cross_entropy_chunks:
+            found.append(plan_snippets.CHUNKED_CROSS_ENTROPY.replace("NUM_CHUNKS", str(settings.cross_entropy_chunks)))
+        if self.on_host:
+            found.append(plan_snippets.HOST_COPY)
+        if settings.step_in_backward:
+            found += [plan_snippets.ALONE, self._update_one()]
+        if self.placed:
+            found.append(plan_snippets.PLACED_CHANNELS_LAST if settings.channels_last else plan_snippets.PLACED)
+        return found
+
+    def _parts(self) -> str:
+        weighting = self.settings.weighting
+        if weighting.kind == "count":
+            if not _PLACE.fullmatch(weighting.tensor):
+                raise BadInput(f"{weighting.tensor!r} is no place in a batch, such as [1] or ['labels'].")
+            skip = f"[:, {weighting.skipped}:]" if weighting.skipped else ""
+            counted = f"(tree{weighting.tensor}{skip} != {weighting.ignored}).sum().item()"
+            return plan_snippets.PARTS_BY_COUNT.replace("COUNTED", counted)
+        if weighting.kind == "samples":
+            return plan_snippets.PARTS_BY_SAMPLES
+        # The parts of a sum just add up; a loss that gives weights is divided by their sum at the end.
+        return plan_snippets.PARTS
+
+    def _update_one(self) -> str:
+        arguments = "single, group, waiting, parameter" if self.on_host else "single, group, parameter"
+        lines = [f"def update({arguments}):", '    """Updates one parameter as soon as its gradient is there."""']
+        if self.split:
+            lines += ["    if not is_last:", "        return"]
+        target = "parameter"
+        if self.on_host:
+            target = "waiting"
+            lines += ['    waiting.grad = parameter.grad.to("cpu")', "    parameter.grad = None"]
+        lines.append(f'    single.param_groups = [{{**group, "params": [{target}]}}]')
+        if self.scaled:
+            lines.append("    # A gradient that overflows skips the update of its own parameter only.")
+        lines.append("    scaler.step(single)" if self.scaled else "    single.step()")
+        lines.append(f"    {target}.grad = None")
+        if self.on_host:
+            lines += ["    with torch.no_grad():", "        parameter.copy_(waiting)"]
+        return "\n".join(lines)
+
+    def _prepare(self) -> str:
+        settings = self.settings
+        lines = ["def prepare(model, optimizer):"]
+        lines += _named_modules(settings.freeze, "model.get_submodule(name).requires_grad_(False)")
+        if settings.lora_rank:
+            lines += plan_snippets.lora(settings.lora_rank, settings.quantized_base)
+        if settings.channels_last:
+            lines.append("    model = model.to(memory_format=torch.channels_last)")
+        prefix = "model.base_model.model" if settings.lora_rank else "model"
+        # What is computed again has only its inputs to save, and those may wait in host memory: in this order.
+        lines += _named_modules(settings.checkpoint, f"recompute({prefix}.get_submodule(name))")
+        lines += _named_modules(settings.offload, f"offload({prefix}.get_submodule(name))")
+        if settings.checkpoint:
+            lines += plan_snippets.WITHOUT_CACHE
+        if settings.num_devices > 1:
+            lines += plan_snippets.shard(settings, self.device_type)
+        if settings.state is OptimizerState.EIGHT_BIT:
+            lines += plan_snippets.EIGHT_BIT
+        if settings.kernels is not OptimizerKernels.KEEP:
+            fused = settings.kernels is OptimizerKernels.FUSED
+            lines.append("    for group in optimizer.param_groups:")
+            lines.append(f"        group.update(foreach=False, fused={fused})")
+        lines += self._prepare_update()
+        lines.append("    return model, optimizer")
+        return "\n".join(lines)
+
+    def _prepare_update(self) -> list[str]:
+        settings, pad = self.settings, " " * 12
+        if not self.on_host and not settings.step_in_backward:
+            return []
+        lines = ["    for group in optimizer.param_groups:"]
+        if self.on_host:
+            lines.append('        for index, parameter in enumerate(list(group["params"])):')
+            lines.append(f'{pad}group["params"][index] = waiting = host_copy(optimizer, parameter)')
+        else:
+            lines.append('        for parameter in group["params"]:')
+        if not settings.step_in_backward:
+            return [*lines, f"{pad}on_host.append((parameter, waiting))"]
+        bound = ", waiting" if self.on_host else ""
+        lines += [f"{pad}if parameter.requires_grad:", f"{pad}    # The same state, for one parameter at a time."]
+        lines.append(f"{pad}    hook = functools.partial(update, alone(optimizer), group{bound})")
+        return [*lines, f"{pad}    parameter.register_post_accumulate_grad_hook(hook)"]
+
+    def _step(self) -> str:
+        lines = [
+            "def step(model, optimizer, loss, batch):",
+            '    """One update; returns the loss of the whole batch."""',
+        ]
+        if self.placed:
+            lines.append("    device = next(model.parameters()).device")
+        lines += self._backward_parts() if self.split else self._backward_whole()
+        lines += self._update()
+        lines.append("    return total" if self.split else "    return value.detach()")
+        return "\n".join(lines)
+
+    def _forward(self, batch: str, indent: str) -> list[str]:
+        value = "value, weight" if self.given and self.split else "value, _" if self.given else "value"
+        given = f"placed({batch}, device)" if self.placed else batch
+        call = f"{value} = loss(model, {given})"
+        if self.settings.precision is None:
+            return [indent + call]
+        dtype = "torch.float16" if self.scaled else "torch.bfloat16"
+        return [f'{indent}with torch.autocast("{self.device_type}", {dtype}):', f"{indent}    {call}"]
+
+    def _backward(self, value: str) -> str:
+        return f"scaler.scale({value}).backward()" if self.scaled else f"{value}.backward()"
+
+    def _backward_whole(self) -> list[str]:
+        return [*self._forward("batch", "    "), f"    {self._backward('value')}"]
+
+    def _backward_parts(self) -> list[str]:
+        settings, count = self.settings, self.settings.micro_batches
+        lines = []
+        kind = settings.weighting.kind
+        share = {"sum": "", "given": " * weight"}.get(kind, " * share")
+        loop = "part" if kind in ("sum", "given") else "(part, share)"
+        pad = " " * 8
+        if settings.step_in_backward:
+            lines += ["    global is_last", f"    found = list(parts(batch, {count}))"]
+            lines += ["    total = 0.0", f"    for number, {loop} in enumerate(found, 1):"]
+            lines.append(f"{pad}is_last = number == len(found)")
+        else:
+            lines += ["    total = whole = 0.0" if self.given else "    total = 0.0"]
+            lines.append(f"    for {loop.strip('()')} in parts(batch, {count}):")
+        lines += self._forward("part", pad)
+        if self.given:
+            lines += [f"{pad}if not weight:", f"{pad}    continue  # a mean over nothing is no number"]
+        scaled = f"({f'value{share}'})" if share and not self.scaled else f"value{share}"
+        lines += [f"{pad}{self._backward(scaled)}", f"{pad}total = total + value.detach(){share}"]
+        if self.given:
+            lines.append(f"{pad}whole = whole + weight")
+            lines += ["    for parameter in model.parameters():", f"{pad}if parameter.grad is not None:"]
+            lines += [f"{pad}    parameter.grad /= whole", "    total = total / whole"]
+        return lines
+
+    def _update(self) -> list[str]:
+        zero = f"set_to_none={self.settings.set_to_none}"
+        update = "scaler.step(optimizer)" if self.scaled else "optimizer.step()"
+        after = ["    scaler.update()"] if self.scaled else []
+        if self.settings.step_in_backward:
+            return after
+        if not self.on_host:
+            return [f"    {update}", *after, f"    optimizer.zero_grad({zero})"]
+        return [
+            "    for parameter, waiting in on_host:",
+            '        waiting.grad = None if parameter.grad is None else parameter.grad.to("cpu", copy=True)',
+            f"    model.zero_grad({zero})",
+            f"    {update}",
+            *after,
+            "    with torch.no_grad():",
+            "        for parameter, waiting in on_host:",
+            "            parameter.copy_(waiting)",
+            "            waiting.grad = None",
+        ]
+
+
+def _import_lines(body: str, modules: tuple[str, ...], names: dict[str, str]) -> list[str]:
+    """Imports of the modules, and of the names with their modules, that a program uses."""
+    lines = [f"import {module}" for module in modules if _uses(body, module.split()[-1])]
+    used: dict[str, list[str]] = {}
+    for name, module in sorted(names.items(), key=lambda item: item[1]):
+        if _uses(body, name):
+            used.setdefault(module, []).append(name)
+    return lines + [f"from {module} import {', '.join(found)}" for module, found in used.items()]
+
+
+def _uses(body: str, name: str) -> bool:
+    return re.search(rf"\b{name}[.(,)]", body) is not None
+
+
+def _named_modules(names: tuple[str, ...], action: str) -> list[str]:
+    """A loop over the modules of these names, listed so that no line gets too long."""
+    if not names:
+        return []
+    # A loop needs a tuple, and a tuple of one needs its comma.
+    written = [f'"{name}"' if _PLAIN_PATH.fullmatch(name) else repr(name) for name in names]
+    short = f"    for name in ({', '.join(written)}{',' if len(names) == 1 else ''}):"
+    if len(short) <= _LINE_LENGTH:
+        return [short, f"        {action}"]
+    wrapped = textwrap.wrap(", ".join(written) + ",", _LINE_LENGTH - 8, break_long_words=False, break_on_hyphens=False)
+    return ["    for name in (", *(f"        {line}" for line in wrapped), "    ):", f"        {action}"]

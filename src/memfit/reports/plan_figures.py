@@ -1,0 +1,199 @@
+"""What every report says about a plan, before any of them decides how it looks.
+
+As for a dry run: a verdict, a few lines below it, and parts. Text, terminal and page show the same ones.
+"""
+
+from memfit.core.device import Origin
+from memfit.core.plan import Plan, PlannedMove, Point, Seconds
+from memfit.core.settings import Keeps
+from memfit.core.units import format_size
+from memfit.reports import figures
+from memfit.reports.figures import UNKNOWN, printable
+from memfit.reports.parts import Grid, Line, Part, note_line
+
+NUM_POINTS = 6
+_NUM_REFUSED = 8
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A time as people read it; None is "unknown".
+
+    >>> format_seconds(0.01234), format_seconds(1.5), format_seconds(-0.0002), format_seconds(None)
+    ('12.3 ms', '1.50 s', '-200 us', 'unknown')
+    """
+    if seconds is None:
+        return UNKNOWN
+    size = abs(seconds)
+    if size >= 0.9995:
+        return f"{seconds:.2f} s" if size < 10 else f"{seconds:,.1f} s"
+    if size >= 0.0009995:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{seconds * 1e6:.0f} us"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.0f}" if abs(number) >= 99.95 else f"{number:.1f}" if abs(number) >= 9.995 else f"{number:.2f}"
+
+
+def headline(plan: Plan) -> str:
+    """What was planned."""
+    batch = UNKNOWN if plan.batch_size is None else str(plan.batch_size)
+    several = f"{plan.settings.num_devices} x " if plan.settings.num_devices > 1 else ""
+    target = several + figures.device_title(plan.device)
+    return printable(f"{plan.subject}: batch size {batch} on {target}, {format_size(plan.budget_bytes)} to use")
+
+
+def demand(plan: Plan) -> str:
+    """Peak before and after, beside the budget."""
+    before, after = format_size(plan.before.peak_bytes), format_size(plan.after.peak_bytes)
+    change = f"{after} as it is" if not plan.moves else f"{before} -> {after} (simulated)"
+    return f"{change}, budget {format_size(plan.budget_bytes)}"
+
+
+def verdict(plan: Plan) -> str:
+    """The one line that answers the question."""
+    several = f"{plan.settings.num_devices} x " if plan.settings.num_devices > 1 else ""
+    where = f"{printable(plan.subject)} on {several}{figures.device_title(plan.device)}"
+    return f"{where}: {demand(plan)}: {figures.answer(plan.fits)}"
+
+
+def details(plan: Plan) -> list[str]:
+    """Lines below the verdict."""
+    lines = []
+    over = plan.after.peak_bytes - plan.budget_bytes
+    if over > 0:
+        lines.append(f"{format_size(over)} more than the budget, with every move that was allowed and helps")
+    lines.append(pace(plan))
+    if plan.settings.num_devices > 1:
+        lines.append("memory is that of one device")
+    if plan.after.host_bytes:
+        lines.append(f"{format_size(plan.after.host_bytes)} of host memory for what waits there (simulated)")
+    lines.append(numbers(plan))
+    return lines
+
+
+def pace(plan: Plan) -> str:
+    """Time of a step before and after, each with its origin."""
+    if plan.seconds_after.seconds is None:
+        return "time of a step: unknown, because the speed of the device is"
+    if not plan.moves:
+        return f"time of a step: {with_origin(plan.seconds_after)}"
+    change = f"time of a step: {with_origin(plan.seconds_before)} -> {with_origin(plan.seconds_after)}"
+    return change if plan.slowdown is None else f"{change}, {slowdown(plan)}"
+
+
+def slowdown(plan: Plan) -> str:
+    """How much longer a step takes in words; "unknown" where a time is."""
+    factor = plan.slowdown
+    if factor is None:
+        return UNKNOWN
+    if abs(factor - 1) < 0.005:
+        return "as long as before"
+    return f"{factor:.2f} times as long"
+
+
+def with_origin(time: Seconds) -> str:
+    """A time and how it is known."""
+    return UNKNOWN if time.seconds is None else f"{format_seconds(time.seconds)} ({time.origin.value})"
+
+
+def numbers(plan: Plan) -> str:
+    """What the plan does to the numbers of training, in one sentence."""
+    named = {keeps: [printable(move.title) for move in plan.moves if move.keeps is keeps] for keeps in Keeps}
+    if not plan.moves:
+        return "numbers: nothing changes, the step runs as it is"
+    if plan.keeps is Keeps.EXACT:
+        return "numbers: gradients and updates are exactly those of the step as it is"
+    exact = f". Exact: {'; '.join(named[Keeps.EXACT])}" if named[Keeps.EXACT] else ""
+    rounding = "; ".join(named[Keeps.ROUNDING])
+    if plan.keeps is Keeps.ROUNDING:
+        return f"numbers: equal to rounding, because of: {rounding}{exact}"
+    rounded = f". Equal to rounding: {rounding}" if rounding else ""
+    return f"numbers: training changes, because of: {'; '.join(named[Keeps.CHANGES])}{rounded}{exact}"
+
+
+def parts(plan: Plan) -> list[Part]:
+    """Everything below the verdict and its lines."""
+    found = [
+        Part("Moves", grid=Grid(("move", "numbers", ">saves", ">costs"), tuple(map(_move_line, plan.moves)))),
+        Part("At the peak, before and after", grid=_categories(plan)),
+        Part("Memory against time: the best plans known", grid=_front(plan)),
+        Part("Not considered", lines=tuple(refusal_lines(plan, _NUM_REFUSED))),
+        Part("Notes", lines=tuple(map(note_line, plan.notes))),
+    ]
+    return [part for part in found if part.holds_something]
+
+
+def saving(move: PlannedMove) -> str:
+    """What a move saves, and how that is known."""
+    return f"{format_size(move.saves_bytes)} ({move.saves_origin.value})"
+
+
+def cost(move: PlannedMove) -> str:
+    """What a move costs a step in time, and how that is known."""
+    if move.costs_seconds is None:
+        return UNKNOWN
+    sign = "+" if move.costs_seconds > 0 else ""
+    return f"{sign}{format_seconds(move.costs_seconds)} ({move.costs_origin.value})"
+
+
+def categories(plan: Plan) -> list[tuple[str, int, int]]:
+    """(category, bytes before, bytes after) at each one's peak, largest first."""
+    before, after = plan.before.by_category, plan.after.by_category
+    names = sorted({*before, *after}, key=lambda name: (-max(before.get(name, 0), after.get(name, 0)), name))
+    return [(name, before.get(name, 0), after.get(name, 0)) for name in names]
+
+
+def is_chosen(point: Point, plan: Plan) -> bool:
+    """Whether a point of the front is the plan itself."""
+    return point.settings == plan.settings
+
+
+def point_origin(point: Point) -> str:
+    """How the peak of a point is known."""
+    return (Origin.SIMULATED if point.verified else Origin.ASSUMED).value
+
+
+def few_points(plan: Plan, most: int = NUM_POINTS) -> list[Point]:
+    """Points of the front that show its shape: the ends, the plan itself, and some between."""
+    front = list(plan.front)
+    if len(front) <= most:
+        return front
+    wanted = {round(index * (len(front) - 1) / (most - 2)) for index in range(most - 1)}
+    return [point for index, point in enumerate(front) if index in wanted or is_chosen(point, plan)]
+
+
+def refusal_lines(plan: Plan, most: int) -> list[str]:
+    """Each move that was not considered, in a line."""
+    lines = [f"{printable(refusal.name)}: {printable(refusal.reason)}" for refusal in plan.refused]
+    more = len(lines) - most
+    return lines if more <= 0 else [*lines[:most], f"and {more} more"]
+
+
+def _move_line(move: PlannedMove) -> Line:
+    remarks = (printable(move.caveat),) if move.caveat else ()
+    return Line((printable(move.title), move.keeps.value, saving(move), cost(move)), remarks)
+
+
+def _categories(plan: Plan) -> Grid:
+    lines = [
+        Line((printable(name), format_size(before), format_size(after))) for name, before, after in categories(plan)
+    ]
+    lines.append(Line(("in all", format_size(plan.before.peak_bytes), format_size(plan.after.peak_bytes))))
+    return Grid(("category", ">before", ">after"), tuple(lines) if plan.moves else ())
+
+
+def _front(plan: Plan) -> Grid:
+    lines = tuple(
+        Line(
+            (
+                ">" if is_chosen(point, plan) else "",
+                f"{format_size(point.peak_bytes)} ({point_origin(point)})",
+                format_seconds(point.seconds),
+                printable(point.label),
+            )
+        )
+        for point in few_points(plan)
+    )
+    # A front of one point says nothing that the verdict doesn't.
+    return Grid(("", ">peak", ">time", "moves"), lines if len(lines) > 1 else ())

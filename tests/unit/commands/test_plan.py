@@ -1,0 +1,241 @@
+import json
+
+import pytest
+
+import memfit
+from memfit.commands import build_parser, main, output
+from memfit.commands import plan as command
+from memfit.core.errors import StepFailed
+from memfit.core.plan import Plan, PlanNotFound
+from memfit.reports.plan_code import format_code
+from tests.unit.reports.plan_builders import make_plan, make_small_plan
+
+MESSAGE = "no plan fits `step` into 512.0 MiB; the smallest needs 900.0 MiB."
+
+
+class Planner:
+    """Takes the place of the search: remembers what it was asked and gives, or raises, what it was told."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.asked = []
+
+    def __call__(self, *arguments, **options):
+        self.asked.append((arguments, options))
+        print("the user's own code prints")
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def planner(monkeypatch):
+    stub = Planner(make_plan())
+    monkeypatch.setattr(command._plan, "plan", stub)
+    return stub
+
+
+@pytest.fixture
+def script_planner(monkeypatch, tmp_path):
+    stub = Planner(make_plan(subject="train.py"))
+    monkeypatch.setattr(command._script_plan, "plan_script", stub)
+    monkeypatch.chdir(tmp_path)
+    return stub
+
+
+def run(capsys, *arguments):
+    code = main(["plan", *arguments])
+    return code, capsys.readouterr()
+
+
+def test_the_plan_is_printed(script, planner, capsys):
+    code, written = run(capsys, f"{script}:job", "-d", "rtx-3090")
+
+    assert code == 0
+    assert written.out.startswith("ResNet on NVIDIA GeForce RTX 3090: 1.13 GiB -> 900.0 MiB (simulated)")
+    assert "recompute 3 of 16 blocks" in written.out
+    assert written.err == "the user's own code prints\n"
+
+
+def test_what_is_asked_for_reaches_the_planner(script, planner, capsys):
+    line = "-d t4 --budget 10GiB -b 64 -p auto --allow exact,lora --count 4 --no-measure"
+    run(capsys, f"{script}:job", *line.split())
+    run(capsys, f"{script}:job", "-d", "t4", "--effective-batch", "6", "-p", "amp-bf16", "-o", "sgd")
+
+    ((job,), first), ((other,), second) = planner.asked
+    assert isinstance(job, memfit.Job)
+    assert job.precision is None
+    assert first == {
+        "device": "t4",
+        "budget": "10GiB",
+        "effective_batch": 64,
+        "precision": "auto",
+        "allow": ["exact", "lora"],
+        "count": 4,
+        "measure": False,
+    }
+    assert (second["effective_batch"], second["precision"], second["measure"]) == (6, "amp-bf16", None)
+    assert second["allow"] == ["exact", "rounding"]
+    assert other.precision == "amp-bf16"
+
+
+def test_json_is_the_plan_and_nothing_else(script, planner, capsys):
+    code, written = run(capsys, f"{script}:job", "-d", "t4", "--json")
+
+    assert code == 0
+    assert Plan.from_json(written.out) == make_plan()
+
+
+def test_the_code_is_printed_alone(script, planner, capsys):
+    _, written = run(capsys, f"{script}:job", "-d", "t4", "--code")
+
+    assert written.out == format_code(make_plan())
+
+
+def test_plan_and_page_are_written(script, planner, capsys, tmp_path):
+    code, written = run(capsys, f"{script}:job", "-d", "t4", "--save", "plan.json", "--html", "plan.html")
+
+    assert code == 0
+    assert written.out.endswith("plan written to plan.json\n\npage written to plan.html\n")
+    assert Plan.load(tmp_path / "plan.json") == make_plan()
+    assert "<html" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+
+def test_files_beside_json_leave_json_alone(script, planner, capsys, tmp_path):
+    _, written = run(capsys, f"{script}:job", "-d", "t4", "--json", "--save", "plan.json", "--html", "plan.html")
+
+    json.loads(written.out)
+    assert {"plan.json", "plan.html"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "there is nothing to plan: give a TARGET such as timm:resnet50, or --script and a script."),
+        (["a.py:b", "c.py:d"], "one TARGET is planned at a time, but 'c.py:d' was given as well."),
+        (["{}:job", "--json", "--code"], "--json and --code both write to standard output. Give one of them."),
+        (["{}:job", "--count", "0"], "--count must be at least 1, but 0 was given."),
+        (["{}:job", "--html", "missing/x.html"], "there is no folder 'missing' to write 'missing/x.html' to."),
+        (["{}:job", "--save", "missing/x.json"], "there is no folder 'missing' to write 'missing/x.json' to."),
+        (["{}:job", "-b", "0"], "--batch-size must be at least 1, but 0 was given."),
+        (["--script"], "--script takes the path of a script, such as --script train.py, but none was given."),
+        (["-b", "4", "--script", "train.py"], "--batch-size is for a TARGET; a script has its own. Give it to the"),
+        (["--script", "train.py", "-d", "t4"], "the device was named after the script, where options are the script's"),
+    ],
+)
+def test_bad_input_is_one_message_and_no_work(script, planner, script_planner, capsys, options, message):
+    code, written = run(capsys, *(option.format(script) for option in options))
+
+    assert code == 2
+    assert written.out == ""
+    assert written.err.startswith(f"memfit: {message}")
+    assert written.err.count("\n") == 1
+    assert planner.asked == script_planner.asked == []
+
+
+def test_unknown_names_are_refused_by_the_parser(script, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(capsys, f"{script}:job", "--precision", "int8")
+
+    assert caught.value.code == 2
+    assert "invalid choice: 'int8'" in capsys.readouterr().err
+
+
+def test_where_nothing_fits_the_message_says_so(script, planner, capsys):
+    planner.answer = PlanNotFound(MESSAGE, make_small_plan(), "rtx-3090")
+    code, written = run(capsys, f"{script}:job", "-d", "512MiB")
+
+    assert code == 3
+    assert written.out == ""
+    assert written.err.endswith(f"memfit: {MESSAGE}\n")
+
+
+def test_where_nothing_fits_json_is_the_smallest_plan(script, planner, capsys):
+    planner.answer = PlanNotFound(MESSAGE, make_small_plan(), "rtx-3090")
+    code, written = run(capsys, f"{script}:job", "-d", "512MiB", "--json")
+
+    found = json.loads(written.out)
+    assert code == 3
+    assert (found["fits"], found["message"], found["device_that_would_do"]) == (False, MESSAGE, "rtx-3090")
+    assert Plan.from_json(found) == make_small_plan()
+
+
+def test_where_not_even_the_smallest_is_known_json_says_so(script, planner, capsys):
+    planner.answer = PlanNotFound(MESSAGE)
+    code, written = run(capsys, f"{script}:job", "-d", "512MiB", "--json", "--html", "x.html")
+
+    assert code == 3
+    assert json.loads(written.out) == {"fits": False, "message": MESSAGE, "device_that_would_do": None}
+
+
+def test_where_nothing_fits_the_page_shows_what_is_left(script, planner, capsys, tmp_path):
+    planner.answer = PlanNotFound(MESSAGE, make_small_plan())
+    _, written = run(capsys, f"{script}:job", "-d", "512MiB", "--html", "x.html", "--save", "plan.json")
+
+    assert written.out == "page of the smallest plan written to x.html\n"
+    assert "does not fit" in (tmp_path / "x.html").read_text(encoding="utf-8")
+    # Nobody should apply a plan that doesn't fit by mistake.
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_an_interruption_leaves_nothing(script, planner, capsys, tmp_path):
+    planner.answer = KeyboardInterrupt()
+    before = sorted(tmp_path.iterdir())
+    code, written = run(capsys, f"{script}:job", "-d", "t4", "--html", "x.html", "--save", "plan.json")
+
+    assert code == 130
+    assert written.err.endswith("memfit: interrupted\n")
+    assert [path for path in sorted(tmp_path.iterdir()) if path.suffix != ".pyc" and path.name != "__pycache__"] == [
+        path for path in before if path.name != "__pycache__"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "given"),
+    [
+        ("-d t4 --script train.py", []),
+        ("-d t4 --json --script train.py --json -d cuda", ["--json", "-d", "cuda"]),
+        ("-d t4 --script train.py --lr 1 -- -b 3 x", ["--lr", "1", "--", "-b", "3", "x"]),
+        ("-d t4 --script train.py -- x", ["--", "x"]),
+        ("-d t4 --script train.py -h --version --all", ["-h", "--version", "--all"]),
+    ],
+)
+def test_what_follows_the_script_is_its_own(script_planner, capsys, line, given):
+    code, _ = run(capsys, *line.split())
+
+    (arguments, options) = script_planner.asked[0]
+    assert code == 0
+    assert arguments == ("train.py", given)
+    assert (options["device"], options["quiet_output"], options["precision"]) == ("t4", True, "keep")
+
+
+def test_the_plan_of_a_script_is_printed(script_planner, capsys):
+    _, written = run(capsys, "-d", "t4", "--budget", "10GiB", "--script", "train.py")
+
+    assert "train.py on NVIDIA GeForce RTX 3090" in written.out
+    assert script_planner.asked[0][1]["budget"] == "10GiB"
+
+
+def test_a_script_that_fails_has_the_exit_codes_of_a_dry_run(script_planner, capsys):
+    script_planner.answer = StepFailed("the script failed")
+    script_planner.answer.exit_code = 4
+
+    assert run(capsys, "-d", "t4", "--script", "train.py")[0] == 4
+
+
+def test_options_are_never_short_forms(script, planner):
+    parser = build_parser()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["plan", f"{script}:job", "--bud", "10GiB"])
+
+
+def test_progress_is_told(script, planner, capsys, monkeypatch):
+    told = []
+    progress = output.progress
+    monkeypatch.setattr(
+        output, "progress", lambda text, **options: told.append((text, options)) or progress(text, **options)
+    )
+    run(capsys, f"{script}:job", "-d", "t4")
+    run(capsys, f"{script}:job", "-d", "t4", "--json")
+
+    assert told == [(f"planning {script}:job", {"quiet": quiet}) for quiet in (False, True)]

@@ -1,0 +1,49 @@
+import json
+
+import pytest
+
+from memfit.core.errors import BadFile, BadInput
+from memfit.core.settings import OptimizerKernels, OptimizerState, Settings, Weighting
+
+EVERYTHING = Settings(
+    micro_batches=4,
+    weighting=Weighting("count", "['labels']", -100, 1),
+    precision="amp-bf16",
+    checkpoint=("h.0", "h.1"),
+    offload=("h.2",),
+    cross_entropy_chunks=8,
+    kernels=OptimizerKernels.FUSED,
+    state=OptimizerState.EIGHT_BIT,
+    step_in_backward=True,
+    set_to_none=False,
+    expandable_segments=True,
+    channels_last=True,
+    num_devices=4,
+    shard_offload=True,
+    lora_rank=8,
+    quantized_base=True,
+    freeze=("embedding",),
+)
+
+
+@pytest.mark.parametrize("settings", [Settings(), EVERYTHING])
+def test_settings_survive_json(settings):
+    assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+
+
+def test_what_is_missing_has_its_default():
+    assert Settings.from_json({"micro_batches": 3}) == Settings(micro_batches=3)
+
+
+def test_settings_of_another_version_are_refused_by_name():
+    with pytest.raises(BadFile, match="teleport"):
+        Settings.from_json({"teleport": True})
+
+
+def test_settings_can_be_told_apart_and_looked_up():
+    assert len({Settings(), Settings(), EVERYTHING}) == 2
+
+
+def test_a_weighting_is_one_of_four():
+    with pytest.raises(BadInput, match="'tokens' was given"):
+        Weighting("tokens")

@@ -1,0 +1,80 @@
+import pytest
+
+from memfit.core.errors import BadInput
+from memfit.core.settings import Keeps, OptimizerKernels, OptimizerState, Settings
+from memfit.planner.moves import DEFAULT_ALLOW, KEEPS, allowed_moves, label, named, used_moves
+
+
+def test_the_default_lets_nothing_in_that_changes_training():
+    allowed = allowed_moves(DEFAULT_ALLOW)
+    assert allowed == {name for name, keeps in KEEPS.items() if keeps is not Keeps.CHANGES}
+
+
+def test_names_add_and_minus_signs_remove():
+    assert allowed_moves(["lora"]) == {"lora"}
+    assert "micro-batch" not in allowed_moves(["exact", "rounding", "-micro-batch"])
+    assert allowed_moves("exact,-exact") == frozenset()
+    assert "qlora" in allowed_moves(["changes training"])
+    assert "approximate" in allowed_moves(["approximate"])
+
+
+def test_what_is_no_move_is_refused_with_what_is():
+    with pytest.raises(BadInput, match=r"'magic' was given") as caught:
+        allowed_moves(["exact", "magic"])
+    assert "micro-batch" in str(caught.value)
+
+
+EVERYTHING = Settings(
+    micro_batches=4,
+    precision="amp-fp16",
+    checkpoint=("h.0", "h.1"),
+    offload=("h.2",),
+    cross_entropy_chunks=8,
+    kernels=OptimizerKernels.FUSED,
+    state=OptimizerState.HOST,
+    step_in_backward=True,
+    expandable_segments=True,
+    channels_last=True,
+    num_devices=2,
+    lora_rank=8,
+    freeze=("embedding",),
+)
+
+
+def test_every_setting_is_a_move_that_can_be_taken_back():
+    moves = used_moves(EVERYTHING, batch_size=10, num_units=5)
+    assert {move.name for move in moves} == {
+        "micro-batch", "autocast", "checkpoint", "activation-offload", "chunked-cross-entropy", "fused-optimizer",
+        "host-optimizer", "step-in-backward", "expandable-segments", "channels-last", "shard", "lora", "freeze",
+    }  # fmt: skip
+    for move in moves:
+        names = {other.name for other in used_moves(move.without, batch_size=10, num_units=5)}
+        assert names == {other.name for other in moves} - {move.name}
+
+
+def test_plain_settings_use_no_move():
+    assert used_moves(Settings(), batch_size=8, num_units=0) == []
+    assert label(Settings(), 8) == "as it is"
+
+
+def test_micro_batches_that_only_approximate_say_so():
+    (move,) = used_moves(Settings(micro_batches=4), batch_size=10, num_units=0, approximate="batch norm sees less")
+    assert move.keeps is Keeps.CHANGES and move.caveat == "batch norm sees less"
+    (move,) = used_moves(Settings(micro_batches=4), batch_size=10, num_units=0)
+    assert move.keeps is Keeps.ROUNDING and "of 3" in move.title
+
+
+def test_quantized_adapters_have_a_name_of_their_own():
+    (move,) = used_moves(Settings(lora_rank=8, quantized_base=True), batch_size=8, num_units=0)
+    assert move.name == "qlora" and "4-bit" in move.title
+
+
+def test_labels_name_every_move():
+    text = label(EVERYTHING, 8)
+    for word in ("4 micro-batches", "recompute 2", "offload 1", "amp-fp16", "sharded over 2", "frozen"):
+        assert word in text
+
+
+def test_long_lists_of_modules_are_cut():
+    assert named(("a", "b", "c", "d", "e")) == "a, b, c and 2 more"
+    assert named(tuple(f"blocks.{n}.mlp" for n in range(12))) == "blocks.0-11.mlp"

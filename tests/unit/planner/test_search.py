@@ -1,0 +1,115 @@
+import pytest
+
+from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.planner.memory import StepMemory
+from memfit.planner.search import Candidate, Search, Space, Variant, merged, optimizer_choices, pareto, possible_parts
+from tests.unit.planner.profiles import Chain, speed_of
+
+
+def variant_of(chain, settings=None, batch_size=8):
+    first, larger = chain.profile(batch_size), chain.profile(2 * batch_size)
+    return Variant(settings or Settings(), StepMemory(first, larger), speed_of(first, larger))
+
+
+@pytest.fixture
+def space():
+    # Operators so small that launching them costs as much as running them: micro-batches are not free.
+    return Space((variant_of(Chain([3] * 6, flops=[10**5] * 6)),), (Settings(),), possible_parts(8), 8)
+
+
+def test_parts_differ_in_the_size_of_the_largest():
+    assert possible_parts(8) == (1, 2, 3, 4, 8)
+    assert possible_parts(1) == (1,)
+    assert possible_parts(None) == (1,)
+    sizes = [-(-100 // parts) for parts in possible_parts(100)]
+    assert sizes == sorted(set(sizes), reverse=True) and sizes[-1] == 1
+
+
+def test_with_room_nothing_changes(space):
+    found = Search(space).best(1e12)
+    assert found.settings == Settings()
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.4, 0.25])
+def test_what_is_found_stays_within_the_limit(space, share):
+    limit = share * space.variants[0].memory.peak(Settings(), 8)
+    found = Search(space).best(limit)
+    assert found.live_bytes <= limit
+
+
+def test_less_memory_never_takes_less_time(space):
+    search = Search(space)
+    plain = space.variants[0].memory.peak(Settings(), 8)
+    times = [search.best(share * plain).seconds for share in (1.0, 0.8, 0.6, 0.4, 0.3)]
+    assert times == sorted(times)
+
+
+def test_the_best_is_no_slower_than_any_single_move(space):
+    # GIVEN a limit that micro-batches alone and recomputation alone can meet
+    variant = space.variants[0]
+    limit = 0.5 * variant.memory.peak(Settings(), 8)
+    best = Search(space).best(limit)
+    alone = [
+        variant.speed.step(Settings(micro_batches=parts), 8)
+        for parts in space.parts
+        if variant.memory.peak(Settings(micro_batches=parts), 8) <= limit
+    ]
+    assert alone and best.seconds <= min(alone) * 1.01
+
+
+def test_nothing_fits_below_the_smallest(space):
+    search = Search(space)
+    smallest = search.smallest()
+    assert search.best(0.9 * smallest.live_bytes) is None
+    assert search.best(1.02 * smallest.live_bytes) is not None
+
+
+def test_the_front_falls_in_memory_and_rises_in_time(space):
+    front = Search(space).front()
+    assert len(front) >= 3
+    assert [one.live_bytes for one in front] == sorted((one.live_bytes for one in front), reverse=True)
+    assert [one.seconds for one in front] == sorted(one.seconds for one in front)
+
+
+def test_the_same_space_gives_the_same_front(space):
+    assert [one.settings for one in Search(space).front()] == [one.settings for one in Search(space).front()]
+
+
+def test_a_step_in_backward_excludes_micro_batches():
+    space = Space((variant_of(Chain([3] * 4)),), (Settings(step_in_backward=True),), (1, 2, 4), 8)
+    for one in Search(space).front():
+        assert one.settings.micro_batches == 1
+
+
+def test_a_variant_with_less_memory_is_taken_when_needed():
+    plain, narrow = variant_of(Chain([4] * 4)), variant_of(Chain([2] * 4), Settings(precision="amp-bf16"))
+    space = Space((plain, narrow), (Settings(),), (1,), 8, recompute=False)
+    limit = 0.7 * plain.memory.peak(Settings(), 8)
+    assert Search(space).best(limit).settings.precision == "amp-bf16"
+
+
+def test_pareto_drops_what_is_beaten(space):
+    variant = space.variants[0]
+    points = [(10.0, 3.0), (20.0, 2.0), (15.0, 3.5), (30.0, 2.0), (40.0, 1.0)]
+    kept = pareto([Candidate(Settings(), memory, seconds, variant) for memory, seconds in points])
+    assert [(one.live_bytes, one.seconds) for one in kept] == [(40.0, 1.0), (20.0, 2.0), (10.0, 3.0)]
+
+
+def test_merging_keeps_what_differs():
+    found = merged(Settings(precision="amp-bf16"), Settings(micro_batches=4))
+    assert (found.precision, found.micro_batches) == ("amp-bf16", 4)
+
+
+def test_choices_of_the_optimizer_follow_what_it_can_do():
+    everything = frozenset(["fused-optimizer", "foreach-off", "step-in-backward", "8-bit-optimizer", "host-optimizer"])
+    features = frozenset(["fusable", "foreach", "steppable", "adam"])
+    on_gpu = optimizer_choices(features, everything, on_host=False, has_optimizer=True)
+    assert on_gpu[0] == Settings()
+    assert Settings(kernels=OptimizerKernels.FUSED) in on_gpu
+    assert Settings(state=OptimizerState.HOST) in on_gpu
+    on_cpu = optimizer_choices(features, everything, on_host=True, has_optimizer=True)
+    assert Settings(state=OptimizerState.HOST) not in on_cpu
+    assert optimizer_choices(features, everything, on_host=False, has_optimizer=False) == (Settings(),)
+    assert optimizer_choices(frozenset(), everything - {"host-optimizer"}, on_host=False, has_optimizer=True) == (
+        Settings(),
+    )

@@ -1,0 +1,94 @@
+import pytest
+
+from memfit.catalogue import find_device
+from memfit.core.device import Origin
+from memfit.core.profile import Measurement
+from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.planner.speed import rates_of
+from tests.unit.planner.profiles import Chain, speed_of
+
+
+@pytest.fixture
+def chain():
+    return Chain([3, 3], flops=[10**9, 3 * 10**9])
+
+
+def scaled(chain, **options):
+    return speed_of(chain.profile(4), chain.profile(8), **options)
+
+
+def test_operators_take_their_operations_at_the_rate(chain):
+    # Two layers a block, forward once and backward twice, 4 samples, 1 TFLOP/s.
+    assert scaled(chain).passes(4) == pytest.approx(2 * 3 * 4 * 4e9 / 1e12)
+
+
+def test_small_operators_take_a_launch():
+    speed = scaled(Chain([1], flops=[1]))
+    assert speed.passes(1) == pytest.approx(4 * 1e-6)
+
+
+def test_passes_of_another_size_scale(chain):
+    speed = scaled(chain)
+    assert speed.passes(8) == pytest.approx(2 * speed.passes(4))
+
+
+def test_recomputation_is_the_forward_pass_of_the_module(chain):
+    speed = scaled(chain)
+    assert speed.recomputation("layers.1", 4) == pytest.approx(2 * 3e9 * 4 / 1e12)
+    assert speed.recomputation("layers.1", 4) == pytest.approx(2 * speed.recomputation("layers.1.a", 4))
+    assert speed.flops_again("layers.1", 4) == pytest.approx(2 * 3e9 * 4)
+    assert speed.recomputation("nowhere", 4) == 0
+
+
+def test_a_step_adds_up(chain):
+    speed = scaled(chain)
+    settings = Settings(micro_batches=2, checkpoint=("layers.0",))
+    expected = 2 * (speed.passes(2) + speed.recomputation("layers.0", 2)) + speed.update(settings)
+    assert speed.step(settings, 4) == pytest.approx(expected)
+    assert speed.step(settings, 4, hosted_bytes=1e9) == pytest.approx(expected + 2 * 2 * 1e9 / 1e10)
+
+
+def test_measured_passes_replace_the_model(chain):
+    measured = [Measurement(2, 1.0, 2.0, {"layers.0": 0.25}), Measurement(4, 1.5, 3.0, {"layers.0": 0.5})]
+    speed = scaled(chain, measured=measured)
+    assert speed.passes(2) == 3.0 and speed.passes(4) == 4.5
+    assert 3.0 < speed.passes(3) < 4.5
+    assert speed.recomputation("layers.0", 2) == pytest.approx(0.25)
+    assert speed.origin is Origin.MEASURED and scaled(chain).origin is Origin.ASSUMED
+
+
+def test_measured_updates_replace_the_model(chain):
+    speed = scaled(chain, updates={"keep": 2.0, "fused": 1.0})
+    assert speed.update(Settings()) == 2.0
+    assert speed.update(Settings(kernels=OptimizerKernels.FUSED)) == 1.0
+    assert speed.update(Settings(kernels=OptimizerKernels.SINGLE)) == 2.0
+
+
+def test_an_update_on_the_host_crosses_the_bus(chain):
+    speed = scaled(chain)
+    assert speed.update(Settings(state=OptimizerState.HOST)) > speed.update(Settings())
+
+
+def test_sharding_costs_communication(chain):
+    speed = scaled(chain)
+    assert speed.communication(Settings()) == 0
+    assert speed.communication(Settings(num_devices=4)) > speed.communication(Settings(num_devices=2)) > 0
+
+
+def test_rates_are_shares_of_the_catalogue_s():
+    device = find_device("a100-40gb")
+    rates = rates_of(device, find_device("rtx-3090"))
+    assert 0 < rates.flops["float32"] < device.flops["float32"]
+    assert 0 < rates.bandwidth < device.bandwidth_bytes_per_second
+    assert rates.reference == ""
+
+
+def test_a_device_of_unknown_speed_borrows_that_of_another():
+    rates = rates_of(find_device("24GiB"), find_device("rtx-3090"))
+    assert "3090" in rates.reference and rates.flops
+
+
+def test_newer_devices_have_a_faster_bus():
+    reference = find_device("rtx-3090")
+    speeds = [rates_of(find_device(name), reference).transfer for name in ("t4", "a100", "h100")]
+    assert speeds == sorted(speeds) and len(set(speeds)) == 3

@@ -1,0 +1,67 @@
+import pytest
+
+from memfit.core.estimate import Note
+from memfit.reports.figures import Row
+from memfit.reports.parts import Grid, Line, Part, format_grid, format_parts, listed, note_line
+
+
+def test_a_report_is_a_verdict_lines_and_parts():
+    parts = [
+        Part("Rows", rows=(Row("parameter", 1024, 0.5),)),
+        Part("Table", grid=Grid(("a", ">b"), (Line(("x", "1")),)), lines=("below",)),
+    ]
+
+    assert format_parts("verdict", ["detail"], parts) == [
+        "verdict",
+        "  detail",
+        "",
+        "Rows",
+        "  parameter                                     1.00 KiB   50.0%",
+        "",
+        "Table",
+        "  a  b",
+        "  x  1",
+        "  below",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (Part("empty"), False),
+        (Part("empty table", grid=Grid(("a",), ())), False),
+        (Part("table", grid=Grid(("a",), (Line(("x",)),))), True),
+        (Part("lines", lines=("x",)), True),
+        (Part("rows", rows=(Row("x", 1, 1.0),)), True),
+    ],
+)
+def test_what_holds_nothing_is_known(part, expected):
+    assert part.holds_something is expected
+
+
+def test_long_cells_are_wrapped_and_stay_in_their_column():
+    text = "many words that will never fit into a single cell of this table, however wide"
+    lines = format_grid(Grid(("move", ">saves"), (Line((text, "5 B"), ("remark",)), Line(("short", "10 B")))))
+
+    assert len(lines) == 5
+    assert " ".join((lines[1].removesuffix("5 B").strip(), lines[2])) == text
+    assert lines[1].endswith("5 B")
+    assert lines[3] == "  remark"
+    assert len(lines[0]) == len(lines[1]) == len(lines[4])
+
+
+def test_empty_cells_keep_their_place():
+    assert format_grid(Grid(("", "b"), (Line(("", "x")), Line((">", "y"))))) == ["   b", "   x", ">  y"]
+
+
+def test_notes_name_their_place():
+    assert note_line(Note("data-dependent-shape", "upper bound used", "a.py:3")) == (
+        "data-dependent shape at a.py:3: upper bound used"
+    )
+    assert note_line(Note("time-model", "peak rates\x1b")) == "time model: peak rates\\x1b"
+
+
+def test_few_names_are_listed_whole():
+    assert listed([]) == ""
+    assert listed(["a", "b", "c"]) == "a, b, c"
+    assert listed(["a", "b", "c", "d"]) == "a, b, c and 1 more"
