@@ -262,6 +262,26 @@ def test_the_snippet_of_dryrun_runs(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "memory.html").is_file()
 
 
+def test_the_snippet_of_plan_runs(capsys):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    before = model[0].weight.clone()
+    batch = torch.randn(8, 64)
+    names = {
+        "memfit": memfit,
+        "model": model,
+        "loss": lambda model, batch: model(batch).square().mean(),
+        "batch": batch,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "loader": [batch, batch],
+    }
+
+    exec(compile(snippet(ROOT / "docs" / "plan.md", "memfit.plan("), "plan.md", "exec"), names)
+
+    assert "Sequential on NVIDIA GeForce RTX 3090: " in capsys.readouterr().out
+    assert not torch.equal(model[0].weight, before)
+
+
 def test_the_results_in_the_readme_are_those_of_the_pages():
     """Figures may be refreshed at any time, but none may be made up."""
     text = README.read_text(encoding="utf-8")

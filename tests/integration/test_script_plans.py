@@ -1,11 +1,10 @@
 """Plans for unmodified training scripts of several styles, proven by runs with the plan's moves in force.
 
-Where a script has arguments of its own for what a plan does (smaller batches and accumulation, checkpointing), a dry run
-with those arguments must need what the plan says.
+Where a script has arguments of its own for what a plan does, such as smaller batches and accumulation, a dry run with
+those arguments must need what the plan says.
 """
 
 import importlib.util
-
 from pathlib import Path
 
 import pytest

@@ -9,6 +9,7 @@ computed here ranks and prunes; the settings chosen are always traced for real a
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,7 @@ class StepMemory:
             if unit is not None:
                 self._subtract(change, unit.inputs_hosted if path in recomputed else unit.hosted, sizes, 1.0)
         curve = np.cumsum(change)[:-1] + self.fixed_bytes(settings, batch_size)
-        scale = self.extra_scale(settings, batch_size)
+        scale = self._extra_scale(_micro(settings, batch_size))
         for path in recomputed | offloaded:
             unit = self._index.get(path)
             for tick, extra in unit.extra if unit is not None and path in recomputed else ():
@@ -166,9 +167,9 @@ class StepMemory:
                     curve[at] += extra * scale
         return curve
 
-    def extra_scale(self, settings: Settings, batch_size: int | None) -> float:
+    def _extra_scale(self, micro: int | None) -> float:
         """By how much less a micro-batch needs for the moment than the profiled batch."""
-        own, micro = self.profile.batch_size, _micro(settings, batch_size)
+        own = self.profile.batch_size
         return micro / own if own and micro and self.scales else 1.0
 
     def _plain_change(self, settings: Settings, sizes: Bytes) -> Bytes:
@@ -203,39 +204,45 @@ class StepMemory:
         np.subtract.at(change, np.clip(away.start - self._first, 0, span), own)
         np.add.at(change, np.clip(away.end - self._first, 0, span), own)
 
-    def curve_of(
-        self,
-        plain: Bytes,
-        parts: Iterable[tuple[UnitMemory, tuple[Intervals, Intervals], float, bool]],
-        sizes: Bytes,
-        extra_scale: float,
+    @cached_property
+    def moments(self) -> NDArray[np.int64]:
+        """Ticks of the curve at which a peak can be, whatever is recomputed.
+
+        Between two of them the curve only rises or only falls, and nothing comes back from being away.
+        """
+        plain = self._plain_change(Settings(), self._constant + self._slope * (self.profile.batch_size or 1))
+        span = len(plain) - 1
+        # A tick is a peak of the plain curve where the next event frees something.
+        falls = np.append(plain[1:span] < 0, True)
+        ticks = set(np.flatnonzero(falls & (plain[:span] >= 0)).tolist())
+        for unit in self.units:
+            for intervals in (unit.away, unit.hosted, unit.inputs_hosted):
+                ticks.update((intervals.end - self._first).tolist())
+            ticks.update((unit.held.start - self._first).tolist())
+            ticks.update(tick - self._first for tick, _ in unit.extra)
+        return np.array(sorted(tick for tick in ticks if 0 <= tick < span), dtype=np.int64)
+
+    def savings(
+        self, unit: UnitMemory, intervals: Sequence[Intervals], micro: int | None, *, recomputed: bool
     ) -> Bytes:
-        """The curve when units are chosen in part: (unit, what is away and what is held, share, computed again)."""
-        change = np.zeros(len(plain) + 1)
-        bumps = np.zeros(len(plain))
-        for unit, (away, held), share, recomputed in parts:
-            if share <= 1e-9:
-                continue
-            self._subtract(change, away, sizes, share)
-            self._subtract(change, held, sizes, -share)
-            for tick, extra in unit.extra if recomputed else ():
-                if 0 <= tick - self._first < len(plain):
-                    bumps[tick - self._first] += share * extra * extra_scale
-        return plain + np.cumsum(change)[:-1] + bumps
+        """Bytes that are away at each of `moments`: of the first intervals, less those of the second.
 
-    def saving_at(self, unit: UnitMemory, intervals: Sequence[Intervals], sizes: Bytes, tick: int) -> float:
-        """Bytes that are away at a tick of the curve when these intervals of a unit are."""
-        moment = tick + self._first
-        total = 0.0
-        for away, sign in zip(intervals, (1.0, -1.0), strict=False):
-            covers = (away.start <= moment) & (moment < away.end)
-            total += sign * float(sizes[away.block[covers]].sum())
-        return total
-
-    def extra_at(self, unit: UnitMemory, tick: int, settings: Settings, batch_size: int | None) -> float:
-        """Bytes that recomputing the unit needs for the moment at a tick of the curve."""
-        moment = tick + self._first
-        return sum(extra for at, extra in unit.extra if at == moment) * self.extra_scale(settings, batch_size)
+        Args:
+            unit: what is chosen.
+            intervals: what is away, and what is held longer.
+            micro: samples of a micro-batch.
+            recomputed: whether it is computed again, which needs something for the moment.
+        """
+        sizes = self.sizes(micro)
+        change = np.zeros(self._last - self._first + 1)
+        for away, sign in zip(intervals, (-1.0, 1.0), strict=False):
+            self._subtract(change, away, sizes, sign)
+        saved = np.cumsum(change)[self.moments]
+        if recomputed:
+            scale = self._extra_scale(micro)
+            for tick, extra in unit.extra:
+                saved[self.moments == tick - self._first] -= extra * scale
+        return saved
 
     def update_bytes(self, settings: Settings, batch_size: int | None) -> float:
         """Live bytes at the highest point of the optimizer's update."""

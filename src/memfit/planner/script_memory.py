@@ -54,6 +54,7 @@ class ScriptMemory:
         self._beside = estimate.reserved_peak_bytes - replay(timeline, options).reserved_peak_bytes
         self._steps: dict[tuple[str, ...], tuple[Timeline, AllocatorOptions] | None] = {(): (timeline, options)}
         self._peaks: dict[Settings, int] = {AS_IT_IS: estimate.peak_bytes}
+        self._last: tuple[Settings, Timeline] = (AS_IT_IS, timeline)
 
     def offers(self, name: str) -> bool:
         """Whether a move can be made at all."""
@@ -79,7 +80,12 @@ class ScriptMemory:
         assert found is not None
         timeline, options = found
         if settings.checkpoint and self._level is not None:
-            timeline = activation_moves.checkpointed(timeline, set(settings.checkpoint), self._level)
+            # The allocator's own settings leave the timeline as it is, and come right after each other.
+            key = replace(settings, expandable_segments=False)
+            if self._last[0] != key:
+                chosen = set(settings.checkpoint)
+                self._last = (key, activation_moves.checkpointed(timeline, chosen, self._level))
+            timeline = self._last[1]
         return timeline, options
 
     def _after(self, names: tuple[str, ...]) -> tuple[Timeline, AllocatorOptions] | None:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.planner.memory import StepMemory
-from memfit.planner.selection import Selection
+from memfit.planner.selection import Choices, Selection
 from memfit.planner.speed import StepSpeed
 
 # Of the time of a step: a combination that is faster by less than this is not worth a move.
@@ -84,18 +84,19 @@ class _Combination:
     settings: Settings
     seconds: float
     space: Space
+    choices: dict[tuple[object, ...], Choices]
+    """Shared by the combinations of a search that have the same."""
 
     @cached_property
     def selection(self) -> Selection:
-        space = self.space
-        return Selection(
-            self.variant.memory,
-            self.variant.speed,
-            self.settings,
-            space.batch_size,
-            recompute=space.recompute,
-            offload=space.offload,
-        )
+        space, variant = self.space, self.variant
+        micro = None if space.batch_size is None else -(-space.batch_size // self.settings.micro_batches)
+        key = (id(variant), micro, space.recompute, space.offload)
+        if key not in self.choices:
+            self.choices[key] = Choices(
+                variant.memory, variant.speed, micro, recompute=space.recompute, offload=space.offload
+            )
+        return Selection(variant.memory, self.choices[key], self.settings, space.batch_size)
 
     @cached_property
     def plain_bytes(self) -> float:
@@ -138,6 +139,7 @@ class Search:
 
     def __init__(self, space: Space) -> None:
         self._space = space
+        self._choices: dict[tuple[object, ...], Choices] = {}
         self._combinations = sorted(
             self._all(), key=lambda one: (one.seconds, one.settings.micro_batches, _num_changed(one.settings))
         )
@@ -151,7 +153,7 @@ class Search:
                         continue
                     settings = merged(space.base, variant.settings, optimizer, Settings(micro_batches=parts))
                     seconds = variant.speed.step(settings, space.batch_size)
-                    yield _Combination(variant, settings, seconds, space)
+                    yield _Combination(variant, settings, seconds, space, self._choices)
 
     def exclude(self, candidate: Candidate) -> None:
         """Leaves out the combination of a candidate that can't be run."""

@@ -37,65 +37,40 @@ _TIE = 1e-5
 class _Choice:
     """One variable: a unit that is computed again, waits on the host, or both."""
 
-    unit: UnitMemory
+    path: str
     recomputed: bool
     offloaded: bool
-    away: tuple[Intervals, Intervals]
     seconds: float
 
 
-class Selection:
-    """The programme of one step at one micro-batch size.
+class Choices:
+    """What can be chosen at one micro-batch size, with what each choice keeps away at every moment.
 
     Args:
         memory: of the step.
         speed: of the step.
-        settings: everything but `checkpoint` and `offload`, which are chosen here.
-        batch_size: samples of the whole batch.
+        micro: samples of a micro-batch.
         recompute: whether modules may be computed again.
         offload: whether activations may wait on the host.
     """
 
     def __init__(
-        self,
-        memory: StepMemory,
-        speed: StepSpeed,
-        settings: Settings,
-        batch_size: int | None,
-        *,
-        recompute: bool = True,
-        offload: bool = False,
+        self, memory: StepMemory, speed: StepSpeed, micro: int | None, *, recompute: bool = True, offload: bool = False
     ) -> None:
-        self._memory = memory
-        self._settings = replace(settings, checkpoint=(), offload=())
-        self._batch_size = batch_size
-        self._micro = None if batch_size is None else -(-batch_size // settings.micro_batches)
-        self._sizes = memory.sizes(self._micro)
-        self._plain = memory.curve(self._settings, batch_size)
-        self._choices = self._variables(speed, recompute=recompute, offload=offload)
-        self._columns: dict[int, NDArray[np.float64]] = {}
-        self._bounds: dict[float, tuple[float, frozenset[int]]] = {}
-
-    @property
-    def floor_bytes(self) -> float:
-        """What the optimizer's update needs, whatever is chosen."""
-        return self._memory.update_bytes(self._settings, self._batch_size)
-
-    def _variables(self, speed: StepSpeed, *, recompute: bool, offload: bool) -> list[_Choice]:
+        self._sizes = memory.sizes(micro)
+        found: list[tuple[float, _Choice, Bytes]] = []
+        highest = float(self._sizes.sum())
         empty = Intervals.of(())
-        found: list[tuple[float, _Choice]] = []
-        highest = float(self._plain.max(initial=0.0))
 
         def add(unit: UnitMemory, away: Intervals, held: Intervals, *, again: bool, hosted: float) -> None:
-            total = float(self._sizes[away.block].sum())
-            if total < _MIN_SHARE * highest:
-                return
-            seconds = (speed.recomputation(unit.path, self._micro) if again else 0.0) + speed.offload(hosted)
-            found.append((total, _Choice(unit, again, hosted > 0, (away, held), seconds)))
+            saved = memory.savings(unit, (away, held), micro, recomputed=again)
+            total = float(saved.max(initial=0.0))
+            if total >= _MIN_SHARE * highest:
+                seconds = (speed.recomputation(unit.path, micro) if again else 0.0) + speed.offload(hosted)
+                found.append((total, _Choice(unit.path, again, hosted > 0, seconds), saved))
 
-        for unit in self._memory.units:
-            hosted = float(self._sizes[unit.hosted.block].sum())
-            inputs = float(self._sizes[unit.inputs_hosted.block].sum())
+        for unit in memory.units:
+            hosted, inputs = self._bytes(unit.hosted), self._bytes(unit.inputs_hosted)
             if recompute:
                 add(unit, unit.away, unit.held, again=True, hosted=0.0)
             if offload and hosted:
@@ -103,7 +78,36 @@ class Selection:
             if offload and recompute and inputs:
                 add(unit, _both(unit.away, unit.inputs_hosted), empty, again=True, hosted=inputs)
         order = sorted(range(len(found)), key=lambda index: (-found[index][0], index))[:_MAX_UNITS]
-        return [found[index][1] for index in sorted(order)]
+        kept = [found[index] for index in sorted(order)]
+        self.all = tuple(choice for _, choice, _ in kept)
+        self.savings = np.array([saved for _, _, saved in kept]).reshape(len(kept), len(memory.moments))
+        self.seconds = np.array([choice.seconds for choice in self.all])
+
+    def _bytes(self, intervals: Intervals) -> float:
+        return float(self._sizes[intervals.block].sum())
+
+
+class Selection:
+    """The programme of one step at one micro-batch size.
+
+    Args:
+        memory: of the step.
+        choices: what can be chosen at that size.
+        settings: everything but `checkpoint` and `offload`, which are chosen here.
+        batch_size: samples of the whole batch.
+    """
+
+    def __init__(self, memory: StepMemory, choices: Choices, settings: Settings, batch_size: int | None) -> None:
+        self._choices = choices
+        self._settings = replace(settings, checkpoint=(), offload=())
+        self._plain = memory.curve(self._settings, batch_size)[memory.moments]
+        self._floor_bytes = memory.update_bytes(self._settings, batch_size)
+        self._bounds: dict[float, tuple[float, frozenset[int]]] = {}
+
+    @property
+    def floor_bytes(self) -> float:
+        """What the optimizer's update needs, whatever is chosen."""
+        return self._floor_bytes
 
     def bound(self, limit_bytes: float) -> float:
         """Seconds that any choice within the limit adds to a micro-batch, at least; infinite when none is within."""
@@ -135,53 +139,56 @@ class Selection:
     def _relax(self, model: Any, limit_bytes: float) -> tuple[float, frozenset[int]]:
         moments: set[int] = set()
         curve = self._plain
-        seconds = np.array([one.seconds for one in self._choices])
-        values = np.zeros(len(self._choices))
+        values = np.zeros(len(self._choices.all))
         for _ in range(_MAX_ROUNDS):
-            fresh = [tick for tick in _highest(curve, limit_bytes) if tick not in moments]
+            fresh = [moment for moment in _highest(curve, limit_bytes) if moment not in moments]
             if not fresh:
                 break
             moments.update(fresh)
-            for tick in fresh:
-                self._add_moment(model, tick, limit_bytes)
+            for moment in fresh:
+                self._add_moment(model, moment, limit_bytes)
             found = _solution(model)
             if found is None:
                 return float("inf"), frozenset(moments)
-            values = np.array(found[: len(self._choices)])
-            curve = self._memory.curve_of(
-                self._plain,
-                [(one.unit, one.away, value, one.recomputed) for one, value in zip(self._choices, values, strict=True)],
-                self._sizes,
-                self._memory.extra_scale(self._settings, self._batch_size),
-            )
-        return float(values @ seconds) if len(values) else float("inf"), frozenset(moments)
+            values = np.array(found[: len(self._choices.all)])
+            curve = self._curve(values)
+        return float(values @ self._choices.seconds), frozenset(moments)
+
+    def _curve(self, values: NDArray[np.float64]) -> Bytes:
+        """What is alive at each moment when so much of each variable is chosen."""
+        away: Bytes = values @ self._choices.savings
+        return self._plain - away
 
     def _solve(self, limit_bytes: float | None, known: frozenset[int]) -> Settings | None:
-        if not self._choices:
+        if not self._choices.all:
             return None
         model, chosen = self._programme(limit_bytes), None
         moments: set[int] = set()
         curve = self._plain
         for _ in range(_MAX_ROUNDS):
-            fresh = sorted({tick for tick in (*_highest(curve, limit_bytes), *known) if tick not in moments})
+            fresh = sorted({moment for moment in (*_highest(curve, limit_bytes), *known) if moment not in moments})
             if not fresh:
                 return chosen
-            for tick in fresh:
-                moments.add(tick)
-                self._add_moment(model, tick, limit_bytes)
+            for moment in fresh:
+                moments.add(moment)
+                self._add_moment(model, moment, limit_bytes)
             solution = _solution(model)
             if solution is None:
                 return None
-            picked = [one for one, value in zip(self._choices, solution, strict=False) if value > 0.5]
-            chosen = replace(
-                self._settings,
-                checkpoint=tuple(one.unit.path for one in picked if one.recomputed),
-                offload=tuple(one.unit.path for one in picked if one.offloaded),
-            )
-            curve = self._memory.curve(chosen, self._batch_size)
+            values = np.round(solution[: len(self._choices.all)])
+            chosen = self._with(values)
+            curve = self._curve(values)
             if limit_bytes is not None and float(curve.max(initial=0.0)) <= limit_bytes:
                 return chosen
         return chosen if limit_bytes is None else None
+
+    def _with(self, values: NDArray[np.float64]) -> Settings:
+        picked = [one for one, value in zip(self._choices.all, values, strict=True) if value]
+        return replace(
+            self._settings,
+            checkpoint=tuple(one.path for one in picked if one.recomputed),
+            offload=tuple(one.path for one in picked if one.offloaded),
+        )
 
     def _programme(self, limit_bytes: float | None, *, whole: bool = True) -> Any:
         model = highspy.Highs()
@@ -193,17 +200,17 @@ class Selection:
             ("mip_max_nodes", _MAX_NODES),
         ):
             model.setOptionValue(name, value)
-        scale = max((one.seconds for one in self._choices), default=1.0) or 1.0
+        scale = max((one.seconds for one in self._choices.all), default=1.0) or 1.0
         minimise_peak = limit_bytes is None
-        for index, one in enumerate(self._choices):
-            cost = one.seconds / scale + _TIE * (1 + index / len(self._choices))
+        for index, one in enumerate(self._choices.all):
+            cost = one.seconds / scale + _TIE * (1 + index / len(self._choices.all))
             model.addVar(0.0, 1.0)
             model.changeColCost(index, 1e-3 * cost if minimise_peak else cost)
             if whole:
                 model.changeColIntegrality(index, highspy.HighsVarType.kInteger)
         if minimise_peak:
             model.addVar(0.0, highspy.kHighsInf)
-            model.changeColCost(len(self._choices), 1.0)
+            model.changeColCost(len(self._choices.all), 1.0)
         for group in self._exclusive():
             model.addRow(0.0, 1.0, len(group), np.array(group, dtype=np.int32), np.ones(len(group)))
         return model
@@ -211,8 +218,8 @@ class Selection:
     def _exclusive(self) -> list[list[int]]:
         """Variables of which at most one may be 1: those of each innermost unit and of all that contain it."""
         by_path: dict[str, list[int]] = {}
-        for index, one in enumerate(self._choices):
-            by_path.setdefault(one.unit.path, []).append(index)
+        for index, one in enumerate(self._choices.all):
+            by_path.setdefault(one.path, []).append(index)
         paths = sorted(by_path)
         inner = [p for i, p in enumerate(paths) if i + 1 == len(paths) or not paths[i + 1].startswith(p + ".")]
         groups = []
@@ -223,30 +230,17 @@ class Selection:
                 groups.append(group)
         return groups
 
-    def _column(self, tick: int) -> Bytes:
-        """Bytes that each variable keeps away at a tick, less what recomputing needs for the moment."""
-        if tick not in self._columns:
-            memory = self._memory
-            self._columns[tick] = np.array(
-                [
-                    memory.saving_at(one.unit, one.away, self._sizes, tick)
-                    - (memory.extra_at(one.unit, tick, self._settings, self._batch_size) if one.recomputed else 0.0)
-                    for one in self._choices
-                ]
-            )
-        return self._columns[tick]
-
-    def _add_moment(self, model: Any, tick: int, limit_bytes: float | None) -> None:
-        """At this tick: what is alive, less what is kept away, is at most the limit (or the peak that is minimised)."""
-        column = self._column(tick) / _MIB
+    def _add_moment(self, model: Any, moment: int, limit_bytes: float | None) -> None:
+        """What is alive, less what is kept away, is at most the limit (or the peak that is minimised)."""
+        column = self._choices.savings[:, moment] / _MIB
         used = np.flatnonzero(column)
         indices, values = used.astype(np.int32), column[used]
         if limit_bytes is None:
-            indices = np.append(indices, np.int32(len(self._choices)))
+            indices = np.append(indices, np.int32(len(self._choices.all)))
             values = np.append(values, 1.0)
-            least = float(self._plain[tick]) / _MIB
+            least = float(self._plain[moment]) / _MIB
         else:
-            least = (float(self._plain[tick]) - limit_bytes) / _MIB
+            least = (float(self._plain[moment]) - limit_bytes) / _MIB
         model.addRow(least, highspy.kHighsInf, len(indices), indices, values)
 
 

@@ -5,6 +5,7 @@ A part holds rows of a breakdown, a table, or lines of text. What is said is dec
 """
 
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memfit.core.estimate import Note
@@ -12,6 +13,9 @@ from memfit.reports.figures import Row, printable
 from memfit.reports.text import format_row
 
 KEEPS = {"exact": "same results", "rounding": "same up to rounding", "changes training": "changes training"}
+
+HARMLESS = "stand-in-value"
+"""Code of the notes on values read from the device, which are summed up: they change no size by themselves."""
 
 _NUM_LISTED = 3
 # Longer cells are wrapped, so that a table still reads as one in a log of 120 columns.
@@ -98,6 +102,17 @@ def note_line(note: Note) -> str:
     where = f" at {printable(note.source)}" if note.source else ""
     name = note.code.replace("-", " ").replace("data dependent", "data-dependent")
     return f"{printable(name)}{where}: {printable(note.text)}"
+
+
+def sum_up(notes: Iterable[Note]) -> str:
+    """All values that were read from the device in one line; "" where there are none."""
+    found = [note for note in notes if note.code == HARMLESS]
+    if not found:
+        return ""
+    sources = list(dict.fromkeys(printable(note.source) for note in found if note.source))
+    places = f": {listed(sources)}" if sources else ""
+    values = "1 value was" if len(found) == 1 else f"{len(found)} values were"
+    return f"{values} read from the device and replaced by a stand-in, which changes no size by itself{places}"
 
 
 def listed(names: list[str]) -> str:

@@ -4,12 +4,13 @@ As for a dry run: a verdict, a few lines below it, and parts. Text, terminal and
 """
 
 from memfit.core.device import Origin
+from memfit.core.estimate import Note
 from memfit.core.plan import Plan, PlannedMove, Point, Seconds
 from memfit.core.settings import Keeps
 from memfit.core.units import format_size
 from memfit.reports import figures
 from memfit.reports.figures import UNKNOWN, printable
-from memfit.reports.parts import Grid, Line, Part, note_line
+from memfit.reports.parts import HARMLESS, Grid, Line, Part, note_line, sum_up
 
 NUM_POINTS = 6
 _NUM_REFUSED = 8
@@ -119,7 +120,7 @@ def parts(plan: Plan) -> list[Part]:
         Part("At the peak, before and after", grid=_categories(plan)),
         Part("Memory against time: the best plans known", grid=_front(plan)),
         Part("Not considered", lines=tuple(refusal_lines(plan, _NUM_REFUSED))),
-        Part("Notes", lines=tuple(map(note_line, plan.notes))),
+        Part("Notes", lines=tuple(map(note_line, notes(plan)))),
     ]
     return [part for part in found if part.holds_something]
 
@@ -161,6 +162,13 @@ def few_points(plan: Plan, most: int = NUM_POINTS) -> list[Point]:
         return front
     wanted = {round(index * (len(front) - 1) / (most - 2)) for index in range(most - 1)}
     return [point for index, point in enumerate(front) if index in wanted or is_chosen(point, plan)]
+
+
+def notes(plan: Plan) -> list[Note]:
+    """The notes, with those on values that were read from the device in one."""
+    found = [note for note in plan.notes if note.code != HARMLESS]
+    summed_up = sum_up(plan.notes)
+    return [*found, Note(HARMLESS, summed_up)] if summed_up else found
 
 
 def refusal_lines(plan: Plan, most: int) -> list[str]:

@@ -47,7 +47,7 @@ def build_plan_payload(plan: Plan) -> dict[str, Any]:
         "timelines": timelines,
         "code": format_code(plan),
         "refused": [[refusal.name, refusal.reason] for refusal in plan.refused],
-        "notes": [[note.code, note.text, note.source] for note in plan.notes],
+        "notes": [[note.code, note.text, note.source] for note in plan_figures.notes(plan)],
         "seconds": round(plan.planned_in_seconds, 2),
     }
 

@@ -9,10 +9,7 @@ from memfit.core.timeline import Phase
 from memfit.core.units import format_size
 from memfit.reports import figures
 from memfit.reports.figures import printable
-from memfit.reports.parts import KEEPS, Part, listed, note_line
-
-HARMLESS = "stand-in-value"
-"""Code of the notes on values read from the device, which are summed up: they change no size by themselves."""
+from memfit.reports.parts import HARMLESS, KEEPS, Part, note_line, sum_up
 
 REDIRECTED = "checkpoint-redirected"
 """Code of the notes on checkpoints, which have a part of their own."""
@@ -220,13 +217,7 @@ def notes(run: DryRun) -> list[Note]:
 
 def stand_ins(run: DryRun) -> str:
     """All values that were read from the device in one line; "" where there are none."""
-    found = [] if run.estimate is None else [note for note in run.estimate.notes if note.code == HARMLESS]
-    if not found:
-        return ""
-    sources = list(dict.fromkeys(printable(note.source) for note in found if note.source))
-    places = f": {listed(sources)}" if sources else ""
-    values = "1 value was" if len(found) == 1 else f"{len(found)} values were"
-    return f"{values} read from the device and replaced by a stand-in, which changes no size by itself{places}"
+    return "" if run.estimate is None else sum_up(run.estimate.notes)
 
 
 def note_lines(run: DryRun) -> list[str]:

@@ -6,7 +6,7 @@ from memfit.core.dryrun import DryRun, Failure
 from memfit.core.errors import BadInput
 from memfit.core.units import format_size
 from memfit.reports import figures, run_figures
-from memfit.reports.parts import KEEPS
+from memfit.reports.parts import HARMLESS, KEEPS
 from memfit.reports.payload import build_payload
 
 
@@ -17,7 +17,7 @@ def build_run_payload(run: DryRun) -> dict[str, Any]:
         raise BadInput(f"there is nothing to draw: {run_figures.verdict(run)}.")
     notes = [[note.code, note.text, note.source] for note in run_figures.notes(run)]
     if run_figures.stand_ins(run):
-        notes.append([run_figures.HARMLESS, run_figures.stand_ins(run), ""])
+        notes.append([HARMLESS, run_figures.stand_ins(run), ""])
     fatal, late = run.fatal, None if run.scan is None else run.scan.failure
     failed = [failure for failure in (fatal, late) if failure is not None]
     # The page has places of its own for these.

@@ -8,6 +8,7 @@ from memfit.commands import plan as command
 from memfit.core.errors import StepFailed
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.reports.plan_code import format_code
+from tests import jobs
 from tests.unit.reports.plan_builders import make_plan, make_small_plan
 
 MESSAGE = "no plan fits `step` into 512.0 MiB; the smallest needs 900.0 MiB."
@@ -239,3 +240,29 @@ def test_progress_is_told(script, planner, capsys, monkeypatch):
     run(capsys, f"{script}:job", "-d", "t4", "--json")
 
     assert told == [(f"planning {script}:job", {"quiet": quiet}) for quiet in (False, True)]
+
+
+def test_json_equals_what_the_api_says(script, capsys):
+    """The real search, on a budget that the plain step exceeds."""
+    whole = memfit.estimate(jobs.conv_job(), device="cpu").peak_bytes
+    budget = str(whole * 9 // 10)
+    code, written = run(
+        capsys,
+        f"{script}:job",
+        "-d",
+        "cpu",
+        "--budget",
+        budget,
+        "--allow",
+        "exact,rounding,approximate",
+        "--no-measure",
+        "--json",
+    )
+
+    found = Plan.from_json(written.out)
+    allow = ("exact", "rounding", "approximate")
+    expected = memfit.plan(jobs.conv_job(), device="cpu", budget=budget, allow=allow, measure=False)
+    assert code == 0
+    assert found.fits
+    assert found.moves
+    assert (found.settings, found.before, found.after) == (expected.settings, expected.before, expected.after)

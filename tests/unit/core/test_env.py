@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from memfit.core import env
@@ -23,3 +25,16 @@ def test_the_allocators_settings_by_either_name(monkeypatch, given, expected):
         monkeypatch.setenv(name, value)
 
     assert env.allocator_settings() == expected
+
+
+@pytest.mark.parametrize(("given", "name"), [({}, OLD), ({OLD: "a:1"}, OLD), ({NEW: "a:1"}, NEW)], ids=str)
+def test_the_allocators_settings_can_be_given_and_taken_back(monkeypatch, given, name):
+    for known in (OLD, NEW):
+        monkeypatch.delenv(known, raising=False)
+    for known, value in given.items():
+        monkeypatch.setenv(known, value)
+
+    env.set_allocator_settings("expandable_segments:True")
+    assert os.environ[name] == env.allocator_settings() == "expandable_segments:True"
+    env.set_allocator_settings("")
+    assert env.allocator_settings() == ""

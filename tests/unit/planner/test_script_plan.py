@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -94,7 +95,7 @@ def test_the_front_has_nothing_that_another_beats():
     front = found.front()
 
     assert len(front) > 3
-    for larger, smaller in zip(front, front[1:], strict=False):
+    for larger, smaller in pairwise(front):
         assert larger.peak_bytes > smaller.peak_bytes
         assert larger.seconds < smaller.seconds
 

@@ -2,7 +2,7 @@ import pytest
 
 from memfit.core.estimate import Note
 from memfit.reports.figures import Row
-from memfit.reports.parts import Grid, Line, Part, format_grid, format_parts, listed, note_line
+from memfit.reports.parts import Grid, Line, Part, format_grid, format_parts, listed, note_line, sum_up
 
 
 def test_a_report_is_a_verdict_lines_and_parts():
@@ -65,3 +65,13 @@ def test_few_names_are_listed_whole():
     assert listed([]) == ""
     assert listed(["a", "b", "c"]) == "a, b, c"
     assert listed(["a", "b", "c", "d"]) == "a, b, c and 1 more"
+
+
+def test_stand_ins_are_one_line():
+    notes = [Note("stand-in-value", "x", f"a.py:{line}") for line in (1, 1, 2)]
+
+    assert sum_up(notes) == (
+        "3 values were read from the device and replaced by a stand-in, which changes no size by itself: a.py:1, a.py:2"
+    )
+    assert sum_up(notes[:1]).startswith("1 value was read")
+    assert sum_up([Note("other", "x")]) == ""

@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from memfit.core.device import Origin
+from memfit.core.estimate import Note
 from memfit.core.plan import Refusal, Seconds
 from memfit.core.settings import Keeps, Settings
 from memfit.core.units import MIB
@@ -155,3 +156,11 @@ def test_the_table_adds_up():
     total = sum(before for _, before, _ in plan_figures.categories(plan))
 
     assert abs(total - plan.before.peak_bytes) < MIB
+
+
+def test_values_that_were_read_are_one_note():
+    read = tuple(Note("stand-in-value", "a value was read", f"a.py:{line}") for line in (1, 2))
+    plan = make_plan(notes=(read[0], *make_plan().notes, read[1]))
+
+    assert [note.code for note in plan_figures.notes(plan)] == ["time-model", "stand-in-value"]
+    assert plan_figures.notes(make_plan()) == list(make_plan().notes)

@@ -107,7 +107,7 @@ def _shape_only(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold the memory of `tensor`: itself, or what a sparse one or a wrapper, such as a shard's, has."""
+    """The tensors that hold the memory of `tensor`: itself, or what a sparse one or a wrapper (of a shard) has."""
     if hasattr(tensor, "__tensor_flatten__"):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [part for held in inner if isinstance(held, torch.Tensor) for part in dense_parts(held)]

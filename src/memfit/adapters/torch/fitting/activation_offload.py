@@ -1,9 +1,8 @@
 """Activation offload: what modules save for the backward pass waits in host memory.
 
-Saved tensors are moved storage by storage, so that several views of one storage, or one tensor that is saved twice,
-travel once. On CUDA the copies are asynchronous, from and to pinned memory, on the stream that computes: the order of
-that stream is all the synchronisation there is to get wrong, at the price that copies don't overlap with kernels. On
-the CPU a copy is made all the same; it saves nothing there.
+A tensor that is saved twice, in the same or another shape, travels once. On CUDA the copies are asynchronous, from and
+to pinned memory, on the stream that computes: the order of that stream is all the synchronisation there is to get wrong,
+at the price that copies don't overlap with kernels. On the CPU a copy is made all the same; it saves nothing there.
 
 On the simulated device only the shape is kept, and a new block is made when the tensor is needed again.
 """
@@ -46,7 +45,7 @@ class Offload:
         self._waiting_bytes = 0
         self.host_bytes = 0
         """The greatest number of bytes that waited on the host at once."""
-        self._known: dict[int, tuple[weakref.ref[Any], int, weakref.ref[_Waiting]]] = {}
+        self._known: dict[Any, tuple[weakref.ref[Any], weakref.ref[_Waiting]]] = {}
         self._undo: list[Callable[[], None]] = []
         for _, module in chosen_modules(model, paths, "offload"):
             self._undo.append(replaced_forward(module, self._offloaded(module)))
@@ -68,7 +67,7 @@ class Offload:
 
         return forward
 
-    def _pack(self, tensor: torch.Tensor, staying: set[int]) -> "torch.Tensor | _View":
+    def _pack(self, tensor: torch.Tensor, staying: set[int]) -> "torch.Tensor | _Away":
         # The simulation's function mode would hide that tensors are shape-only.
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if not _is_plain(tensor):
@@ -76,20 +75,31 @@ class Offload:
             storage = tensor.untyped_storage()
             if storage.nbytes() < _LEAST_BYTES or storage._cdata in staying:
                 return tensor
-            place = (int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-            return _View(self._moved(tensor, storage), tensor.dtype, place)
+            once = tensor
+            for dimension, stride in enumerate(tensor.stride()):
+                once = once.narrow(dimension, 0, 1) if not stride and tensor.shape[dimension] > 1 else once
+            strides = _dense_strides(once)
+            if strides is None:
+                return tensor
+            waiting = self._moved(once, storage, strides)
+            return _Away(waiting, tensor.dtype, tuple(once.shape), strides, tuple(tensor.shape))
 
-    def _moved(self, tensor: torch.Tensor, storage: Any) -> "_Waiting":
-        """Where the storage waits; it is moved if it doesn't wait already."""
-        key, version = storage._cdata, tensor._version
-        # A number may come back for another storage, and a storage may have been written to since.
+    def _moved(self, tensor: torch.Tensor, storage: Any, strides: tuple[int, ...]) -> "_Waiting":
+        """Where the elements of the tensor wait; they are moved if they don't wait already."""
+        # A dense tensor may be saved in several shapes. Of others, each waits for itself: parts of one storage can be
+        # written to without the others' version telling, as the gates of an LSTM are.
+        layout = None if strides == tensor.stride() else (tuple(tensor.shape), tensor.stride())
+        num_bytes = tensor.numel() * tensor.element_size()
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        key = (storage._cdata, start, num_bytes, tensor._version, layout)
         known = self._known.get(key)
-        waiting = known[2]() if known is not None and known[0]() is storage and known[1] == version else None
+        # A number may come back for another storage.
+        waiting = known[1]() if known is not None and known[0]() is storage else None
         if waiting is None:
-            waiting = _Waiting(tensor.device, storage)
-            self._known[key] = (weakref.ref(storage), version, weakref.ref(waiting))
-            self._change(waiting.num_bytes)
-            weakref.finalize(waiting, self._change, -waiting.num_bytes)
+            waiting = _Waiting(tensor, strides)
+            self._known[key] = (weakref.ref(storage), weakref.ref(waiting))
+            self._change(num_bytes)
+            weakref.finalize(waiting, self._change, -num_bytes)
         return waiting
 
     def _change(self, num_bytes: int) -> None:
@@ -100,52 +110,71 @@ class Offload:
 
 
 class _Waiting:
-    """One storage in host memory.
+    """The elements of a tensor in host memory.
 
     Args:
-        device: where it comes from.
-        storage: what to copy.
+        tensor: what to copy.
+        strides: how its elements are arranged there, without gaps.
     """
 
-    def __init__(self, device: torch.device, storage: Any) -> None:
-        self.num_bytes = storage.nbytes()
-        self.device = device
+    def __init__(self, tensor: torch.Tensor, strides: tuple[int, ...]) -> None:
+        self.device = tensor.device
+        self._num_bytes = tensor.numel() * tensor.element_size()
         self._back: weakref.ref[Any] | None = None
         self._host: torch.Tensor | None = None
-        if device.type != "meta":
-            on_cuda = device.type == "cuda"
-            self._host = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=on_cuda)
-            self._host.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage), non_blocking=on_cuda)
+        if not tensor.is_meta:
+            self._host = torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
+            there = torch.empty(0, dtype=tensor.dtype, device="cpu")
+            there.set_(self._host.untyped_storage(), 0, tuple(tensor.shape), strides)
+            there.copy_(tensor, non_blocking=tensor.is_cuda)
 
     def storage(self) -> Any:
-        """The storage, back on its device."""
+        """The elements, back on their device."""
         known = self._back() if self._back is not None else None
         if known is not None:
             return known
-        made = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        made = torch.empty(self._num_bytes, dtype=torch.uint8, device=self.device)
         if self._host is not None:
-            made.copy_(self._host, non_blocking=self.device.type == "cuda")
+            made.copy_(self._host, non_blocking=made.is_cuda)
         storage = made.untyped_storage()
         self._back = weakref.ref(storage)
         return storage
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """A tensor whose storage waits; `place` is its offset, shape and strides."""
+class _Away:
+    """A tensor whose elements wait; its `shape` may repeat them."""
 
     waiting: _Waiting
     dtype: torch.dtype
-    place: tuple[int, tuple[int, ...], tuple[int, ...]]
+    once: tuple[int, ...]
+    strides: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
-def _unpack(saved: "torch.Tensor | _View") -> torch.Tensor:
+def _unpack(saved: "torch.Tensor | _Away") -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        empty = torch.empty(0, dtype=saved.dtype, device=saved.waiting.device)
-        return empty.set_(saved.waiting.storage(), *saved.place)
+        tensor = torch.empty(0, dtype=saved.dtype, device=saved.waiting.device)
+        tensor.set_(saved.waiting.storage(), 0, saved.once, saved.strides)
+        return tensor.expand(saved.shape)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides of the same order without gaps; those of the tensor where it has none, None where elements overlap."""
+    strides, reach, dense = list(tensor.stride()), 0, 1
+    for dimension in sorted(range(tensor.dim()), key=tensor.stride):
+        size, stride = tensor.shape[dimension], tensor.stride(dimension)
+        if size == 1:
+            continue
+        if stride <= reach:
+            return None
+        reach += stride * (size - 1)
+        strides[dimension] = dense
+        dense *= size
+    return tuple(strides)

@@ -91,8 +91,8 @@ def measure(
         end = time.perf_counter() + limit_seconds
         for index, size in enumerate(sizes):
             left = end - time.perf_counter()
-            # A first pass, a measured one and one with hooks; backward takes about as much again as the hooked one.
-            if found and 3 * _seconds(found[-1]) * size / found[-1].batch_size > left:
+            # The least is one pass, and a forward pass with hooks.
+            if found and 1.5 * _seconds(found[-1]) * size / found[-1].batch_size > left:
                 break
             try:
                 found.append(passes.measure(_resized(batch, size), size, left * size / sum(sizes[index:])))

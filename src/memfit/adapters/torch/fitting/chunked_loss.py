@@ -23,7 +23,15 @@ import torch.utils.checkpoint
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from memfit.adapters.torch.fitting.deferred_logits import Autocast, DeferredLogits, Recipe, Steps, deferred, finished, real
+from memfit.adapters.torch.fitting.deferred_logits import (
+    Autocast,
+    DeferredLogits,
+    Recipe,
+    Steps,
+    deferred,
+    finished,
+    real,
+)
 from memfit.core.errors import BadInput
 
 SMALLEST_VOCABULARY = 8192
@@ -286,7 +294,7 @@ class _ChunkedLosses(torch.autograd.Function):
         return torch.cat([work.losses(work.logits(part, *linear), labels, class_weight) for part, labels in parts])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         work: _Work = ctx.work
         rows, weight, bias, target, class_weight = ctx.saved_tensors

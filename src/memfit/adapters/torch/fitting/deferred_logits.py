@@ -1,7 +1,7 @@
 """Logits that aren't computed until somebody needs them whole.
 
 With a large vocabulary the logits of a batch, [tokens, vocabulary], are its largest tensor, and most code only hands
-them to a cross entropy, after a cast, a shift by one position and a change of shape. `DeferredLogits` takes their place:
+them to a cross entropy, after a cast, a shift by one position and a change of shape. `DeferredLogits` replaces them:
 a tensor without memory of its own that knows the last hidden states, the weight, and what has been asked for since.
 Selections and new shapes concern rows, and are done to the hidden states; casts and factors concern elements, and are
 noted. Whatever else is asked for gets the true logits, which are then computed once.
@@ -94,9 +94,7 @@ class DeferredLogits(torch.Tensor):
     _versions: tuple[int, ...]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: _Arguments = (), kwargs: _Options | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: _Arguments = (), kwargs: _Options | None = None) -> Any:
         kwargs = kwargs or {}
         rule = _RULES.get(func)
         if rule is not None and args and isinstance(args[0], DeferredLogits) and args[0]._real is None:
@@ -106,7 +104,9 @@ class DeferredLogits(torch.Tensor):
         return func(*tree_map(real, args), **tree_map(real, kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: _Arguments = (), kwargs: _Options | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: _Arguments = (), kwargs: _Options | None = None
+    ) -> Any:
         return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
 
 
@@ -123,13 +123,13 @@ def deferred(recipe: Recipe, dtype: torch.dtype | None = None) -> DeferredLogits
         shape = [*hidden.shape[:-1], weight.shape[0]]
         if recipe.classes_second:
             shape = [shape[0], shape[2], shape[1]]
-        logits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        logits = torch.Tensor._make_wrapper_subclass(
             DeferredLogits, shape, dtype=dtype or recipe.dtype, device=hidden.device, requires_grad=grad
         )
         logits.recipe = recipe
         logits._real = None
         logits._versions = _versions(recipe)
-    return logits  # type: ignore[no-any-return]
+    return logits
 
 
 def real(value: Any) -> Any:
@@ -226,7 +226,7 @@ def _log_softmax(func: Any, args: _Arguments, kwargs: _Options) -> Any:
 def _reshape(func: Any, args: _Arguments, kwargs: _Options) -> Any:
     """New shapes that leave the vocabulary where it is."""
     logits = args[0]
-    sizes = kwargs.get("shape", kwargs.get("size", args[1:]))
+    sizes: Any = kwargs.get("shape", kwargs.get("size", args[1:]))
     if len(sizes) == 1 and not isinstance(sizes[0], int):
         sizes = sizes[0]
     if logits.recipe.classes_second or isinstance(sizes, torch.dtype) or not sizes:
@@ -278,7 +278,7 @@ def _selects_rows(parts: tuple[Any, ...], rank: int) -> bool:
 
 
 def _transpose(func: Any, args: _Arguments, kwargs: _Options) -> Any:
-    """[batch, positions, vocabulary] as [batch, vocabulary, positions], the way `cross_entropy` wants more than rows."""
+    """[batch, positions, vocabulary] as [batch, vocabulary, positions], as `cross_entropy` wants more than rows."""
     logits = args[0]
     dimensions = args[1] if len(args) == 2 else args[1:]
     if kwargs or _metadata("ndim", logits) != 3:
@@ -305,7 +305,17 @@ def _register_hook(func: Any, args: _Arguments, kwargs: _Options) -> Any:
 def _rules() -> dict[Any, Callable[[Any, _Arguments, _Options], Any]]:
     tensor: Any = torch.Tensor
     known: dict[Any, Callable[[Any, _Arguments, _Options], Any]] = {}
-    for name in ("shape", "dtype", "ndim", "requires_grad", "layout", "is_sparse", "is_nested", "is_quantized", "_base"):
+    for name in (
+        "shape",
+        "dtype",
+        "ndim",
+        "requires_grad",
+        "layout",
+        "is_sparse",
+        "is_nested",
+        "is_quantized",
+        "_base",
+    ):
         known[getattr(tensor, name).__get__] = _of_itself
     for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "__len__", "is_inference"):
         known[getattr(tensor, name)] = _of_itself

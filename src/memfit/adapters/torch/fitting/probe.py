@@ -30,8 +30,8 @@ from memfit.adapters.torch.fitting.weighings import (
     Observation,
     Weighing,
     all_weighings,
+    contrasted,
     shortened,
-    stretched,
 )
 from memfit.adapters.torch.job import common_first_dimension
 from memfit.adapters.torch.restoration import random_states_kept
@@ -194,20 +194,21 @@ class _Probe:
         self._evaluate(self._batch, 0, 2)
         return (time.process_time() - begun) / 2
 
-    def _cut_sequences(self) -> bool:
+    def _cut_sequences(self) -> None:
         """Leaves the beginnings of the samples where they are sequences of tokens that can be cut."""
         wide = [tensor for tensor in tensors_in(self._batch) if tensor.dim() > 1]
         lengths = {tensor.shape[1] for tensor in wide}
         if len(lengths) != 1 or max(lengths) <= _MAX_POSITIONS or any(tensor.is_floating_point() for tensor in wide):
-            return False
+            return
         whole = self._batch
         self._batch = map_tensors(whole, lambda tensor: tensor[:, :_MAX_POSITIONS] if tensor.dim() > 1 else tensor)
         try:
-            self._evaluate(self._batch, 0, 2)
+            # Beginnings may be all padding.
+            is_usable = math.isfinite(self._evaluate(self._batch, 0, 2).value)
         except _Failed:
+            is_usable = False
+        if not is_usable:
             self._batch = whole
-            return False
-        return True
 
     def _observe(self, batch: Any, cut: int, whole: Loss | None = None) -> Observation:
         num_samples = common_first_dimension(batch) or 0
@@ -266,9 +267,10 @@ class _Probe:
         real = observations[0]
         for observation in self._further(survivors, real):
             observations.append(observation)
+            before = survivors
             survivors = [weighing for weighing in survivors if weighing.holds(observation)]
             if not survivors:
-                return self._explain(observation, changed=observation.batch is not real.batch)
+                return self._explain(observation, counts=all(weighing.weighting.kind == "count" for weighing in before))
         best = min(survivors, key=lambda weighing: weighing.order)
         if not any(best.is_told_apart(observation) for observation in observations):
             return _assumed("the losses of the probed samples are too much alike to tell how they add up")
@@ -308,7 +310,7 @@ class _Probe:
                 remaining = [weighing for weighing in remaining if weighing.holds(found)]
                 yield found
 
-    def _explain(self, observation: Observation, *, changed: bool = False) -> Found:
+    def _explain(self, observation: Observation, *, counts: bool = False) -> Found:
         """Why no hypothesis holds."""
         self.found_nothing = True
         if self._is_random(observation):
@@ -316,7 +318,7 @@ class _Probe:
         number = observation.num_samples
         if observation.whole.weight is not None:
             text = f"the (loss, weight) of {number} samples is not the weighed mean of those of its parts: check weight"
-        elif changed:
+        elif counts:
             text = (
                 f"the loss of {number} samples is a mean over something that is not the count of one tensor of the "
                 f"batch. {_WHAT_TO_DO}"

@@ -35,10 +35,12 @@ class FeatureWatch:
         """Looks at one operator."""
         name = func._schema.name
         if phase is Phase.OPTIMIZER:
-            if "_foreach_" in name:
-                self.found.add("foreach")
-            elif "_fused_" in name:
+            if "_fused_" in name:
                 self.found.add("fused")
+                # Fused updates count their steps by a foreach kernel.
+                self.found.discard("foreach")
+            elif "_foreach_" in name and "fused" not in self.found:
+                self.found.add("foreach")
         elif phase is Phase.FORWARD:
             if "convolution" in name:
                 self.found.add("convolution")

@@ -148,9 +148,12 @@ def _recomputed(path: str, module: torch.nn.Module, around: Around) -> Callable[
         names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
         others = {name: value for name, value in kwargs.items() if name not in names}
 
+        # A number rather than the arguments: they would be kept by this function, wherever else they may wait.
+        count = len(args)
+
         def run(*inputs: Any) -> Any:
-            named = dict(zip(names, inputs[len(args) :], strict=True))
-            return original(*inputs[: len(args)], **others, **named)
+            named = dict(zip(names, inputs[count:], strict=True))
+            return original(*inputs[:count], **others, **named)
 
         value = checkpoint(
             run,

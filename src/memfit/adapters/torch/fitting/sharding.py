@@ -54,7 +54,9 @@ class Sharded:
     def host_bytes(self) -> int:
         """The most that waits in host memory: parameters, gradients and optimizer state."""
         if self._offload and self._places:
-            state = [] if self._optimizer is None else [_local(t) for t in tensors_in(list(self._optimizer.state.values()))]
+            state = (
+                [] if self._optimizer is None else [_local(t) for t in tensors_in(list(self._optimizer.state.values()))]
+            )
             parameters = [_local(parameter) for parameter in self._model.parameters()]
             trained = [_local(parameter) for parameter in self._model.parameters() if parameter.requires_grad]
             held = sum(tensor.numel() * tensor.element_size() for tensor in (*parameters, *trained, *state))
@@ -81,7 +83,7 @@ class Sharded:
                 module.reshard()
         back: dict[int, Any] = {}
         for module, name, old in self._places:
-            shard = module._parameters[name]
+            shard: Any = module._parameters[name]
             if id(shard) not in back:
                 back[id(shard)] = old
                 gradient = None if shard.grad is None else _whole(shard.grad, old.device)
@@ -168,7 +170,8 @@ def _check_parameters(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise BadInput(
-                f"parameter {name!r} is a single number, which can't be sharded. Give it one dimension, or plan for one device."
+                f"parameter {name!r} is a single number, which can't be sharded. Give it one dimension, or "
+                "plan for one device."
             )
 
 
@@ -278,7 +281,7 @@ class _UnaskedMemory:
     """Memory of a device whose statistics nobody asks for: the trace has its own record."""
 
     allocated_bytes = reserved_bytes = num_segments = num_retries = 0
-    limit_bytes = None
+    limit_bytes: int | None = None
     options = AllocatorOptions()
 
     def malloc(self, size_bytes: int) -> Any:

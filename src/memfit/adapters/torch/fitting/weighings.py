@@ -235,7 +235,8 @@ def shortened(batch: Any, place: str, ignored: int) -> Any:
 def contrasted(batch: Any) -> Any:
     """The batch with a first sample unlike the others, where samples of random data are all alike.
 
-    Its measurements are halved, and its positions all hold what the first one does: values that any loss takes.
+    Its measurements are halved, and the second half of its positions hold what the first one does: values that any
+    loss takes. The first half stays, so that not all of what counts is gone.
     """
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -247,7 +248,7 @@ def contrasted(batch: Any) -> Any:
             if not _is_mask(tensor):
                 changed[0] *= 0.5
         elif tensor.dim() > 1 and not tensor.dtype.is_complex:
-            changed[0] = tensor[0, :1]
+            changed[0, tensor.shape[1] // 2 :] = tensor[0, :1]
         return changed
 
     return map_tensors(batch, change)

@@ -143,6 +143,12 @@ def own_loss(model, batch):
     return model(**batch).loss
 
 
+def own_logits(model, batch):
+    # The model's own loss is computed in single precision.
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return F.cross_entropy(model(**inputs).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
 def gpt2() -> Subject:
     define_missing_operators()
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -156,7 +162,7 @@ def gpt2() -> Subject:
     labels[1, 3:] = -100
     batch = {"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)}
     counted = Weighting("count", "['labels']", -100, 1)
-    return Subject(GPT2LMHeadModel(config), batch, own_loss, ("transformer.h.0", "transformer.h.1"), counted)
+    return Subject(GPT2LMHeadModel(config), batch, own_logits, ("transformer.h.0", "transformer.h.1"), counted)
 
 
 def bert() -> Subject:

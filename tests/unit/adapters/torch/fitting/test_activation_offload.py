@@ -109,6 +109,35 @@ def test_a_storage_that_was_written_to_moves_again(nothing_is_small):
     assert torch.equal(bias, torch.full((WIDTH,), 4.0 * ROWS))
 
 
+def test_repeated_elements_wait_once(nothing_is_small):
+    class Scaled(nn.Module):
+        def forward(self, data):
+            return data * data[:1].exp().expand(ROWS, WIDTH)
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled())
+    plain = nn.Sequential(model[0], Scaled())
+    offloaded = offload(model, ["1"])
+    data = torch.randn(ROWS, WIDTH)
+
+    found = gradients(model, total, data)
+
+    assert offloaded.host_bytes == STEP_BYTES + WIDTH * 4
+    assert same(found, gradients(plain, total, data))
+
+
+def test_overlapping_windows_stay(nothing_is_small):
+    class Windows(nn.Module):
+        def forward(self, data):
+            return data.flatten().unfold(0, 3, 1).sin()
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Windows())
+    offloaded = offload(model, ["1"])
+
+    gradients(model, total, torch.randn(ROWS, WIDTH))
+
+    assert offloaded.host_bytes == 0
+
+
 def test_small_tensors_stay():
     model = chain()
     offloaded = offload(model, ["1"])

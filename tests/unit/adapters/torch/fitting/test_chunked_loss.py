@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from tests.unit.adapters.torch.builders import AMPERE, HOST, run
 
 from memfit.adapters.torch.fitting.chunked_loss import chunked_cross_entropy, watching_cross_entropy
 from memfit.adapters.torch.fitting.deferred_logits import DeferredLogits
 from memfit.adapters.torch.torchvision_operators import define_missing_operators
 from memfit.core.errors import BadInput
+from tests.unit.adapters.torch.builders import AMPERE, HOST, run
 
 VOCABULARY = 8192
 
@@ -77,7 +77,9 @@ LOSSES: dict[str, Callable[[Any, Any], torch.Tensor]] = {
         (torch.tanh(model(batch[0]) / 3.0) * 3.0).flatten(0, 1), batch[1].flatten()
     ),
     "transposed": lambda model, batch: F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1]),
-    "log-softmax": lambda model, batch: F.nll_loss(F.log_softmax(model(batch[0]), -1).flatten(0, 1), batch[1].flatten()),
+    "log-softmax": lambda model, batch: F.nll_loss(
+        F.log_softmax(model(batch[0]), -1).flatten(0, 1), batch[1].flatten()
+    ),
     "matrix product": lambda model, batch: F.cross_entropy(
         (model.hidden(batch[0]) @ model.embedding.weight.T).flatten(0, 1), batch[1].flatten()
     ),
@@ -149,7 +151,9 @@ class TestChunkedCrossEntropy:
     def test_checkpointed_parts_are_left_as_they_are(self) -> None:
         # GIVEN a wide layer that is computed again in the backward pass, where nothing is deferred
         def loss(model: Any, batch: Any) -> Any:
-            hidden = checkpoint(lambda tokens: model.down(model.block(model.embedding(tokens))), batch[0], use_reentrant=False)
+            hidden = checkpoint(
+                lambda tokens: model.down(model.block(model.embedding(tokens))), batch[0], use_reentrant=False
+            )
             return F.cross_entropy(model.head(hidden).flatten(0, 1), batch[1].flatten())
 
         _assert_same(LanguageModel(wide=True).double(), loss, _batch())
@@ -215,7 +219,9 @@ def _transformers_model(name: str) -> Any:
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, **sizes}
     without_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if name == "gpt2":
-        config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0, **sizes)
+        config = transformers.GPT2Config(
+            n_embd=16, n_layer=1, n_head=2, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0, **sizes
+        )
         return transformers.GPT2LMHeadModel(config)
     if name == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))

@@ -128,6 +128,17 @@ def by_pixel(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1], ignore_index=255)
 
 
+def focus(model, batch):
+    """As detectors do: over all anchors, for each that is no background."""
+    each = functional.cross_entropy(model(batch[0]).movedim(-1, 1), batch[1], reduction="none")
+    return each.sum() / (batch[1] > 0).sum().clamp(min=1)
+
+
+def anchors():
+    labels = torch.randint(1, CLASSES, (SAMPLES, 100)) * (torch.rand(SAMPLES, 100) < 0.1)
+    return torch.randn(SAMPLES, 100, WIDTH), labels
+
+
 def transcribe(model, batch):
     frames = model(batch["frames"]).log_softmax(-1).transpose(0, 1)
     return functional.ctc_loss(frames, batch["words"], batch["num_frames"], batch["num_words"])
@@ -273,6 +284,7 @@ ADDS_UP = {
         void_pixels,
         Weighting("count", "[1]", ignored=255),
     ),
+    "objects": (lambda: nn.Linear(WIDTH, CLASSES), focus, anchors, Weighting("count", "[1]", ignored=0)),
     "transcription": (linear, transcribe, speech, MEAN),
     "generator": (linear, fool, features, MEAN),
     "gradient penalty": (lambda: mlp(nn.Tanh()), gradient_penalty, features, MEAN),
@@ -381,7 +393,7 @@ def test_a_loss_that_does_not_add_up_is_told(name):
     assert found.weighting is None
     assert words_of_reason in found.reason
     assert found.origin is Origin.MEASURED
-    assert found.difference > 1e-4
+    assert found.difference > 1e-5
 
 
 def paired(model, batch):
@@ -446,7 +458,7 @@ def test_sixteen_bits_are_no_reason_for_doubt():
     assert find_weighting(model, loss, labelled()).weighting == MEAN
 
 
-def test_long_sequences_of_a_slow_model_are_cut(monkeypatch):
+def test_long_sequences_are_cut_and_a_slow_model_is_run_on_two_samples(monkeypatch):
     # GIVEN a model that counts as slow, and sequences longer than needed
     # (what a run adds to a list would be taken back)
     seen = io.StringIO()
@@ -461,11 +473,19 @@ def test_long_sequences_of_a_slow_model_are_cut(monkeypatch):
     # WHEN it is probed
     found = find_weighting(Words(), loss, sentences())
 
-    # THEN only the first run has their whole length, and two samples are enough
+    # THEN it sees parts of two short samples
     assert found.weighting == Weighting("count", "['labels']")
-    first, *others = seen.getvalue().splitlines()
-    assert first == f"2 {LENGTH}"
-    assert set(others) == {"1 8", "2 8"}
+    assert set(seen.getvalue().splitlines()) == {"1 8", "2 8"}
+
+
+def test_sequences_that_begin_with_padding_stay_whole(monkeypatch):
+    monkeypatch.setattr("memfit.adapters.torch.fitting.probe._MAX_POSITIONS", 8)
+    labels = words()
+    labels[:, :10] = -100
+
+    found = find_weighting(Words(), by_word, sentences(labels=labels))
+
+    assert found.weighting == Weighting("count", "['labels']")
 
 
 def test_nothing_of_the_users_is_changed():

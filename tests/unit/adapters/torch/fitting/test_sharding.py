@@ -1,5 +1,6 @@
 import copy
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.unit.adapters.torch.builders import AMPERE, HOST
 from torch import nn
 
 from memfit.adapters.torch.fitting.chunked_loss import chunked_cross_entropy
@@ -16,6 +16,7 @@ from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.recorder import Recorder
 from memfit.adapters.torch.simulation import Simulation
 from memfit.core.errors import BadInput
+from tests.unit.adapters.torch.builders import AMPERE, HOST
 
 VOCABULARY = 8192
 
@@ -67,9 +68,15 @@ def _worst(found: Any, expected: Any) -> float:
     return max(((a - b).norm() / b.norm().clamp(min=1e-12)).item() for a, b in pairs)
 
 
-def _rank(rank: int, count: int, folder: str, offload: bool) -> None:
+def _rank(rank: int, count: int, folder: str) -> None:
     """One process of a sharded training; writes how far it is from plain training."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group{offload}", rank=rank, world_size=count)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=count)
+    for offload in (False, True):
+        torch.save(_outcome(rank, count, offload), os.path.join(folder, f"{offload}-{rank}.pt"))
+    dist.destroy_process_group()
+
+
+def _outcome(rank: int, count: int, offload: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = LanguageModel().double()
     plain = copy.deepcopy(model)
@@ -105,15 +112,13 @@ def _rank(rank: int, count: int, folder: str, offload: bool) -> None:
     # ... and can be trained, or sharded once more.
     _train(model, optimizers[0], _batch())
     shard(model, count)()
-    torch.save(outcome, os.path.join(folder, f"{offload}-{rank}.pt"))
-    dist.destroy_process_group()
+    return outcome
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-@pytest.mark.parametrize("offload", [False, True])
-def test_shards_train_as_the_whole_does(tmp_path: Path, offload: bool) -> None:
-    torch.multiprocessing.spawn(_rank, (2, str(tmp_path), offload), nprocs=2)
-    for rank in range(2):
+def test_shards_train_as_the_whole_does(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_rank, (2, str(tmp_path)), nprocs=2)
+    for offload, rank in product((False, True), range(2)):
         outcome = torch.load(tmp_path / f"{offload}-{rank}.pt")
         assert max(outcome[name] for name in ("gradients", "parameters", "state")) < 1e-12
         assert outcome["same objects"] and outcome["same classes"] and outcome["tied"]

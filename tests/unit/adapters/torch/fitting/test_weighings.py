@@ -109,7 +109,7 @@ def test_shortened_maps_lose_whole_rows():
 def test_contrasted_changes_the_first_sample_alone():
     batch = {
         "image": torch.full((3, 2), 0.8),
-        "tokens": torch.tensor([[4, 5, 6], [7, 8, 9], [1, 2, 3]]),
+        "tokens": torch.tensor([[4, 5, 6, 7], [7, 8, 9, 1], [1, 2, 3, 4]]),
         "label": torch.tensor([1, 2, 3]),
         "mask": torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 1.0]]),
         "scale": torch.tensor(3.0),
@@ -117,9 +117,9 @@ def test_contrasted_changes_the_first_sample_alone():
     changed = contrasted(batch)
 
     assert changed["image"][:, 0].tolist() == pytest.approx([0.4, 0.8, 0.8])
-    assert changed["tokens"].tolist() == [[4, 4, 4], [7, 8, 9], [1, 2, 3]]
+    assert changed["tokens"].tolist() == [[4, 5, 4, 4], [7, 8, 9, 1], [1, 2, 3, 4]]
     assert all(torch.equal(changed[name], batch[name]) for name in ("label", "mask", "scale"))
-    assert batch["tokens"][0].tolist() == [4, 5, 6]
+    assert batch["tokens"][0].tolist() == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("result", [None, 1.0, torch.ones(2), (torch.ones(1), "much"), (torch.ones(1), torch.ones(3))])
