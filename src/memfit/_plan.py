@@ -40,8 +40,12 @@ _RESERVE = 0.01
 _MAX_PROOFS = 6
 # A proven plan that leaves more of the budget unused than this is worth another look.
 _SLACK = 0.03
+# Seconds of a trace up to which every move of a plan is traced without.
+_QUICK_TRACE = 3.0
 _LORA_RANK = 16
 _CHUNKS = 16
+# Points of the front that are slower than the plan by more than this interest nobody.
+_MAX_SLOWDOWN = 10
 _REFERENCE = "rtx-3090"
 
 
@@ -430,28 +434,30 @@ class _Planner:
         from memfit.planner.search import evaluate
 
         chosen = proof.candidate
-        num_units = len(chosen.variant.memory.units)
-        moves = used_moves(
-            chosen.settings, batch_size=self._batch_size, num_units=num_units, approximate=self._approximate
-        )
+        moves = used_moves(chosen.settings, batch_size=self._batch_size, approximate=self._approximate)
         found = []
         for move in moves:
-            variant = _variant_for(move.without, variants)
-            without = evaluate(variant, move.without, self._batch_size)
-            scale = proof.estimate.reserved_peak_bytes / max(1.0, chosen.live_bytes)
+            without = evaluate(_variant_for(move.without, variants), move.without, self._batch_size)
+            saves, origin = self._saved(proof, move.without, without.live_bytes)
+            costs = chosen.seconds - without.seconds
             found.append(
                 PlannedMove(
-                    move.name,
-                    move.title,
-                    move.keeps,
-                    round((without.live_bytes - chosen.live_bytes) * scale),
-                    Origin.ASSUMED,
-                    chosen.seconds - without.seconds,
-                    chosen.variant.speed.origin,
-                    move.caveat,
+                    move.name, move.title, move.keeps, saves, origin, costs, chosen.variant.speed.origin, move.caveat
                 )
             )
         return tuple(sorted(found, key=lambda move: -move.saves_bytes))
+
+    def _saved(self, proof: _Proof, without: Settings, live_bytes: float) -> tuple[int, Origin]:
+        """(bytes that a move saves, how that is known): by a trace without it, where traces are quick."""
+        if proof.estimate.seconds < _QUICK_TRACE:
+            try:
+                estimate, _ = self._estimator.with_settings(without)
+                return estimate.peak_bytes - proof.estimate.peak_bytes, Origin.SIMULATED
+            except (StepFailed, BadInput, MissingDependency):
+                # Without this move the others can't be run.
+                pass
+        scale = proof.estimate.reserved_peak_bytes / max(1.0, proof.candidate.live_bytes)
+        return round((live_bytes - proof.candidate.live_bytes) * scale), Origin.ASSUMED
 
     def _front(self, search: "Search", proof: _Proof, before: Estimate) -> tuple[Point, ...]:
         """Computed points, on the scale of what the device must provide, and the proven one."""
@@ -467,7 +473,7 @@ class _Planner:
             )
         ]
         for one in search.front():
-            if one.settings != proof.candidate.settings:
+            if one.settings != proof.candidate.settings and one.seconds < _MAX_SLOWDOWN * proof.candidate.seconds:
                 peak = round(one.live_bytes * scale) + context
                 points.append(Point(peak, one.seconds, _label(one.settings), one.settings))
         return _undominated(points)
@@ -566,7 +572,7 @@ def _is_outermost_refusal(unit: Any, units: Any) -> bool:
 def _name_of(settings: Settings) -> str:
     from memfit.planner.moves import used_moves
 
-    return ", ".join(move.name for move in used_moves(settings, batch_size=None, num_units=0))
+    return ", ".join(move.name for move in used_moves(settings, batch_size=None))
 
 
 def _label(settings: Settings) -> str:

@@ -32,6 +32,8 @@ _RAN = (Outcome.COMPLETED, Outcome.ENDED)
 # Runs that prove settings, at most.
 _MAX_PROOFS = 4
 _STEPS_OF_PARTS = 2
+# Kept free of the budget where a peak is computed and not proven.
+_RESERVE = 0.03
 # A proven plan that leaves more of the budget unused than this is worth another look.
 _SLACK = 0.05
 # Whose rates are taken where the catalogue has none for the target.
@@ -169,7 +171,7 @@ class _ScriptPlanner:
         proven = self._improved(self._budget, None)
         if proven is None:
             least = self._smallest()
-            if least.estimate.peak_bytes > self._budget:
+            if self._needs(least) > self._budget:
                 raise self._not_found(least)
             # The moves save more than computed.
             ratio = least.estimate.peak_bytes / max(1, least.candidate.peak_bytes)
@@ -185,7 +187,8 @@ class _ScriptPlanner:
             if proof is None:
                 self._search = self._open(self._allowed)
                 continue
-            needs, ratio = proof.estimate.peak_bytes, proof.estimate.peak_bytes / max(1, best.peak_bytes)
+            needs = self._needs(proof)
+            ratio = needs / max(1, best.peak_bytes)
             if needs > self._budget:
                 target_bytes = min(best.peak_bytes - 1, int(self._budget / ratio))
                 continue
@@ -195,6 +198,11 @@ class _ScriptPlanner:
             # What is computed to be above the budget may still fit.
             target_bytes = max(target_bytes + 1, int(self._budget / ratio))
         return proven
+
+    @staticmethod
+    def _needs(proof: _Proof) -> int:
+        """What is promised: a peak that is only computed may be exceeded by a little."""
+        return proof.estimate.peak_bytes if proof.is_whole else int(proof.estimate.peak_bytes * (1 + _RESERVE))
 
     def _open(self, allowed: frozenset[str]) -> "ScriptSearch":
         from memfit.planner.script_memory import ScriptMemory
@@ -257,7 +265,7 @@ class _ScriptPlanner:
         """Leaves out what made the script fail: recomputation where there is some, else autocast, else everything."""
         from memfit.planner.moves import AUTOCAST, CHECKPOINT, used_moves
 
-        used = [move.name for move in used_moves(settings, batch_size=None, num_units=0)]
+        used = [move.name for move in used_moves(settings, batch_size=None)]
         names = [name for name in (CHECKPOINT, AUTOCAST) if name in used][:1] or used
         reason = f"the script failed with it: {run.error or run.outcome.value}"
         self._refused += [Refusal(name, reason) for name in names]
@@ -295,7 +303,6 @@ class _ScriptPlanner:
         used = used_moves(
             settings,
             batch_size=self._seen.batch_size,
-            num_units=len(self._space.units),
             approximate=approximate,
         )
         if settings.set_to_none:
@@ -356,6 +363,14 @@ class _ScriptPlanner:
                     _COMPUTED,
                     f"what {own} would save is computed from the script's timeline, because it takes a change to the "
                     f"script itself{rest}",
+                )
+            )
+        if settings.micro_batches > 1 and proof.is_whole:
+            notes.append(
+                Note(
+                    "split-batches",
+                    "micro-batches were parts of the loader's batches; a loader of smaller ones, padded each for "
+                    "itself, may leave more gaps in memory",
                 )
             )
         if settings.checkpoint and self._seen.models:

@@ -24,8 +24,8 @@ Bytes = NDArray[np.float64]
 _PERSISTENT = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.BATCH)
 # Bytes of an 8-bit optimizer's state for each byte of a 32-bit one: codes, and one 32-bit scale for 256 of them.
 EIGHT_BIT_SHARE = 0.25 * (1 + 4 / 256)
-# Temporaries of an update of one parameter at a time, in parameters: the denominator of Adam and a scratch.
-_SINGLE_TEMPORARIES = 2
+# Temporaries of an update of one parameter at a time, in parameters: what Adam takes, which takes most.
+_SINGLE_TEMPORARIES = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,13 +103,12 @@ class UsedMove:
     caveat: str = ""
 
 
-def used_moves(settings: Settings, *, batch_size: int | None, num_units: int, approximate: str = "") -> list[UsedMove]:
+def used_moves(settings: Settings, *, batch_size: int | None, approximate: str = "") -> list[UsedMove]:
     """The moves of some settings.
 
     Args:
         settings: of a plan.
         batch_size: samples of the whole batch.
-        num_units: modules that could be recomputed.
         approximate: why micro-batches only approximate the step, or "".
     """
     found: list[UsedMove] = []

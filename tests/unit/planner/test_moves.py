@@ -42,30 +42,30 @@ EVERYTHING = Settings(
 
 
 def test_every_setting_is_a_move_that_can_be_taken_back():
-    moves = used_moves(EVERYTHING, batch_size=10, num_units=5)
+    moves = used_moves(EVERYTHING, batch_size=10)
     assert {move.name for move in moves} == {
         "micro-batch", "autocast", "checkpoint", "activation-offload", "chunked-cross-entropy", "fused-optimizer",
         "host-optimizer", "step-in-backward", "expandable-segments", "channels-last", "shard", "lora", "freeze",
     }  # fmt: skip
     for move in moves:
-        names = {other.name for other in used_moves(move.without, batch_size=10, num_units=5)}
+        names = {other.name for other in used_moves(move.without, batch_size=10)}
         assert names == {other.name for other in moves} - {move.name}
 
 
 def test_plain_settings_use_no_move():
-    assert used_moves(Settings(), batch_size=8, num_units=0) == []
+    assert used_moves(Settings(), batch_size=8) == []
     assert label(Settings(), 8) == "as it is"
 
 
 def test_micro_batches_that_only_approximate_say_so():
-    (move,) = used_moves(Settings(micro_batches=4), batch_size=10, num_units=0, approximate="batch norm sees less")
+    (move,) = used_moves(Settings(micro_batches=4), batch_size=10, approximate="batch norm sees less")
     assert move.keeps is Keeps.CHANGES and move.caveat == "batch norm sees less"
-    (move,) = used_moves(Settings(micro_batches=4), batch_size=10, num_units=0)
+    (move,) = used_moves(Settings(micro_batches=4), batch_size=10)
     assert move.keeps is Keeps.ROUNDING and "of 3" in move.title
 
 
 def test_quantized_adapters_have_a_name_of_their_own():
-    (move,) = used_moves(Settings(lora_rank=8, quantized_base=True), batch_size=8, num_units=0)
+    (move,) = used_moves(Settings(lora_rank=8, quantized_base=True), batch_size=8)
     assert move.name == "qlora" and "4-bit" in move.title
 
 

@@ -16,7 +16,9 @@ from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.recorder import Recorder
 from memfit.adapters.torch.simulation import Simulation
 from memfit.core.errors import BadInput
-from tests.unit.adapters.torch.builders import AMPERE, HOST
+from memfit.core.settings import Settings
+from memfit.core.timeline import Category
+from tests.unit.adapters.torch.builders import AMPERE, HOST, run
 
 VOCABULARY = 8192
 
@@ -190,3 +192,32 @@ class TestSimulatedGroup:
                 pass
         finally:
             dist.destroy_process_group()
+
+
+class TestTrace:
+    def _kept(self, settings: Settings) -> tuple[dict[Category, int], int]:
+        """(bytes that are there after two steps by category, host bytes) on the simulated device."""
+        model, tokens = LanguageModel(), torch.zeros(2, 8, dtype=torch.long)
+        optimizer = torch.optim.AdamW(model.parameters())
+        made = run(model, (tokens, tokens), loss=_loss, optimizer=optimizer, settings=settings)
+        # The user's model is what it was.
+        assert type(model) is LanguageModel and not next(model.parameters()).is_meta
+        kept: dict[Category, int] = {}
+        for block in made.timeline.blocks:
+            if block.end is None:
+                kept[block.category] = kept.get(block.category, 0) + block.size_bytes
+        return kept, made.host_bytes
+
+    def test_a_device_holds_its_share(self) -> None:
+        whole, _ = self._kept(Settings())
+        share, host_bytes = self._kept(Settings(num_devices=4))
+        for category in (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE):
+            # Blocks are padded to a multiple of the devices.
+            assert share[category] == pytest.approx(whole[category] / 4, rel=0.01)
+        assert host_bytes == 0
+
+    def test_offloaded_shards_are_on_the_host(self) -> None:
+        whole, _ = self._kept(Settings())
+        share, host_bytes = self._kept(Settings(num_devices=4, shard_offload=True))
+        assert not {Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE} & set(share)
+        assert host_bytes == pytest.approx(whole[Category.PARAMETER], rel=0.02)

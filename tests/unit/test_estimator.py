@@ -1,0 +1,73 @@
+"""What the verbs share. Estimates themselves are tested through the verbs, in test_api.py."""
+
+import pytest
+import torch
+from torch import nn
+
+from memfit._estimator import Estimator, as_job, checked_batch_size, resolve
+from memfit.core.errors import BadBatch, BadInput
+from memfit.core.job import Job
+from memfit.core.replay import AllocatorOptions
+from memfit.core.settings import Settings
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+@pytest.fixture
+def job():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(4)))
+    return Job(model, loss, torch.randn(512, 64), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_settings_change_the_estimate(job):
+    # GIVEN an estimator that has seen the plain step
+    estimator = Estimator(job, resolve("cpu"), AllocatorOptions())
+    plain = estimator.run(eager=False)
+
+    # WHEN the same step is run in four parts, or with a block computed again
+    parts, host_bytes = estimator.with_settings(Settings(micro_batches=4))
+    again, _ = estimator.with_settings(Settings(checkpoint=("0", "1")))
+
+    # THEN both need less, and nothing waits on the host
+    assert parts.allocated_peak_bytes < plain.allocated_peak_bytes
+    assert again.allocated_peak_bytes < plain.allocated_peak_bytes
+    assert host_bytes == 0
+
+
+def test_settings_that_change_nothing_give_the_plain_estimate(job):
+    estimator = Estimator(job, resolve("cpu"), AllocatorOptions())
+    plain = estimator.run(eager=False)
+    fitted, _ = estimator.with_settings(Settings())
+    assert fitted.allocated_peak_bytes == pytest.approx(plain.allocated_peak_bytes, rel=0.001)
+
+
+def test_an_allocator_that_expands_uses_the_trace_again(job):
+    estimator = Estimator(job, resolve("a100-40gb"), AllocatorOptions())
+    estimator.run(eager=False)
+    plain, _ = estimator.with_settings(Settings())
+    expanded, _ = estimator.with_settings(Settings(expandable_segments=True))
+    assert expanded.timeline is plain.timeline
+    assert expanded.reserved_peak_bytes <= plain.reserved_peak_bytes
+
+
+def test_a_fitted_estimate_has_no_other_batch_size(job):
+    estimator = Estimator(job, resolve("cpu"), AllocatorOptions())
+    estimator.run(eager=False)
+    fitted, _ = estimator.with_settings(Settings(micro_batches=2))
+    with pytest.raises(BadInput):
+        fitted.at_batch(8)
+
+
+def test_a_job_and_its_parts_exclude_each_other(job):
+    with pytest.raises(BadInput, match="either a Job or a model"):
+        as_job(job, loss, None)
+    with pytest.raises(BadInput, match="loss is missing"):
+        as_job(job.model, None, None)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "8"])
+def test_a_batch_size_is_a_whole_number_from_1_up(size):
+    with pytest.raises(BadBatch):
+        checked_batch_size(size)

@@ -1,0 +1,336 @@
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memfit
+from memfit.core.device import Origin
+from memfit.core.errors import BadInput
+from memfit.core.plan import Plan, PlanNotFound
+from memfit.core.settings import Keeps, Settings
+from memfit.core.units import MIB
+
+
+class Block(nn.Module):
+    def __init__(self, width, norm=nn.LayerNorm):
+        super().__init__()
+        self.norm, self.up, self.down = norm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, width=64, depth=6, norm=nn.LayerNorm):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, norm) for _ in range(depth))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def classify(model, batch):
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels)
+
+
+def contrast(model, batch):
+    features = F.normalize(model(batch[0]), dim=1)
+    return F.cross_entropy(features @ features.T, torch.arange(len(features), device=features.device))
+
+
+def batch_of(count=256, width=64):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, width, generator=generator), torch.randint(10, (count,), generator=generator)
+
+
+def plan_for(model, share, loss=classify, batch=None, **options):
+    """A plan within a share of what the step needs as it is."""
+    batch = batch_of() if batch is None else batch
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plain = memfit.estimate(model, loss, batch, optimizer=optimizer, device="cpu")
+    options = {"device": "cpu", "measure": False} | options
+    return memfit.plan(model, loss, batch, optimizer=optimizer, budget=round(share * plain.peak_bytes), **options)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Stack()
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.4, 0.3])
+def test_a_plan_is_proven_to_fit(model, share):
+    plan = plan_for(model, share)
+    assert plan.fits and plan.after.peak_bytes <= plan.budget_bytes < plan.before.peak_bytes
+    assert plan.keeps in (Keeps.EXACT, Keeps.ROUNDING)
+    assert plan.estimate_after.timeline.peak()[1] == plan.after.peak_bytes
+
+
+def test_with_room_to_spare_nothing_slows_the_step(model):
+    plan = plan_for(model, 2.0)
+    assert plan.settings.micro_batches == 1
+    assert not plan.settings.checkpoint and not plan.settings.offload
+
+
+def test_less_memory_takes_no_less_time(model):
+    times = [plan_for(model, share).seconds_after.seconds for share in (0.9, 0.6, 0.4)]
+    assert times == sorted(times)
+
+
+def test_the_same_question_has_the_same_answer(model):
+    first, second = plan_for(model, 0.5), plan_for(model, 0.5)
+    assert first.settings == second.settings
+    assert [point.settings for point in first.front] == [point.settings for point in second.front]
+
+
+def test_the_front_holds_the_plan_and_trades_memory_for_time(model):
+    plan = plan_for(model, 0.5)
+    assert sum(point.verified for point in plan.front) == 1
+    peaks = [point.peak_bytes for point in plan.front]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_every_move_says_what_it_saves_and_costs(model):
+    plan = plan_for(model, 0.4)
+    assert plan.moves
+    for move in plan.moves:
+        assert move.saves_origin is Origin.SIMULATED
+        assert move.costs_seconds is not None
+    assert sum(move.saves_bytes > 0 for move in plan.moves) >= 1
+
+
+def test_only_what_is_allowed_is_used(model):
+    plan = plan_for(model, 0.6, allow=("checkpoint",))
+    assert {move.name for move in plan.moves} == {"checkpoint"}
+    plan = plan_for(model, 0.6, allow="micro-batch")
+    assert {move.name for move in plan.moves} == {"micro-batch"}
+
+
+@pytest.mark.parametrize("allow", [("exact",), ("exact", "rounding")])
+def test_an_applied_plan_gives_the_plain_gradient(allow):
+    # GIVEN a plan for a model in double precision
+    torch.manual_seed(1)
+    model, batch = Stack().double(), (batch_of()[0].double(), batch_of()[1])
+    plan = plan_for(model, 0.6, batch=batch, allow=allow)
+    assert plan.moves
+    plain = classify(model, batch)
+    plain.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+
+    # WHEN it is applied
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with plan.apply(model, optimizer) as fitted:
+        if plan.settings.step_in_backward:
+            pytest.skip("the gradients are used up")
+        value = fitted.backward(classify, batch)
+
+    # THEN loss and gradients are those of the plain step
+    assert value.item() == pytest.approx(plain.item(), rel=1e-12)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-11, atol=1e-14)
+
+
+def test_a_saved_plan_is_applied_like_the_first(model, tmp_path):
+    plan = plan_for(model, 0.5)
+    plan.save(tmp_path / "plan.json")
+    loaded = memfit.load_plan(tmp_path / "plan.json")
+    assert loaded == plan and loaded.settings == plan.settings
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with loaded.apply(model, optimizer) as fitted:
+        first = fitted.step(classify, batch_of())
+        for _ in range(5):
+            last = fitted.step(classify, batch_of())
+    assert last < first
+
+
+def test_a_model_without_values_is_planned_too():
+    def build():
+        return Stack(width=256)
+
+    batch = (torch.empty(128, 256, device="meta"), torch.empty(128, dtype=torch.int64, device="meta"))
+    plain = memfit.estimate(build, classify, batch, optimizer="adamw", device="a100-40gb")
+    budget = round(plain.context_bytes + 0.9 * plain.reserved_peak_bytes)
+    plan = memfit.plan(build, classify, batch, optimizer="adamw", device="a100-40gb", budget=budget)
+    assert plan.fits
+    assert plan.seconds_after.origin is Origin.ASSUMED
+    assert any(note.code == "loss-assumed" for note in plan.notes) or plan.settings.micro_batches == 1
+
+
+def test_another_effective_batch_is_that_of_one_update(model):
+    plan = plan_for(model, 1.0, effective_batch=1024)
+    assert plan.batch_size == 1024
+    assert plan.fits and plan.moves
+
+
+def test_precision_is_kept_unless_told_otherwise(model):
+    assert plan_for(model, 0.5).settings.precision is None
+    names = {move.name for move in plan_for(model, 0.5, precision="auto", allow=("autocast", "checkpoint")).moves}
+    assert names <= {"autocast", "checkpoint"}
+
+
+class TestNothingFits:
+    def test_the_message_says_what_is_left_and_what_would_do(self, model):
+        with pytest.raises(PlanNotFound) as caught:
+            plan_for(model, 0.12)
+        text = str(caught.value)
+        assert "no plan fits `Stack` into" in text and "the smallest needs" in text
+        assert "parameter" in text and "optimizer state" in text
+        assert caught.value.device_name and caught.value.device_name in text
+        assert caught.value.smallest.after.peak_bytes > caught.value.smallest.budget_bytes
+        assert not caught.value.smallest.fits
+
+    def test_a_budget_below_the_weights_is_told_at_once(self, model):
+        with pytest.raises(PlanNotFound, match=r"below the fixed cost of Stack: its weights take"):
+            memfit.plan(model, classify, batch_of(), optimizer="adamw", device="cpu", budget="64KiB")
+
+    def test_what_could_be_allowed_is_named(self, model):
+        with pytest.raises(PlanNotFound, match="8-bit-optimizer"):
+            plan_for(model, 0.12)
+
+
+class TestWhatStandsInTheWay:
+    def test_batch_norm_keeps_micro_batches_out(self):
+        model = Stack(norm=nn.BatchNorm1d)
+        plan = plan_for(model, 0.7)
+        assert plan.settings.micro_batches == 1
+        reason = next(refusal.reason for refusal in plan.refused if refusal.name == "micro-batch")
+        assert "batch norm" in reason and "approximate" in reason
+
+    def test_approximate_lets_them_in_and_says_so(self):
+        model = Stack(norm=nn.BatchNorm1d)
+        plan = plan_for(model, 0.5, allow=("micro-batch", "approximate"))
+        (move,) = plan.moves
+        assert move.keeps is Keeps.CHANGES and "batch norm" in move.caveat
+        assert plan.keeps is Keeps.CHANGES
+
+    def test_batch_norm_in_evaluation_mode_is_no_obstacle(self):
+        model = Stack(norm=nn.BatchNorm1d)
+        for block in model.blocks:
+            block.norm.eval()
+        assert plan_for(model, 0.5, allow=("micro-batch",)).settings.micro_batches > 1
+
+    def test_a_loss_that_compares_samples_keeps_micro_batches_out(self, model):
+        plan = plan_for(model, 0.7, loss=contrast)
+        assert plan.settings.micro_batches == 1
+        reason = next(refusal.reason for refusal in plan.refused if refusal.name == "micro-batch")
+        assert "neither" in reason or "compared" in reason
+
+    def test_a_batch_that_cannot_be_split_names_its_tensor(self, model):
+        batch = {"inputs": batch_of()[0], "labels": batch_of()[1], "weights": torch.ones(10)}
+
+        def weighted(model, batch):
+            return F.cross_entropy(model(batch["inputs"]), batch["labels"], weight=batch["weights"])
+
+        plan = plan_for(model, 0.7, loss=weighted, batch=batch)
+        reason = next(refusal.reason for refusal in plan.refused if refusal.name == "micro-batch")
+        assert "weights" in reason and "(10,)" in reason
+
+    def test_a_sum_is_added_up(self, model):
+        def total(model, batch):
+            return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+        plan = plan_for(model, 0.4, loss=total, allow=("micro-batch",))
+        assert plan.settings.weighting.kind == "sum"
+
+    def test_shared_and_frozen_parameters_are_planned_and_applied(self):
+        torch.manual_seed(2)
+        model = Stack().double()
+        model.blocks[3].up.weight = model.blocks[0].up.weight
+        model.blocks[1].requires_grad_(False)
+        batch = (batch_of()[0].double(), batch_of()[1])
+        plan = plan_for(model, 0.6, batch=batch, allow=("checkpoint", "micro-batch"))
+        classify(model, batch).backward()
+        expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        with plan.apply(model, torch.optim.AdamW(model.parameters())) as fitted:
+            fitted.backward(classify, batch)
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-11, atol=1e-14)
+
+    def test_modules_that_cannot_be_computed_again_are_named(self):
+        class Doubling(nn.Module):
+            def forward(self, x):
+                return x.mul_(2)
+
+        class Model(Stack):
+            def __init__(self):
+                super().__init__()
+                self.doubling = Doubling()
+
+            def forward(self, x):
+                x = self.doubling(self.blocks[0](x) + 1)
+                for block in self.blocks[1:]:
+                    x = block(x)
+                return self.head(x)
+
+        plan = plan_for(Model(), 0.7)
+        reasons = [refusal.reason for refusal in plan.refused if refusal.name == "checkpoint"]
+        assert any("doubling (Doubling)" in reason and "in place" in reason for reason in reasons)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"precision": "int3"}, "precision must be keep, auto or one of"),
+            ({"allow": ("magic",)}, "'magic' was given"),
+            ({"count": 0}, "count must be at least 1"),
+            ({"budget": 0}, "more than nothing"),
+            ({"budget": "24 bananas"}, "24 bananas"),
+            ({"device": "t4", "budget": "100GiB"}, "more than NVIDIA Tesla T4 has"),
+            ({"device": "rtx-3090", "measure": True}, "can't be measured"),
+            ({"effective_batch": 0}, "at least 1"),
+        ],
+    )
+    def test_one_clear_message(self, model, options, words):
+        options = {"device": "cpu", "budget": "1GiB"} | options
+        with pytest.raises(BadInput, match=words):
+            memfit.plan(model, classify, batch_of(), optimizer="adamw", **options)
+
+    def test_inference_is_not_planned(self, model):
+        job = memfit.Job(model, classify, batch_of(), mode="inference")
+        with pytest.raises(BadInput, match="a plan is for training"):
+            memfit.plan(job, device="cpu", budget="1GiB")
+
+    def test_a_plan_is_applied_to_a_module(self, model):
+        with pytest.raises(BadInput, match="nn.Module"):
+            plan_for(model, 0.9).apply("model")
+
+
+def test_a_step_is_measured_where_the_device_is_in_hand(model):
+    plan = plan_for(model, 0.6, measure=True)
+    assert plan.seconds_after.origin is Origin.MEASURED
+    assert plan.fits
+
+
+def test_measuring_leaves_the_model_as_it_was(model):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    plan_for(model, 0.6, measure=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_states_in_8_bits_are_used_when_allowed(model):
+    pytest.importorskip("bitsandbytes")
+    plain = plan_for(model, 0.45, allow=("exact", "rounding"))
+    narrow = plan_for(model, 0.45, allow=("8-bit-optimizer", "checkpoint", "micro-batch"))
+    assert plain.keeps is not Keeps.CHANGES
+    assert narrow.fits
+
+
+def test_a_plan_prints_and_is_json(model):
+    plan = plan_for(model, 0.5)
+    assert "Stack on" in str(plan) and "budget" in str(plan)
+    assert Plan.from_json(json.dumps(plan.to_json())).settings == plan.settings
+    assert isinstance(plan.settings, Settings) and plan.budget_bytes > MIB / 4
