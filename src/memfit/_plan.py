@@ -186,7 +186,7 @@ class _Planner:
         search, variants = self._open_search()
         proof = self._prove_best(search, before, variants)
         if proof is None:
-            proof = self._prove(search.smallest(), self._budget)
+            proof = self._prove_smallest(search)
             if proof is None or not proof.estimate.fits:
                 raise self._not_found(proof, search, before, variants)
         return self._plan(proof, before, search, variants)
@@ -308,7 +308,10 @@ class _Planner:
                 self._refused.append(Refusal(name, f"{self._approximate}; allow 'approximate' to use them anyway"))
                 self._approximate = ""
                 return (1,)
-        return possible_parts(self._batch_size)
+        # Statistics of a single sample are no statistics: batch norm refuses it.
+        least = 2 if "batch-norm" in profile.features else 1
+        size = self._batch_size
+        return tuple(parts for parts in possible_parts(size) if size // parts >= least)
 
     def _rates(self) -> "Rates":
         """Speed of the device: of the catalogue, or measured where it is this machine's processor."""
@@ -379,6 +382,16 @@ class _Planner:
                 break
             beyond = needs - candidate.live_bytes + (0 if proof.estimate.fits else 0.002 * usable)
         return best
+
+    def _prove_smallest(self, search: "Search") -> _Proof | None:
+        """The settings that need least memory, of those that can be run."""
+        for _ in range(_MAX_PROOFS):
+            candidate = search.smallest()
+            proof = self._prove(candidate, self._budget)
+            if proof is not None:
+                return proof
+            search.exclude(candidate)
+        return None
 
     def _prove(self, candidate: "Candidate", usable: float) -> _Proof | None:
         """A trace with the settings applied; None when they can't be run.

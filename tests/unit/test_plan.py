@@ -44,7 +44,7 @@ def contrast(model, batch):
     return F.cross_entropy(features @ features.T, torch.arange(len(features), device=features.device))
 
 
-def batch_of(count=256, width=64):
+def batch_of(count=2048, width=64):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(count, width, generator=generator), torch.randint(10, (count,), generator=generator)
 
@@ -163,8 +163,8 @@ def test_a_model_without_values_is_planned_too():
 
 
 def test_another_effective_batch_is_that_of_one_update(model):
-    plan = plan_for(model, 1.0, effective_batch=1024)
-    assert plan.batch_size == 1024
+    plan = plan_for(model, 1.0, effective_batch=4096)
+    assert plan.batch_size == 4096
     assert plan.fits and plan.moves
 
 
@@ -177,7 +177,7 @@ def test_precision_is_kept_unless_told_otherwise(model):
 class TestNothingFits:
     def test_the_message_says_what_is_left_and_what_would_do(self, model):
         with pytest.raises(PlanNotFound) as caught:
-            plan_for(model, 0.12)
+            plan_for(model, 0.05)
         text = str(caught.value)
         assert "no plan fits `Stack` into" in text and "the smallest needs" in text
         assert "parameter" in text and "optimizer state" in text
@@ -191,7 +191,7 @@ class TestNothingFits:
 
     def test_what_could_be_allowed_is_named(self, model):
         with pytest.raises(PlanNotFound, match="8-bit-optimizer"):
-            plan_for(model, 0.12)
+            plan_for(model, 0.05)
 
 
 class TestWhatStandsInTheWay:
@@ -256,8 +256,12 @@ class TestWhatStandsInTheWay:
 
     def test_modules_that_cannot_be_computed_again_are_named(self):
         class Doubling(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+
             def forward(self, x):
-                return x.mul_(2)
+                return self.down(self.up(x.mul_(2)).tanh())
 
         class Model(Stack):
             def __init__(self):
@@ -300,7 +304,7 @@ class TestBadInput:
             memfit.plan(job, device="cpu", budget="1GiB")
 
     def test_a_plan_is_applied_to_a_module(self, model):
-        with pytest.raises(BadInput, match="nn.Module"):
+        with pytest.raises(BadInput, match=r"nn\.Module"):
             plan_for(model, 0.9).apply("model")
 
 

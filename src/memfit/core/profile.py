@@ -58,7 +58,7 @@ class Call:
         backward: the same of its backward pass.
         drops: blocks that are gone for a while if the call is computed again.
         offloads: blocks that would wait in host memory if what the call saves for the backward pass did: saved inside,
-            by nobody outside, and no parameters; `start` is the last use, `end` the beginning of its backward pass.
+            by nobody outside, and no parameters; `start` is the last use, `end` the first one in the backward pass.
         extra_bytes: what computing it again needs for the moment, beyond what its backward pass finds anyway.
         operations: range of indices into `work` of its forward operators, first and after the last.
         holds: inputs that live longer if the call is computed again: from `start`, where they end in the plain step,

@@ -10,7 +10,6 @@ computed here ranks and prunes; the settings chosen are always traced for real a
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +50,7 @@ class UnitMemory:
         path: of the module.
         away: blocks that are gone while the unit waits to be recomputed.
         held: blocks that live longer because the unit needs its inputs again.
+        kept: blocks that stay for the same reason, though another unit that is recomputed would keep them away.
         hosted: blocks that wait in host memory if what the unit saves does.
         inputs_hosted: those of `hosted` that were made outside of it: what waits if the unit is recomputed as well.
         extra: (tick, bytes): needed for a moment when it is computed again.
@@ -59,6 +59,7 @@ class UnitMemory:
     path: str
     away: Intervals
     held: Intervals
+    kept: Intervals
     hosted: Intervals
     inputs_hosted: Intervals
     extra: tuple[tuple[int, int], ...]
@@ -153,6 +154,11 @@ class StepMemory:
             if unit is not None:
                 self._subtract(change, unit.away, sizes, 1.0)
                 self._subtract(change, unit.held, sizes, -1.0)
+        chosen = [self._index[path] for path in settings.checkpoint if path in self._index]
+        for one in chosen:
+            for other in chosen:
+                if one is not other:
+                    self._subtract(change, overlap(one, other), sizes, -1.0)
         for path in settings.offload:
             unit = self._index.get(path)
             if unit is not None:
@@ -189,7 +195,7 @@ class StepMemory:
         if accumulates or settings.step_in_backward:
             # A fresh gradient is added to the one that waits, or used up, and freed at once.
             end = np.where(gradient, self._start[moving] + 1, end)
-        if settings.step_in_backward:
+        if settings.step_in_backward and settings.kernels is not OptimizerKernels.FUSED:
             own[gradient] *= 1 + _SINGLE_TEMPORARIES
         end = np.clip(end - self._first, 0, span)
         np.add.at(change, start, own)
@@ -219,6 +225,7 @@ class StepMemory:
             for intervals in (unit.away, unit.hosted, unit.inputs_hosted):
                 ticks.update((intervals.end - self._first).tolist())
             ticks.update((unit.held.start - self._first).tolist())
+            ticks.update((unit.kept.start - self._first).tolist())
             ticks.update(tick - self._first for tick, _ in unit.extra)
         return np.array(sorted(tick for tick in ticks if 0 <= tick < span), dtype=np.int64)
 
@@ -282,6 +289,18 @@ class StepMemory:
         return total
 
 
+def overlap(one: UnitMemory, other: UnitMemory) -> Intervals:
+    """When blocks stay for `other` that would be away for `one`, if both are recomputed."""
+    common = np.flatnonzero(np.isin(one.away.block, other.kept.block))
+    rows = []
+    for index in common:
+        for at in np.flatnonzero(other.kept.block == one.away.block[index]):
+            start = max(one.away.start[index], other.kept.start[at])
+            end = min(one.away.end[index], other.kept.end[at])
+            rows.append(Drop(int(one.away.block[index]), int(start), int(end)))
+    return Intervals.of(rows)
+
+
 def _micro(settings: Settings, batch_size: int | None) -> int | None:
     """Samples of the largest micro-batch."""
     return None if batch_size is None else -(-batch_size // settings.micro_batches)
@@ -321,11 +340,11 @@ def _unit_memory(path: str, calls: Sequence[Call], blocks: Sequence[Block]) -> U
     def inputs(call: Call) -> list[Drop]:
         return [drop for drop in call.offloads if blocks[drop.block].start < call.forward[0]]
 
-    held: list[Any] = [drop for call in calls for drop in getattr(call, "holds", ())]
     return UnitMemory(
         path,
         Intervals.of(drop for call in calls for drop in call.drops),
-        Intervals.of(held),
+        Intervals.of(drop for call in calls for drop in call.holds),
+        Intervals.of(drop for call in calls for drop in call.keeps),
         Intervals.of(drop for call in calls for drop in call.offloads),
         Intervals.of(drop for call in calls for drop in inputs(call)),
         tuple((call.backward[0], call.extra_bytes) for call in calls),

@@ -156,12 +156,21 @@ class Search:
                     yield _Combination(variant, settings, seconds, space, self._choices)
 
     def exclude(self, candidate: Candidate) -> None:
-        """Leaves out the combination of a candidate that can't be run."""
+        """Leaves out what a candidate that can't be run has in common with others.
+
+        Its modules may be what fails, or the size of its parts: first the combination is tried without modules, then
+        left out with all that have as many parts.
+        """
         plain = replace(candidate.settings, checkpoint=(), offload=(), expandable_segments=False)
-        kept = [one for one in self._combinations if one.settings != plain]
-        if candidate.settings.checkpoint or candidate.settings.offload or len(kept) == len(self._combinations):
-            # Its modules may be what fails: the rest is tried without any.
-            kept = [replace(one, space=replace(one.space, recompute=False, offload=False)) for one in kept]
+        by_modules = bool(candidate.settings.checkpoint or candidate.settings.offload)
+        kept: list[_Combination] = []
+        for one in self._combinations:
+            if by_modules and one.settings == plain:
+                kept.append(replace(one, space=replace(one.space, recompute=False, offload=False)))
+            elif one.settings != plain and (
+                by_modules or one.settings.micro_batches != plain.micro_batches or plain.micro_batches == 1
+            ):
+                kept.append(one)
         self._combinations = kept
 
     def best(self, limit_bytes: float) -> Candidate | None:
@@ -208,9 +217,10 @@ class Search:
     def smallest(self) -> Candidate:
         """The candidate that needs least memory; of equals the fastest."""
         found: list[Candidate] = []
+        most = max((one.settings.micro_batches for one in self._combinations), default=1)
         for one in self._combinations:
             # Fewer parts than the most there are never need less.
-            if one.settings.micro_batches in (1, self._space.parts[-1]):
+            if one.settings.micro_batches in (1, most):
                 found.append(one.candidate(one.selection.smallest()))
         return min(found, key=lambda one: (round(one.live_bytes / 2**20), one.seconds))
 
@@ -269,11 +279,14 @@ def optimizer_choices(
         found.append(fused)
     if "foreach-off" in allowed and "foreach" in features:
         found.append(single)
-    if "step-in-backward" in allowed and "steppable" in features:
+    steps = "step-in-backward" in allowed and "steppable" in features
+    if steps:
         found.append(Settings(step_in_backward=True))
+    if steps and fused in found:
+        found.append(replace(fused, step_in_backward=True))
     if "8-bit-optimizer" in allowed and "adam" in features:
         found.append(Settings(state=OptimizerState.EIGHT_BIT))
-        if "step-in-backward" in allowed and "steppable" in features:
+        if steps:
             found.append(Settings(state=OptimizerState.EIGHT_BIT, step_in_backward=True))
     if "host-optimizer" in allowed and not on_host:
         found.append(Settings(state=OptimizerState.HOST))

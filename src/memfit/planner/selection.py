@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.core.settings import Settings
-from memfit.planner.memory import Bytes, Intervals, StepMemory, UnitMemory
+from memfit.planner.memory import Bytes, Intervals, StepMemory, UnitMemory, overlap
 from memfit.planner.speed import StepSpeed
 
 _MAX_UNITS = 500
@@ -80,8 +80,38 @@ class Choices:
         order = sorted(range(len(found)), key=lambda index: (-found[index][0], index))[:_MAX_UNITS]
         kept = [found[index] for index in sorted(order)]
         self.all = tuple(choice for _, choice, _ in kept)
-        self.savings = np.array([saved for _, _, saved in kept]).reshape(len(kept), len(memory.moments))
-        self.seconds = np.array([choice.seconds for choice in self.all])
+        self.pairs, lost = self._pairs(memory, micro, highest)
+        rows = [*(saved for _, _, saved in kept), *lost]
+        self.savings = np.array(rows).reshape(len(rows), len(memory.moments))
+        self.seconds = np.array([choice.seconds for choice in self.all] + [0.0] * len(self.pairs))
+
+    @property
+    def num_columns(self) -> int:
+        """Variables of choices and of pairs."""
+        return len(self.all) + len(self.pairs)
+
+    def _pairs(
+        self, memory: StepMemory, micro: int | None, highest: float
+    ) -> tuple[list[tuple[int, int]], list[Bytes]]:
+        """Pairs of choices that save less together than apart, and by how much at each moment, negative."""
+        units = {unit.path: unit for unit in memory.units}
+        again = [(index, units[one.path]) for index, one in enumerate(self.all) if one.recomputed]
+        keepers: dict[int, list[tuple[int, UnitMemory]]] = {}
+        for index, unit in again:
+            for block in set(unit.kept.block.tolist()):
+                keepers.setdefault(block, []).append((index, unit))
+        pairs: list[tuple[int, int]] = []
+        lost: list[Bytes] = []
+        for index, unit in again:
+            others = {at: other for block in unit.away.block.tolist() for at, other in keepers.get(block, ())}
+            for at, other in sorted(others.items(), key=lambda pair: pair[0]):
+                if other.path == unit.path or other.path.startswith(f"{unit.path}."):
+                    continue
+                common = memory.savings(unit, (overlap(unit, other),), micro, recomputed=False)
+                if float(common.max(initial=0.0)) >= _MIN_SHARE * highest:
+                    pairs.append((index, at))
+                    lost.append(-common)
+        return pairs, lost
 
     def _bytes(self, intervals: Intervals) -> float:
         return float(self._sizes[intervals.block].sum())
@@ -139,7 +169,7 @@ class Selection:
     def _relax(self, model: Any, limit_bytes: float) -> tuple[float, frozenset[int]]:
         moments: set[int] = set()
         curve = self._plain
-        values = np.zeros(len(self._choices.all))
+        values = np.zeros(self._choices.num_columns)
         for _ in range(_MAX_ROUNDS):
             fresh = [moment for moment in _highest(curve, limit_bytes) if moment not in moments]
             if not fresh:
@@ -150,7 +180,7 @@ class Selection:
             found = _solution(model)
             if found is None:
                 return float("inf"), frozenset(moments)
-            values = np.array(found[: len(self._choices.all)])
+            values = np.array(found[: self._choices.num_columns])
             curve = self._curve(values)
         return float(values @ self._choices.seconds), frozenset(moments)
 
@@ -175,7 +205,7 @@ class Selection:
             solution = _solution(model)
             if solution is None:
                 return None
-            values = np.round(solution[: len(self._choices.all)])
+            values = np.round(solution[: self._choices.num_columns])
             chosen = self._with(values)
             curve = self._curve(values)
             if limit_bytes is not None and float(curve.max(initial=0.0)) <= limit_bytes:
@@ -183,7 +213,7 @@ class Selection:
         return chosen if limit_bytes is None else None
 
     def _with(self, values: NDArray[np.float64]) -> Settings:
-        picked = [one for one, value in zip(self._choices.all, values, strict=True) if value]
+        picked = [one for one, value in zip(self._choices.all, values, strict=False) if value]
         return replace(
             self._settings,
             checkpoint=tuple(one.path for one in picked if one.recomputed),
@@ -208,9 +238,15 @@ class Selection:
             model.changeColCost(index, 1e-3 * cost if minimise_peak else cost)
             if whole:
                 model.changeColIntegrality(index, highspy.HighsVarType.kInteger)
+        for _ in self._choices.pairs:
+            model.addVar(0.0, 1.0)
         if minimise_peak:
             model.addVar(0.0, highspy.kHighsInf)
-            model.changeColCost(len(self._choices.all), 1.0)
+            model.changeColCost(self._choices.num_columns, 1.0)
+        for index, pair in enumerate(self._choices.pairs, len(self._choices.all)):
+            # 1 where both are chosen, else 0: nobody wants it larger than it must be.
+            columns, weights = np.array([*pair, index], dtype=np.int32), np.array([1.0, 1.0, -1.0])
+            model.addRow(-highspy.kHighsInf, 1.0, 3, columns, weights)
         for group in self._exclusive():
             model.addRow(0.0, 1.0, len(group), np.array(group, dtype=np.int32), np.ones(len(group)))
         return model
@@ -236,7 +272,7 @@ class Selection:
         used = np.flatnonzero(column)
         indices, values = used.astype(np.int32), column[used]
         if limit_bytes is None:
-            indices = np.append(indices, np.int32(len(self._choices.all)))
+            indices = np.append(indices, np.int32(self._choices.num_columns))
             values = np.append(values, 1.0)
             least = float(self._plain[moment]) / _MIB
         else:

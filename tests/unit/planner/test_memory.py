@@ -58,7 +58,7 @@ def test_hosted_bytes_are_those_of_what_waits(chain):
 
 def test_gradients_used_up_in_backward_do_not_add_up():
     # GIVEN parameters that are large beside everything else
-    memory = memory_of(Chain([1, 1, 1], parameter=50, state=100))
+    memory = memory_of(Chain([1] * 8, parameter=50, state=100))
     assert memory.peak(Settings(step_in_backward=True), 4) < memory.peak(Settings(), 4)
     assert memory.update_bytes(Settings(step_in_backward=True), 4) == 0
 
