@@ -7,7 +7,7 @@ a plan can do little about weights, and nothing of a step would be left to plan.
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.measure_cpu import NUM_THREADS, make_optimizer
 from benchmarks.zoo import CASES, Case
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def _repeated(leaf: Any, repeats: int, dtype: torch.dtype | None) -> Any:
     return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
 
 
-def apart(work: Callable[[], Any], what: str) -> Any:
+def apart(work: Callable[[], Answer], what: str) -> Answer:
     """The answer of `work`, run in a forked process; the caller must never have run PyTorch, only imported it.
 
     Args:
@@ -97,8 +99,9 @@ def apart(work: Callable[[], Any], what: str) -> Any:
     process.start()
     sender.close()
     try:
-        return receiver.recv()
+        answer: Answer = receiver.recv()
     except EOFError:
         raise RuntimeError(f"{what} failed; its traceback is above") from None
     finally:
         process.join()
+    return answer

@@ -10,23 +10,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memfit._estimator import Estimator, as_job, checked_batch_size, resolve, torch_adapter
+from memfit._plan_space import Opening
 from memfit.catalogue import find_device
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed
-from memfit.core.estimate import Estimate, Note
+from memfit.core.estimate import Estimate
 from memfit.core.job import PRECISIONS, Job
 from memfit.core.plan import Footprint, Plan, PlannedMove, PlanNotFound, Point, Refusal, Seconds, actions
 from memfit.core.replay import AllocatorOptions
-from memfit.core.settings import Settings, Weighting
+from memfit.core.settings import Settings
 from memfit.core.timeline import Category
 from memfit.core.units import format_size, parse_size
 from memfit.reports.plan_actions import use_reports
 
 if TYPE_CHECKING:
-    from memfit.core.profile import Measurement, Profile
-    from memfit.planner.memory import StepMemory
     from memfit.planner.search import Candidate, Search, Variant
-    from memfit.planner.speed import Rates
 
 use_reports()
 
@@ -42,11 +40,8 @@ _MAX_PROOFS = 6
 _SLACK = 0.03
 # Seconds of a trace up to which every move of a plan is traced without.
 _QUICK_TRACE = 3.0
-_LORA_RANK = 16
-_CHUNKS = 16
 # Points of the front that are slower than the plan by more than this interest nobody.
 _MAX_SLOWDOWN = 10
-_REFERENCE = "rtx-3090"
 
 
 def plan(
@@ -164,16 +159,12 @@ class _Planner:
         self._target = target
         self._allowed = allowed
         self._count = count
-        self._auto = auto
-        self._measure = measure
         self._estimator = Estimator(job, target, AllocatorOptions(), batch_size)
         self._subject = torch_adapter().subject(self._estimator.tracer)
         self._batch_size: int | None = self._subject.batch_size
-        self._refused: list[Refusal] = []
-        self._notes: list[Note] = []
-        self._approximate = ""
+        self._opening = Opening(job, self._subject, target, allowed, count, auto=auto, measure=measure)
+        self._refused = self._opening.refused
         self._proofs: dict[Settings, _Proof | None] = {}
-        self._base = Settings(set_to_none=job.set_to_none)
 
     @property
     def _budget(self) -> int:
@@ -181,177 +172,18 @@ class _Planner:
         return self._target.usable_bytes
 
     def run(self) -> Plan:
+        from memfit.planner.search import Search
+
         before = self._estimator.run(eager=False)
         self._check_fixed_cost(before)
-        search, variants = self._open_search()
+        space = self._opening.space()
+        search, variants = Search(space), space.variants
         proof = self._prove_best(search, before, variants)
         if proof is None:
             proof = self._prove_smallest(search)
             if proof is None or not proof.estimate.fits:
                 raise self._not_found(proof, search, before, variants)
         return self._plan(proof, before, search, variants)
-
-    # What may be chosen.
-
-    def _open_search(self) -> "tuple[Search, tuple[Variant, ...]]":
-        from memfit.planner.search import Search, Space, optimizer_choices
-
-        variants = self._variants()
-        profile = variants[0].memory.profile
-        on_host = self._target.kind is Kind.HOST
-        self._remark_on_units(profile)
-        space = Space(
-            variants,
-            optimizer_choices(
-                profile.features, self._allowed, on_host=on_host, has_optimizer=self._job.optimizer is not None
-            ),
-            self._parts(profile),
-            self._batch_size,
-            recompute="checkpoint" in self._allowed,
-            offload="activation-offload" in self._allowed and not on_host,
-            base=self._common_settings(),
-        )
-        return Search(space), variants
-
-    def _common_settings(self) -> Settings:
-        settings = self._base
-        if not self._job.set_to_none and "set-to-none" in self._allowed:
-            settings = replace(settings, set_to_none=True)
-        if self._count > 1:
-            settings = replace(settings, num_devices=self._count)
-        weighting = self._weighting
-        return replace(settings, weighting=weighting)
-
-    def _variants(self) -> "tuple[Variant, ...]":
-        """Ways to compute the forward pass, the step as it is first."""
-        from memfit.planner.memory import StepMemory
-        from memfit.planner.search import Variant, merged
-        from memfit.planner.speed import StepSpeed
-
-        rates = self._rates()
-        size = self._batch_size
-        found: list[Variant] = []
-        measured: tuple[Measurement, ...] | None = None
-        updates: dict[str, float] = {}
-
-        def add(changes: Settings) -> None:
-            nonlocal measured, updates
-            first = self._subject.profile(size, changes)
-            larger = self._larger_profile(changes)
-            memory = StepMemory(first, larger)
-            if measured is None:
-                measured, updates = self._measurements(memory)
-            speed = StepSpeed(first, larger, rates, measured, updates)
-            found.append(Variant(changes, memory, speed))
-
-        add(Settings())
-        features = found[0].memory.profile.features
-        ways: list[Settings] = []
-        if self._auto and not self._job.precision and "autocast" in self._allowed and "autocast" not in features:
-            ways.append(Settings(precision=self._autocast()))
-        if "chunked-cross-entropy" in self._allowed and "cross-entropy" in features:
-            ways.extend([merged(way, Settings(cross_entropy_chunks=_CHUNKS)) for way in (Settings(), *ways)])
-        if "lora" in self._allowed:
-            ways.append(Settings(lora_rank=_LORA_RANK))
-        if "qlora" in self._allowed:
-            ways.append(Settings(lora_rank=_LORA_RANK, quantized_base=True))
-        for way in ways:
-            try:
-                add(way)
-            except (StepFailed, BadInput, MissingDependency) as error:
-                self._refused.append(Refusal(_name_of(way), str(error).split("\n")[0]))
-        return tuple(found)
-
-    def _autocast(self) -> str:
-        capability = self._target.capability
-        return "amp-fp16" if capability is not None and capability < (8, 0) else "amp-bf16"
-
-    def _larger_profile(self, changes: Settings) -> "Profile | None":
-        if self._batch_size is None or self._batch_size < 2:
-            return None
-        try:
-            found: Profile = self._subject.profile(2 * self._batch_size, changes)
-        except (StepFailed, BadInput):
-            return None
-        return found
-
-    def _parts(self, profile: "Profile") -> tuple[int, ...]:
-        """Numbers of micro-batches that may be tried."""
-        from memfit.planner.search import possible_parts
-
-        name = "micro-batch"
-        self._weighting = Weighting()
-        if name not in self._allowed:
-            return (1,)
-        if self._batch_size is None:
-            self._refused.append(Refusal(name, self._subject.why_not_split()))
-            return (1,)
-        if self._batch_size == 1:
-            self._refused.append(Refusal(name, "the batch has one sample"))
-            return (1,)
-        reasons = []
-        if "batch-norm" in profile.features:
-            reasons.append("batch norm would take its statistics from each micro-batch, and update them once for each")
-        if reasons and "approximate" not in self._allowed:
-            self._refused.append(Refusal(name, f"{reasons[0]}; allow 'approximate' to use them anyway"))
-            return (1,)
-        found = self._subject.find_weighting()
-        if found.weighting is None:
-            reasons.append(found.reason)
-        else:
-            self._weighting = found.weighting
-            if found.origin is Origin.ASSUMED:
-                self._notes.append(Note("loss-assumed", found.reason))
-        if reasons:
-            self._approximate = "; ".join(reasons)
-            if "approximate" not in self._allowed:
-                self._refused.append(Refusal(name, f"{self._approximate}; allow 'approximate' to use them anyway"))
-                self._approximate = ""
-                return (1,)
-        # Statistics of a single sample are no statistics: batch norm refuses it.
-        least = 2 if "batch-norm" in profile.features else 1
-        size = self._batch_size
-        return tuple(parts for parts in possible_parts(size) if size // parts >= least)
-
-    def _rates(self) -> "Rates":
-        """Speed of the device: of the catalogue, or measured where it is this machine's processor."""
-        from memfit.planner.speed import rates_of
-
-        rates = rates_of(self._target, find_device(_REFERENCE))
-        if self._target.kind is Kind.HOST and self._target.name == "cpu":
-            flops, bandwidth = self._subject.host_rates()
-            return replace(rates, flops={"float32": flops}, bandwidth=bandwidth, origin=Origin.MEASURED, reference="")
-        if rates.reference:
-            text = f"the speed of {self._target.title} is unknown; that of {rates.reference} is assumed"
-            self._notes.append(Note("speed-assumed", text))
-        return rates
-
-    def _measurements(self, memory: "StepMemory") -> "tuple[tuple[Measurement, ...], dict[str, float]]":
-        """Short real passes, where the device is the one in hand and the model has values."""
-        if self._measure is False:
-            return (), {}
-        if not self._subject.in_hand():
-            if self._measure:
-                raise BadInput(
-                    f"steps can't be measured: {self._target.title} is not the device in hand, or the model or batch "
-                    "has no values. Leave out measure=True."
-                )
-            return (), {}
-        return self._subject.measure(self._sizes_to_measure(memory)), self._subject.measure_updates()
-
-    def _sizes_to_measure(self, memory: "StepMemory") -> list[int]:
-        """Micro-batch sizes from small to large of which a pass stays within the budget."""
-        size = min(self._batch_size or 1, self._subject.num_samples or 1)
-        if not memory.scales:
-            return [size]
-        sizes = sorted({max(1, size // part) for part in (1, 2, 4, 8)})
-        fitting = [one for one in sizes if memory.peak(Settings(), one) <= self._budget]
-        return fitting or sizes[:1]
-
-    def _remark_on_units(self, profile: "Profile") -> None:
-        for unit in profile.units:
-            if unit.refused and _is_outermost_refusal(unit, profile.units):
-                self._refused.append(Refusal("checkpoint", f"{unit.path} ({unit.kind}): {unit.refused}"))
 
     # Proof.
 
@@ -362,7 +194,7 @@ class _Planner:
         for settings of its kind, and the next search has that much less, or more, to give away.
         """
         usable = self._budget * (1 - _RESERVE) - (self._target.context_bytes or 0)
-        beyond = before.reserved_peak_bytes - variants[0].memory.peak(self._base, self._batch_size)
+        beyond = before.reserved_peak_bytes - variants[0].memory.peak(self._opening.plain, self._batch_size)
         best: _Proof | None = None
         for _ in range(_MAX_PROOFS):
             candidate = search.best(usable - beyond)
@@ -420,7 +252,7 @@ class _Planner:
     def _plan(self, proof: _Proof, before: Estimate, search: "Search", variants: "tuple[Variant, ...]") -> Plan:
         from memfit.planner.search import evaluate
 
-        plain = evaluate(variants[0], self._base, self._batch_size)
+        plain = evaluate(variants[0], self._opening.plain, self._batch_size)
         chosen = proof.candidate
         origin = chosen.variant.speed.origin
         return Plan(
@@ -436,7 +268,7 @@ class _Planner:
             seconds_after=Seconds(chosen.seconds, origin),
             front=self._front(search, proof, before),
             refused=tuple(self._refused),
-            notes=(*before.notes, *self._notes),
+            notes=(*before.notes, *self._opening.notes),
             planned_in_seconds=time.perf_counter() - self._started,
             estimate_before=before,
             estimate_after=proof.estimate,
@@ -447,7 +279,7 @@ class _Planner:
         from memfit.planner.search import evaluate
 
         chosen = proof.candidate
-        moves = used_moves(chosen.settings, batch_size=self._batch_size, approximate=self._approximate)
+        moves = used_moves(chosen.settings, batch_size=self._batch_size, approximate=self._opening.approximate)
         found = []
         for move in moves:
             without = evaluate(_variant_for(move.without, variants), move.without, self._batch_size)
@@ -564,7 +396,7 @@ def _slowed(candidate: "Candidate") -> bool:
 
 def _variant_for(settings: Settings, variants: "tuple[Variant, ...]") -> "Variant":
     """The profiled variant that settings belong to."""
-    names = ("precision", "cross_entropy_chunks", "lora_rank", "quantized_base")
+    names = ("precision", "cross_entropy_chunks", "channels_last", "lora_rank", "quantized_base", "freeze")
     return next(
         (one for one in variants if all(getattr(one.settings, n) == getattr(settings, n) for n in names)), variants[0]
     )
@@ -576,16 +408,6 @@ def _undominated(points: list[Point]) -> tuple[Point, ...]:
         if point.verified or not kept or (point.seconds or 0.0) < (kept[-1].seconds or 0.0):
             kept.append(point)
     return tuple(kept[::-1])
-
-
-def _is_outermost_refusal(unit: Any, units: Any) -> bool:
-    return not any(other.refused and unit.path.startswith(f"{other.path}.") for other in units)
-
-
-def _name_of(settings: Settings) -> str:
-    from memfit.planner.moves import used_moves
-
-    return ", ".join(move.name for move in used_moves(settings, batch_size=None))
 
 
 def _label(settings: Settings) -> str:

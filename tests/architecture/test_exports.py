@@ -17,6 +17,8 @@ PUBLIC = [
     "Job",
     "MaxBatch",
     "MemfitError",
+    "Plan",
+    "PlanNotFound",
     "SimulatedDevice",
     "StepFailed",
     "Timeline",
@@ -26,8 +28,10 @@ PUBLIC = [
     "estimate",
     "find_device",
     "list_devices",
+    "load_plan",
     "max_batch",
     "named_job",
+    "plan",
     "simulate",
 ]
 

@@ -107,7 +107,9 @@ class Profile:
         features: facts that decide which moves make sense: "convolution", "batch-norm" (in training mode), "dropout",
             "linear", "foreach" (the optimizer uses foreach kernels), "fused" (it is fused already), "fusable" (it can
             be), "autocast" (16-bit copies of parameters are made), "cross-entropy" (a cross entropy over a large
-            vocabulary comes straight from a linear layer), "shared-parameters", "frozen-parameters".
+            vocabulary comes straight from a linear layer), "channels-first" (convolutions have that format), "adam"
+            (whose state can have 8 bits), "steppable" (parameters can be updated one by one), "shared-parameters",
+            "frozen-parameters".
         num_parameters: elements of all parameters.
         num_trainable: elements of those that are trained.
     """

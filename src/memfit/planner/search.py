@@ -261,7 +261,7 @@ def _num_changed(settings: Settings) -> int:
 
 
 def optimizer_choices(
-    features: frozenset[str], allowed: frozenset[str], *, on_host: bool, has_optimizer: bool
+    features: frozenset[str], allowed: frozenset[str], *, on_host: bool, has_optimizer: bool, sharded: bool = False
 ) -> tuple[Settings, ...]:
     """Settings of the optimizer that make sense for a step, as it is first.
 
@@ -270,6 +270,7 @@ def optimizer_choices(
         allowed: names of the moves that may be used.
         on_host: whether the device is the host itself, where moving things to the host saves nothing.
         has_optimizer: whether there is one.
+        sharded: whether several devices share parameters and states.
     """
     found = [Settings()]
     if not has_optimizer:
@@ -289,5 +290,5 @@ def optimizer_choices(
         if steps:
             found.append(Settings(state=OptimizerState.EIGHT_BIT, step_in_backward=True))
     if "host-optimizer" in allowed and not on_host:
-        found.append(Settings(state=OptimizerState.HOST))
+        found.append(Settings(shard_offload=True) if sharded else Settings(state=OptimizerState.HOST))
     return tuple(found)

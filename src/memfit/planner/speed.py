@@ -26,6 +26,8 @@ _LAUNCH_SECONDS = {Kind.CUDA: 6e-6, Kind.HOST: 4e-6}
 _TRANSFER = ((9, 50e9), (8, 24e9), (0, 12e9))
 # An update in host memory moves about 7 numbers for each parameter; bandwidth of a host's memory (assumed).
 _HOST_BANDWIDTH = 20e9
+# Traffic of a 16-bit convolution that isn't channels_last, which is turned over before and after (assumed).
+_TRANSPOSED = 3.0
 # Between devices, bytes per second each way: NVLink where capability says data centre, else PCIe (assumed).
 _INTERCONNECT = 50e9
 
@@ -75,6 +77,8 @@ class StepSpeed:
         rates: of the device.
         measured: real steps of the same model on the device in hand; empty when it isn't.
         update_seconds: measured time of an update by kind of kernels; empty when it isn't.
+        plain: the speed of the step as it is, whose ratio of measured to computed time holds here too; None for itself.
+        channels_last: whether convolutions have that memory format.
     """
 
     def __init__(
@@ -84,15 +88,22 @@ class StepSpeed:
         rates: Rates,
         measured: Sequence[Measurement] = (),
         update_seconds: dict[str, float] | None = None,
+        plain: "StepSpeed | None" = None,
+        channels_last: bool = False,
     ) -> None:
         self.profile = profile
         self.rates = rates
         self._measured = sorted(measured, key=lambda one: one.batch_size)
-        self._update_seconds = update_seconds or {}
+        self._plain = plain
+        self._update_seconds = update_seconds or (plain.update_seconds if plain is not None else {})
         own = profile.batch_size or 0
         self._own = own
         self._flops, self._flops_slope = _line(profile, larger, "flops")
         self._bytes, self._bytes_slope = _line(profile, larger, "moved_bytes")
+        if not channels_last:
+            again = np.array([_transposed(work) for work in profile.work], dtype=bool)
+            self._bytes[again] *= _TRANSPOSED
+            self._bytes_slope[again] *= _TRANSPOSED
         self._rate = np.array([rate_of(work, rates) for work in profile.work])
         self._passes = np.array([work.phase is not Phase.OPTIMIZER for work in profile.work], dtype=bool)
         self._calls = {
@@ -103,7 +114,14 @@ class StepSpeed:
     @property
     def origin(self) -> Origin:
         """Where the seconds of `step` come from."""
+        if self._plain is not None:
+            return self._plain.origin
         return Origin.MEASURED if self._measured else self.rates.origin
+
+    @property
+    def update_seconds(self) -> dict[str, float]:
+        """Measured time of an update by kind of kernels."""
+        return self._update_seconds
 
     def _operators(self, micro: int | None) -> NDArray[np.float64]:
         """Seconds of each operator for a micro-batch."""
@@ -115,30 +133,44 @@ class StepSpeed:
             self._cache[size] = np.maximum(busy, self.rates.launch_seconds)
         return self._cache[size]
 
+    def _computed(self, micro: int | None) -> float:
+        return float(self._operators(micro)[self._passes].sum())
+
+    def ratio(self, micro: int | None) -> float:
+        """Measured over computed time of forward and backward pass; 1 where nothing was measured."""
+        if self._plain is not None:
+            return self._plain.ratio(micro)
+        if not self._measured or micro is None:
+            return 1.0
+        sizes = [one.batch_size for one in self._measured]
+        ratios = [
+            (one.forward_seconds + one.backward_seconds) / max(1e-12, self._computed(one.batch_size))
+            for one in self._measured
+        ]
+        # Between two measured sizes the ratio is interpolated; beyond, it is kept.
+        return float(np.interp(np.log(micro), np.log(sizes), ratios))
+
     def passes(self, micro: int | None) -> float:
         """Seconds of one forward and backward pass."""
-        model = float(self._operators(micro)[self._passes].sum())
-        if not self._measured or micro is None:
-            return model
-        times = {one.batch_size: one.forward_seconds + one.backward_seconds for one in self._measured}
-        if micro in times:
-            return times[micro]
-        # Between two measured sizes the ratio of measured to computed time is interpolated; beyond, it is kept.
-        known = sorted(times)
-        ratios = [times[size] / float(self._operators(size)[self._passes].sum()) for size in known]
-        return model * float(np.interp(np.log(micro), np.log(known), ratios))
+        return self._computed(micro) * self.ratio(micro)
 
     def recomputation(self, path: str, micro: int | None) -> float:
         """Seconds to compute a module again for one micro-batch."""
-        model = sum(float(self._operators(micro)[first:last].sum()) for first, last in self._calls.get(path, ()))
+        computed = sum(float(self._operators(micro)[first:last].sum()) for first, last in self._calls.get(path, ()))
+        return computed * self._unit_ratio(path, micro)
+
+    def _unit_ratio(self, path: str, micro: int | None) -> float:
+        """Measured over computed time of a module's forward pass."""
+        if self._plain is not None:
+            return self._plain._unit_ratio(path, micro)
         if not self._measured or micro is None:
-            return model
+            return 1.0
         nearest = min(self._measured, key=lambda one: abs(np.log(one.batch_size / micro)))
-        shares = nearest.unit_seconds
-        if path not in shares:
-            return model * self.passes(micro) / max(1e-12, float(self._operators(micro)[self._passes].sum()))
-        there = nearest.forward_seconds + nearest.backward_seconds
-        return shares[path] * self.passes(micro) / max(1e-12, there)
+        operators = self._operators(nearest.batch_size)
+        computed = sum(float(operators[first:last].sum()) for first, last in self._calls.get(path, ()))
+        if path not in nearest.unit_seconds or computed <= 0:
+            return self.ratio(micro)
+        return nearest.unit_seconds[path] / computed * self.ratio(micro) / self.ratio(nearest.batch_size)
 
     def flops_again(self, path: str, micro: int | None) -> float:
         """Floating-point operations of computing a module again."""
@@ -155,7 +187,7 @@ class StepSpeed:
         plain = float(self._operators(None)[~self._passes].sum())
         parameter_bytes = 4.0 * self.profile.num_trainable / settings.num_devices
         kernels = settings.kernels.value
-        if settings.state is OptimizerState.HOST:
+        if settings.state is OptimizerState.HOST or settings.shard_offload:
             return 2 * parameter_bytes / self.rates.transfer + 7 * parameter_bytes / _HOST_BANDWIDTH
         if self._update_seconds:
             fallback = self._update_seconds.get("keep", plain)
@@ -204,6 +236,11 @@ def _line(profile: Profile, larger: Profile | None, name: str) -> tuple[NDArray[
     others = np.array([getattr(work, name) for work in larger.work], dtype=np.float64)
     slope = (others - values) / (larger.batch_size - profile.batch_size)
     return values - slope * profile.batch_size, slope
+
+
+def _transposed(work: Work) -> bool:
+    """Whether a library turns inputs and output of a convolution over to compute it on tensor cores."""
+    return "convolution" in work.op and work.dtype in ("float16", "bfloat16")
 
 
 def rate_of(work: Work, rates: Rates) -> float:

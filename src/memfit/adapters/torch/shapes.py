@@ -163,6 +163,10 @@ def _recipe(out: Any) -> Any:
             return None
         return _Tensor((tuple(out.shape), out.stride(), out.dtype))
     if isinstance(out, list | tuple):
+        storages = [part.untyped_storage()._cdata for part in out if isinstance(part, torch.Tensor)]
+        if len(set(storages)) < len(storages):
+            # One gradient given out twice, as a layer with two biases does: built anew it would be two.
+            return None
         parts = [_recipe(part) for part in out]
         if any(p is None and o is not None for p, o in zip(parts, out, strict=True)):
             return None

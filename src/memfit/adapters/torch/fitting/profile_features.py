@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
+from memfit.adapters.torch.fitting.chunked_loss import SMALLEST_VOCABULARY
 from memfit.adapters.torch.recorder import Recorder
 from memfit.adapters.torch.shapes import HALVES, Operator, tensors
 from memfit.core.timeline import Category, Phase
 
-# Below this many classes the logits are small beside everything else.
-LARGE_VOCABULARY = 4096
 _FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _DROPOUTS = {"aten::native_dropout", "aten::bernoulli_", "aten::bernoulli"}
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::linear", "aten::bmm"}
@@ -64,7 +64,7 @@ class FeatureWatch:
         elif block in self._products:
             if name in _CARRYING:
                 self._add(out)
-            elif name == "aten::_log_softmax" and source.shape[args[1]] >= LARGE_VOCABULARY:
+            elif name == "aten::_log_softmax" and source.shape[args[1]] >= SMALLEST_VOCABULARY:
                 self.found.add("cross-entropy")
 
     def _add(self, tensor: torch.Tensor) -> None:
@@ -83,6 +83,8 @@ def features_of(model: torch.nn.Module, optimizer: Any) -> set[str]:
             found.add("dropout")
         elif isinstance(module, torch.nn.Linear):
             found.add("linear")
+        elif isinstance(module, _ConvNd) and module.weight.dim() == 4 and not _is_channels_last(module.weight):
+            found.add("channels-first")
     names = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     if len(set(names)) < len(names):
         found.add("shared-parameters")
@@ -92,4 +94,18 @@ def features_of(model: torch.nn.Module, optimizer: Any) -> set[str]:
         found.add("fused")
     elif type(optimizer) in _FUSABLE:
         found.add("fusable")
+    return found | _optimizer_features(optimizer)
+
+
+def _is_channels_last(weight: torch.Tensor) -> bool:
+    return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+
+
+def _optimizer_features(optimizer: Any) -> set[str]:
+    found: set[str] = set()
+    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    if is_adam and not any(group.get("amsgrad") for group in optimizer.param_groups):
+        found.add("adam")
+    if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, torch.optim.LBFGS):
+        found.add("steppable")
     return found

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 from memfit.adapters.torch.fitting.profile import profile
-from memfit.adapters.torch.fitting.profile_features import LARGE_VOCABULARY, features_of
+from memfit.adapters.torch.fitting.chunked_loss import SMALLEST_VOCABULARY
+from memfit.adapters.torch.fitting.profile_features import features_of
 from memfit.adapters.torch.trace import Step
 from tests.unit.adapters.torch.builders import AMPERE
 
@@ -29,10 +30,12 @@ def test_dropout_without_a_module():
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (torch.optim.Adam, {"foreach", "fusable"}),
-        (lambda p: torch.optim.Adam(p, fused=True), {"fused"}),
-        (lambda p: torch.optim.SGD(p, foreach=False), {"fusable"}),
-        (torch.optim.RMSprop, {"foreach"}),
+        (torch.optim.Adam, {"foreach", "fusable", "adam", "steppable"}),
+        (lambda p: torch.optim.Adam(p, fused=True), {"fused", "adam", "steppable"}),
+        (lambda p: torch.optim.SGD(p, foreach=False), {"fusable", "steppable"}),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), {"foreach", "fusable", "steppable"}),
+        (torch.optim.LBFGS, set()),
+        (torch.optim.RMSprop, {"foreach", "steppable"}),
     ],
 )
 def test_optimizers(make, expected):
@@ -49,7 +52,7 @@ def cross_entropy(model, batch):
     return functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
-@pytest.mark.parametrize(("classes", "is_large"), [(LARGE_VOCABULARY, True), (10, False)])
+@pytest.mark.parametrize(("classes", "is_large"), [(SMALLEST_VOCABULARY, True), (10, False)])
 def test_cross_entropy_over_a_large_vocabulary(classes, is_large):
     assert ("cross-entropy" in features(nn.Linear(4, classes), torch.randn(2, 3, 4), cross_entropy)) is is_large
 
@@ -60,3 +63,9 @@ def test_parameters_that_are_shared_or_frozen():
     model[1].weight = model[0].weight
     model[0].bias.requires_grad_(False)
     assert features_of(model, None) == {"linear", "shared-parameters", "frozen-parameters"}
+
+
+def test_the_format_of_convolutions():
+    model = nn.Conv2d(3, 8, 3)
+    assert "channels-first" in features_of(model, None)
+    assert "channels-first" not in features_of(model.to(memory_format=torch.channels_last), None)

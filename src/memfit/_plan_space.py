@@ -1,0 +1,274 @@
+"""The space that a plan is searched in: which moves make sense for a step, and profiles of the ways to run it."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from memfit.catalogue import find_device
+from memfit.core.device import Device, Kind, Origin
+from memfit.core.errors import BadInput, MissingDependency, StepFailed
+from memfit.core.estimate import Note
+from memfit.core.job import Job
+from memfit.core.plan import Refusal
+from memfit.core.settings import Settings, Weighting
+from memfit.core.timeline import Category
+
+if TYPE_CHECKING:
+    from memfit.core.profile import Measurement, Profile
+    from memfit.planner.memory import StepMemory
+    from memfit.planner.search import Space, Variant
+    from memfit.planner.speed import Rates, StepSpeed
+
+APPROXIMATE = "approximate"
+_MICRO_BATCH = "micro-batch"
+_LORA_RANK = 16
+_CHUNKS = 16
+# Parts of the repeated blocks, from the input on, that freezing is tried with.
+_FROZEN_SHARES = (0.25, 0.5, 0.75)
+_REFERENCE = "rtx-3090"
+
+
+class Opening:
+    """Opens the space of plans of a job.
+
+    Args:
+        job: what to plan.
+        subject: answers what a plan asks of the job.
+        target: the device, with the budget as its capacity.
+        allowed: names of the moves that may be used.
+        count: devices to shard over.
+        auto: whether autocast may be chosen.
+        measure: whether to time real steps; None: if it can be done.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        subject: Any,
+        target: Device,
+        allowed: frozenset[str],
+        count: int,
+        *,
+        auto: bool,
+        measure: bool | None,
+    ) -> None:
+        self._job = job
+        self._subject = subject
+        self._target = target
+        self._allowed = allowed
+        self._count = count
+        self._auto = auto
+        self._measure = measure
+        self._batch_size: int | None = subject.batch_size
+        self._weighting = Weighting()
+        self.plain = Settings(set_to_none=job.set_to_none)
+        """The step as it is."""
+        self.refused: list[Refusal] = []
+        self.notes: list[Note] = []
+        self.approximate = ""
+        """Why micro-batches only approximate the step, or ""."""
+
+    def space(self) -> "Space":
+        """What may be chosen."""
+        from memfit.planner.search import Space, optimizer_choices
+
+        variants = self._variants()
+        profile = variants[0].memory.profile
+        on_host = self._target.kind is Kind.HOST
+        self._remark_on_units(profile)
+        return Space(
+            variants,
+            optimizer_choices(
+                profile.features,
+                self._allowed,
+                on_host=on_host,
+                has_optimizer=self._job.optimizer is not None,
+                sharded=self._count > 1,
+            ),
+            self._parts(profile),
+            self._batch_size,
+            recompute="checkpoint" in self._allowed,
+            offload="activation-offload" in self._allowed and not on_host,
+            base=self._common_settings(),
+        )
+
+    def _common_settings(self) -> Settings:
+        settings = replace(self.plain, weighting=self._weighting, num_devices=self._count)
+        return replace(settings, set_to_none=True) if "set-to-none" in self._allowed else settings
+
+    def _variants(self) -> "tuple[Variant, ...]":
+        """Ways to compute the forward pass, the step as it is first."""
+        rates = self._rates()
+        first = self._variant(Settings(), rates)
+        found = [first]
+        for way in self._ways(first.memory.profile):
+            try:
+                found.append(self._variant(way, rates, first.speed))
+            except (StepFailed, BadInput, MissingDependency) as error:
+                from memfit.planner.moves import used_moves
+
+                name = ", ".join(move.name for move in used_moves(way, batch_size=None))
+                self.refused.append(Refusal(name, str(error).split("\n")[0]))
+        return tuple(found)
+
+    def _variant(self, changes: Settings, rates: "Rates", plain: "StepSpeed | None" = None) -> "Variant":
+        from memfit.planner.memory import StepMemory
+        from memfit.planner.search import Variant
+        from memfit.planner.speed import StepSpeed
+
+        profile = self._subject.profile(self._batch_size, changes)
+        larger = self._larger_profile(changes)
+        memory = StepMemory(profile, larger)
+        measured, updates = self._measurements(memory, changes.precision) if _is_timed(changes) else ((), {})
+        speed = StepSpeed(profile, larger, rates, measured, updates, None if measured else plain, changes.channels_last)
+        return Variant(changes, memory, speed)
+
+    def _ways(self, profile: "Profile") -> list[Settings]:
+        """Changes to how the forward pass is computed that make sense and are allowed."""
+        from memfit.planner.search import merged
+
+        allowed, features = self._allowed, profile.features
+        ways = [Settings()]
+        in_half = "autocast" in features or self._job.precision in ("fp16", "bf16")
+        if self._auto and not in_half and "autocast" in allowed:
+            ways.append(Settings(precision=self._autocast()))
+        if "channels-last" in allowed and {"convolution", "channels-first"} <= features:
+            # Tensor cores compute 16-bit convolutions in this format; in others it changes little.
+            ways += [
+                replace(way, channels_last=True)
+                for way in ways
+                if (way.precision or in_half) and self._target.kind is Kind.CUDA
+            ]
+        if "chunked-cross-entropy" in allowed and "cross-entropy" in features:
+            ways += [merged(way, Settings(cross_entropy_chunks=_CHUNKS)) for way in ways]
+        trained: list[Settings] = []
+        if "lora" in allowed:
+            trained.append(Settings(lora_rank=_LORA_RANK))
+        if "qlora" in allowed:
+            trained.append(Settings(lora_rank=_LORA_RANK, quantized_base=True))
+        if "freeze" in allowed:
+            trained += [Settings(freeze=paths) for paths in frozen_parts(profile)]
+        ways += [merged(way, other) for other in trained for way in ways]
+        return ways[1:]
+
+    def _autocast(self) -> str:
+        capability = self._target.capability
+        return "amp-fp16" if capability is not None and capability < (8, 0) else "amp-bf16"
+
+    def _larger_profile(self, changes: Settings) -> "Profile | None":
+        if self._batch_size is None or self._batch_size < 2:
+            return None
+        try:
+            found: Profile = self._subject.profile(2 * self._batch_size, changes)
+        except (StepFailed, BadInput):
+            return None
+        return found
+
+    def _parts(self, profile: "Profile") -> tuple[int, ...]:
+        """Numbers of micro-batches that may be tried."""
+        from memfit.planner.search import possible_parts
+
+        name = _MICRO_BATCH
+        if name not in self._allowed:
+            return (1,)
+        if self._batch_size is None:
+            self.refused.append(Refusal(name, self._subject.why_not_split()))
+            return (1,)
+        if self._batch_size == 1:
+            self.refused.append(Refusal(name, "the batch has one sample"))
+            return (1,)
+        reasons = []
+        if "batch-norm" in profile.features:
+            reasons.append("batch norm would take its statistics from each micro-batch, and update them once for each")
+        if reasons and APPROXIMATE not in self._allowed:
+            self.refused.append(Refusal(name, f"{reasons[0]}; allow 'approximate' to use them anyway"))
+            return (1,)
+        found = self._subject.find_weighting()
+        if found.weighting is None:
+            reasons.append(found.reason)
+        else:
+            self._weighting = found.weighting
+            if found.origin is Origin.ASSUMED:
+                self.notes.append(Note("loss-assumed", found.reason))
+        if reasons:
+            self.approximate = "; ".join(reasons)
+            if APPROXIMATE not in self._allowed:
+                self.refused.append(Refusal(name, f"{self.approximate}; allow 'approximate' to use them anyway"))
+                self.approximate = ""
+                return (1,)
+        # Statistics of a single sample are no statistics: batch norm refuses it.
+        least = 2 if "batch-norm" in profile.features else 1
+        size = self._batch_size
+        return tuple(parts for parts in possible_parts(size) if size // parts >= least)
+
+    def _rates(self) -> "Rates":
+        """Speed of the device: of the catalogue, or measured where it is this machine's processor."""
+        from memfit.planner.speed import rates_of
+
+        rates = rates_of(self._target, find_device(_REFERENCE))
+        if self._target.kind is Kind.HOST and self._target.name == "cpu":
+            flops, bandwidth = self._subject.host_rates()
+            return replace(rates, flops={"float32": flops}, bandwidth=bandwidth, origin=Origin.MEASURED, reference="")
+        if rates.reference:
+            text = f"the speed of {self._target.title} is unknown; that of {rates.reference} is assumed"
+            self.notes.append(Note("speed-assumed", text))
+        return rates
+
+    def _measurements(
+        self, memory: "StepMemory", precision: str | None
+    ) -> "tuple[tuple[Measurement, ...], dict[str, float]]":
+        """Short real passes, where the device is the one in hand and the model has values."""
+        if self._measure is False:
+            return (), {}
+        if not self._subject.in_hand():
+            if self._measure:
+                raise BadInput(
+                    f"steps can't be measured: {self._target.title} is not the device in hand, or the model or batch "
+                    "has no values. Leave out measure=True."
+                )
+            return (), {}
+        sizes = self._sizes_to_measure(memory)
+        return self._subject.measure(sizes, precision=precision), self._subject.measure_updates()
+
+    def _sizes_to_measure(self, memory: "StepMemory") -> list[int]:
+        """Micro-batch sizes from small to large of which a pass stays within the budget."""
+        size = min(self._batch_size or 1, self._subject.num_samples or 1)
+        if not memory.scales:
+            return [size]
+        sizes = sorted({max(1, size // part) for part in (1, 2, 4, 8)})
+        fitting = [one for one in sizes if memory.peak(Settings(), one) <= (self._target.usable_bytes or 0)]
+        return fitting or sizes[:1]
+
+    def _remark_on_units(self, profile: "Profile") -> None:
+        for unit in profile.units:
+            if unit.refused and _is_outermost_refusal(unit, profile.units):
+                self.refused.append(Refusal("checkpoint", f"{unit.path} ({unit.kind}): {unit.refused}"))
+
+
+def _is_timed(changes: Settings) -> bool:
+    """Whether real passes of this way are timed: those that differ in nothing but the width of numbers."""
+    return changes == Settings(precision=changes.precision)
+
+
+def _is_outermost_refusal(unit: Any, units: Any) -> bool:
+    return not any(other.refused and unit.path.startswith(f"{other.path}.") for other in units)
+
+
+def frozen_parts(profile: "Profile") -> list[tuple[str, ...]]:
+    """Modules to freeze: what comes before the repeated blocks, and a growing part of these."""
+    from memfit.planner.structure import unit_of
+
+    trained = {block.module for block in profile.timeline.blocks if block.category is Category.PARAMETER}
+    blocks = list(dict.fromkeys(unit for unit in (unit_of(path, 1) for path in _in_order(profile, trained)) if unit))
+    if len(blocks) < 2:
+        return []
+    before: list[str] = []
+    for path in _in_order(profile, trained):
+        if unit_of(path, 1) is not None:
+            break
+        before.append(path)
+    return [(*before, *blocks[: max(1, round(share * len(blocks)))]) for share in _FROZEN_SHARES]
+
+
+def _in_order(profile: "Profile", paths: set[str]) -> list[str]:
+    """Modules with parameters in the order in which they compute."""
+    return [path for path in dict.fromkeys(work.module for work in profile.work) if path in paths]
