@@ -279,7 +279,12 @@ class _Planner:
         from memfit.planner.search import evaluate
 
         chosen = proof.candidate
-        moves = used_moves(chosen.settings, batch_size=self._batch_size, approximate=self._opening.approximate)
+        moves = used_moves(
+            chosen.settings,
+            batch_size=self._batch_size,
+            approximate=self._opening.approximate,
+            dropout="dropout" in chosen.variant.memory.profile.features,
+        )
         found = []
         for move in moves:
             without = evaluate(_variant_for(move.without, variants), move.without, self._batch_size)

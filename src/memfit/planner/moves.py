@@ -103,13 +103,16 @@ class UsedMove:
     caveat: str = ""
 
 
-def used_moves(settings: Settings, *, batch_size: int | None, approximate: str = "") -> list[UsedMove]:
+def used_moves(
+    settings: Settings, *, batch_size: int | None, approximate: str = "", dropout: bool = False
+) -> list[UsedMove]:
     """The moves of some settings.
 
     Args:
         settings: of a plan.
         batch_size: samples of the whole batch.
         approximate: why micro-batches only approximate the step, or "".
+        dropout: whether the step has any.
     """
     found: list[UsedMove] = []
     plain = Settings()
@@ -123,7 +126,7 @@ def used_moves(settings: Settings, *, batch_size: int | None, approximate: str =
         add(
             MICRO_BATCH,
             title,
-            approximate or "dropout masks are drawn for each part anew",
+            approximate or ("dropout masks are drawn for each part anew" if dropout else ""),
             Keeps.CHANGES if approximate else None,
             micro_batches=1,
         )

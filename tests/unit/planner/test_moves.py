@@ -78,3 +78,10 @@ def test_labels_name_every_move():
 def test_long_lists_of_modules_are_cut():
     assert named(("a", "b", "c", "d", "e")) == "a, b, c and 2 more"
     assert named(tuple(f"blocks.{n}.mlp" for n in range(12))) == "blocks.0-11.mlp"
+
+
+def test_dropout_under_micro_batches_is_told():
+    (move,) = used_moves(Settings(micro_batches=2), batch_size=8, dropout=True)
+    assert "dropout" in move.caveat
+    (move,) = used_moves(Settings(micro_batches=2), batch_size=8)
+    assert not move.caveat

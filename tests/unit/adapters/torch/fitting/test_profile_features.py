@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memfit.adapters.torch.fitting.profile import profile
 from memfit.adapters.torch.fitting.chunked_loss import SMALLEST_VOCABULARY
+from memfit.adapters.torch.fitting.profile import profile
 from memfit.adapters.torch.fitting.profile_features import features_of
 from memfit.adapters.torch.trace import Step
 from tests.unit.adapters.torch.builders import AMPERE
