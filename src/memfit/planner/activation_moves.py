@@ -4,8 +4,9 @@ from itertools import groupby
 from statistics import fmean
 
 from memfit.core.device import Origin
+from memfit.core.settings import Keeps
 from memfit.core.timeline import Block, Category, Phase, Timeline
-from memfit.planner.move import CHANGES, EXACT, ROUNDING, Move, Situation
+from memfit.planner.move import Move, Situation
 from memfit.planner.retiming import BEFORE, Life, lives, rebuild, resized
 from memfit.planner.structure import (
     Spans,
@@ -62,7 +63,7 @@ def halve_micro_batch(situation: Situation) -> Move | None:
     note = "; statistics of batch norm are then those of half a batch" if statistics else ""
     return Move(
         "halve the micro-batch and accumulate twice",
-        CHANGES if statistics else ROUNDING,
+        Keeps.CHANGES if statistics else Keeps.ROUNDING,
         f"half the batch_size of the loader, (loss / 2).backward(), optimizer.step() every second batch{note}",
         Origin.ASSUMED,
         rebuild(moved, timeline.marks),
@@ -100,7 +101,7 @@ def checkpoint_units(situation: Situation) -> Move | None:
     note = "; running statistics of batch norm then update twice a step" if statistics else ""
     return Move(
         f"checkpoint activations of {len(units)} blocks",
-        CHANGES if statistics else EXACT,
+        Keeps.CHANGES if statistics else Keeps.EXACT,
         f"torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) around each of {named_range(units)}; "
         f"transformers: model.gradient_checkpointing_enable(){note}",
         Origin.ASSUMED,
@@ -174,7 +175,7 @@ def autocast(situation: Situation) -> Move | None:
             moved.append(Life(copies, together[0].start + BEFORE, together[-1].end + BEFORE))
     return Move(
         "compute in 16 bits with autocast",
-        ROUNDING,
+        Keeps.ROUNDING,
         'with torch.autocast("cuda", dtype=torch.bfloat16): around model and loss '
         "(before Ampere: torch.float16 and a GradScaler)",
         Origin.ASSUMED,

@@ -4,9 +4,10 @@ from collections import Counter
 from dataclasses import replace
 
 from memfit.core.device import Origin
+from memfit.core.settings import Keeps
 from memfit.core.timeline import Block, Category, Phase
 from memfit.core.units import format_size
-from memfit.planner.move import EXACT, Move, Situation
+from memfit.planner.move import Move, Situation
 from memfit.planner.retiming import BEFORE, lives, rebuild
 from memfit.planner.structure import Spans, of_the_graph
 
@@ -90,7 +91,7 @@ def _ending(situation: Situation, ends: dict[int, float], title: str, how: str) 
         return None
     timeline = situation.timeline
     moved = [life._replace(end=ends.get(life.block.start, life.end)) for life in lives(timeline)]
-    return Move(title, EXACT, how, Origin.SIMULATED, rebuild(moved, timeline.marks), situation.options)
+    return Move(title, Keeps.EXACT, how, Origin.SIMULATED, rebuild(moved, timeline.marks), situation.options)
 
 
 def expand_segments(situation: Situation) -> Move | None:
@@ -99,7 +100,7 @@ def expand_segments(situation: Situation) -> Move | None:
         return None
     return Move(
         "let the allocator grow its segments",
-        EXACT,
+        Keeps.EXACT,
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
         Origin.SIMULATED,
         situation.timeline,

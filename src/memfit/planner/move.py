@@ -4,11 +4,8 @@ from dataclasses import dataclass
 
 from memfit.core.device import Origin
 from memfit.core.replay import AllocatorOptions
+from memfit.core.settings import Keeps
 from memfit.core.timeline import Timeline
-
-EXACT = "exact"
-ROUNDING = "rounding"
-CHANGES = "changes training"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ class Move:
 
     Args:
         title: the change in words.
-        keeps: what it does to the numbers: `EXACT`, `ROUNDING` or `CHANGES`.
+        keeps: what it does to the numbers.
         how: one line of code or the setting.
         origin: simulated where only the order of events or the allocator differs, assumed where sizes are guessed.
         timeline: of the step after the change.
@@ -42,7 +39,7 @@ class Move:
     """
 
     title: str
-    keeps: str
+    keeps: Keeps
     how: str
     origin: Origin
     timeline: Timeline

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.profile import Measurement, Profile, Work
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
-from memfit.core.timeline import Phase
+from memfit.core.timeline import Category, Phase
 
 # Shares of the peak rates that well-written training code reaches (assumed; docs/plan.md).
 _FLOPS_SHARE = 0.6
@@ -109,6 +109,7 @@ class StepSpeed:
         self._calls = {
             unit.path: tuple(call.operations for call in unit.calls) for unit in profile.units if not unit.refused
         }
+        self._gradient_bytes = _gradient_bytes(profile)
         self._cache: dict[int, NDArray[np.float64]] = {}
 
     @property
@@ -218,7 +219,10 @@ class StepSpeed:
         micro = None if batch_size is None else -(-batch_size // settings.micro_batches)
         again = sum(self.recomputation(path, micro) for path in settings.checkpoint)
         each = self.passes(micro) + again + self.offload(hosted_bytes) + self.communication(settings)
-        return settings.micro_batches * each * self._part(settings, batch_size, micro) + self.update(settings)
+        passes = settings.micro_batches * each * self._part(settings, batch_size, micro)
+        # Gradients of every part but the first are added to those that are there: two are read, one is written.
+        added = 3 * (settings.micro_batches - 1) * self._gradient_bytes / self.rates.bandwidth
+        return passes + added + self.update(settings)
 
     @staticmethod
     def _part(settings: Settings, batch_size: int | None, micro: int | None) -> float:
@@ -254,7 +258,12 @@ def rate_of(work: Work, rates: Rates) -> float:
     return rates.flops.get(dtype) or rates.flops.get("float32") or 1e12
 
 
-def _num_parameter_tensors(profile: Profile) -> int:
-    from memfit.core.timeline import Category
+def _gradient_bytes(profile: Profile) -> float:
+    """Bytes of all gradients of one step."""
+    timeline = profile.timeline
+    passes = sum(mark.phase is Phase.BACKWARD for mark in timeline.marks)
+    return sum(b.size_bytes for b in timeline.blocks if b.category is Category.GRADIENT) / max(1, passes)
 
+
+def _num_parameter_tensors(profile: Profile) -> int:
     return sum(block.category is Category.PARAMETER for block in profile.timeline.blocks)

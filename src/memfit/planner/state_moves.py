@@ -1,8 +1,9 @@
 """Moves on what outlives a step: optimizer temporaries and states, and the sharding of all that over devices."""
 
 from memfit.core.device import Origin
+from memfit.core.settings import Keeps
 from memfit.core.timeline import Block, Category, Phase
-from memfit.planner.move import CHANGES, ROUNDING, Move, Situation
+from memfit.planner.move import Move, Situation
 from memfit.planner.retiming import BEFORE, Life, lives, rebuild, resized
 from memfit.planner.structure import Spans, named_range, repeated_units, unit_of
 
@@ -28,7 +29,7 @@ def fuse_optimizer(situation: Situation) -> Move | None:
     dropped -= {block.start for block in largest.values()}
     return Move(
         "update parameters with a fused optimizer",
-        ROUNDING,
+        Keeps.ROUNDING,
         "fused=True in the constructor of the optimizer, or foreach=False where it has no fused kernel",
         Origin.ASSUMED,
         rebuild([life for life in lives(timeline) if life.block.start not in dropped], timeline.marks),
@@ -52,7 +53,7 @@ def shrink_states(situation: Situation) -> Move | None:
         return None
     return Move(
         "keep the optimizer's state in 8 bits",
-        CHANGES,
+        Keeps.CHANGES,
         "the 8-bit variant of the optimizer, such as bitsandbytes.optim.AdamW8bit or torchao.optim.AdamW8bit",
         Origin.ASSUMED,
         rebuild(moved, timeline.marks),
@@ -90,7 +91,7 @@ def shard(situation: Situation) -> Move | None:
             moved.append(Life(block, span.start + BEFORE, span.end + BEFORE))
     return Move(
         "shard parameters, gradients and states over 2 devices",
-        ROUNDING,
+        Keeps.ROUNDING,
         f"torchrun --nproc-per-node 2, fully_shard(block) for each of {named_range(units)}, then fully_shard(model)",
         Origin.ASSUMED,
         rebuild(moved, timeline.marks),

@@ -129,7 +129,7 @@ class Chain:
         return replace(profile, units=units)
 
 
-def speed_of(profile, larger=None, measured=(), updates=None):
+def speed_of(profile, larger=None, measured=(), updates=None, plain=None):
     """Speed on a device of round numbers: 1 TFLOP/s, 100 GB/s, 10 GB/s to the host."""
     rates = Rates({"float32": 1e12}, 1e11, 1e-6, 1e10, Origin.ASSUMED)
-    return StepSpeed(profile, larger, rates, measured, updates)
+    return StepSpeed(profile, larger, rates, measured, updates, plain)

@@ -2,12 +2,12 @@ import dataclasses
 
 import pytest
 
-from memfit.planner.move import CHANGES, EXACT, ROUNDING
+from memfit.core.settings import Keeps
 from tests.unit.planner.builders import situation, training
 
 
 def test_what_a_move_keeps_is_one_of_three_words():
-    assert {EXACT, ROUNDING, CHANGES} == {"exact", "rounding", "changes training"}
+    assert {kind.value for kind in Keeps} == {"exact", "rounding", "changes training"}
 
 
 def test_a_situation_knows_nothing_it_was_not_told():

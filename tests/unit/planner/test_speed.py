@@ -43,7 +43,9 @@ def test_recomputation_is_the_forward_pass_of_the_module(chain):
 def test_a_step_adds_up(chain):
     speed = scaled(chain)
     settings = Settings(micro_batches=2, checkpoint=("layers.0",))
-    expected = 2 * (speed.passes(2) + speed.recomputation("layers.0", 2)) + speed.update(settings)
+    # Two blocks with a gradient of 1 MiB each are added to once.
+    added = 3 * 2 * 2**20 / 1e11
+    expected = 2 * (speed.passes(2) + speed.recomputation("layers.0", 2)) + added + speed.update(settings)
     assert speed.step(settings, 4) == pytest.approx(expected)
     assert speed.step(settings, 4, hosted_bytes=1e9) == pytest.approx(expected + 2 * 2 * 1e9 / 1e10)
 
@@ -92,3 +94,12 @@ def test_newer_devices_have_a_faster_bus():
     reference = find_device("rtx-3090")
     speeds = [rates_of(find_device(name), reference).transfer for name in ("t4", "a100", "h100")]
     assert speeds == sorted(speeds) and len(set(speeds)) == 3
+
+
+def test_other_ways_are_scaled_as_the_plain_step_was_measured(chain):
+    plain = scaled(chain, measured=[Measurement(4, 1.0, 2.0, {})], updates={"keep": 7.0})
+    other = speed_of(Chain([3, 3], flops=[2 * 10**9] * 2).profile(4), plain=plain)
+    computed = speed_of(Chain([3, 3], flops=[2 * 10**9] * 2).profile(4))
+    assert other.passes(4) == pytest.approx(computed.passes(4) * 3.0 / scaled(chain).passes(4))
+    assert other.update(Settings()) == 7.0
+    assert other.origin is Origin.MEASURED
