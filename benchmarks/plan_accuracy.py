@@ -106,8 +106,10 @@ def plain_peak(training: Training, dtype: torch.dtype | None = None) -> int:
     return estimate.timeline.peak()[1]
 
 
-def make_plan(training: Training, budget_bytes: int, allow: Sequence[str] = DEFAULT_ALLOW) -> dict[str, Any]:
-    """The plan for a budget as JSON, or the smallest there is; which, is told by its "fits"."""
+def make_plan(
+    training: Training, budget_bytes: int, allow: Sequence[str] = DEFAULT_ALLOW
+) -> tuple[bool, dict[str, Any]]:
+    """(whether a plan for the budget was found, that plan as JSON, or the smallest there is)."""
     made = make(training)
     options: dict[str, Any] = {"optimizer": made.optimizer, "device": "cpu", "measure": False}
     try:
@@ -115,8 +117,8 @@ def make_plan(training: Training, budget_bytes: int, allow: Sequence[str] = DEFA
     except PlanNotFound as error:
         if error.smallest is None:
             raise
-        plan = error.smallest
-    return plan.to_json()
+        return False, error.smallest.to_json()
+    return True, plan.to_json()
 
 
 def measure(training: Training, plan: Plan) -> int:
@@ -142,13 +144,14 @@ def score(training: Training, share: int, plain_bytes: int, *, approximate: bool
     budget = plain_bytes * share // 100
     allow = APPROXIMATE if approximate else DEFAULT_ALLOW
     what = f"{training.case} within {share}%"
-    plan = Plan.from_json(apart(partial(make_plan, training, budget, allow), f"planning {what}"))
+    fits, data = apart(partial(make_plan, training, budget, allow), f"planning {what}")
+    plan = Plan.from_json(data)
     measured = apart(partial(measure, training, plan), f"measuring {what}")
     return Row(
         training,
         share,
         approximate,
-        plan.fits,
+        fits,
         label(plan.settings, plan.batch_size),
         plain_bytes,
         budget,

@@ -29,6 +29,7 @@ PAGES = (
     README,
     ROOT / "docs" / "estimate.md",
     ROOT / "docs" / "dryrun.md",
+    ROOT / "docs" / "plan.md",
     *sorted((ROOT / "examples").glob("*/README.md")),
 )
 IMAGE = ROOT / "docs" / "images" / "page.png"

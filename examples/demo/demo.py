@@ -1,4 +1,4 @@
-"""Two models and a script on GPUs that need not be here: `make demo`, or `python examples/demo/demo.py [FOLDER]`."""
+"""Models, a plan and a script on GPUs that are not here: `make demo`, or `python examples/demo/demo.py [FOLDER]`."""
 
 import os
 import sys
@@ -16,6 +16,7 @@ MODELS = {
     "gpt2": ("hf:GPT2LMHeadModel", 12, {"sequence_length": 1024}),
 }
 PRECISION = "amp-fp16"
+PLANNED, PLANNED_BATCH, PLANNED_GPU = "torchvision:resnet50", 512, "t4"
 SCRIPT = Path(__file__).parents[1] / "dryrun" / "train.py"
 SCRIPT_GPU = "rtx-3090"
 
@@ -56,8 +57,24 @@ def main():
     console = Console() if sys.stdout.isatty() else Console(width=120)
     console.print(table)
     console.print(f"One training step each: AdamW, {PRECISION}, 224 x 224 images or 1024 tokens. No GPU was used.")
+    plan(folder)
     dry_run(folder)
     print(f"{time.perf_counter() - started:.0f} s in all.")
+
+
+def plan(folder):
+    """The fastest way to fit what does not fit as it is."""
+    try:
+        job = memfit.named_job(PLANNED)
+    except memfit.MemfitError:
+        return  # The table has said that it is left out.
+    found = memfit.plan(job, device=PLANNED_GPU, precision=PRECISION, effective_batch=PLANNED_BATCH)
+    page = folder / "plan.html"
+    found.report(str(page))
+    print(f"\nmemfit plan {PLANNED} --device {PLANNED_GPU} --precision {PRECISION} --batch-size {PLANNED_BATCH}")
+    print(f"{gib(found.before.peak_bytes)} -> {gib(found.after.peak_bytes)} of {gib(found.budget_bytes)}: ", end="")
+    print("; ".join(move.title for move in found.moves))
+    print(f"page of the plan: {page}")
 
 
 def dry_run(folder):

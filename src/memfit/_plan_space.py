@@ -74,6 +74,7 @@ class Opening:
         variants = self._variants()
         profile = variants[0].memory.profile
         on_host = self._target.kind is Kind.HOST
+        self._remark_on_parameters(profile)
         self._remark_on_units(profile)
         return Space(
             variants,
@@ -237,6 +238,15 @@ class Opening:
         sizes = sorted({max(1, size // part) for part in (1, 2, 4, 8)})
         fitting = [one for one in sizes if memory.peak(Settings(), one) <= (self._target.usable_bytes or 0)]
         return fitting or sizes[:1]
+
+    def _remark_on_parameters(self, profile: "Profile") -> None:
+        if "shared-parameters" in profile.features:
+            text = "modules share parameters: each has one gradient and one state, as in the plain step"
+            self.notes.append(Note("shared-parameters", text))
+        if "frozen-parameters" in profile.features:
+            frozen, total = profile.num_parameters - profile.num_trainable, profile.num_parameters
+            text = f"{frozen:,} of {total:,} parameters are frozen: they have no gradient and no state, and stay so"
+            self.notes.append(Note("frozen-parameters", text))
 
     def _remark_on_units(self, profile: "Profile") -> None:
         for unit in profile.units:

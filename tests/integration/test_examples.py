@@ -69,7 +69,10 @@ def test_demo_shows_what_fits_and_what_does_not(tmp_path):
     assert "│ yes " in shown
     assert "│ no " in shown
     assert re.search(r"^3 steps, [\d.]+ GiB of 23.7 GiB: fits$", shown, re.MULTILINE)
-    for name in ("resnet50", "gpt2", "dryrun"):
+    planned = re.search(r"^([\d.]+) GiB -> ([\d.]+) GiB of ([\d.]+) GiB: ", shown, re.MULTILINE)
+    before, after, budget = map(float, planned.groups())
+    assert after <= budget < before
+    for name in ("resnet50", "gpt2", "plan", "dryrun"):
         page = tmp_path / "pages" / f"{name}.html"
         assert str(page) in shown.replace("\n", "")
         assert page.read_text(encoding="utf-8").startswith("<!")
@@ -202,6 +205,59 @@ def test_simulate_halves_the_batch_until_it_fits():
     assert 0 < allocated <= reserved < 11.8
     assert len(re.findall(r"^out of memory at simulate.py:\d+", shown, re.MULTILINE)) == 2
     assert shown.endswith("weights on cpu, as before: True\n")
+
+
+def test_plan_trains_within_its_budget(tmp_path):
+    shown = run("examples/plan/plan.py", "60MiB", str(tmp_path))
+
+    before, after = map(float, re.search(r": ([\d.]+) MiB -> ([\d.]+) MiB \(simulated\), budget", shown).groups())
+    assert after <= 60 < before
+    losses = [re.findall(r"\d\.\d+", line) for line in re.findall(r"^as .*: loss (.*), ", shown, re.MULTILINE)]
+    planned, plain = ([float(value) for value in found] for found in losses)
+    assert planned == pytest.approx(plain, abs=2e-4), "the plan changes training"
+    assert planned[-1] < planned[0], "nothing is learned"
+    assert (tmp_path / "plan.json").is_file()
+
+
+def test_plan_says_what_the_smallest_needs(tmp_path):
+    done = start("examples/plan/plan.py", "10MiB", str(tmp_path))
+
+    assert done.returncode != 0
+    assert "a budget of 10.0 MiB" in done.stderr or "the smallest needs" in done.stderr
+
+
+def plan_script(*options: str, folder: Path) -> str:
+    script = str(ROOT / "examples/plan_script/train.py")
+    done = start("-m", "memfit", "plan", "--device", "rtx-3060", *options, "--script", script, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert not list(folder.iterdir())
+    return " ".join(done.stdout.split())
+
+
+def test_plan_script_fits_with_autocast_and_micro_batches(tmp_path):
+    shown = plan_script("--precision", "auto", folder=tmp_path)
+
+    before, after = map(float, re.search(r": ([\d.]+) GiB -> ([\d.]+) GiB \(simulated\), budget 11.8", shown).groups())
+    assert after < 11.8 < before
+    assert "autocast to bf16" in shown
+    assert "proven: the script was run with all of these moves in force" in shown
+
+
+def test_plan_script_fits_with_the_same_gradients(tmp_path):
+    shown = plan_script("--allow", "exact", folder=tmp_path)
+
+    assert "gradients and updates are exactly those of the step as it is" in shown
+    assert re.search(r"recompute \d+ modules", shown)
+    assert "micro-batches" not in shown
+
+
+def test_plan_script_trains_for_real(tmp_path):
+    small = ("--width", "64", "--depth", "1", "--length", "16", "--batch-size", "2", "--steps", "1")
+
+    done = start(str(ROOT / "examples/plan_script/train.py"), *small, folder=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^step 0: loss \d", done.stdout, re.MULTILINE)
 
 
 def test_dryrun_distributed_fits_on_four_devices(tmp_path):

@@ -128,3 +128,15 @@ def test_a_device_of_unknown_speed_is_noted():
 def test_every_name_of_a_move_here_is_one():
     space, _ = open_space(LANGUAGE, tuple(KEEPS), auto=True)
     assert len(space.variants) > 6
+
+
+def test_shared_and_frozen_parameters_are_noted():
+    model = Language()
+    model.head.weight = model.embedding.weight
+    model.blocks[0].requires_grad_(False)
+    job = Job(model, next_token, LANGUAGE.batch, optimizer=torch.optim.AdamW)
+    _, opening = open_space(job)
+    notes = {note.code: note.text for note in opening.notes}
+    assert "one gradient and one state" in notes["shared-parameters"]
+    assert notes["frozen-parameters"].startswith("1,056 of ")
+    assert not {"shared-parameters", "frozen-parameters"} & {note.code for note in open_space(LANGUAGE)[1].notes}

@@ -11,6 +11,7 @@
     |   +-- BadTarget               a FILE.py:function, timm: or hf: name that can't be loaded
     |   +-- BadFile                 a saved estimate that can't be read, a page that can't be written
     +-- StepFailed                  the user's own code raised; carries its line
+    +-- PlanNotFound (core/plan.py) nothing that is allowed fits; carries the smallest plan
     +-- MissingDependency           an extra that isn't installed; names the command that installs it
 
 Each message says what was given, what was expected and what to do. `exit_code` is what the command line returns.
