@@ -15,7 +15,7 @@ from memfit.catalogue import find_device
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Estimate
-from memfit.core.job import PRECISIONS, Job
+from memfit.core.job import AUTOCASTS, PRECISIONS, Job
 from memfit.core.plan import Footprint, Plan, PlannedMove, PlanNotFound, Point, Refusal, Seconds, actions
 from memfit.core.replay import AllocatorOptions
 from memfit.core.settings import Settings
@@ -24,7 +24,7 @@ from memfit.core.units import format_size, parse_size
 from memfit.reports.plan_actions import use_reports
 
 if TYPE_CHECKING:
-    from memfit.planner.search import Candidate, Search, Variant
+    from memfit.planner.search import Candidate, Search, Space, Variant
 
 use_reports()
 
@@ -84,13 +84,12 @@ def plan(
         raise BadInput(f"precision must be keep, auto or one of {', '.join(PRECISIONS)}, but {precision!r} was given.")
     if count < 1:
         raise BadInput(f"count must be at least 1, but {count} was given.")
-    given = None if precision in (KEEP, AUTO) else precision
-    job = as_job(model, loss, batch, optimizer=optimizer, precision=given)
+    job = as_job(model, loss, batch, optimizer=optimizer)
     if job.mode != "training":
         raise BadInput("a plan is for training; the job is one of inference.")
     size = None if effective_batch is None else checked_batch_size(effective_batch)
     target = _target(device, budget)
-    return _Planner(job, target, size, allowed_moves(allow), count, auto=precision == AUTO, measure=measure).run()
+    return _Planner(job, target, size, allowed_moves(allow), count, precision, measure).run()
 
 
 def _apply(found: Plan, model: Any, optimizer: Any) -> Any:
@@ -150,19 +149,28 @@ class _Planner:
         batch_size: int | None,
         allowed: frozenset[str],
         count: int,
-        *,
-        auto: bool,
+        precision: str,
         measure: bool | None,
     ) -> None:
         self._started = time.perf_counter()
-        self._job = job
+        forced = precision if precision in AUTOCASTS else None
+        if forced is not None:
+            job = replace(job, precision=None)
+        elif precision not in (KEEP, AUTO):
+            job = replace(job, precision=precision)
+        elif job.precision in AUTOCASTS:
+            forced = job.precision
         self._target = target
         self._allowed = allowed
         self._count = count
         self._estimator = Estimator(job, target, AllocatorOptions(), batch_size)
         self._subject = torch_adapter().subject(self._estimator.tracer)
         self._batch_size: int | None = self._subject.batch_size
-        self._opening = Opening(job, self._subject, target, allowed, count, auto=auto, measure=measure)
+        if job.precision is not None and job.precision not in AUTOCASTS:
+            self._subject.check_width(job.precision)
+        self._opening = Opening(
+            job, self._subject, target, allowed, count, auto=precision == AUTO, forced=forced, measure=measure
+        )
         self._refused = self._opening.refused
         self._proofs: dict[Settings, _Proof | None] = {}
 
@@ -177,24 +185,25 @@ class _Planner:
         before = self._estimator.run(eager=False)
         self._check_fixed_cost(before)
         space = self._opening.space()
-        search, variants = Search(space), space.variants
-        proof = self._prove_best(search, before, variants)
+        search = Search(space)
+        proof = self._prove_best(search, before, space)
         if proof is None:
             proof = self._prove_smallest(search)
             if proof is None or not proof.estimate.fits:
-                raise self._not_found(proof, search, before, variants)
-        return self._plan(proof, before, search, variants)
+                raise self._not_found(proof, search, before, space)
+        return self._plan(proof, before, search, space)
 
     # Proof.
 
-    def _prove_best(self, search: "Search", before: Estimate, variants: "tuple[Variant, ...]") -> _Proof | None:
+    def _prove_best(self, search: "Search", before: Estimate, space: "Space") -> _Proof | None:
         """The fastest settings that a trace proves to fit, or None.
 
         What the allocator takes beyond the live bytes that were computed depends on the settings; each proof tells it
         for settings of its kind, and the next search has that much less, or more, to give away.
         """
         usable = self._budget * (1 - _RESERVE) - (self._target.context_bytes or 0)
-        beyond = before.reserved_peak_bytes - variants[0].memory.peak(self._opening.plain, self._batch_size)
+        plain = space.plain or space.variants[0]
+        beyond = before.reserved_peak_bytes - plain.memory.peak(self._opening.plain, self._batch_size)
         best: _Proof | None = None
         for _ in range(_MAX_PROOFS):
             candidate = search.best(usable - beyond)
@@ -249,23 +258,27 @@ class _Planner:
 
     # Answers.
 
-    def _plan(self, proof: _Proof, before: Estimate, search: "Search", variants: "tuple[Variant, ...]") -> Plan:
+    def _plan(self, proof: _Proof, before: Estimate, search: "Search", space: "Space") -> Plan:
         from memfit.planner.search import evaluate
 
-        plain = evaluate(variants[0], self._opening.plain, self._batch_size)
+        as_it_is = space.plain or space.variants[0]
+        plain = evaluate(as_it_is, self._opening.plain, self._batch_size)
         chosen = proof.candidate
-        origin = chosen.variant.speed.origin
+        settings = chosen.settings
+        if settings.micro_batches > 1 and self._batch_size:
+            settings = replace(settings, micro_batch_size=-(-self._batch_size // settings.micro_batches))
+        timed = as_it_is.speed.is_measured(self._batch_size)
         return Plan(
             subject=before.subject,
             device=self._target,
             budget_bytes=self._budget,
             batch_size=self._batch_size,
-            settings=chosen.settings,
-            moves=self._moves(proof, variants),
+            settings=settings,
+            moves=self._moves(proof, space),
             before=Footprint.of(before),
             after=Footprint.of(proof.estimate, proof.host_bytes),
-            seconds_before=Seconds(plain.seconds, variants[0].speed.origin),
-            seconds_after=Seconds(chosen.seconds, origin),
+            seconds_before=Seconds(plain.seconds, _origin_of(timed)),
+            seconds_after=Seconds(chosen.seconds, _origin_of(chosen.settings == self._opening.plain and timed)),
             front=self._front(search, proof, before),
             refused=tuple(self._refused),
             notes=(*before.notes, *self._opening.notes),
@@ -274,7 +287,7 @@ class _Planner:
             estimate_after=proof.estimate,
         )
 
-    def _moves(self, proof: _Proof, variants: "tuple[Variant, ...]") -> tuple[PlannedMove, ...]:
+    def _moves(self, proof: _Proof, space: "Space") -> tuple[PlannedMove, ...]:
         from memfit.planner.moves import used_moves
         from memfit.planner.search import evaluate
 
@@ -284,16 +297,16 @@ class _Planner:
             batch_size=self._batch_size,
             approximate=self._opening.approximate,
             dropout="dropout" in chosen.variant.memory.profile.features,
+            plain=self._opening.plain,
         )
+        variants = space.variants if space.plain is None else (*space.variants, space.plain)
         found = []
         for move in moves:
             without = evaluate(_variant_for(move.without, variants), move.without, self._batch_size)
             saves, origin = self._saved(proof, move.without, without.live_bytes)
             costs = chosen.seconds - without.seconds
             found.append(
-                PlannedMove(
-                    move.name, move.title, move.keeps, saves, origin, costs, chosen.variant.speed.origin, move.caveat
-                )
+                PlannedMove(move.name, move.title, move.keeps, saves, origin, costs, Origin.ASSUMED, move.caveat)
             )
         return tuple(sorted(found, key=lambda move: -move.saves_bytes))
 
@@ -346,13 +359,11 @@ class _Planner:
                 device_name=device[1],
             )
 
-    def _not_found(
-        self, proof: _Proof | None, search: "Search", before: Estimate, variants: "tuple[Variant, ...]"
-    ) -> PlanNotFound:
+    def _not_found(self, proof: _Proof | None, search: "Search", before: Estimate, space: "Space") -> PlanNotFound:
         budget = format_size(self._budget)
         if proof is None:
             return PlanNotFound(f"no plan fits `{before.subject}` into {budget}, and the smallest could not be traced.")
-        smallest = self._plan(proof, before, search, variants)
+        smallest = self._plan(proof, before, search, space)
         needs = proof.estimate.peak_bytes
         lines = [f"no plan fits `{before.subject}` into {budget}; the smallest needs {format_size(needs)}."]
         for name, size in proof.estimate.breakdown.by_category.items():
@@ -386,6 +397,10 @@ def _cheapest(needed_bytes: int) -> tuple[str, str]:
     device, price = found
     cost = "" if price is None else f", {price.usd_per_hour:.2f} USD an hour on AWS ({price.instance}, {price.date})"
     return f" such as {device.name} ({format_size(device.usable_bytes or 0)}{cost})", device.name
+
+
+def _origin_of(is_measured: bool) -> Origin:
+    return Origin.MEASURED if is_measured else Origin.ASSUMED
 
 
 def _setup_end(before: Estimate) -> int:

@@ -7,7 +7,7 @@ from memfit.catalogue import find_device
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Note
-from memfit.core.job import Job
+from memfit.core.job import AUTOCASTS, Job
 from memfit.core.plan import Refusal
 from memfit.core.settings import Settings, Weighting
 from memfit.core.timeline import Category
@@ -37,6 +37,7 @@ class Opening:
         allowed: names of the moves that may be used.
         count: devices to shard over.
         auto: whether autocast may be chosen.
+        forced: autocast that must be used, or None.
         measure: whether to time real steps; None: if it can be done.
     """
 
@@ -49,6 +50,7 @@ class Opening:
         count: int,
         *,
         auto: bool,
+        forced: str | None,
         measure: bool | None,
     ) -> None:
         self._job = job
@@ -56,11 +58,13 @@ class Opening:
         self._target = target
         self._allowed = allowed
         self._count = count
-        self._auto = auto
+        self._auto = auto and forced is None
+        self._forced = forced
         self._measure = measure
         self._batch_size: int | None = subject.batch_size
         self._weighting = Weighting()
-        self.plain = Settings(set_to_none=job.set_to_none)
+        own = job.precision if job.precision in AUTOCASTS else None
+        self.plain = Settings(set_to_none=job.set_to_none, precision=own)
         """The step as it is."""
         self.refused: list[Refusal] = []
         self.notes: list[Note] = []
@@ -71,8 +75,10 @@ class Opening:
         """What may be chosen."""
         from memfit.planner.search import Space, optimizer_choices
 
-        variants = self._variants()
-        profile = variants[0].memory.profile
+        rates = self._rates()
+        plain = self._variant(Settings(precision=self.plain.precision), rates)
+        variants = self._variants(plain, rates)
+        profile = plain.memory.profile
         on_host = self._target.kind is Kind.HOST
         self._remark_on_parameters(profile)
         self._remark_on_units(profile)
@@ -90,24 +96,26 @@ class Opening:
             recompute="checkpoint" in self._allowed,
             offload="activation-offload" in self._allowed and not on_host,
             base=self._common_settings(),
+            plain=plain,
+            approximate=self.approximate,
         )
 
     def _common_settings(self) -> Settings:
         settings = replace(self.plain, weighting=self._weighting, num_devices=self._count)
         return replace(settings, set_to_none=True) if "set-to-none" in self._allowed else settings
 
-    def _variants(self) -> "tuple[Variant, ...]":
-        """Ways to compute the forward pass, the step as it is first."""
-        rates = self._rates()
-        first = self._variant(Settings(), rates)
+    def _variants(self, plain: "Variant", rates: "Rates") -> "tuple[Variant, ...]":
+        """Ways to compute the forward pass, the one with the fewest changes first."""
+        given = Settings(precision=self._forced)
+        first = plain if given == plain.settings else self._variant(given, rates, plain.speed)
         found = [first]
         for way in self._ways(first.memory.profile):
             try:
-                found.append(self._variant(way, rates, first.speed))
+                found.append(self._variant(way, rates, plain.speed))
             except (StepFailed, BadInput, MissingDependency) as error:
                 from memfit.planner.moves import used_moves
 
-                name = ", ".join(move.name for move in used_moves(way, batch_size=None))
+                name = ", ".join(move.name for move in used_moves(way, batch_size=None, plain=self.plain))
                 self.refused.append(Refusal(name, str(error).split("\n")[0]))
         return tuple(found)
 
@@ -128,7 +136,7 @@ class Opening:
         from memfit.planner.search import merged
 
         allowed, features = self._allowed, profile.features
-        ways = [Settings()]
+        ways = [Settings(precision=self._forced)]
         in_half = "autocast" in features or self._job.precision in ("fp16", "bf16")
         if self._auto and not in_half and "autocast" in allowed:
             ways.append(Settings(precision=self._autocast()))
@@ -169,6 +177,8 @@ class Opening:
         from memfit.planner.search import possible_parts
 
         name = _MICRO_BATCH
+        if self._subject.gives_weight:
+            self._weighting = Weighting("given")
         if name not in self._allowed:
             return (1,)
         if self._batch_size is None:
@@ -208,7 +218,7 @@ class Opening:
         rates = rates_of(self._target, find_device(_REFERENCE))
         if self._target.kind is Kind.HOST and self._target.name == "cpu":
             flops, bandwidth = self._subject.host_rates()
-            return replace(rates, flops={"float32": flops}, bandwidth=bandwidth, origin=Origin.MEASURED, reference="")
+            return replace(rates, flops={"float32": flops}, bandwidth=bandwidth, reference="")
         if rates.reference:
             text = f"the speed of {self._target.title} is unknown; that of {rates.reference} is assumed"
             self.notes.append(Note("speed-assumed", text))
@@ -228,7 +238,12 @@ class Opening:
                 )
             return (), {}
         sizes = self._sizes_to_measure(memory)
-        return self._subject.measure(sizes, precision=precision), self._subject.measure_updates()
+        measured = self._subject.measure(sizes, precision=precision)
+        if measured and not any(note.code == "calibrated" for note in self.notes):
+            shown = ", ".join(str(one.batch_size) for one in measured)
+            text = f"times are computed from real passes of {shown} samples, timed on this machine"
+            self.notes.append(Note("calibrated", text))
+        return measured, self._subject.measure_updates()
 
     def _sizes_to_measure(self, memory: "StepMemory") -> list[int]:
         """Micro-batch sizes from small to large of which a pass stays within the budget."""

@@ -273,7 +273,7 @@ class _ScriptPlanner:
 
     def _plan(self, proof: _Proof) -> Plan:
         settings = proof.candidate.settings
-        known, origin = self._speed.is_known, self._rates.origin
+        known, origin = self._speed.is_known, Origin.ASSUMED
         as_it_is = self._speed.step(_as_it_is())
         return Plan(
             subject=os.path.basename(self._request.script),
@@ -320,7 +320,7 @@ class _ScriptPlanner:
                     without.peak_bytes - proof.candidate.peak_bytes,
                     Origin.SIMULATED if replayed else Origin.ASSUMED,
                     proof.candidate.seconds - without.seconds if self._speed.is_known else None,
-                    self._rates.origin,
+                    Origin.ASSUMED,
                     move.caveat,
                 )
             )

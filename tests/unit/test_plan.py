@@ -307,9 +307,16 @@ class TestBadInput:
 
 
 def test_a_step_is_measured_where_the_device_is_in_hand(model):
-    plan = plan_for(model, 0.6, measure=True)
-    assert plan.seconds_after.origin is Origin.MEASURED
-    assert plan.fits
+    plan = plan_for(model, 2.0, measure=True)
+    assert plan.seconds_before.origin is Origin.MEASURED
+    assert any(note.code == "calibrated" and "2048" in note.text for note in plan.notes)
+
+
+def test_what_nobody_timed_is_not_called_measured(model):
+    for plan in (plan_for(model, 0.6), plan_for(model, 0.4, measure=True)):
+        assert plan.seconds_after.origin is Origin.ASSUMED
+        assert all(move.costs_origin is Origin.ASSUMED for move in plan.moves)
+    assert plan_for(model, 0.6).seconds_before.origin is Origin.ASSUMED
 
 
 def test_measuring_leaves_the_model_as_it_was(model):
@@ -336,3 +343,81 @@ def test_a_plan_prints_and_is_json(model):
     assert "Stack on" in str(plan) and "budget" in str(plan)
     assert Plan.from_json(json.dumps(plan.to_json())).settings == plan.settings
     assert isinstance(plan.settings, Settings) and plan.budget_bytes > MIB / 4
+
+
+def first_dtype(model, fitted):
+    seen = []
+    hook = model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    fitted.step(classify, batch_of())
+    hook.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("as_job", [False, True])
+def test_autocast_that_was_asked_for_is_applied(model, as_job):
+    # GIVEN a plan under autocast, asked for by argument or by the job
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = {"device": "cpu", "budget": "64MiB", "measure": False}
+    if as_job:
+        job = memfit.Job(model, classify, batch_of(), optimizer=optimizer, precision="amp-bf16")
+        plan = memfit.plan(job, **options)
+        assert "autocast" not in {move.name for move in plan.moves}
+    else:
+        plan = memfit.plan(model, classify, batch_of(), optimizer=optimizer, precision="amp-bf16", **options)
+        assert "autocast" in {move.name for move in plan.moves}
+
+    # WHEN it is applied, THEN the model computes in that width
+    assert plan.settings.precision == "amp-bf16"
+    with plan.apply(model, optimizer) as fitted:
+        assert first_dtype(model, fitted) is torch.bfloat16
+
+
+def test_another_width_of_weights_is_the_user_s_to_give(model):
+    with pytest.raises(BadInput, match=r"model\.to\(torch\.bfloat16\)"):
+        plan_for(model, 0.9, precision="bf16")
+    assert plan_for(model.bfloat16(), 0.9, batch=(batch_of()[0].bfloat16(), batch_of()[1])).fits
+
+
+@pytest.mark.parametrize("share", [2.0, 0.4])
+def test_a_loss_may_come_with_its_weight(model, share):
+    def weighed(model, batch):
+        labels = batch[1]
+        return F.cross_entropy(model(batch[0]), labels, ignore_index=3), (labels != 3).sum()
+
+    plan = plan_for(model, share, loss=weighed, allow=("micro-batch",))
+    assert plan.settings.weighting.kind == "given"
+    expected, _ = weighed(model, batch_of())
+    with plan.apply(model, torch.optim.AdamW(model.parameters())) as fitted:
+        assert fitted.backward(weighed, batch_of()).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_what_changes_training_waits_until_nothing_else_fits(model):
+    allow = ("exact", "rounding", "changes training", "approximate")
+    assert plan_for(model, 0.9, allow=allow).keeps is not Keeps.CHANGES
+
+
+def test_batches_of_other_sizes_are_split_by_the_planned_size(model):
+    # GIVEN a plan of several micro-batches
+    plan = plan_for(model, 0.4, allow=("micro-batch",))
+    size = plan.settings.micro_batch_size
+    assert plan.settings.micro_batches > 1 and size == -(-2048 // plan.settings.micro_batches)
+    seen = []
+
+    def watching(model, batch):
+        seen.append(len(batch[0]))
+        return classify(model, batch)
+
+    # WHEN the last batch of an epoch is smaller, or one is larger
+    with plan.apply(model, torch.optim.AdamW(model.parameters())) as fitted:
+        for count in (1, 3, size + 1, 4096):
+            seen.clear()
+            fitted.step(watching, batch_of(count))
+            # THEN every sample is used, in parts that are no larger than planned
+            assert sum(seen) == count and max(seen) <= size
+
+
+def test_gradients_that_were_zeroed_are_freed_as_a_move(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    job = memfit.Job(model, classify, batch_of(), optimizer=optimizer, set_to_none=False)
+    plan = memfit.plan(job, device="cpu", budget="64MiB", measure=False)
+    assert "set-to-none" in {move.name for move in plan.moves}

@@ -46,10 +46,10 @@ IMAGES = Job(
 )
 
 
-def open_space(job, allow=("exact", "rounding"), device="a100-40gb", count=1, auto=False, measure=False):
+def open_space(job, allow=("exact", "rounding"), device="a100-40gb", count=1, auto=False, forced=None, measure=False):
     target = memfit.find_device(device)
     subject = Subject(OpenJob(job, target))
-    opening = Opening(job, subject, target, allowed_moves(allow), count, auto=auto, measure=measure)
+    opening = Opening(job, subject, target, allowed_moves(allow), count, auto=auto, forced=forced, measure=measure)
     return opening.space(), opening
 
 

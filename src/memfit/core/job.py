@@ -6,7 +6,8 @@ from typing import Any
 
 from memfit.core.errors import BadInput
 
-PRECISIONS = ("fp32", "fp16", "bf16", "amp-fp16", "amp-bf16")
+AUTOCASTS = ("amp-fp16", "amp-bf16")
+PRECISIONS = ("fp32", "fp16", "bf16", *AUTOCASTS)
 MODES = ("training", "inference")
 OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adafactor")
 """Optimizers that can be asked for by name."""

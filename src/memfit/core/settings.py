@@ -71,6 +71,8 @@ class Settings:
 
     Args:
         micro_batches: parts the batch is split into, one forward and backward pass each.
+        micro_batch_size: samples of the largest part; a batch of another size than planned for is split into as many
+            parts as that takes. 0: into `micro_batches` parts, or one for each sample where there are fewer.
         weighting: how the losses of the parts add up.
         precision: "amp-bf16" or "amp-fp16" for autocast; None leaves the step's own.
         checkpoint: paths of the modules whose activations are computed again in the backward pass.
@@ -90,6 +92,7 @@ class Settings:
     """
 
     micro_batches: int = 1
+    micro_batch_size: int = 0
     weighting: Weighting = Weighting()
     precision: str | None = None
     checkpoint: tuple[str, ...] = ()

@@ -45,6 +45,7 @@ KEEPS = {
 }
 """Every move by name."""
 
+_PLAIN = Settings()
 APPROXIMATE = "approximate"
 """Allows micro-batches where samples of a batch see each other: batch norm, contrastive losses."""
 
@@ -104,7 +105,12 @@ class UsedMove:
 
 
 def used_moves(
-    settings: Settings, *, batch_size: int | None, approximate: str = "", dropout: bool = False
+    settings: Settings,
+    *,
+    batch_size: int | None,
+    approximate: str = "",
+    dropout: bool = False,
+    plain: Settings = _PLAIN,
 ) -> list[UsedMove]:
     """The moves of some settings.
 
@@ -113,9 +119,9 @@ def used_moves(
         batch_size: samples of the whole batch.
         approximate: why micro-batches only approximate the step, or "".
         dropout: whether the step has any.
+        plain: the step as it is.
     """
     found: list[UsedMove] = []
-    plain = Settings()
 
     def add(name: str, title: str, caveat: str = "", keeps: Keeps | None = None, **back: object) -> None:
         found.append(UsedMove(name, title, keeps or KEEPS[name], replace(settings, **back), caveat))  # type: ignore[arg-type]
@@ -135,13 +141,15 @@ def used_moves(
         add(CHECKPOINT, f"recompute {count} module{'s' * (count > 1)}: {named(settings.checkpoint)}", checkpoint=())
     if settings.offload:
         add(OFFLOAD, f"activations of {named(settings.offload)} wait in host memory", offload=())
-    if settings.precision:
+    if settings.precision and settings.precision != plain.precision:
         width = settings.precision.removeprefix("amp-")
         caveat = "with loss scaling" if width == "fp16" else ""
         add(AUTOCAST, f"autocast to {width}", caveat, precision=plain.precision)
     if settings.cross_entropy_chunks:
         add(CHUNKED_LOSS, f"cross entropy in {settings.cross_entropy_chunks} chunks", cross_entropy_chunks=0)
     add_optimizer_moves(settings, add)
+    if settings.set_to_none and not plain.set_to_none:
+        add(SET_TO_NONE, "free gradients after each update (set_to_none=True)", set_to_none=False)
     if settings.expandable_segments:
         add(EXPANDABLE, "segments of the allocator that grow", expandable_segments=False)
     if settings.channels_last:

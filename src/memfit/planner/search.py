@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.core.settings import Keeps, OptimizerKernels, OptimizerState, Settings
 from memfit.planner.memory import StepMemory
+from memfit.planner.moves import used_moves
 from memfit.planner.selection import Choices, Selection
 from memfit.planner.speed import StepSpeed
 
@@ -65,6 +66,8 @@ class Space:
         recompute: whether modules may be computed again.
         offload: whether activations may wait on the host.
         base: settings that hold throughout.
+        plain: the step as it is, which need not be among the variants.
+        approximate: why micro-batches only approximate the step, or "".
     """
 
     variants: tuple[Variant, ...]
@@ -74,6 +77,8 @@ class Space:
     recompute: bool = True
     offload: bool = False
     base: Settings = field(default_factory=Settings)
+    plain: Variant | None = None
+    approximate: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,11 @@ class _Combination:
                 variant.memory, variant.speed, micro, recompute=space.recompute, offload=space.offload
             )
         return Selection(variant.memory, self.choices[key], self.settings, space.batch_size)
+
+    @cached_property
+    def changes_training(self) -> bool:
+        moves = used_moves(self.settings, batch_size=None, approximate=self.space.approximate)
+        return any(move.keeps is Keeps.CHANGES for move in moves)
 
     @cached_property
     def plain_bytes(self) -> float:
@@ -174,9 +184,19 @@ class Search:
         self._combinations = kept
 
     def best(self, limit_bytes: float) -> Candidate | None:
-        """The fastest that stays within the limit; None when nothing does."""
+        """The fastest that stays within the limit; None when nothing does.
+
+        What changes training is used only where nothing else fits, however fast it is.
+        """
+        keeping = [one for one in self._combinations if not one.changes_training]
+        best = self._best_of(keeping, limit_bytes)
+        if best is None and len(keeping) < len(self._combinations):
+            best = self._best_of([one for one in self._combinations if one.changes_training], limit_bytes)
+        return best
+
+    def _best_of(self, combinations: "list[_Combination]", limit_bytes: float) -> Candidate | None:
         best: Candidate | None = None
-        for bound, one in self._bounded(limit_bytes):
+        for bound, one in _bounded(combinations, limit_bytes):
             if best is not None and bound >= best.seconds * (1 - _WORTH):
                 break
             settings = one.selection.cheapest(limit_bytes)
@@ -185,34 +205,7 @@ class Search:
             found = one.candidate(settings)
             if best is None or found.seconds < best.seconds * (1 - _WORTH):
                 best = found
-        return self._simplest(best, limit_bytes)
-
-    def _bounded(self, limit_bytes: float) -> "list[tuple[float, _Combination]]":
-        """(least seconds that it can take within the limit, combination), quickest first; none that can't be within."""
-        found: list[tuple[float, _Combination]] = []
-        fastest = float("inf")
-        for one in self._combinations:
-            if one.seconds >= fastest:
-                # A combination that needs no recomputation is as fast as this one could be.
-                break
-            bound = one.seconds + one.settings.micro_batches * one.selection.bound(limit_bytes)
-            if bound < float("inf"):
-                found.append((bound, one))
-                if bound == one.seconds:
-                    fastest = min(fastest, bound)
-        return sorted(found, key=lambda pair: pair[0])
-
-    def _simplest(self, best: Candidate | None, limit_bytes: float) -> Candidate | None:
-        """The candidate with the fewest changes among those that are as fast as the best, for all that can be told."""
-        if best is None:
-            return None
-        equal = [best]
-        for one in self._combinations:
-            if one.seconds > best.seconds * (1 + _WORTH):
-                break
-            if one.plain_bytes <= limit_bytes:
-                equal.append(one.candidate(one.settings))
-        return min(equal, key=lambda found: (_num_changed(found.settings), found.seconds))
+        return _simplest(combinations, best, limit_bytes)
 
     def smallest(self) -> Candidate:
         """The candidate that needs least memory; of equals the fastest."""
@@ -235,6 +228,35 @@ class Search:
             if best is not None:
                 found.append(best)
         return pareto(found)
+
+
+def _bounded(combinations: list[_Combination], limit_bytes: float) -> list[tuple[float, _Combination]]:
+    """(least seconds that it can take within the limit, combination), quickest first; none that can't be within."""
+    found: list[tuple[float, _Combination]] = []
+    fastest = float("inf")
+    for one in combinations:
+        if one.seconds >= fastest:
+            # A combination that needs no recomputation is as fast as this one could be.
+            break
+        bound = one.seconds + one.settings.micro_batches * one.selection.bound(limit_bytes)
+        if bound < float("inf"):
+            found.append((bound, one))
+            if bound == one.seconds:
+                fastest = min(fastest, bound)
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _simplest(combinations: list[_Combination], best: Candidate | None, limit_bytes: float) -> Candidate | None:
+    """The candidate with the fewest changes among those that are as fast as the best, for all that can be told."""
+    if best is None:
+        return None
+    equal = [best]
+    for one in combinations:
+        if one.seconds > best.seconds * (1 + _WORTH):
+            break
+        if one.plain_bytes <= limit_bytes:
+            equal.append(one.candidate(one.settings))
+    return min(equal, key=lambda found: (_num_changed(found.settings), found.seconds))
 
 
 def pareto(found: Sequence[Candidate]) -> list[Candidate]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.core.device import Device, Kind, Origin
+from memfit.core.device import Device, Kind
 from memfit.core.profile import Measurement, Profile, Work
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.core.timeline import Category, Phase
@@ -41,7 +41,6 @@ class Rates:
         bandwidth: bytes per second of its memory.
         launch_seconds: least time of an operator.
         transfer: bytes per second between it and the host.
-        origin: how they are known.
         reference: name of the device whose rates are used where the target's own aren't known, or "".
     """
 
@@ -49,7 +48,6 @@ class Rates:
     bandwidth: float
     launch_seconds: float
     transfer: float
-    origin: Origin
     reference: str = ""
 
 
@@ -63,7 +61,6 @@ def rates_of(device: Device, reference: Device) -> Rates:
         (known.bandwidth_bytes_per_second or 1e11) * _BANDWIDTH_SHARE,
         _LAUNCH_SECONDS[device.kind],
         transfer,
-        Origin.ASSUMED,
         "" if known is device else known.title,
     )
 
@@ -112,12 +109,9 @@ class StepSpeed:
         self._gradient_bytes = _gradient_bytes(profile)
         self._cache: dict[int, NDArray[np.float64]] = {}
 
-    @property
-    def origin(self) -> Origin:
-        """Where the seconds of `step` come from."""
-        if self._plain is not None:
-            return self._plain.origin
-        return Origin.MEASURED if self._measured else self.rates.origin
+    def is_measured(self, batch_size: int | None) -> bool:
+        """Whether a plain step of this size was timed, passes and update: any other is computed."""
+        return bool(self._update_seconds) and any(one.batch_size == batch_size for one in self._measured)
 
     @property
     def update_seconds(self) -> dict[str, float]:
@@ -189,7 +183,8 @@ class StepSpeed:
         parameter_bytes = 4.0 * self.profile.num_trainable / settings.num_devices
         kernels = settings.kernels.value
         if settings.state is OptimizerState.HOST or settings.shard_offload:
-            return 2 * parameter_bytes / self.rates.transfer + 7 * parameter_bytes / _HOST_BANDWIDTH
+            # Gradients and values go down, values come up.
+            return 3 * parameter_bytes / self.rates.transfer + 7 * parameter_bytes / _HOST_BANDWIDTH
         if self._update_seconds:
             fallback = self._update_seconds.get("keep", plain)
             return self._update_seconds.get(kernels, fallback)

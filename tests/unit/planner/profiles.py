@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from memfit.core.device import Origin
 from memfit.core.profile import Call, Drop, Profile, Unit, Work
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 from memfit.core.units import MIB
@@ -131,5 +130,5 @@ class Chain:
 
 def speed_of(profile, larger=None, measured=(), updates=None, plain=None):
     """Speed on a device of round numbers: 1 TFLOP/s, 100 GB/s, 10 GB/s to the host."""
-    rates = Rates({"float32": 1e12}, 1e11, 1e-6, 1e10, Origin.ASSUMED)
+    rates = Rates({"float32": 1e12}, 1e11, 1e-6, 1e10)
     return StepSpeed(profile, larger, rates, measured, updates, plain)

@@ -1,7 +1,6 @@
 import pytest
 
 from memfit.catalogue import find_device
-from memfit.core.device import Origin
 from memfit.core.profile import Measurement
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.planner.speed import rates_of
@@ -56,7 +55,8 @@ def test_measured_passes_replace_the_model(chain):
     assert speed.passes(2) == 3.0 and speed.passes(4) == 4.5
     assert 3.0 < speed.passes(3) < 4.5
     assert speed.recomputation("layers.0", 2) == pytest.approx(0.25)
-    assert speed.origin is Origin.MEASURED and scaled(chain).origin is Origin.ASSUMED
+    assert not speed.is_measured(4) and not scaled(chain).is_measured(4)
+    assert scaled(chain, measured=measured, updates={"keep": 1.0}).is_measured(4)
 
 
 def test_measured_updates_replace_the_model(chain):
@@ -102,4 +102,4 @@ def test_other_ways_are_scaled_as_the_plain_step_was_measured(chain):
     computed = speed_of(Chain([3, 3], flops=[2 * 10**9] * 2).profile(4))
     assert other.passes(4) == pytest.approx(computed.passes(4) * 3.0 / scaled(chain).passes(4))
     assert other.update(Settings()) == 7.0
-    assert other.origin is Origin.MEASURED
+    assert not other.is_measured(4)

@@ -83,6 +83,8 @@ class OpenJob:
             self.batch = resized(self.batch, self.batch_size, batch_size)
             self.batch_size = batch_size
         self.notes = self._remarks()
+        self.gives_weight = False
+        """Whether the loss function was seen to return (loss, weight)."""
 
     def _made(self, batch_size: int) -> Any:
         """The batch that the job's own function makes."""
@@ -102,7 +104,8 @@ class OpenJob:
             loss=job.loss,
             batch=batch,
             optimizer=job.optimizer,
-            precision=job.precision,
+            # Settings say themselves whether autocast is on.
+            precision=None if settings is not None and settings.precision else job.precision,
             training=job.mode == "training",
             set_to_none=job.set_to_none,
             settings=settings,
@@ -117,7 +120,9 @@ class OpenJob:
         """
         step = self.step(batch_size, settings)
         try:
-            return trace(step, self.device)
+            found = trace(step, self.device)
+            self.gives_weight = found.gives_weight
+            return found
         except StepFailed as failure:
             sizes = sorted({t.shape[0] for t in tensors_in(step.batch) if t.dim()})
             if len(sizes) > 1:

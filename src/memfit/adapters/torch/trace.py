@@ -27,7 +27,7 @@ from memfit.core.timeline import Category, Phase, Timeline
 if TYPE_CHECKING:
     from memfit.adapters.torch.fitting.fitted import Fitted
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 OPTIMIZER = "(optimizer)"
 
 
@@ -67,6 +67,8 @@ class Trace:
     batch_bytes: int
     host_bytes: int = 0
     """Host memory for what waits there, as the settings say."""
+    gives_weight: bool = False
+    """Whether the loss function returned (loss, weight)."""
 
 
 def trace(step: Step, device: Device) -> Trace:
@@ -83,6 +85,7 @@ class _Tracer:
         self.recorder = Recorder(self.origin.current)
         self.simulation = Simulation(device, self.recorder, self.origin)
         self.last_loss: Any = None
+        self.gives_weight = False
         self.module_of: dict[int, str] = {}
         self.fitted: Fitted | None = None
         self._step_number = 0
@@ -95,7 +98,7 @@ class _Tracer:
     def _run(self) -> Trace:
         step = self.step
         precision = step.precision
-        copies = ShapeCopies(_DTYPES.get(precision or ""))
+        copies = ShapeCopies(DTYPES.get(precision or ""))
         parameters = list(step.model.parameters())
         with ExitStack() as stack:
             stack.enter_context(undisturbed())
@@ -120,6 +123,7 @@ class _Tracer:
             parameter_bytes,
             batch_bytes,
             0 if self.fitted is None else self.fitted.host_bytes,
+            self.gives_weight,
         )
 
     def _fit(self, stack: ExitStack, settings: Settings, optimizer: Any) -> Any:
@@ -171,7 +175,11 @@ class _Tracer:
         device_type = "cuda" if self.on_cuda else "cpu"
         with torch.autocast(device_type, dtype=dtype) if amp else nullcontext(), failures.explained("forward"):
             # Each step of a real loop gets a batch of its own, and losses do take batches apart.
-            return step.loss(step.model, map_tensors(batch, lambda tensor: tensor))
+            value = step.loss(step.model, map_tensors(batch, lambda tensor: tensor))
+        # A loss may come with what it was divided by, for those who add up parts.
+        self.gives_weight = isinstance(value, tuple) and len(value) == 2
+        wanted = step.settings is not None and step.settings.weighting.kind == "given"
+        return value[0] if self.gives_weight and not wanted else value
 
     def _train(self, optimizer: Any, batch: Any) -> list[tuple[int, int]] | None:
         recorder = self.recorder
@@ -216,7 +224,7 @@ class _Tracer:
         if self.fitted is not None:
             self._step_number = number
             with failures.explained("backward"):
-                self.last_loss = self.fitted.backward(lambda _, part: self._forward(part), batch)
+                self.last_loss = self.fitted.accumulate(lambda _, part: self._forward(part), batch)
             self._classify_gradients()
             return
         recorder.enter(Phase.FORWARD, number)
@@ -282,7 +290,7 @@ class _Tracer:
         """The loss and its gradients anew, as an optimizer that searches along a line asks for them."""
         if self.fitted is not None:
             phase = self.recorder.phase
-            value = self.fitted.backward(lambda _, part: self._forward(part), batch)
+            value = self.fitted.accumulate(lambda _, part: self._forward(part), batch)
             self.recorder.enter(phase, self._step_number)
             return value
         optimizer.zero_grad(set_to_none=self.step.set_to_none)

@@ -19,6 +19,7 @@ from memfit.adapters.torch.fitting.low_rank import add_adapters
 from memfit.adapters.torch.fitting.micro_batches import shares, split
 from memfit.adapters.torch.fitting.optimizers import fit_optimizer
 from memfit.adapters.torch.fitting.recomputation import recompute
+from memfit.adapters.torch.job import common_first_dimension
 from memfit.adapters.torch.stand_in import map_tensors
 from memfit.core.env import allocator_settings, set_allocator_settings
 from memfit.core.errors import BadInput, BadLoss
@@ -77,7 +78,7 @@ class Fitted:
                 add_adapters(model, settings.lora_rank, quantized=settings.quantized_base, freeze=settings.freeze)
             )
         if settings.channels_last:
-            undo.callback(_with_channels_last(model))
+            undo.callback(_with_channels_last(model, self.optimizer))
         if settings.checkpoint:
             undo.callback(recompute(model, settings.checkpoint, around))
         if settings.offload:
@@ -117,20 +118,34 @@ class Fitted:
         """
         if isinstance(self.optimizer, torch.optim.LBFGS):
             self._observe(Phase.OPTIMIZER)
-            value: torch.Tensor = self.optimizer.step(lambda: self.backward(loss, batch))
+            value: torch.Tensor = self.optimizer.step(lambda: self.accumulate(loss, batch))
             return value
-        value = self.backward(loss, batch)
+        value = self.accumulate(loss, batch)
         self.update()
         return value
 
     def backward(self, loss: Callable[[Any, Any], Any], batch: Any) -> torch.Tensor:
-        """Leaves the gradients of the whole batch in `.grad`; returns its loss, detached.
+        """Leaves the gradients of the whole batch in `.grad`, to be clipped before `update`; returns the loss, detached.
 
         Args:
             loss: takes the model and a batch, returns the scalar loss.
             batch: any nesting of tensors.
         """
-        parts = split(batch, self.settings.micro_batches)
+        if self.settings.step_in_backward:
+            raise BadInput(
+                "the plan updates each parameter inside of the backward pass, so that no gradients are left to clip or "
+                "look at. Call step(loss, batch), or plan with allow=[..., '-step-in-backward']."
+            )
+        return self.accumulate(loss, batch)
+
+    def accumulate(self, loss: Callable[[Any, Any], Any], batch: Any) -> torch.Tensor:
+        """Runs forward and backward pass of every part; returns the loss of the batch, detached.
+
+        Args:
+            loss: takes the model and a batch, returns the scalar loss.
+            batch: any nesting of tensors.
+        """
+        parts = split(batch, self._num_parts(batch))
         weights = shares(batch, parts, self.settings.weighting)
         self.clear_gradients()
         if self.scaler is not None and self._unscaled:
@@ -157,6 +172,16 @@ class Fitted:
             self._scale_gradients(1 / whole)
             total = total / whole
         return total
+
+    def _num_parts(self, batch: Any) -> int:
+        """Parts of this batch: as planned, fewer for a smaller batch at the end of an epoch, more for a larger one."""
+        settings = self.settings
+        num_samples = common_first_dimension(batch) if settings.micro_batches > 1 else None
+        if num_samples is None:
+            return settings.micro_batches
+        if settings.micro_batch_size:
+            return -(-num_samples // settings.micro_batch_size)
+        return min(settings.micro_batches, num_samples)
 
     def update(self) -> None:
         """Updates the parameters by the gradients that are there."""
@@ -320,21 +345,29 @@ def _chunked(num_chunks: int) -> AbstractContextManager[Any]:
     return chunked_cross_entropy(num_chunks)
 
 
-def _with_channels_last(model: torch.nn.Module) -> Callable[[], None]:
-    """Gives the convolutions' weights the memory format; returns what undoes it."""
+def _with_channels_last(model: torch.nn.Module, optimizer: Any) -> Callable[[], None]:
+    """Gives the convolutions' weights, and their state, the memory format; returns what undoes it."""
     changed = [
         tensor
         for tensor in model.parameters()
         if tensor.dim() == 4 and not tensor.is_contiguous(memory_format=torch.channels_last)
     ]
-    _set_format(changed, torch.channels_last)
-    return lambda: _set_format(changed, torch.contiguous_format)
+    _set_format(changed, torch.channels_last, optimizer)
+    return lambda: _set_format(changed, torch.contiguous_format, optimizer)
 
 
-def _set_format(tensors: list[Any], memory_format: torch.memory_format) -> None:
+def _set_format(tensors: list[Any], memory_format: torch.memory_format, optimizer: Any) -> None:
+    states = getattr(optimizer, "state", {})
     for tensor in tensors:
         # The same object keeps its place in the optimizer.
         tensor.data = tensor.data.contiguous(memory_format=memory_format)
+        if tensor.grad is not None:
+            tensor.grad = tensor.grad.contiguous(memory_format=memory_format)
+        # Fused kernels walk through the memory of a parameter and of its state side by side.
+        state = states.get(tensor, {}) if states else {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
+                state[name] = value.contiguous(memory_format=memory_format)
 
 
 def _expand_segments() -> Callable[[], None]:

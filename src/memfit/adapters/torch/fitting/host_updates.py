@@ -86,22 +86,21 @@ class HostUpdates:
 
 
 class _Copy:
-    """A parameter's values in host memory, followed by the version of the parameter that they are of."""
+    """A parameter's values in host memory."""
 
-    __slots__ = ("values", "version")
+    __slots__ = ("values",)
 
     def __init__(self, parameter: torch.nn.Parameter) -> None:
         values = parameter.detach()
         self.values = torch.nn.Parameter(torch.empty_like(values) if values.is_meta else _on_host(values))
-        self.version = parameter._version
 
     def fetch(self, parameter: torch.nn.Parameter) -> None:
-        """Takes the gradient, and the values if somebody else has changed them, such as a loaded checkpoint."""
+        """Takes the gradient and the values, which may be others than at the last update: loaded, clamped, averaged."""
         gradient = parameter.grad
         assert gradient is not None
-        if self.version != parameter._version:
-            with torch.no_grad():
-                self.values.copy_(parameter)
+        # Always: no version tells of a change through `.data`.
+        with torch.no_grad():
+            self.values.copy_(parameter)
         self.values.grad = _on_host(gradient)
 
     def send(self, parameter: torch.nn.Parameter) -> None:
@@ -109,7 +108,6 @@ class _Copy:
         self.values.grad = None
         with torch.no_grad():
             parameter.copy_(self.values)
-        self.version = parameter._version
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

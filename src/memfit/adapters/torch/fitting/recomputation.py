@@ -34,8 +34,9 @@ def recompute(
         paths: their dotted paths; none may be inside of another.
         around: entered with the path for each recomputation.
     """
+    chosen = chosen_modules(model, paths, "checkpoint")
     undo = [without_cache(model)] if paths else []
-    for path, module in chosen_modules(model, paths, "checkpoint"):
+    for path, module in chosen:
         undo.append(replaced_forward(module, _recomputed(path, module, around)))
 
     def undo_all() -> None:

@@ -1,5 +1,6 @@
 """What a plan is about: a job as the planner asks for it, by profiles, probes and measurements."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from memfit.adapters.torch.fitting.profile import profile
 from memfit.adapters.torch.fitting.recomputation import without_cache
 from memfit.adapters.torch.job import OpenJob
 from memfit.adapters.torch.stand_in import tensors_in
+from memfit.adapters.torch.trace import DTYPES
 from memfit.core.device import Kind
 from memfit.core.errors import BadInput, MemfitError
 from memfit.core.profile import Measurement, Profile
@@ -58,6 +60,25 @@ class Subject:
         opened = self._opened
         return probe.find_weighting(opened.model, opened.job.loss, opened.job.batch)
 
+    @property
+    def gives_weight(self) -> bool:
+        """Whether the loss function returns (loss, weight)."""
+        return self._opened.gives_weight
+
+    def check_width(self, precision: str) -> None:
+        """Refuses to plan for parameters of another width than those of a model that is there."""
+        model = self._opened.job.model
+        if not isinstance(model, torch.nn.Module):
+            return
+        wanted = DTYPES[precision]
+        other = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype is not wanted), None)
+        if other is not None:
+            name, has = (str(dtype).removeprefix("torch.") for dtype in (wanted, other))
+            raise BadInput(
+                f"precision {precision!r} means a model in {name}, but the model given is in {has}, and a plan doesn't "
+                f"change that. Give model.to(torch.{name}), or precision='amp-{precision}' for autocast."
+            )
+
     def in_hand(self) -> bool:
         """Whether real steps can be timed here: the device is this machine's, and model and batch have values."""
         opened = self._opened
@@ -77,7 +98,7 @@ class Subject:
         try:
             return calibration.measure(
                 opened.model,
-                opened.job.loss,
+                _without_weight(opened.job.loss),
                 opened.job.batch,
                 sizes,
                 precision=precision or opened.job.precision,
@@ -105,6 +126,14 @@ class Subject:
         """Samples of the batch that was given, which may be fewer than those of one update."""
         tensors = [tensor for tensor in _tensors(self._opened.job.batch) if tensor.dim()]
         return tensors[0].shape[0] if tensors else None
+
+
+def _without_weight(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def alone(model: Any, batch: Any) -> Any:
+        value = loss(model, batch)
+        return value[0] if isinstance(value, tuple) and len(value) == 2 else value
+
+    return alone
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
