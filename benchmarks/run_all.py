@@ -25,6 +25,12 @@ SCRIPTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("t4_runs", (), ()),
     ("xmem_cnn", (), ()),
     ("timm_rtx3090", ("--jobs", "2"), ("--jobs", "2", "--sample", "24")),
+    ("plan_time", (), ("--quick", "--repeats", "1")),
+    ("plan_speed", (), ("deit_tiny", "--rounds", "3")),
+    ("plan_checkpointing", (), ("resnet18", "gpt2")),
+    ("plan_accuracy", (), ("tcn", "gpt2", "--shares", "60", "40")),
+    ("plan_gradients", (), ("in_place_net", "llama")),
+    ("plan_public_table", (), ("--moves", "3")),
 )
 
 

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -65,13 +66,13 @@ def main():
 def plan(folder):
     """The fastest way to fit what does not fit as it is."""
     try:
-        job = memfit.named_job(PLANNED)
+        job = replace(memfit.named_job(PLANNED), precision=PRECISION)
     except memfit.MemfitError:
         return  # The table has said that it is left out.
-    found = memfit.plan(job, device=PLANNED_GPU, precision=PRECISION, effective_batch=PLANNED_BATCH)
+    found = memfit.plan(job, device=PLANNED_GPU, effective_batch=PLANNED_BATCH)
     page = folder / "plan.html"
     found.report(str(page))
-    print(f"\nmemfit plan {PLANNED} --device {PLANNED_GPU} --precision {PRECISION} --batch-size {PLANNED_BATCH}")
+    print(f"\nplan of {PLANNED}, batch size {PLANNED_BATCH}, on {PLANNED_GPU}:")
     print(f"{gib(found.before.peak_bytes)} -> {gib(found.after.peak_bytes)} of {gib(found.budget_bytes)}: ", end="")
     print("; ".join(move.title for move in found.moves))
     print(f"page of the plan: {page}")

@@ -71,7 +71,10 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plain = copy.deepcopy(model)
 
-    plan = memfit.plan(model, loss, batches(1)[0], optimizer=optimizer, device=DEVICE, budget=budget)
+    try:
+        plan = memfit.plan(model, loss, batches(1)[0], optimizer=optimizer, device=DEVICE, budget=budget)
+    except memfit.PlanNotFound as error:
+        sys.exit(str(error))
     print(plan)
     plan.save(folder / "plan.json")
     print(f"\nplan written to {folder / 'plan.json'}")

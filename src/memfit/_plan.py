@@ -34,10 +34,12 @@ EXPANDABLE = "expandable-segments"
 
 # Kept free of the budget: predictions are off by less, in both directions.
 _RESERVE = 0.01
-# Traces of chosen settings, at most: the first is nearly always right.
-_MAX_PROOFS = 6
-# A proven plan that leaves more of the budget unused than this is worth another look.
-_SLACK = 0.03
+# Traces of chosen settings, at least and at most; fewer for large models, whose traces take longer.
+_NUM_PROOFS = (4, 12)
+_BLOCKS_PER_PLAN = 40_000
+_NUM_SMALLEST = 3
+# Of the time of the best proven plan: what is not faster than this is not worth another trace.
+_NO_BETTER = 0.99
 # Seconds of a trace up to which every move of a plan is traced without.
 _QUICK_TRACE = 3.0
 # Points of the front that are slower than the plan by more than this interest nobody.
@@ -195,43 +197,57 @@ class _Planner:
 
     # Proof.
 
+    @property
+    def _usable(self) -> float:
+        """What the allocator may take: the budget, less a reserve and the CUDA context."""
+        return self._budget * (1 - _RESERVE) - (self._target.context_bytes or 0)
+
     def _prove_best(self, search: "Search", before: Estimate, space: "Space") -> _Proof | None:
         """The fastest settings that a trace proves to fit, or None.
 
-        What the allocator takes beyond the live bytes that were computed depends on the settings; each proof tells it
-        for settings of its kind, and the next search has that much less, or more, to give away.
+        What the allocator takes beyond the live bytes that were computed depends on the settings. Each proof tells it
+        for its combination; what it is for others is first expected to be as for the plain step, then, where nothing
+        would fit, to be nothing. The search goes on until it has nothing faster to offer than what is proven.
         """
-        usable = self._budget * (1 - _RESERVE) - (self._target.context_bytes or 0)
+        usable = self._usable
         plain = space.plain or space.variants[0]
-        beyond = before.reserved_peak_bytes - plain.memory.peak(self._opening.plain, self._batch_size)
+        live_bytes = plain.memory.peak(self._opening.plain, self._batch_size)
+        search.expect(usable * max(0.0, 1 - live_bytes / max(1, before.reserved_peak_bytes)))
         best: _Proof | None = None
-        for _ in range(_MAX_PROOFS):
-            candidate = search.best(usable - beyond)
-            if candidate is None or candidate.settings in self._proofs:
+        hopeful = False
+        for _ in range(_num_proofs(before)):
+            candidate = search.best(usable)
+            if candidate is None and not hopeful:
+                hopeful = True
+                search.expect(0.0)
+                candidate = search.best(usable)
+            if candidate is None or (best is not None and candidate.seconds >= best.candidate.seconds * _NO_BETTER):
                 break
             proof = self._prove(candidate, usable)
             if proof is None:
                 search.exclude(candidate)
                 continue
-            needs = proof.estimate.reserved_peak_bytes
-            if needs <= usable and proof.estimate.fits:
-                if best is None or candidate.seconds < best.candidate.seconds:
-                    best = proof
-                if needs >= usable * (1 - _SLACK) or not _slowed(candidate):
-                    break
-            elif best is not None:
-                break
-            beyond = needs - candidate.live_bytes + (0 if proof.estimate.fits else 0.002 * usable)
+            search.learn(candidate, proof.estimate.reserved_peak_bytes)
+            fits = proof.estimate.fits and proof.estimate.reserved_peak_bytes <= usable
+            if fits and (best is None or candidate.seconds < best.candidate.seconds):
+                best = proof
         return best
 
     def _prove_smallest(self, search: "Search") -> _Proof | None:
-        """The settings that need least memory, of those that can be run."""
-        for _ in range(_MAX_PROOFS):
-            candidate = search.smallest()
-            proof = self._prove(candidate, self._budget)
-            if proof is not None:
-                return proof
-            search.exclude(candidate)
+        """Settings that fit after all, or those that need least memory, of the few smallest that can be run."""
+        usable = self._budget - (self._target.context_bytes or 0)
+        least: _Proof | None = None
+        for _ in range(_NUM_SMALLEST):
+            for candidate in search.smallest(_NUM_SMALLEST):
+                proof = self._prove(candidate, usable)
+                if proof is None:
+                    search.exclude(candidate)
+                elif proof.estimate.fits:
+                    return proof
+                elif least is None or proof.estimate.peak_bytes < least.estimate.peak_bytes:
+                    least = proof
+            if least is not None:
+                return least
         return None
 
     def _prove(self, candidate: "Candidate", usable: float) -> _Proof | None:
@@ -408,10 +424,9 @@ def _setup_end(before: Estimate) -> int:
     return marks[1].tick if len(marks) > 1 else before.timeline.num_ticks
 
 
-def _slowed(candidate: "Candidate") -> bool:
-    """Whether the settings cost time that a better use of the budget could save."""
-    settings = candidate.settings
-    return bool(settings.checkpoint or settings.offload or settings.micro_batches > 1)
+def _num_proofs(before: Estimate) -> int:
+    least, most = _NUM_PROOFS
+    return min(most, max(least, _BLOCKS_PER_PLAN // max(1, len(before.timeline.blocks))))
 
 
 def _variant_for(settings: Settings, variants: "tuple[Variant, ...]") -> "Variant":

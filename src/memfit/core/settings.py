@@ -71,8 +71,6 @@ class Settings:
 
     Args:
         micro_batches: parts the batch is split into, one forward and backward pass each.
-        micro_batch_size: samples of the largest part; a batch of another size than planned for is split into as many
-            parts as that takes. 0: into `micro_batches` parts, or one for each sample where there are fewer.
         weighting: how the losses of the parts add up.
         precision: "amp-bf16" or "amp-fp16" for autocast; None leaves the step's own.
         checkpoint: paths of the modules whose activations are computed again in the backward pass.
@@ -89,10 +87,11 @@ class Settings:
         lora_rank: rank of the adapters that are trained in place of the linear layers; 0: none.
         quantized_base: whether the frozen weights under the adapters have 4 bits.
         freeze: paths of the modules whose parameters aren't trained.
+        micro_batch_size: samples of the largest part; a batch of another size than planned for is split into as many
+            parts as that takes. 0: into `micro_batches` parts, or one for each sample where there are fewer.
     """
 
     micro_batches: int = 1
-    micro_batch_size: int = 0
     weighting: Weighting = Weighting()
     precision: str | None = None
     checkpoint: tuple[str, ...] = ()
@@ -109,6 +108,7 @@ class Settings:
     lora_rank: int = 0
     quantized_base: bool = False
     freeze: tuple[str, ...] = ()
+    micro_batch_size: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write."""

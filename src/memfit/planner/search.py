@@ -150,6 +150,8 @@ class Search:
     def __init__(self, space: Space) -> None:
         self._space = space
         self._choices: dict[tuple[object, ...], Choices] = {}
+        self._beyond: dict[Settings, float] = {}
+        self._expected = 0.0
         self._combinations = sorted(
             self._all(), key=lambda one: (one.seconds, one.settings.micro_batches, _num_changed(one.settings))
         )
@@ -171,7 +173,7 @@ class Search:
         Its modules may be what fails, or the size of its parts: first the combination is tried without modules, then
         left out with all that have as many parts.
         """
-        plain = replace(candidate.settings, checkpoint=(), offload=(), expandable_segments=False)
+        plain = _bare(candidate.settings)
         by_modules = bool(candidate.settings.checkpoint or candidate.settings.offload)
         kept: list[_Combination] = []
         for one in self._combinations:
@@ -183,62 +185,80 @@ class Search:
                 kept.append(one)
         self._combinations = kept
 
-    def best(self, limit_bytes: float) -> Candidate | None:
-        """The fastest that stays within the limit; None when nothing does.
+    def expect(self, beyond_bytes: float) -> None:
+        """Sets what an allocator takes beyond the live bytes, for combinations of which nothing is known yet."""
+        self._expected = beyond_bytes
+
+    def learn(self, candidate: Candidate, needed_bytes: float) -> None:
+        """Takes note of what a candidate was proven to need: its combination is searched with that from now on."""
+        self._beyond[_bare(candidate.settings)] = needed_bytes - candidate.live_bytes
+
+    def best(self, usable_bytes: float) -> Candidate | None:
+        """The fastest whose live bytes, and what the allocator takes beyond, stay within; None when nothing does.
 
         What changes training is used only where nothing else fits, however fast it is.
         """
+        limits = {
+            id(one): usable_bytes - self._beyond.get(_bare(one.settings), self._expected) for one in self._combinations
+        }
+        return self._best(limits)
+
+    def _best(self, limits: dict[int, float]) -> Candidate | None:
         keeping = [one for one in self._combinations if not one.changes_training]
-        best = self._best_of(keeping, limit_bytes)
+        best = _best_of(keeping, limits)
         if best is None and len(keeping) < len(self._combinations):
-            best = self._best_of([one for one in self._combinations if one.changes_training], limit_bytes)
+            best = _best_of([one for one in self._combinations if one.changes_training], limits)
         return best
 
-    def _best_of(self, combinations: "list[_Combination]", limit_bytes: float) -> Candidate | None:
-        best: Candidate | None = None
-        for bound, one in _bounded(combinations, limit_bytes):
-            if best is not None and bound >= best.seconds * (1 - _WORTH):
-                break
-            settings = one.selection.cheapest(limit_bytes)
-            if settings is None:
-                continue
-            found = one.candidate(settings)
-            if best is None or found.seconds < best.seconds * (1 - _WORTH):
-                best = found
-        return _simplest(combinations, best, limit_bytes)
-
-    def smallest(self) -> Candidate:
-        """The candidate that needs least memory; of equals the fastest."""
-        found: list[Candidate] = []
+    def smallest(self, count: int = 1) -> list[Candidate]:
+        """Candidates that need least memory, of equals the fastest, at most so many and one for each combination."""
         most = max((one.settings.micro_batches for one in self._combinations), default=1)
-        for one in self._combinations:
-            # Fewer parts than the most there are never need less.
-            if one.settings.micro_batches in (1, most):
-                found.append(one.candidate(one.selection.smallest()))
-        return min(found, key=lambda one: (round(one.live_bytes / 2**20), one.seconds))
+        # Fewer parts than the most there are never need less.
+        extremes = [one for one in self._combinations if one.settings.micro_batches in (1, most)]
+        found = [one.candidate(one.selection.smallest()) for one in extremes]
+        found.sort(key=lambda one: (round(one.live_bytes / 2**20), one.seconds))
+        return found[:count]
 
     def front(self, num_points: int = 8) -> list[Candidate]:
         """Candidates of which none needs less memory in no more time, largest memory first."""
-        low, high = self.smallest(), self.best(float("inf"))
+        low, high = self.smallest()[0], self._within(float("inf"))
         assert high is not None, "with no limit everything fits"
         found = [low, high]
         for index in range(1, num_points):
             limit = low.live_bytes + (high.live_bytes - low.live_bytes) * index / num_points
-            best = self.best(limit)
+            best = self._within(limit)
             if best is not None:
                 found.append(best)
         return pareto(found)
 
+    def _within(self, limit_bytes: float) -> Candidate | None:
+        """The fastest whose live bytes stay within the limit."""
+        return self._best({id(one): limit_bytes for one in self._combinations})
 
-def _bounded(combinations: list[_Combination], limit_bytes: float) -> list[tuple[float, _Combination]]:
-    """(least seconds that it can take within the limit, combination), quickest first; none that can't be within."""
+
+def _best_of(combinations: list[_Combination], limits: dict[int, float]) -> Candidate | None:
+    best: Candidate | None = None
+    for bound, one in _bounded(combinations, limits):
+        if best is not None and bound >= best.seconds * (1 - _WORTH):
+            break
+        settings = one.selection.cheapest(limits[id(one)])
+        if settings is None:
+            continue
+        found = one.candidate(settings)
+        if best is None or found.seconds < best.seconds * (1 - _WORTH):
+            best = found
+    return _simplest(combinations, best, limits)
+
+
+def _bounded(combinations: list[_Combination], limits: dict[int, float]) -> list[tuple[float, _Combination]]:
+    """(least seconds that it can take within its limit, combination), quickest first; none that can't be within."""
     found: list[tuple[float, _Combination]] = []
     fastest = float("inf")
     for one in combinations:
         if one.seconds >= fastest:
             # A combination that needs no recomputation is as fast as this one could be.
             break
-        bound = one.seconds + one.settings.micro_batches * one.selection.bound(limit_bytes)
+        bound = one.seconds + one.settings.micro_batches * one.selection.bound(limits[id(one)])
         if bound < float("inf"):
             found.append((bound, one))
             if bound == one.seconds:
@@ -246,7 +266,7 @@ def _bounded(combinations: list[_Combination], limit_bytes: float) -> list[tuple
     return sorted(found, key=lambda pair: pair[0])
 
 
-def _simplest(combinations: list[_Combination], best: Candidate | None, limit_bytes: float) -> Candidate | None:
+def _simplest(combinations: list[_Combination], best: Candidate | None, limits: dict[int, float]) -> Candidate | None:
     """The candidate with the fewest changes among those that are as fast as the best, for all that can be told."""
     if best is None:
         return None
@@ -254,9 +274,14 @@ def _simplest(combinations: list[_Combination], best: Candidate | None, limit_by
     for one in combinations:
         if one.seconds > best.seconds * (1 + _WORTH):
             break
-        if one.plain_bytes <= limit_bytes:
+        if one.plain_bytes <= limits[id(one)]:
             equal.append(one.candidate(one.settings))
     return min(equal, key=lambda found: (_num_changed(found.settings), found.seconds))
+
+
+def _bare(settings: Settings) -> Settings:
+    """What a combination is told by: everything but the modules and the allocator's segments."""
+    return replace(settings, checkpoint=(), offload=(), expandable_segments=False)
 
 
 def pareto(found: Sequence[Candidate]) -> list[Candidate]:

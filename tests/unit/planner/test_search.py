@@ -59,7 +59,7 @@ def test_the_best_is_no_slower_than_any_single_move(space):
 
 def test_nothing_fits_below_the_smallest(space):
     search = Search(space)
-    smallest = search.smallest()
+    smallest = search.smallest()[0]
     assert search.best(0.9 * smallest.live_bytes) is None
     assert search.best(1.02 * smallest.live_bytes) is not None
 
@@ -113,3 +113,50 @@ def test_choices_of_the_optimizer_follow_what_it_can_do():
     assert optimizer_choices(frozenset(), everything - {"host-optimizer"}, on_host=False, has_optimizer=True) == (
         Settings(),
     )
+
+
+def test_what_the_allocator_takes_beyond_is_learned_by_combination(space):
+    # GIVEN a limit that the plain step would just meet
+    search = Search(space)
+    plain = space.variants[0].memory.peak(Settings(), 8)
+    assert search.best(plain).settings == Settings()
+
+    # WHEN a proof needs more than was computed
+    first = search.best(0.8 * plain)
+    search.learn(first, first.live_bytes + 0.3 * plain)
+
+    # THEN those settings are not offered again, and others that nothing is known of are
+    second = search.best(0.8 * plain)
+    assert second.settings != first.settings
+
+
+def test_what_is_expected_holds_for_all(space):
+    search = Search(space)
+    plain = space.variants[0].memory.peak(Settings(), 8)
+    search.expect(0.5 * plain)
+    assert search.best(plain).live_bytes <= 0.5 * plain
+
+
+def test_what_cannot_be_run_is_left_out(space):
+    search = Search(space)
+    limit = 0.5 * space.variants[0].memory.peak(Settings(), 8)
+    seen = []
+    for _ in range(6):
+        found = search.best(limit)
+        if found is None:
+            break
+        assert found.settings not in seen
+        seen.append(found.settings)
+        search.exclude(found)
+    assert len(seen) > 1
+
+
+def test_what_changes_training_comes_last():
+    chain = Chain([3] * 4, flops=[10**5] * 4)
+    plain = variant_of(chain)
+    lighter = variant_of(Chain([1] * 4, flops=[10**5] * 4), Settings(lora_rank=8))
+    space = Space((plain, lighter), (Settings(),), (1,), 8)
+    peak = plain.memory.peak(Settings(), 8)
+    assert not Search(space).best(0.8 * peak).settings.lora_rank
+    smallest = Search(Space((plain,), (Settings(),), (1,), 8)).smallest()[0].live_bytes
+    assert Search(space).best(0.9 * smallest).settings.lora_rank

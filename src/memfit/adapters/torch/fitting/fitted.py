@@ -125,7 +125,7 @@ class Fitted:
         return value
 
     def backward(self, loss: Callable[[Any, Any], Any], batch: Any) -> torch.Tensor:
-        """Leaves the gradients of the whole batch in `.grad`, to be clipped before `update`; returns the loss, detached.
+        """Leaves the gradients of the whole batch in `.grad`, to be clipped before `update`; returns its loss.
 
         Args:
             loss: takes the model and a batch, returns the scalar loss.
@@ -362,7 +362,7 @@ def _set_format(tensors: list[Any], memory_format: torch.memory_format, optimize
         # The same object keeps its place in the optimizer.
         tensor.data = tensor.data.contiguous(memory_format=memory_format)
         if tensor.grad is not None:
-            tensor.grad = tensor.grad.contiguous(memory_format=memory_format)
+            tensor.grad.data = tensor.grad.data.contiguous(memory_format=memory_format)
         # Fused kernels walk through the memory of a parameter and of its state side by side.
         state = states.get(tensor, {}) if states else {}
         for name, value in state.items():

@@ -306,3 +306,46 @@ def test_expandable_segments_come_too_late_when_cuda_is_in_use(gpu):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Fitted(Settings(expandable_segments=True), nn.Linear(3, 3))
+
+
+def trained_convolution(seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    images = torch.randn(4, 3, 10, 10, dtype=torch.float64)
+    return model, optimizer, images
+
+
+def square(model, images):
+    return model(images).square().mean()
+
+
+@pytest.mark.parametrize("kernels", [OptimizerKernels.KEEP, OptimizerKernels.FUSED])
+def test_another_memory_format_takes_the_state_along(kernels):
+    # GIVEN an optimizer that has a state already, and the same beside it for a plain loop
+    runs = []
+    for settings in (Settings(), Settings(channels_last=True, kernels=kernels)):
+        model, optimizer, images = trained_convolution()
+        square(model, images).backward()
+        optimizer.step()
+
+        # WHEN the format changes, and changes back
+        with Fitted(settings, model, optimizer) as fitted:
+            for _ in range(3):
+                fitted.step(square, images)
+        optimizer.zero_grad()
+        square(model, images).backward()
+        optimizer.step()
+        runs.append([p.detach().clone() for p in model.parameters()])
+
+    # THEN training goes the same way
+    for plain, changed in zip(*runs, strict=True):
+        torch.testing.assert_close(changed, plain, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_that_are_used_up_cannot_be_clipped():
+    model, optimizer, images = trained_convolution()
+    with Fitted(Settings(step_in_backward=True), model, optimizer) as fitted:
+        with pytest.raises(BadInput, match=r"call step\(loss, batch\)|Call step\(loss, batch\)"):
+            fitted.backward(square, images)
+        fitted.step(square, images)

@@ -270,3 +270,33 @@ def test_a_module_that_changes_its_own_buffers_is_refused():
 
     with pytest.raises(BadInput, match="'1' can't be computed again: it changes its buffer 'parametrizations"):
         model(torch.randn(2, 3))
+
+
+def test_inputs_are_let_go_by_the_wrapper():
+    # GIVEN a recomputed module whose input nobody else holds, and that something else keeps for it
+    import weakref
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda kept: kept):
+        undo = recompute(model, ("1",))
+        hook = model[1].register_forward_pre_hook(
+            lambda module, args: seen.append(weakref.ref(args[0].untyped_storage()))
+        )
+        out = model(torch.randn(2, 4))
+    # THEN only what was packed instead is left
+    assert seen and seen[0]() is None
+    out.sum().backward()
+    hook.remove()
+    undo()
+
+
+def test_paths_that_are_refused_leave_the_cache_on():
+    class Config:
+        use_cache = True
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.config = Config()
+    with pytest.raises(BadInput):
+        recompute(model, ("nowhere",))
+    assert model.config.use_cache is True
