@@ -6,6 +6,7 @@ will run.
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
@@ -27,6 +28,10 @@ from memfit.core.settings import Settings
 from memfit.core.timeline import Phase
 
 _AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
+
+
+# Models that a plan runs at the moment.
+_FITTED: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
 
 
 class Fitted:
@@ -56,6 +61,11 @@ class Fitted:
         most_parts: int | None = None,
     ) -> None:
         _check(settings, optimizer)
+        if model in _FITTED:
+            raise BadInput(
+                "the model is run by a plan already, and two would undo each other. Call close() on the Fitted that "
+                "the first apply returned, or leave its `with` block."
+            )
         self.settings = settings
         self.model = model
         self.optimizer = self._original = optimizer
@@ -67,6 +77,8 @@ class Fitted:
         with ExitStack() as undo:
             self._fit_model(undo, around)
             self._fit_optimizer(undo, updating)
+            _FITTED.add(model)
+            undo.callback(_FITTED.discard, model)
             self._undo = undo.pop_all()
 
     def _fit_model(self, undo: ExitStack, around: Callable[[str], AbstractContextManager[None]]) -> None:

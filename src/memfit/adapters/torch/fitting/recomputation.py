@@ -8,8 +8,10 @@ The module's `forward` is replaced on the instance. So the user's hooks on the m
 of the checkpoint; hooks on modules inside of it run again with the recomputation.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -121,7 +123,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Puts `forward` on the instance; returns what puts back the one that was there."""
     before = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
+    module.__dict__["forward"] = ReplacedForward(module, forward)
 
     def undo() -> None:
         if before is None:
@@ -130,6 +132,36 @@ def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Ca
             module.__dict__["forward"] = before
 
     return undo
+
+
+class ReplacedForward:
+    """The `forward` of one module, replaced; copies of the module, and what is saved of it, have the plain one.
+
+    A function would go along with a copy and run the original's weights.
+
+    Args:
+        module: whose it is.
+        forward: what is called instead.
+    """
+
+    def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        self._forward = forward
+        self._before = module.__dict__.get("forward")
+        # For those who look at the names of its arguments.
+        self.__wrapped__ = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        twin = copy.deepcopy(self._module, memo)
+        return MethodType(type(twin).forward, twin)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, "forward")
 
 
 def _recomputed(path: str, module: torch.nn.Module, around: Around) -> Callable[..., Any]:

@@ -349,3 +349,13 @@ def test_gradients_that_are_used_up_cannot_be_clipped():
         with pytest.raises(BadInput, match=r"call step\(loss, batch\)|Call step\(loss, batch\)"):
             fitted.backward(square, images)
         fitted.step(square, images)
+
+
+def test_a_model_is_run_by_one_plan_at_a_time():
+    model, optimizer, images = trained_convolution()
+    first = Fitted(Settings(micro_batches=2), model, optimizer)
+    with pytest.raises(BadInput, match="by a plan already"):
+        Fitted(Settings(), model, optimizer)
+    first.close()
+    with Fitted(Settings(), model, optimizer) as second:
+        second.step(square, images)

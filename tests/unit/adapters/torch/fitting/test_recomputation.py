@@ -1,4 +1,6 @@
 import copy
+import inspect
+import pickle
 
 import pytest
 import torch
@@ -300,3 +302,58 @@ def test_paths_that_are_refused_leave_the_cache_on():
     with pytest.raises(BadInput):
         recompute(model, ("nowhere",))
     assert model.config.use_cache is True
+
+
+def twins():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    return model, recompute(model, ("1",))
+
+
+def test_a_copy_of_the_model_runs_its_own_weights():
+    # GIVEN a copy of a model whose block is recomputed
+    model, undo = twins()
+    twin = copy.deepcopy(model)
+
+    # WHEN the copy's weights change
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    out = twin(torch.randn(2, 4))
+    out.sum().backward()
+
+    # THEN it computes with them, and its own parameters get the gradients
+    assert not out.any()
+    assert all(p.grad is not None for p in twin.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    undo()
+    assert "forward" not in model[1].__dict__
+
+
+def test_averages_of_weights_are_those_of_the_average():
+    model, undo = twins()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with torch.no_grad():
+        model[1][0].weight.fill_(0)
+    inputs = torch.randn(2, 4)
+    assert not torch.equal(average(inputs), model(inputs))
+    undo()
+
+
+def test_a_model_is_saved_whole_with_its_plain_forward():
+    model, undo = twins()
+    loaded = pickle.loads(pickle.dumps(model))
+    inputs = torch.randn(2, 4)
+    assert torch.equal(loaded(inputs), model(inputs))
+    undo()
+
+
+def test_names_of_arguments_stay():
+    class Named(nn.Linear):
+        def forward(self, value, *, scale=1.0):
+            return super().forward(value) * scale
+
+    model = nn.Sequential(Named(4, 4))
+    undo = recompute(model, ("0",))
+    assert list(inspect.signature(model[0].forward).parameters) == ["value", "scale"]
+    undo()
