@@ -190,8 +190,14 @@ class Opening:
         reasons = []
         if "batch-norm" in profile.features:
             reasons.append("batch norm would take its statistics from each micro-batch, and update them once for each")
+        if "changing-buffers" in profile.features:
+            reasons.append("the forward pass changes buffers of the model, and would do so once for each micro-batch")
+        if "sparse-gradients" in profile.features:
+            reason = "sparse gradients of an embedding grow with each micro-batch instead of being added in place"
+            self.refused.append(Refusal(name, f"{reason}. Use nn.Embedding(sparse=False)"))
+            return (1,)
         if reasons and APPROXIMATE not in self._allowed:
-            self.refused.append(Refusal(name, f"{reasons[0]}; allow 'approximate' to use them anyway"))
+            self.refused.append(Refusal(name, f"{'; '.join(reasons)}; allow 'approximate' to use them anyway"))
             return (1,)
         found = self._subject.find_weighting()
         if found.weighting is None:

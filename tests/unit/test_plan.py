@@ -6,9 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import memfit
+from memfit._estimator import Estimator
 from memfit.core.device import Origin
 from memfit.core.errors import BadInput
 from memfit.core.plan import Plan, PlanNotFound
+from memfit.core.replay import AllocatorOptions
 from memfit.core.settings import Keeps, Settings
 from memfit.core.units import MIB
 
@@ -229,6 +231,31 @@ class TestWhatStandsInTheWay:
         reason = next(refusal.reason for refusal in plan.refused if refusal.name == "micro-batch")
         assert "weights" in reason and "(10,)" in reason
 
+    def test_buffers_that_change_keep_micro_batches_out(self):
+        model = Stack()
+        nn.utils.parametrizations.spectral_norm(model.blocks[0].up)
+        plan = plan_for(model, 0.7)
+        assert plan.settings.micro_batches == 1
+        assert any(r.name == "micro-batch" and "changes buffers" in r.reason for r in plan.refused)
+
+    def test_sparse_gradients_keep_micro_batches_out(self):
+        class Sparse(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table = nn.Embedding(100, 64, sparse=True)
+                self.stack = Stack()
+
+            def forward(self, tokens):
+                return self.stack(self.table(tokens))
+
+        model, batch = Sparse(), (torch.randint(100, (2048,)), torch.randint(10, (2048,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plain = memfit.estimate(model, classify, batch, optimizer=optimizer, device="cpu")
+        budget = round(0.7 * plain.peak_bytes)
+        plan = memfit.plan(model, classify, batch, optimizer=optimizer, device="cpu", budget=budget, measure=False)
+        assert plan.settings.micro_batches == 1
+        assert any(r.name == "micro-batch" and "sparse" in r.reason for r in plan.refused)
+
     def test_a_sum_is_added_up(self, model):
         def total(model, batch):
             return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
@@ -421,3 +448,22 @@ def test_gradients_that_were_zeroed_are_freed_as_a_move(model):
     job = memfit.Job(model, classify, batch_of(), optimizer=optimizer, set_to_none=False)
     plan = memfit.plan(job, device="cpu", budget="64MiB", measure=False)
     assert "set-to-none" in {move.name for move in plan.moves}
+
+
+@pytest.mark.parametrize("share", [0.5, 0.4, 0.33])
+def test_a_plan_is_no_slower_than_any_simple_one_that_fits(model, share):
+    # GIVEN every number of parts, with nothing recomputed
+    plan = plan_for(model, share)
+    estimator = Estimator(
+        memfit.Job(model, classify, batch_of(), optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3)),
+        plan.device,
+        AllocatorOptions(),
+    )
+    estimator.run(eager=False)
+    for parts in (2, 3, 4, 6, 8, 12, 16):
+        settings = Settings(micro_batches=parts, kernels=plan.settings.kernels)
+        if estimator.with_settings(settings)[0].peak_bytes <= 0.99 * plan.budget_bytes:
+            # THEN the plan has no more parts than the first of them that fits
+            assert plan.settings.micro_batches <= parts
+            return
+    raise AssertionError("none fits: the test shows nothing")

@@ -109,7 +109,8 @@ class Profile:
             be), "autocast" (16-bit copies of parameters are made), "cross-entropy" (a cross entropy over a large
             vocabulary comes straight from a linear layer), "channels-first" (convolutions have that format), "adam"
             (whose state can have 8 bits), "steppable" (parameters can be updated one by one), "shared-parameters",
-            "frozen-parameters".
+            "frozen-parameters", "sparse-gradients" (of embeddings), "changing-buffers" (the forward pass writes into
+            buffers other than those of batch norms).
         num_parameters: elements of all parameters.
         num_trainable: elements of those that are trained.
     """

@@ -227,6 +227,8 @@ class StepMemory:
             ticks.update((unit.held.start - self._first).tolist())
             ticks.update((unit.kept.start - self._first).tolist())
             ticks.update(tick - self._first for tick, _ in unit.extra)
+        # A gradient that is used up at once is a peak of its own.
+        ticks.update((self._start[self._is_gradient] - self._first).tolist())
         return np.array(sorted(tick for tick in ticks if 0 <= tick < span), dtype=np.int64)
 
     def savings(

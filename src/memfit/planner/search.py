@@ -216,7 +216,9 @@ class Search:
         # Fewer parts than the most there are never need less.
         extremes = [one for one in self._combinations if one.settings.micro_batches in (1, most)]
         found = [one.candidate(one.selection.smallest()) for one in extremes]
-        found.sort(key=lambda one: (round(one.live_bytes / 2**20), one.seconds))
+        least = min((one.live_bytes for one in found), default=0.0)
+        # What differs by less than a hundredth is as small.
+        found.sort(key=lambda one: (round(100 * one.live_bytes / max(1.0, least)), one.seconds))
         return found[:count]
 
     def front(self, num_points: int = 8) -> list[Candidate]:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from memfit.adapters.torch.fitting import profile_refusals as refusals
 from memfit.adapters.torch.fitting.profile_calls import CallWatch
@@ -71,9 +72,12 @@ class _WatchedTracer(_Tracer):
     def _train(self, optimizer: Any, batch: Any) -> list[tuple[int, int]] | None:
         if optimizer is not None:
             self.optimizer_name = type(optimizer).__name__
+        before = _versions(self.step.model)
         with self.watch.watching(self.step.model, hooks=self.hooks):
             segments = super()._train(optimizer, batch)
         self.features = self.watch.features.found | features_of(self.step.model, optimizer)
+        if before != _versions(self.step.model):
+            self.features.add("changing-buffers")
         return segments
 
     def _infer(self, batch: Any) -> list[tuple[int, int]]:
@@ -81,6 +85,18 @@ class _WatchedTracer(_Tracer):
             segments = super()._infer(batch)
         self.features = self.watch.features.found | features_of(self.step.model, None)
         return segments
+
+
+def _versions(model: torch.nn.Module) -> list[tuple[int, int]]:
+    """How often each buffer has changed, but for those in which a batch norm counts."""
+    with torch._C.DisableTorchFunction():
+        return [
+            (id(buffer), buffer._version)
+            for module in model.modules()
+            if not isinstance(module, _NormBase)
+            for buffer in module._buffers.values()
+            if buffer is not None
+        ]
 
 
 class _Over(BaseException):

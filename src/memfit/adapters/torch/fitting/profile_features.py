@@ -46,6 +46,8 @@ class FeatureWatch:
                 self.found.add("convolution")
             elif name in _DROPOUTS:
                 self.found.add("dropout")
+            elif "batch_norm" in name and _over_the_batch(args):
+                self.found.add("batch-norm")
             self._follow_products(name, args, out)
 
     def _follow_products(self, name: str, args: tuple[Any, ...], out: Any) -> None:
@@ -73,6 +75,12 @@ class FeatureWatch:
             self._products.add(block)
 
 
+def _over_the_batch(args: tuple[Any, ...]) -> bool:
+    """Whether a batch norm computes statistics over samples; those of single images come as one large sample."""
+    tensor = next(tensors(args), None)
+    return tensor is not None and tensor.shape[0] > 1 and any(value is True for value in args[5:6])
+
+
 def features_of(model: torch.nn.Module, optimizer: Any) -> set[str]:
     """What can be read off the objects themselves."""
     found: set[str] = set()
@@ -81,6 +89,8 @@ def features_of(model: torch.nn.Module, optimizer: Any) -> set[str]:
             found.add("batch-norm")
         elif isinstance(module, _DropoutNd) and module.training and module.p > 0:
             found.add("dropout")
+        elif isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            found.add("sparse-gradients")
         elif isinstance(module, torch.nn.Linear):
             found.add("linear")
         elif isinstance(module, _ConvNd) and module.weight.dim() == 4 and not _is_channels_last(module.weight):

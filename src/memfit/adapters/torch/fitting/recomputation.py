@@ -152,6 +152,7 @@ class ReplacedForward:
         self.__wrapped__ = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs what stands in for the module's own."""
         return self._forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -69,3 +69,35 @@ def test_the_format_of_convolutions():
     model = nn.Conv2d(3, 8, 3)
     assert "channels-first" in features_of(model, None)
     assert "channels-first" not in features_of(model.to(memory_format=torch.channels_last), None)
+
+
+class OwnNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
+def test_buffers_that_the_forward_pass_changes():
+    assert "changing-buffers" in features(nn.Sequential(nn.Linear(4, 4), OwnNorm()), torch.randn(2, 4))
+    assert "changing-buffers" not in features(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(2, 4))
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    assert "changing-buffers" in features(normed, torch.randn(2, 4))
+
+
+def test_a_batch_norm_that_is_no_module():
+    class Functional(nn.Linear):
+        def forward(self, x):
+            return functional.batch_norm(super().forward(x), None, None, training=True)
+
+    assert "batch-norm" in features(Functional(4, 4), torch.randn(8, 4))
+    images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4))
+    assert "batch-norm" not in features(images, torch.randn(2, 3, 8, 8))
+
+
+def test_sparse_gradients():
+    assert "sparse-gradients" in features_of(nn.Embedding(4, 4, sparse=True), None)
+    assert "sparse-gradients" not in features_of(nn.Embedding(4, 4), None)
