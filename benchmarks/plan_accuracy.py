@@ -152,7 +152,7 @@ def score(training: Training, share: int, plain_bytes: int, *, approximate: bool
         share,
         approximate,
         fits,
-        label(plan.settings, plan.batch_size),
+        label(plan.settings),
         plain_bytes,
         budget,
         plan.after.allocated_bytes,

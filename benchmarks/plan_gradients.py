@@ -54,7 +54,7 @@ TRAININGS = (
     Training("t5", "sgd"),
     Training("transformer_translation", "sgd"),
     Training("dropout_decoder", "sgd"),
-    Training("in_place_net", "sgd"),
+    Training("shufflenet_v2", "sgd"),
 )
 SPLIT = ("vit_small", "mlp_mixer", "diffusion_unet", "llama")
 METHOD = """\
@@ -128,7 +128,7 @@ def compare(training: Training, share: int, allow: Sequence[str], seed: int) -> 
         seed,
         share,
         fits,
-        label(plan.settings, plan.batch_size),
+        label(plan.settings),
         len(plan.settings.checkpoint),
         None if in_backward else max((_error(*pair) for pair in gradients), default=0.0),
         max(_error(a.detach(), b.detach()) for a, b in weights),

@@ -185,10 +185,10 @@ def compare(training: Training, rounds: int) -> Row | str:
     best = min((one for one in plans if one != plain), key=lambda one: times[one])
     return Row(
         training,
-        label(plan.settings, plan.batch_size),
+        label(plan.settings),
         times[plan.settings],
         plan.seconds_after.seconds or 0.0,
-        label(best, plan.batch_size),
+        label(best),
         times[best],
         times[plain],
         len(plans) - 1,

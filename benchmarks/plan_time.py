@@ -159,7 +159,7 @@ def measure(name: str, *, as_shapes: bool) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "fits": found.fits,
-        "label": label(found.settings, found.batch_size),
+        "label": label(found.settings),
         "before": found.before.peak_bytes,
         "after": found.after.peak_bytes,
     }

@@ -29,7 +29,7 @@ SCRIPTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("plan_speed", (), ("deit_tiny", "--rounds", "3")),
     ("plan_checkpointing", (), ("resnet18", "gpt2")),
     ("plan_accuracy", (), ("tcn", "gpt2", "--shares", "60", "40")),
-    ("plan_gradients", (), ("in_place_net", "llama")),
+    ("plan_gradients", (), ("shufflenet_v2", "llama")),
     ("plan_public_table", (), ("--moves", "3")),
 )
 

@@ -9,18 +9,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memfit._estimator import Estimator, as_job, checked_batch_size, resolve, torch_adapter
+from memfit._estimator import Estimator, as_job, checked_batch_size, torch_adapter
 from memfit._plan_space import Opening
-from memfit.catalogue import find_device
+from memfit._plan_target import AUTO, KEEP, cheapest, hints, target_within
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Estimate
 from memfit.core.job import AUTOCASTS, PRECISIONS, Job
 from memfit.core.plan import Footprint, Plan, PlannedMove, PlanNotFound, Point, Refusal, Seconds, actions
 from memfit.core.replay import AllocatorOptions
-from memfit.core.settings import Settings
+from memfit.core.settings import Settings, Weighting
 from memfit.core.timeline import Category
-from memfit.core.units import format_size, parse_size
+from memfit.core.units import format_size
+from memfit.planner.moves import EIGHT_BIT, EXPANDABLE, LORA, QLORA, SHARD, allowed_moves, label, used_moves
 from memfit.reports.plan_actions import use_reports
 
 if TYPE_CHECKING:
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
 
 use_reports()
 
-KEEP, AUTO = "keep", "auto"
 _DEFAULT_ALLOW = ("exact", "rounding")
-EXPANDABLE = "expandable-segments"
 
 # Kept free of the budget: predictions are off by less, in both directions.
 _RESERVE = 0.01
@@ -74,24 +73,25 @@ def plan(
         allow: "exact", "rounding", "changes training", names of moves such as "lora", and "approximate", which lets
             micro-batches in where samples of a batch see each other. A minus sign leaves a move out.
         effective_batch: samples of one update, where that isn't the size of `batch`.
-        count: devices to shard over.
+        count: devices to shard over; `batch` and the figures are then those of one of them.
         measure: whether to time short real steps when the device is the one in hand; None: if it can be done.
 
     Raises:
         PlanNotFound: nothing that is allowed fits.
     """
-    from memfit.planner.moves import allowed_moves
-
     if precision not in (KEEP, AUTO, *PRECISIONS):
         raise BadInput(f"precision must be keep, auto or one of {', '.join(PRECISIONS)}, but {precision!r} was given.")
+    allowed = allowed_moves(allow)
     if count < 1:
         raise BadInput(f"count must be at least 1, but {count} was given.")
+    if count > 1 and SHARD not in allowed:
+        raise BadInput(f"count={count} shards over several devices, but 'shard' is not allowed. Add it to allow.")
     job = as_job(model, loss, batch, optimizer=optimizer)
     if job.mode != "training":
         raise BadInput("a plan is for training; the job is one of inference.")
     size = None if effective_batch is None else checked_batch_size(effective_batch)
-    target = _target(device, budget)
-    return _Planner(job, target, size, allowed_moves(allow), count, precision, measure).run()
+    target = target_within(device, budget)
+    return _Planner(job, target, size, allowed, count, precision, measure).run()
 
 
 def _apply(found: Plan, model: Any, optimizer: Any) -> Any:
@@ -104,32 +104,6 @@ actions.apply = _apply
 def load_plan(path: Any) -> Plan:
     """The plan that `plan.save` wrote."""
     return Plan.load(path)
-
-
-def _target(device: Any, budget: str | int | None) -> Device:
-    """The device with the budget as its capacity."""
-    if budget is None:
-        found = resolve(device)
-        if found.usable_bytes is None:
-            raise BadInput(f"the memory of {found.title} is unknown; give a budget such as budget='16GiB'.")
-        return found
-    budget_bytes = parse_size(budget) if isinstance(budget, str) else int(budget)
-    if budget_bytes <= 0:
-        raise BadInput(f"a budget must be more than nothing, but {budget!r} was given.")
-    if device is None:
-        device = format_device(budget_bytes)
-    found = resolve(device)
-    if found.usable_bytes is not None and found.kind is Kind.CUDA and budget_bytes > found.usable_bytes:
-        raise BadInput(
-            f"the budget of {format_size(budget_bytes)} is more than {found.title} has "
-            f"({format_size(found.usable_bytes)}). Give a smaller budget or a larger device."
-        )
-    return replace(found, usable_bytes=budget_bytes)
-
-
-def format_device(budget_bytes: int) -> Device:
-    """A device of which only the size is known."""
-    return find_device(f"{budget_bytes}B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +243,7 @@ class _Planner:
                     proof = other
             self._proofs[settings] = proof
         except (StepFailed, BadInput, MissingDependency) as error:
-            self._refused.append(Refusal("proof", f"{_label(settings)}: {str(error).splitlines()[0]}"))
+            self._refused.append(Refusal("proof", f"{label(settings)}: {str(error).splitlines()[0]}"))
         return self._proofs[settings]
 
     # Answers.
@@ -283,6 +257,8 @@ class _Planner:
         settings = chosen.settings
         if settings.micro_batches > 1 and self._batch_size:
             settings = replace(settings, micro_batch_size=-(-self._batch_size // settings.micro_batches))
+        elif settings.weighting.kind != "given":
+            settings = replace(settings, weighting=Weighting())
         timed = as_it_is.speed.is_measured(self._batch_size)
         return Plan(
             subject=before.subject,
@@ -304,7 +280,6 @@ class _Planner:
         )
 
     def _moves(self, proof: _Proof, space: "Space") -> tuple[PlannedMove, ...]:
-        from memfit.planner.moves import used_moves
         from memfit.planner.search import evaluate
 
         chosen = proof.candidate
@@ -346,7 +321,7 @@ class _Planner:
             Point(
                 proof.estimate.peak_bytes,
                 proof.candidate.seconds,
-                _label(proof.candidate.settings),
+                label(proof.candidate.settings),
                 proof.candidate.settings,
                 True,
             )
@@ -354,7 +329,7 @@ class _Planner:
         for one in search.front():
             if one.settings != proof.candidate.settings and one.seconds < _MAX_SLOWDOWN * proof.candidate.seconds:
                 peak = round(one.live_bytes * scale) + context
-                points.append(Point(peak, one.seconds, _label(one.settings), one.settings))
+                points.append(Point(peak, one.seconds, label(one.settings), one.settings))
         return _undominated(points)
 
     def _check_fixed_cost(self, before: Estimate) -> None:
@@ -364,9 +339,9 @@ class _Planner:
             b.size_bytes for b in before.timeline.blocks if b.category in fixed and b.start < _setup_end(before)
         )
         context = self._target.context_bytes or 0
-        shared = self._count > 1 or "qlora" in self._allowed
+        shared = self._count > 1 or QLORA in self._allowed
         if not shared and weights + context > self._budget:
-            device = _cheapest(before.peak_bytes)
+            device = cheapest(before.peak_bytes)
             taken = f" and the CUDA context {format_size(context)}" if context else ""
             raise PlanNotFound(
                 f"a budget of {format_size(self._budget)} is below the fixed cost of {before.subject}: its weights "
@@ -384,35 +359,11 @@ class _Planner:
         lines = [f"no plan fits `{before.subject}` into {budget}; the smallest needs {format_size(needs)}."]
         for name, size in proof.estimate.breakdown.by_category.items():
             lines.append(f"  {name:<44}{format_size(size):>10}")
-        lines.append(f"  with: {_label(smallest.settings)}")
-        device = _cheapest(needs)
-        hints = _hints(self._allowed, self._refused)
-        lines.append(f"Try {hints}a larger device{device[0]}.")
+        lines.append(f"  with: {label(smallest.settings)}")
+        device = cheapest(needs)
+        others = hints(self._allowed, self._refused, (EIGHT_BIT, LORA))
+        lines.append(f"Try {others}a larger device{device[0]}.")
         return PlanNotFound("\n".join(lines), smallest, device[1])
-
-
-def _hints(allowed: frozenset[str], refused: list[Refusal]) -> str:
-    """What else could be allowed."""
-    words = []
-    if any(refusal.name == "micro-batch" for refusal in refused) and "approximate" not in allowed:
-        words.append("allow='approximate' (micro-batches)")
-    if "8-bit-optimizer" not in allowed:
-        words.append("allow='8-bit-optimizer'")
-    if "lora" not in allowed:
-        words.append("allow='lora'")
-    return "".join(f"{word}, " for word in words)
-
-
-def _cheapest(needed_bytes: int) -> tuple[str, str]:
-    """(words, name) of the cheapest device with so much memory."""
-    from memfit.catalogue.prices import cheapest_device
-
-    found = cheapest_device(needed_bytes)
-    if found is None:
-        return "", ""
-    device, price = found
-    cost = "" if price is None else f", {price.usd_per_hour:.2f} USD an hour on AWS ({price.instance}, {price.date})"
-    return f" such as {device.name} ({format_size(device.usable_bytes or 0)}{cost})", device.name
 
 
 def _origin_of(is_measured: bool) -> Origin:
@@ -443,9 +394,3 @@ def _undominated(points: list[Point]) -> tuple[Point, ...]:
         if point.verified or not kept or (point.seconds or 0.0) < (kept[-1].seconds or 0.0):
             kept.append(point)
     return tuple(kept[::-1])
-
-
-def _label(settings: Settings) -> str:
-    from memfit.planner.moves import label
-
-    return label(settings, None)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memfit.catalogue import find_device
+from memfit._plan_target import reference
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Note
@@ -11,6 +11,20 @@ from memfit.core.job import AUTOCASTS, Job
 from memfit.core.plan import Refusal
 from memfit.core.settings import Settings, Weighting
 from memfit.core.timeline import Category
+from memfit.planner.moves import (
+    APPROXIMATE,
+    AUTOCAST,
+    CHANNELS_LAST,
+    CHECKPOINT,
+    CHUNKED_LOSS,
+    FREEZE,
+    LORA,
+    MICRO_BATCH,
+    OFFLOAD,
+    QLORA,
+    SET_TO_NONE,
+    used_moves,
+)
 
 if TYPE_CHECKING:
     from memfit.core.profile import Measurement, Profile
@@ -18,13 +32,10 @@ if TYPE_CHECKING:
     from memfit.planner.search import Space, Variant
     from memfit.planner.speed import Rates, StepSpeed
 
-APPROXIMATE = "approximate"
-_MICRO_BATCH = "micro-batch"
 _LORA_RANK = 16
 _CHUNKS = 16
 # Parts of the repeated blocks, from the input on, that freezing is tried with.
 _FROZEN_SHARES = (0.25, 0.5, 0.75)
-_REFERENCE = "rtx-3090"
 
 
 class Opening:
@@ -93,8 +104,8 @@ class Opening:
             ),
             self._parts(profile),
             self._batch_size,
-            recompute="checkpoint" in self._allowed,
-            offload="activation-offload" in self._allowed and not on_host,
+            recompute=CHECKPOINT in self._allowed,
+            offload=OFFLOAD in self._allowed and not on_host,
             base=self._common_settings(),
             plain=plain,
             approximate=self.approximate,
@@ -102,7 +113,7 @@ class Opening:
 
     def _common_settings(self) -> Settings:
         settings = replace(self.plain, weighting=self._weighting, num_devices=self._count)
-        return replace(settings, set_to_none=True) if "set-to-none" in self._allowed else settings
+        return replace(settings, set_to_none=True) if SET_TO_NONE in self._allowed else settings
 
     def _variants(self, plain: "Variant", rates: "Rates") -> "tuple[Variant, ...]":
         """Ways to compute the forward pass, the one with the fewest changes first."""
@@ -113,8 +124,6 @@ class Opening:
             try:
                 found.append(self._variant(way, rates, plain.speed))
             except (StepFailed, BadInput, MissingDependency) as error:
-                from memfit.planner.moves import used_moves
-
                 name = ", ".join(move.name for move in used_moves(way, batch_size=None, plain=self.plain))
                 self.refused.append(Refusal(name, str(error).split("\n")[0]))
         return tuple(found)
@@ -138,23 +147,23 @@ class Opening:
         allowed, features = self._allowed, profile.features
         ways = [Settings(precision=self._forced)]
         in_half = "autocast" in features or self._job.precision in ("fp16", "bf16")
-        if self._auto and not in_half and "autocast" in allowed:
+        if self._auto and not in_half and AUTOCAST in allowed:
             ways.append(Settings(precision=self._autocast()))
-        if "channels-last" in allowed and {"convolution", "channels-first"} <= features:
+        if CHANNELS_LAST in allowed and {"convolution", "channels-first"} <= features:
             # Tensor cores compute 16-bit convolutions in this format; in others it changes little.
             ways += [
                 replace(way, channels_last=True)
                 for way in ways
                 if (way.precision or in_half) and self._target.kind is Kind.CUDA
             ]
-        if "chunked-cross-entropy" in allowed and "cross-entropy" in features:
+        if CHUNKED_LOSS in allowed and "cross-entropy" in features:
             ways += [merged(way, Settings(cross_entropy_chunks=_CHUNKS)) for way in ways]
         trained: list[Settings] = []
-        if "lora" in allowed:
+        if LORA in allowed:
             trained.append(Settings(lora_rank=_LORA_RANK))
-        if "qlora" in allowed:
+        if QLORA in allowed:
             trained.append(Settings(lora_rank=_LORA_RANK, quantized_base=True))
-        if "freeze" in allowed:
+        if FREEZE in allowed:
             trained += [Settings(freeze=paths) for paths in frozen_parts(profile)]
         ways += [merged(way, other) for other in trained for way in ways]
         return ways[1:]
@@ -176,7 +185,7 @@ class Opening:
         """Numbers of micro-batches that may be tried."""
         from memfit.planner.search import possible_parts
 
-        name = _MICRO_BATCH
+        name = MICRO_BATCH
         if self._subject.gives_weight:
             self._weighting = Weighting("given")
         if name not in self._allowed:
@@ -197,7 +206,7 @@ class Opening:
             self.refused.append(Refusal(name, f"{reason}. Use nn.Embedding(sparse=False)"))
             return (1,)
         if reasons and APPROXIMATE not in self._allowed:
-            self.refused.append(Refusal(name, f"{'; '.join(reasons)}; allow 'approximate' to use them anyway"))
+            self.refused.append(Refusal(name, f"{'; '.join(reasons)}; allow {APPROXIMATE!r} to use them anyway"))
             return (1,)
         found = self._subject.find_weighting()
         if found.weighting is None:
@@ -209,7 +218,7 @@ class Opening:
         if reasons:
             self.approximate = "; ".join(reasons)
             if APPROXIMATE not in self._allowed:
-                self.refused.append(Refusal(name, f"{self.approximate}; allow 'approximate' to use them anyway"))
+                self.refused.append(Refusal(name, f"{self.approximate}; allow {APPROXIMATE!r} to use them anyway"))
                 self.approximate = ""
                 return (1,)
         # Statistics of a single sample are no statistics: batch norm refuses it.
@@ -221,7 +230,7 @@ class Opening:
         """Speed of the device: of the catalogue, or measured where it is this machine's processor."""
         from memfit.planner.speed import rates_of
 
-        rates = rates_of(self._target, find_device(_REFERENCE))
+        rates = rates_of(self._target, reference())
         if self._target.kind is Kind.HOST and self._target.name == "cpu":
             flops, bandwidth = self._subject.host_rates()
             return replace(rates, flops={"float32": flops}, bandwidth=bandwidth, reference="")
@@ -272,7 +281,7 @@ class Opening:
     def _remark_on_units(self, profile: "Profile") -> None:
         for unit in profile.units:
             if unit.refused and _is_outermost_refusal(unit, profile.units):
-                self.refused.append(Refusal("checkpoint", f"{unit.path} ({unit.kind}): {unit.refused}"))
+                self.refused.append(Refusal(CHECKPOINT, f"{unit.path} ({unit.kind}): {unit.refused}"))
 
 
 def _is_timed(changes: Settings) -> bool:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from memfit._estimator import require_torch, resolve
+from memfit._plan_target import AUTO, KEEP, cheapest, hints, reference, target_within
 from memfit.allocator import parse_options
-from memfit.catalogue import find_device
 from memfit.core import env
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, Request, Seen
@@ -22,12 +22,25 @@ from memfit.core.errors import BadInput, StepFailed
 from memfit.core.estimate import Estimate, Note
 from memfit.core.plan import Footprint, Plan, PlannedMove, PlanNotFound, Point, Refusal, Seconds
 from memfit.core.settings import Settings
-from memfit.core.units import format_size, parse_size
+from memfit.core.units import format_size
+from memfit.planner.moves import (
+    AUTOCAST,
+    CHECKPOINT,
+    EIGHT_BIT,
+    EXPANDABLE,
+    KEEPS,
+    SET_TO_NONE,
+    SHARD,
+    UsedMove,
+    allowed_moves,
+    label,
+    named,
+    used_moves,
+)
 
 if TYPE_CHECKING:
     from memfit.planner.script_plan import Candidate, ScriptSearch
 
-KEEP, AUTO = "keep", "auto"
 _RAN = (Outcome.COMPLETED, Outcome.ENDED)
 # Runs that prove settings, at most.
 _MAX_PROOFS = 4
@@ -36,8 +49,6 @@ _STEPS_OF_PARTS = 2
 _RESERVE = 0.03
 # A proven plan that leaves more of the budget unused than this is worth another look.
 _SLACK = 0.05
-# Whose rates are taken where the catalogue has none for the target.
-_REFERENCE = "rtx-3090"
 # Before Ampere, tensor cores know float16 alone.
 _FIRST_WITH_BFLOAT16 = (8, 0)
 _COMPUTED = "computed-part"
@@ -96,32 +107,16 @@ def plan_script(
 
 def _target(device: str | Device | None, budget: str | int | None) -> Device:
     """The device with the budget as its capacity."""
-    budget_bytes = None
-    if budget is not None:
-        budget_bytes = parse_size(budget) if isinstance(budget, str) else int(budget)
-        if budget_bytes <= 0:
-            raise BadInput(f"a budget must be more than nothing, but {budget!r} was given.")
-    found = find_device(f"{budget_bytes}B") if device is None and budget_bytes is not None else resolve(device)
+    found = target_within(device, budget) if device is None else resolve(device)
     if found.kind is not Kind.CUDA:
         raise BadInput(
             f"only CUDA devices can be simulated for a script, but {found.name!r} was given. "
             "Name one, such as device='rtx-3090' (--device rtx-3090); `memfit devices` lists all."
         )
-    if budget_bytes is None:
-        if found.usable_bytes is None:
-            raise BadInput(f"the memory of {found.title} is unknown; give a budget such as budget='16GiB'.")
-        return found
-    if found.usable_bytes is not None and budget_bytes > found.usable_bytes:
-        raise BadInput(
-            f"the budget of {format_size(budget_bytes)} is more than {found.title} has "
-            f"({format_size(found.usable_bytes)}). Give a smaller budget or a larger device."
-        )
-    return replace(found, usable_bytes=budget_bytes)
+    return target_within(found, budget)
 
 
 def _allowed(allow: Iterable[str], precision: str) -> frozenset[str]:
-    from memfit.planner.moves import AUTOCAST, SHARD, allowed_moves
-
     words = [word.strip() for word in (allow.split(",") if isinstance(allow, str) else allow)]
     found = allowed_moves(words)
     if precision == KEEP and AUTOCAST not in words:
@@ -211,7 +206,7 @@ class _ScriptPlanner:
         from memfit.planner.speed import rates_of
 
         device, seen = self._request.device, self._seen
-        self._rates = rates_of(device, find_device(_REFERENCE))
+        self._rates = rates_of(device, reference())
         self._memory = ScriptMemory(self._before, self._run.allocator, self._request.count)
         self._speed = ScriptSpeed(seen.work, self._before.timeline, self._rates)
         narrow = "amp-bf16" if (device.capability or _FIRST_WITH_BFLOAT16) >= _FIRST_WITH_BFLOAT16 else "amp-fp16"
@@ -229,7 +224,6 @@ class _ScriptPlanner:
 
     def _prove(self, candidate: "Candidate") -> _Proof | None:
         """What a run with the settings in force needs; None where they can't be, and why is in `_refused`."""
-        from memfit.planner.moves import CHECKPOINT, named
         from memfit.planner.script_memory import AS_IT_IS, ScriptMemory
         from memfit.planner.script_plan import computed_part, provable_part
         from memfit.runs.launch import run_child
@@ -263,8 +257,6 @@ class _ScriptPlanner:
 
     def _refuse(self, settings: Settings, run: DryRun) -> None:
         """Leaves out what made the script fail: recomputation where there is some, else autocast, else everything."""
-        from memfit.planner.moves import AUTOCAST, CHECKPOINT, used_moves
-
         used = [move.name for move in used_moves(settings, batch_size=None)]
         names = [name for name in (CHECKPOINT, AUTOCAST) if name in used][:1] or used
         reason = f"the script failed with it: {run.error or run.outcome.value}"
@@ -295,7 +287,6 @@ class _ScriptPlanner:
         )
 
     def _moves(self, proof: _Proof) -> tuple[PlannedMove, ...]:
-        from memfit.planner.moves import EXPANDABLE, KEEPS, SET_TO_NONE, UsedMove, used_moves
         from memfit.planner.script_plan import BATCH_NORM
 
         settings = proof.candidate.settings
@@ -401,8 +392,9 @@ class _ScriptPlanner:
         ]
         lines += [f"  {name:<44}{format_size(b):>10}" for name, b in proof.estimate.breakdown.by_category.items()]
         lines.append(f"  with: {_label(proof.candidate.settings)}")
-        words, device_name = _cheapest(needs)
-        lines.append(f"Try {_hints(self._allowed, self._space.refused)}a larger device{words}.")
+        words, device_name = cheapest(needs)
+        others = hints(self._allowed, self._space.refused, (AUTOCAST, EIGHT_BIT, SHARD))
+        lines.append(f"Try {others}a larger device{words}.")
         return PlanNotFound("\n".join(lines), self._plan(proof), device_name)
 
 
@@ -435,31 +427,8 @@ def _slowed(settings: Settings) -> bool:
 
 
 def _label(settings: Settings) -> str:
-    from memfit.planner.moves import label
-
-    text = label(settings, None)
+    text = label(settings)
     if not settings.set_to_none:
         return text
     dropped = "gradients freed early"
     return dropped if settings == replace(_as_it_is(), set_to_none=True) else f"{text}, {dropped}"
-
-
-def _hints(allowed: frozenset[str], refused: Iterable[Refusal]) -> str:
-    """What else could be allowed."""
-    words = []
-    if any(refusal.name == "micro-batch" for refusal in refused) and "approximate" not in allowed:
-        words.append("allow='approximate' (micro-batches)")
-    words += [f"allow={name!r}" for name in ("autocast", "8-bit-optimizer", "shard") if name not in allowed]
-    return "".join(f"{word}, " for word in words)
-
-
-def _cheapest(needed_bytes: int) -> tuple[str, str]:
-    """(words, name) of the cheapest device with so much memory."""
-    from memfit.catalogue.prices import cheapest_device
-
-    found = cheapest_device(needed_bytes)
-    if found is None:
-        return "", ""
-    device, price = found
-    cost = "" if price is None else f", {price.usd_per_hour:.2f} USD an hour as {price.instance}, {price.date}"
-    return f" such as {device.name} ({format_size(device.usable_bytes or 0)}{cost})", device.name

@@ -54,7 +54,7 @@ def test_a_plan_that_takes_more_than_promised_breaks_both_bars():
     assert [bar.met for bar in plan_accuracy.bars([row])] == [False, False]
 
 
-@pytest.mark.parametrize("case", ["r3d", "dropout_decoder"])
+@pytest.mark.parametrize("case", ["shufflenet_v2", "dropout_decoder"])
 def test_exact_plans_leave_gradients_and_buffers_as_they_are(case):
     # The tightest plan there is: batch norm in one model, dropout in the other, are computed again.
     row = plan_gradients.compare(Training(case, "sgd"), 30, ("checkpoint",), seed=1)

@@ -16,6 +16,7 @@ ROWS = (
     ("planner", "guard", "monitor", "data", "doctor", "shrink", "cloud", "runs"),
     ("reports",),
     ("_estimator",),
+    ("_plan_target",),
     ("_api", "_child", "_plan_space"),
     ("_plan", "_script_plan", "_simulate"),
     ("memfit",),

@@ -311,6 +311,7 @@ class TestBadInput:
             ({"precision": "int3"}, "precision must be keep, auto or one of"),
             ({"allow": ("magic",)}, "'magic' was given"),
             ({"count": 0}, "count must be at least 1"),
+            ({"count": 2, "allow": ("exact",)}, "'shard' is not allowed"),
             ({"budget": 0}, "more than nothing"),
             ({"budget": "24 bananas"}, "24 bananas"),
             ({"device": "t4", "budget": "100GiB"}, "more than NVIDIA Tesla T4 has"),

@@ -261,7 +261,7 @@ class StepMemory:
         gradients = self.gradient_bytes() / settings.num_devices
         sizes = self._constant
         largest = float(sizes[self._is_gradient].max(initial=0.0))
-        temporaries = self._update_peak / settings.num_devices
+        temporaries = self._update / settings.num_devices
         if settings.kernels is OptimizerKernels.SINGLE:
             temporaries = min(temporaries, _SINGLE_TEMPORARIES * largest)
         elif settings.kernels is OptimizerKernels.FUSED or settings.state is OptimizerState.HOST:
@@ -269,10 +269,6 @@ class StepMemory:
         elif settings.state is OptimizerState.EIGHT_BIT:
             temporaries = 4 * largest
         return fixed + gradients + temporaries
-
-    @property
-    def _update_peak(self) -> float:
-        return self._update
 
     def peak(self, settings: Settings, batch_size: int | None) -> float:
         """Greatest number of live bytes in a step."""

@@ -81,7 +81,8 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
     for word in words:
         if word.startswith("-"):
             name = word[1:]
-            found -= {name} if name in KEEPS else {move for move, keeps in KEEPS.items() if keeps.value == name}
+            kind = Keeps.CHANGES.value if name == "changes" else name
+            found -= {name, *(move for move, keeps in KEEPS.items() if keeps.value == kind)}
     return frozenset(found)
 
 
@@ -182,7 +183,7 @@ def add_optimizer_moves(settings: Settings, add: object) -> None:
         add(HOST_OPTIMIZER, "optimizer state and update in host memory", state=OptimizerState.KEEP)
 
 
-def label(settings: Settings, batch_size: int | None) -> str:
+def label(settings: Settings) -> str:
     """The moves in a few words."""
     short = [
         (f"{settings.micro_batches} micro-batches", settings.micro_batches > 1),

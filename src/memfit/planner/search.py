@@ -103,6 +103,12 @@ class _Combination:
             )
         return Selection(variant.memory, self.choices[key], self.settings, space.batch_size)
 
+    @property
+    def num_passes(self) -> float:
+        """Passes of the largest part that all parts together are worth."""
+        size, parts = self.space.batch_size, self.settings.micro_batches
+        return float(parts) if size is None else size / -(-size // parts)
+
     @cached_property
     def changes_training(self) -> bool:
         moves = used_moves(self.settings, batch_size=None, approximate=self.space.approximate)
@@ -260,7 +266,7 @@ def _bounded(combinations: list[_Combination], limits: dict[int, float]) -> list
         if one.seconds >= fastest:
             # A combination that needs no recomputation is as fast as this one could be.
             break
-        bound = one.seconds + one.settings.micro_batches * one.selection.bound(limits[id(one)])
+        bound = one.seconds + one.num_passes * one.selection.bound(limits[id(one)])
         if bound < float("inf"):
             found.append((bound, one))
             if bound == one.seconds:

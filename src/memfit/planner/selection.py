@@ -149,10 +149,11 @@ class Selection:
 
     def cheapest(self, limit_bytes: float) -> Settings | None:
         """The settings with the least time that stay within the limit; None when no choice does."""
-        bound = self.bound(limit_bytes)
-        if bound == float("inf"):
+        if self.bound(limit_bytes) == float("inf"):
             return None
-        return self._settings if bound == 0.0 else self._solve(limit_bytes, self._relaxed(limit_bytes)[1])
+        if float(self._plain.max(initial=0.0)) <= limit_bytes:
+            return self._settings
+        return self._solve(limit_bytes, self._relaxed(limit_bytes)[1])
 
     def smallest(self) -> Settings:
         """The settings that need least memory."""

@@ -28,6 +28,11 @@ _TRANSFER = ((9, 50e9), (8, 24e9), (0, 12e9))
 _HOST_BANDWIDTH = 20e9
 # Traffic of a 16-bit convolution that isn't channels_last, which is turned over before and after (assumed).
 _TRANSPOSED = 3.0
+# Kernels of one parameter's update, by itself: of Adam in several kernels, or in one, with what Python adds.
+_LAUNCHES_SINGLE = 10
+_LAUNCHES_FUSED = 4
+# An 8-bit update on a processor, in 32-bit ones: codes are looked up and searched (assumed).
+_EIGHT_BIT_ON_HOST = 3.0
 # Between devices, bytes per second each way: NVLink where capability says data centre, else PCIe (assumed).
 _INTERCONNECT = 50e9
 
@@ -107,6 +112,8 @@ class StepSpeed:
             unit.path: tuple(call.operations for call in unit.calls) for unit in profile.units if not unit.refused
         }
         self._gradient_bytes = _gradient_bytes(profile)
+        parameters = [b.size_bytes for b in profile.timeline.blocks if b.category is Category.PARAMETER]
+        self._parameter_bytes, self._num_tensors = float(sum(parameters)), len(parameters)
         self._cache: dict[int, NDArray[np.float64]] = {}
 
     def is_measured(self, batch_size: int | None) -> bool:
@@ -178,30 +185,43 @@ class StepSpeed:
         return 2 * hosted_bytes / self.rates.transfer
 
     def update(self, settings: Settings) -> float:
-        """Seconds of one optimizer update."""
-        plain = float(self._operators(None)[~self._passes].sum())
-        parameter_bytes = 4.0 * self.profile.num_trainable / settings.num_devices
-        kernels = settings.kernels.value
+        """Seconds of one optimizer update.
+
+        Where parameters are updated one by one, each takes launches of its own: in the backward pass, in host memory,
+        with 8-bit state.
+        """
+        shards = settings.num_devices
+        each = self._launches(settings) * self.rates.launch_seconds * self._num_tensors
+        parameter_bytes = self._gradient_bytes / shards
         if settings.state is OptimizerState.HOST or settings.shard_offload:
             # Gradients and values go down, values come up.
-            return 3 * parameter_bytes / self.rates.transfer + 7 * parameter_bytes / _HOST_BANDWIDTH
+            moved = 3 * parameter_bytes / self.rates.transfer
+            return moved + 7 * parameter_bytes / _HOST_BANDWIDTH + each
         if self._update_seconds:
-            fallback = self._update_seconds.get("keep", plain)
-            return self._update_seconds.get(kernels, fallback)
+            measured = self._update_seconds.get(settings.kernels.value, self._update_seconds.get("keep", 0.0))
+            if settings.step_in_backward and settings.kernels is not OptimizerKernels.FUSED:
+                measured = max(measured, self._update_seconds.get(OptimizerKernels.SINGLE.value, 0.0))
+            wide = settings.state is OptimizerState.EIGHT_BIT
+            return (measured * (_EIGHT_BIT_ON_HOST if wide else 1.0) + each) / shards
+        plain = float(self._operators(None)[~self._passes].sum()) / shards
         if settings.kernels is OptimizerKernels.FUSED:
-            return min(plain, 7 * parameter_bytes / self.rates.bandwidth + self.rates.launch_seconds)
-        if settings.kernels is OptimizerKernels.SINGLE and "foreach" in self.profile.features:
-            # As many passes over memory, but a launch for each parameter instead of for all.
-            return plain + 10 * self.rates.launch_seconds * _num_parameter_tensors(self.profile)
-        return plain / settings.num_devices
+            plain = min(plain, 7 * parameter_bytes / self.rates.bandwidth + self.rates.launch_seconds)
+        return plain + each
+
+    def _launches(self, settings: Settings) -> int:
+        """Kernels, and times that Python takes as long, for each parameter that is updated by itself."""
+        one_by_one = settings.step_in_backward or settings.state is not OptimizerState.KEEP or settings.shard_offload
+        if settings.kernels is OptimizerKernels.FUSED or settings.state is OptimizerState.EIGHT_BIT:
+            return _LAUNCHES_FUSED if one_by_one else 0
+        single = settings.kernels is OptimizerKernels.SINGLE
+        return _LAUNCHES_SINGLE if (one_by_one or single) and "foreach" in self.profile.features else 0
 
     def communication(self, settings: Settings) -> float:
         """Seconds of gathering parameters twice and scattering gradients once per micro-batch, half of it hidden."""
         count = settings.num_devices
         if count == 1:
             return 0.0
-        parameter_bytes = 4.0 * self.profile.num_parameters
-        return 0.5 * 3 * parameter_bytes * (count - 1) / count / _INTERCONNECT
+        return 0.5 * 3 * self._parameter_bytes * (count - 1) / count / _INTERCONNECT
 
     def step(self, settings: Settings, batch_size: int | None, hosted_bytes: float = 0.0) -> float:
         """Seconds of a whole step.
@@ -258,7 +278,3 @@ def _gradient_bytes(profile: Profile) -> float:
     timeline = profile.timeline
     passes = sum(mark.phase is Phase.BACKWARD for mark in timeline.marks)
     return sum(b.size_bytes for b in timeline.blocks if b.category is Category.GRADIENT) / max(1, passes)
-
-
-def _num_parameter_tensors(profile: Profile) -> int:
-    return sum(block.category is Category.PARAMETER for block in profile.timeline.blocks)

@@ -103,3 +103,18 @@ def test_other_ways_are_scaled_as_the_plain_step_was_measured(chain):
     assert other.passes(4) == pytest.approx(computed.passes(4) * 3.0 / scaled(chain).passes(4))
     assert other.update(Settings()) == 7.0
     assert not other.is_measured(4)
+
+
+def test_updates_of_single_parameters_are_not_free():
+    speed = speed_of(Chain([3, 3]).profile(4, features=("foreach", "fusable")))
+    plain = speed.update(Settings())
+    assert speed.update(Settings(step_in_backward=True)) > plain
+    assert speed.update(Settings(state=OptimizerState.EIGHT_BIT)) > plain
+    fused = Settings(kernels=OptimizerKernels.FUSED)
+    assert speed.update(Settings(kernels=OptimizerKernels.FUSED, step_in_backward=True)) > speed.update(fused)
+
+
+def test_measured_updates_know_of_those_in_8_bits(chain):
+    speed = scaled(chain, updates={"keep": 1.0, "single": 2.0})
+    assert speed.update(Settings(state=OptimizerState.EIGHT_BIT)) > 1.0
+    assert speed.update(Settings(step_in_backward=True)) == 2.0

@@ -71,6 +71,8 @@ class Fitted:
         self.optimizer = self._original = optimizer
         self.scaler: torch.amp.GradScaler | None = None
         self._unscaled = False
+        self._is_empty = False
+        """Whether the last batch had nothing that counts: no update then."""
         self._observe = observe
         self._most_parts = most_parts
         self._host: list[Any] = []
@@ -169,12 +171,14 @@ class Fitted:
         for index in range(len(parts[: self._most_parts])):
             # The part, and what it became on the device, is gone when the next one begins.
             part, parts[index] = parts[index], None
-            if weights[index]:
+            # Ranks that share parameters run every part together, also those that count for nothing here.
+            if weights[index] or self.settings.num_devices > 1:
                 value, weight = self._part(loss, part, weights[index], alone=len(parts) == 1)
                 whole += weight
                 if value is not None:
                     losses.append(value)
-        if self.scaler is not None and self.optimizer is not None:
+        self._is_empty = not losses
+        if self.scaler is not None and self.optimizer is not None and losses:
             self.scaler.unscale_(self.optimizer)
             self._unscaled = True
         if not losses:
@@ -198,7 +202,7 @@ class Fitted:
     def update(self) -> None:
         """Updates the parameters by the gradients that are there."""
         self._observe(Phase.OPTIMIZER)
-        if self.optimizer is None:
+        if self.optimizer is None or self._is_empty:
             return
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
@@ -238,8 +242,11 @@ class Fitted:
         del part
         if self.settings.weighting.kind == "given" and not alone:
             share = weight
-            if not weight:
+            if not weight and self.settings.num_devices == 1:
                 return None, 0.0
+        if not share:
+            # A mean over nothing is no number.
+            value = value.nan_to_num()
         if share != 1.0:
             value = value * share
         self._observe(Phase.BACKWARD)

@@ -28,6 +28,9 @@ Undo = Callable[[], None]
 def add_adapters(model: torch.nn.Module, rank: int, *, quantized: bool = False, freeze: tuple[str, ...] = ()) -> Undo:
     """Adds adapters to the linear layers of `model`, or only freezes parts of it; returns what undoes it.
 
+    What adapters have learned by then is added to the weights under them, so that the model computes the same without.
+    A quantized base comes back as it was before it was quantized; what was learned over its 4-bit twin is added to it.
+
     All linear layers but the output head get one; everything else is frozen.
 
     Args:
@@ -69,22 +72,6 @@ def adapter_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
             parameter = module._parameters.get(name)
             if parameter is not None:
                 yield parameter
-
-
-@torch.no_grad()
-def merge_adapters(model: torch.nn.Module) -> None:
-    """Adds what adapters have learned to the weights; they start again from nothing. Not for a quantized base."""
-    for module in model.modules():
-        down, up = module._parameters.get(DOWN), module._parameters.get(UP)
-        if down is None or up is None:
-            continue
-        if _SCALES in module._buffers:
-            raise BadModel("adapters can't be merged into 4-bit weights. Save them beside the model instead.")
-        product = up @ down
-        weight = module._parameters["weight"]
-        assert weight is not None
-        weight.add_(product if _is_linear(module) else product.t())
-        up.zero_()
 
 
 def _undo_all(actions: list[Undo]) -> None:
@@ -245,12 +232,22 @@ def _adapted(layer: torch.nn.Module, rank: int, weights: _Weights | None) -> Und
 
     def undo() -> None:
         layer.__class__ = plain
-        for name in (DOWN, UP):
-            layer._parameters.pop(name, None)
+        learned = [layer._parameters.pop(name, None) for name in (UP, DOWN)]
         if restore is not None:
             restore()
+        _merge(layer, *learned)
 
     return undo
+
+
+@torch.no_grad()
+def _merge(layer: torch.nn.Module, up: torch.Tensor | None, down: torch.Tensor | None) -> None:
+    """Adds what an adapter has learned to the weight of its layer, which then computes the same without it."""
+    if up is None or down is None or simulated(up) or not up.any():
+        return
+    product = up @ down
+    weight: Any = layer.weight
+    weight.add_(product if _is_linear(layer) else product.t())
 
 
 def _quantized(layer: torch.nn.Module, weights: _Weights) -> Undo:

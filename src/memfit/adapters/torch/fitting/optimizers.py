@@ -44,7 +44,6 @@ class FittedOptimizer:
         self.in_backward = in_backward
         self._updates = updates
         self._around = around
-        self._accumulating = False
         self._undo: list[Callable[[], None]] = []
         if updates is not None:
             self._undo.append(updates.close)
@@ -105,15 +104,6 @@ class FittedOptimizer:
         else:
             self.optimizer.load_state_dict(state_dict)
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Backward passes while this lasts only add to the gradients: more micro-batches are to come."""
-        before, self._accumulating = self._accumulating, True
-        try:
-            yield
-        finally:
-            self._accumulating = before
-
     def undo(self) -> None:
         """Leaves the user's optimizer as it was, with the state it has now."""
         while self._undo:
@@ -131,8 +121,6 @@ class FittedOptimizer:
                     self._updates.update(parameter)
 
     def _update_in_backward(self, parameter: torch.Tensor) -> None:
-        if self._accumulating:
-            return
         assert self._updates is not None
         with self._around():
             self._updates.update(parameter)  # type: ignore[arg-type]

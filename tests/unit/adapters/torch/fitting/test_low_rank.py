@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.adapters.torch.fitting.low_rank import DOWN, UP, adapter_parameters, add_adapters, merge_adapters
+from memfit.adapters.torch.fitting.low_rank import DOWN, UP, adapter_parameters, add_adapters
 from memfit.adapters.torch.fitting.optimizers import fit_optimizer
 from memfit.adapters.torch.torchvision_operators import define_missing_operators
 from memfit.core.errors import BadInput, BadModel
@@ -91,15 +91,13 @@ def test_the_optimizer_trains_the_adapters_and_a_scheduler_goes_on():
     assert not optimizer.state
 
 
-def test_merging_adds_the_product_to_the_weight():
+def test_what_was_learned_stays_when_adapters_go():
     model = make_model()
     undo = add_adapters(model, 2)
     with torch.no_grad():
         for parameter in adapter_parameters(model):
             parameter.normal_()
     expected = model(inputs())
-    merge_adapters(model)
-    assert torch.allclose(model(inputs()), expected)
     undo()
     assert torch.allclose(model(inputs()), expected)
 
@@ -248,12 +246,20 @@ def test_a_model_without_linear_layers_is_refused():
         add_adapters(nn.Sequential(nn.Conv2d(3, 3, 3), nn.Linear(3, 1)), 2)
 
 
-def test_merging_into_a_quantized_base_is_refused():
+def test_what_was_learned_over_a_quantized_base_is_added_to_the_original():
     pytest.importorskip("bitsandbytes")
     model = make_model(torch.float32, width=64)
-    add_adapters(model, 2, quantized=True)
-    with pytest.raises(BadModel, match="4-bit"):
-        merge_adapters(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    undo = add_adapters(model, 2, quantized=True)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model):
+            parameter.fill_(0.1)
+    undo()
+    changed = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    assert changed
+    for name in changed:
+        difference = dict(model.named_parameters())[name] - before[name]
+        torch.testing.assert_close(difference, torch.full_like(difference, 2 * 0.1 * 0.1), rtol=1e-3, atol=1e-5)
 
 
 LAYERS, WIDTH, RANK = 10, 128, 4

@@ -173,20 +173,6 @@ def test_sparse_gradients_are_taken_in_backward(make):
     assert results[0][4, 0] != 0.5
 
 
-def test_gradients_of_several_passes_add_up():
-    results = []
-    for settings in (Settings(), IN_BACKWARD):
-        model = make_model()
-        fitted = fit_optimizer(settings, torch.optim.SGD(model.parameters(), lr=0.1), model)
-        inputs = torch.linspace(0, 1, 24, dtype=torch.float64).view(4, 6)
-        with fitted.accumulating():
-            model(inputs[:2]).square().sum().backward()
-        model(inputs[2:]).square().sum().backward()
-        fitted.step()
-        results.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-    assert torch.allclose(*results, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("settings", [IN_BACKWARD, IN_HOST])
 def test_hooks_of_the_optimizer_run_once_per_step(settings):
     model = make_model()

@@ -1,0 +1,75 @@
+"""What plans of steps and of scripts share: the device with its budget, and words for what else could be tried."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from memfit._estimator import resolve
+from memfit.catalogue import find_device
+from memfit.core.device import Device, Kind
+from memfit.core.errors import BadInput
+from memfit.core.plan import Refusal
+from memfit.core.units import format_size, parse_size
+from memfit.planner.moves import APPROXIMATE, MICRO_BATCH
+
+KEEP, AUTO = "keep", "auto"
+"""Values of `precision`: as the step has it, or autocast where it helps."""
+
+# Whose rates are taken where the catalogue has none for the target.
+_REFERENCE = "rtx-3090"
+
+
+def reference() -> Device:
+    """The device whose rates stand in for those that the catalogue doesn't have."""
+    return find_device(_REFERENCE)
+
+
+def target_within(device: Any, budget: str | int | None) -> Device:
+    """The device with the budget as its capacity.
+
+    Args:
+        device: as for `estimate`; None with a budget: a device of which only the size is known.
+        budget: "10GiB" or bytes; None: all of the device.
+    """
+    if budget is None:
+        found = resolve(device)
+        if found.usable_bytes is None:
+            raise BadInput(f"the memory of {found.title} is unknown; give a budget such as budget='16GiB'.")
+        return found
+    budget_bytes = parse_size(budget) if isinstance(budget, str) else int(budget)
+    if budget_bytes <= 0:
+        raise BadInput(f"a budget must be more than nothing, but {budget!r} was given.")
+    found = find_device(f"{budget_bytes}B") if device is None else resolve(device)
+    if found.usable_bytes is not None and found.kind is Kind.CUDA and budget_bytes > found.usable_bytes:
+        raise BadInput(
+            f"the budget of {format_size(budget_bytes)} is more than {found.title} has "
+            f"({format_size(found.usable_bytes)}). Give a smaller budget or a larger device."
+        )
+    return replace(found, usable_bytes=budget_bytes)
+
+
+def hints(allowed: frozenset[str], refused: Iterable[Refusal], moves: Iterable[str]) -> str:
+    """What else could be allowed, each with a comma behind it.
+
+    Args:
+        allowed: names of the moves that may be used.
+        refused: moves that were allowed and can't be used.
+        moves: names of those worth a word where they aren't allowed.
+    """
+    words = []
+    if any(refusal.name == MICRO_BATCH for refusal in refused) and APPROXIMATE not in allowed:
+        words.append(f"allow={APPROXIMATE!r} (micro-batches)")
+    words += [f"allow={name!r}" for name in moves if name not in allowed]
+    return "".join(f"{word}, " for word in words)
+
+
+def cheapest(needed_bytes: int) -> tuple[str, str]:
+    """(words, name) of the cheapest device with so much memory; both "" where there is none."""
+    from memfit.catalogue.prices import cheapest_device
+
+    found = cheapest_device(needed_bytes)
+    if found is None:
+        return "", ""
+    device, price = found
+    cost = "" if price is None else f", {price.usd_per_hour:.2f} USD an hour on AWS ({price.instance}, {price.date})"
+    return f" such as {device.name} ({format_size(device.usable_bytes or 0)}{cost})", device.name
