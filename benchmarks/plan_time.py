@@ -25,7 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import memfit
 from benchmarks.reporting import ROOT, Bar, publish, table
+from memfit.adapters.torch.torchvision_operators import define_missing_operators
+from memfit.core.plan import PlanNotFound
+from memfit.core.units import format_size
+from memfit.planner.moves import label
 
 LLAMA = {
     "hidden_size": 4096,
@@ -46,7 +51,7 @@ class Question:
     Args:
         title: model and batch in words.
         device: the target.
-        budget: bytes or text; None is all of the device.
+        share: budget in percent of the plain peak; None is all of the device.
         allow: as for `memfit.plan`.
         limit_seconds: the bar.
         has_weights: whether the model is built with values first.
@@ -54,17 +59,16 @@ class Question:
 
     title: str
     device: str
-    budget: str | None
+    share: int | None
     allow: tuple[str, ...]
     limit_seconds: float
     has_weights: bool = True
 
 
 DEFAULT_ALLOW = ("exact", "rounding")
-# Budgets: half of the plain peaks, 5.9 GiB and 16.2 GiB.
 QUESTIONS = {
-    "resnet50": Question("ResNet-50, batch 64", "rtx-3090", "3GiB", DEFAULT_ALLOW, 10.0),
-    "gpt2": Question("GPT-2, 8 x 1024 tokens", "rtx-3090", "8GiB", DEFAULT_ALLOW, 10.0),
+    "resnet50": Question("ResNet-50, batch 64", "rtx-3090", 50, DEFAULT_ALLOW, 10.0),
+    "gpt2": Question("GPT-2, 8 x 1024 tokens", "rtx-3090", 50, DEFAULT_ALLOW, 10.0),
     "llama": Question(
         "Llama-3-8B, 4 x 2048 tokens, bf16", "h100-80gb", None, (*DEFAULT_ALLOW, "8-bit-optimizer"), 60.0, False
     ),
@@ -73,9 +77,6 @@ QUESTIONS = {
 
 def resnet50() -> nn.Module:
     """ResNet-50 with random weights."""
-    from memfit.adapters.torch.torchvision_operators import define_missing_operators
-
-    define_missing_operators()
     import torchvision
 
     model: nn.Module = torchvision.models.resnet50()
@@ -121,20 +122,28 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[[Any
 }
 
 
-def measure(name: str, *, as_shapes: bool) -> dict[str, Any]:
-    """Makes one plan in this process."""
-    import memfit
-    from memfit.core.plan import PlanNotFound
-    from memfit.planner.moves import label
+def import_libraries() -> None:
+    """Imports what models are built with: that is not planning."""
+    # Both import torchvision, whose operators must be there.
+    define_missing_operators()
+    import torchvision
+    import transformers
 
+    assert torchvision.models.resnet50 and transformers.LlamaForCausalLM and transformers.GPT2LMHeadModel
+
+
+def plain_peak(name: str) -> int:
+    """Predicted peak of the step as it is."""
+    import_libraries()
     question, (build, batch, loss) = QUESTIONS[name], STEPS[name]
-    # Importing is not planning.
-    if name == "resnet50":
-        resnet50()
-    else:
-        import transformers
+    estimate = memfit.estimate(build, loss, batch(), optimizer=torch.optim.AdamW, device=question.device)
+    return estimate.peak_bytes
 
-        assert transformers.LlamaForCausalLM and transformers.GPT2LMHeadModel
+
+def measure(name: str, budget_bytes: int | None, *, as_shapes: bool) -> dict[str, Any]:
+    """Makes one plan in this process."""
+    import_libraries()
+    question, (build, batch, loss) = QUESTIONS[name], STEPS[name]
     made = batch()
     model: Any = build if as_shapes else build()
     optimizer: Any = torch.optim.AdamW if as_shapes else torch.optim.AdamW(model.parameters())
@@ -146,7 +155,7 @@ def measure(name: str, *, as_shapes: bool) -> dict[str, Any]:
             made,
             optimizer=optimizer,
             device=question.device,
-            budget=question.budget,
+            budget=budget_bytes,
             allow=question.allow,
         )
     except PlanNotFound as error:
@@ -165,28 +174,29 @@ def measure(name: str, *, as_shapes: bool) -> dict[str, Any]:
     }
 
 
-def measure_apart(name: str, *, as_shapes: bool) -> dict[str, Any]:
-    """Makes one plan in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.plan_time", "--worker", name, *(["--shapes"] * as_shapes)]
+def in_fresh_process(*arguments: str) -> Any:
+    """What this script answers to some arguments."""
+    command = [sys.executable, "-m", "benchmarks.plan_time", *arguments]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def run(names: list[str], repeats: int) -> tuple[list[tuple[str, ...]], list[Bar]]:
     """(lines of the table, bars)."""
-    from memfit.core.units import format_size
-
     lines, bars = [], []
     for name in names:
         question = QUESTIONS[name]
+        given: list[str] = []
+        if question.share is not None:
+            given = ["--budget", str(in_fresh_process("--peak", name) * question.share // 100)]
         for as_shapes in (False, True) if question.has_weights else (True,):
-            found = [measure_apart(name, as_shapes=as_shapes) for _ in range(repeats)]
+            arguments = ["--worker", name, *given, *(["--shapes"] * as_shapes)]
+            found = [in_fresh_process(*arguments) for _ in range(repeats)]
             seconds = median(one["seconds"] for one in found)
             last = found[-1]
             outcome = f"{last['label']}: {format_size(last['after'])}{'' if last['fits'] else ', does not fit'}"
             title = f"{question.title}, {'as shapes' if as_shapes else 'with weights'}"
-            budget = question.budget or "all"
+            budget = "all" if question.share is None else f"{question.share}% of the plain peak"
             where = f"{question.device}, {budget}"
             lines.append((title, where, format_size(last["before"]), outcome, f"{seconds:.1f} s"))
             limit = question.limit_seconds
@@ -201,10 +211,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="plans of each kind; the median counts")
     parser.add_argument("--quick", action="store_true", help="the first model only")
     parser.add_argument("--worker", choices=list(QUESTIONS), help=argparse.SUPPRESS)
+    parser.add_argument("--peak", choices=list(QUESTIONS), help=argparse.SUPPRESS)
+    parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--shapes", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.peak:
+        print(json.dumps(plain_peak(options.peak)))
+        return
     if options.worker:
-        print(json.dumps(measure(options.worker, as_shapes=options.shapes)))
+        print(json.dumps(measure(options.worker, options.budget, as_shapes=options.shapes)))
         return
     lines, bars = run(list(QUESTIONS)[:1] if options.quick else list(QUESTIONS), options.repeats)
     headers = ("model", "device, budget", "plain peak", "plan", "time")

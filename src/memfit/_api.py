@@ -227,8 +227,7 @@ def dryrun(
         )
     # Refused here rather than by the script's process.
     parse_options(env.allocator_settings())
-    # Processes and moves are of no use to anyone who doesn't run a script.
-    from memfit.planner import advise
+    # Processes are of no use to anyone who doesn't run a script.
     from memfit.runs.sequence import dry_run
     from memfit.runs.target import check_module, check_script
 
@@ -238,15 +237,20 @@ def dryrun(
     given = tuple(map(str, arguments))
     request = Request(name, module, given, target, count, steps, scan, checkpoint_folder=folder)
     run, too_large = dry_run(request, quiet_output=quiet_output, announce=_announce)
-    if run.fits is not False or too_large is None:
-        return run
+    return run if run.fits is not False or too_large is None else _advised(run, too_large)
+
+
+def _advised(run: DryRun, too_large: Estimate) -> DryRun:
+    """The run with what could be changed about its step."""
+    from memfit.planner import advise
+
     found = advise(
         too_large.timeline,
         too_large.replay,
         run.allocator,
         context_bytes=too_large.context_bytes,
         num_parameters=too_large.num_parameters,
-        num_devices=count,
+        num_devices=run.num_devices,
     )
     return replace(run, advice=found)
 

@@ -271,7 +271,7 @@ class _Planner:
             after=Footprint.of(proof.estimate, proof.host_bytes),
             seconds_before=Seconds(plain.seconds, _origin_of(timed)),
             seconds_after=Seconds(chosen.seconds, _origin_of(chosen.settings == self._opening.plain and timed)),
-            front=self._front(search, proof, before),
+            front=self._front(search, proof, settings),
             refused=tuple(self._refused),
             notes=(*before.notes, *self._opening.notes),
             planned_in_seconds=time.perf_counter() - self._started,
@@ -313,19 +313,11 @@ class _Planner:
         scale = proof.estimate.reserved_peak_bytes / max(1.0, proof.candidate.live_bytes)
         return round((live_bytes - proof.candidate.live_bytes) * scale), Origin.ASSUMED
 
-    def _front(self, search: "Search", proof: _Proof, before: Estimate) -> tuple[Point, ...]:
+    def _front(self, search: "Search", proof: _Proof, settings: Settings) -> tuple[Point, ...]:
         """Computed points, on the scale of what the device must provide, and the proven one."""
         context = self._target.context_bytes or 0
         scale = proof.estimate.reserved_peak_bytes / max(1.0, proof.candidate.live_bytes)
-        points = [
-            Point(
-                proof.estimate.peak_bytes,
-                proof.candidate.seconds,
-                label(proof.candidate.settings),
-                proof.candidate.settings,
-                True,
-            )
-        ]
+        points = [Point(proof.estimate.peak_bytes, proof.candidate.seconds, label(settings), settings, True)]
         for one in search.front():
             if one.settings != proof.candidate.settings and one.seconds < _MAX_SLOWDOWN * proof.candidate.seconds:
                 peak = round(one.live_bytes * scale) + context
@@ -381,11 +373,14 @@ def _num_proofs(before: Estimate) -> int:
 
 
 def _variant_for(settings: Settings, variants: "tuple[Variant, ...]") -> "Variant":
-    """The profiled variant that settings belong to."""
-    names = ("precision", "cross_entropy_chunks", "channels_last", "lora_rank", "quantized_base", "freeze")
-    return next(
-        (one for one in variants if all(getattr(one.settings, n) == getattr(settings, n) for n in names)), variants[0]
-    )
+    """The profiled variant that settings belong to, or the one most like it."""
+    names = ("precision", "lora_rank", "quantized_base", "freeze", "cross_entropy_chunks", "channels_last")
+
+    def likeness(one: "Variant") -> list[bool]:
+        # What comes first counts more.
+        return [getattr(one.settings, name) == getattr(settings, name) for name in names]
+
+    return max(variants, key=likeness)
 
 
 def _undominated(points: list[Point]) -> tuple[Point, ...]:

@@ -267,7 +267,8 @@ class Opening:
             return [size]
         sizes = sorted({max(1, size // part) for part in (1, 2, 4, 8)})
         fitting = [one for one in sizes if memory.peak(Settings(), one) <= (self._target.usable_bytes or 0)]
-        return fitting or sizes[:1]
+        # The extremes first: time may not suffice for all.
+        return [*fitting[:1], *fitting[:0:-1]] or sizes[:1]
 
     def _remark_on_parameters(self, profile: "Profile") -> None:
         if "shared-parameters" in profile.features:

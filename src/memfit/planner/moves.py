@@ -81,8 +81,8 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
     for word in words:
         if word.startswith("-"):
             name = word[1:]
-            kind = Keeps.CHANGES.value if name == "changes" else name
-            found -= {name, *(move for move, keeps in KEEPS.items() if keeps.value == kind)}
+            group = Keeps.CHANGES.value if name == "changes" else name
+            found -= {name, *(move for move, keeps in KEEPS.items() if keeps.value == group)}
     return frozenset(found)
 
 

@@ -69,19 +69,19 @@ def measure(
 ) -> tuple[Measurement, ...]:
     """Times of real forward and backward passes, by batch size, smallest first.
 
-    Sizes for which no time is left, or which fail where smaller ones didn't, are missing. One pass of the
-    smallest size is always made, however long it takes.
+    Sizes for which no time is left, or which fail where another didn't, are missing. One pass of the first size given
+    is always made, however long it takes.
 
     Args:
         model: the user's module, with values; left as it was.
         loss: takes the model and a batch, returns the loss, or the loss and its weight.
         batch: real samples; larger sizes repeat them. Without a common first dimension it is run whole.
-        batch_sizes: samples of a pass; they must fit into memory.
+        batch_sizes: samples of a pass, in the order in which they are tried; they must fit into memory.
         precision: one of `memfit.core.job.PRECISIONS`, or None to leave the model as it is.
         limit_seconds: about how long all passes may take.
     """
-    sizes = sorted(set(batch_sizes))
-    if not sizes or sizes[0] < 1:
+    sizes = list(dict.fromkeys(batch_sizes))
+    if not sizes or min(sizes) < 1:
         raise BadInput(f"batch sizes to measure are 1 or more, but {list(batch_sizes)} was given.")
     if precision is not None and precision not in PRECISIONS:
         raise BadInput(f"precision must be one of {', '.join(PRECISIONS)}, but {precision!r} was given.")
@@ -93,14 +93,13 @@ def measure(
             left = end - time.perf_counter()
             # The least is one pass, and a forward pass with hooks.
             if found and 1.5 * _seconds(found[-1]) * size / found[-1].batch_size > left:
-                break
+                continue
             try:
                 found.append(passes.measure(_resized(batch, size), size, left * size / sum(sizes[index:])))
             except Exception:
                 if not found:
                     raise
-                break
-    return tuple(found)
+    return tuple(sorted(found, key=lambda one: one.batch_size))
 
 
 def _seconds(measurement: Measurement) -> float:

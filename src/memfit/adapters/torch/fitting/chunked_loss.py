@@ -40,39 +40,22 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
-@dataclass(slots=True)
-class Sighting:
-    """What has been seen so far: whether a large cross entropy came straight from a linear layer."""
-
-    found: bool = False
-
-
 @contextmanager
-def chunked_cross_entropy(num_chunks: int) -> Iterator[Sighting]:
+def chunked_cross_entropy(num_chunks: int) -> Iterator[None]:
     """Cross entropies over large vocabularies are computed in `num_chunks` parts while it lasts.
 
     To be put around the forward pass with its loss; the backward pass may come later.
     """
     if num_chunks < 1:
         raise BadInput(f"cross entropy can be computed in 1 chunk or more, but {num_chunks} were asked for.")
-    mode = _Chunking(num_chunks)
-    with mode:
-        yield mode.sighting
-
-
-@contextmanager
-def watching_cross_entropy() -> Iterator[Sighting]:
-    """Looks, without changing anything, whether `chunked_cross_entropy` would find something to do."""
-    mode = _Watching()
-    with mode:
-        yield mode.sighting
+    with _Chunking(num_chunks):
+        yield
 
 
 class _Chunking(TorchFunctionMode):
     def __init__(self, num_chunks: int) -> None:
         super().__init__()
         self._num_chunks = num_chunks
-        self.sighting = Sighting()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,51 +81,11 @@ class _Chunking(TorchFunctionMode):
         if isinstance(logits, DeferredLogits):
             recipe = None if logits._real is not None else logits.recipe
             if recipe is not None and _fits(recipe, target):
-                self.sighting.found = True
                 return _chunked(func, recipe, recipe.hidden, target, given, self._num_chunks)
             logits = real(logits)
         if func is F.nll_loss or not _worth_chunking(logits, target):
             return None
         return _chunked(func, None, logits, target, given, self._num_chunks)
-
-
-class _Watching(TorchFunctionMode):
-    """Follows large outputs of linear layers through the graph of autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sighting = Sighting()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.cross_entropy or func is F.nll_loss:
-            logits = args[0] if args else kwargs["input"]
-            self.sighting.found = self.sighting.found or _comes_from_linear(logits)
-        return func(*args, **kwargs)
-
-
-# Nodes through which deferred logits pass, and those of linear layers.
-_PASSED = (
-    "ToCopy", "View", "UnsafeView", "Slice", "ReshapeAlias", "Clone", "Mul", "Div", "Tanh", "Transpose", "Permute",
-    "LogSoftmax", "Index", "Select", "Alias",
-)  # fmt: skip
-_LINEAR = ("Addmm", "Mm", "Linear", "Mv", "Bmm")
-
-
-def _comes_from_linear(logits: torch.Tensor) -> bool:
-    if max(logits.shape[1:2], default=0) < SMALLEST_VOCABULARY:
-        return False
-    node = logits.grad_fn
-    while node is not None:
-        kind = node.name().rpartition("::")[2].partition("Backward")[0]
-        if kind in _LINEAR:
-            return True
-        if kind not in _PASSED:
-            return False
-        node = node.next_functions[0][0]
-    return False
 
 
 def _recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe | None:

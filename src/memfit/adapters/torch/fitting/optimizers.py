@@ -5,8 +5,8 @@ checkpoints and the code around it go on as before. What changes is which kernel
 when and where.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch

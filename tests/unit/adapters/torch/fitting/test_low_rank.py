@@ -54,11 +54,12 @@ def test_gradients_are_those_of_the_product():
     model(inputs()).square().sum().backward()
     found = model[0].adapter_up.grad
     down, up = model[0].adapter_down.detach(), model[0].adapter_up.detach().requires_grad_()
-    undo()
-    weight = model[0].weight + up @ down
-    hidden = torch.tanh(nn.functional.linear(inputs(), weight, model[0].bias))
+    weight = model[0].weight.detach() + up @ down
+    bias = model[0].bias.detach()
+    hidden = torch.tanh(nn.functional.linear(inputs(), weight, bias))
     (expected,) = torch.autograd.grad(model[1:](hidden).square().sum() * 0 + _rest(model, hidden), up)
     assert torch.allclose(found, expected, rtol=1e-12)
+    undo()
 
 
 def _rest(model, hidden):
