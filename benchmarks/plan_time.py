@@ -183,7 +183,8 @@ def in_fresh_process(*arguments: str) -> Any:
 
 def run(names: list[str], repeats: int) -> tuple[list[tuple[str, ...]], list[Bar]]:
     """(lines of the table, bars)."""
-    lines, bars = [], []
+    lines: list[tuple[str, ...]] = []
+    bars: list[Bar] = []
     for name in names:
         question = QUESTIONS[name]
         given: list[str] = []

@@ -345,7 +345,10 @@ class _Planner:
     def _not_found(self, proof: _Proof | None, search: "Search", before: Estimate, space: "Space") -> PlanNotFound:
         budget = format_size(self._budget)
         if proof is None:
-            return PlanNotFound(f"no plan fits `{before.subject}` into {budget}, and the smallest could not be traced.")
+            reason = next((refusal.reason for refusal in reversed(self._refused) if refusal.name == "proof"), "")
+            return PlanNotFound(
+                f"no plan fits `{before.subject}` into {budget}, and the smallest could not be traced: {reason}"
+            )
         smallest = self._plan(proof, before, search, space)
         needs = proof.estimate.peak_bytes
         lines = [f"no plan fits `{before.subject}` into {budget}; the smallest needs {format_size(needs)}."]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit._plan_target import reference
 from memfit.core.device import Device, Kind, Origin
-from memfit.core.errors import BadInput, MissingDependency, StepFailed
+from memfit.core.errors import BadInput, MissingDependency, StepFailed, UnknownDevice
 from memfit.core.estimate import Note
 from memfit.core.job import AUTOCASTS, Job
 from memfit.core.plan import Refusal
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _LORA_RANK = 16
 _CHUNKS = 16
+# Operations and bytes per second of a processor that nobody measured (assumed).
+_ASSUMED_HOST = (1e11, 2e10)
 # Parts of the repeated blocks, from the input on, that freezing is tried with.
 _FROZEN_SHARES = (0.25, 0.5, 0.75)
 
@@ -226,13 +228,21 @@ class Opening:
         size = self._batch_size
         return tuple(parts for parts in possible_parts(size) if size // parts >= least)
 
+    def _is_in_hand(self) -> bool:
+        """Whether real steps can be timed on the target here."""
+        place = self._subject.place()
+        try:
+            return bool(place) and find_device(place).name == self._target.name
+        except UnknownDevice:
+            return False
+
     def _rates(self) -> "Rates":
         """Speed of the device: of the catalogue, or measured where it is this machine's processor."""
         from memfit.planner.speed import rates_of
 
         rates = rates_of(self._target, reference())
         if self._target.kind is Kind.HOST and self._target.name == "cpu":
-            flops, bandwidth = self._subject.host_rates()
+            flops, bandwidth = _ASSUMED_HOST if self._measure is False else self._subject.host_rates()
             return replace(rates, flops={"float32": flops}, bandwidth=bandwidth, reference="")
         if rates.reference:
             text = f"the speed of {self._target.title} is unknown; that of {rates.reference} is assumed"
@@ -245,7 +255,7 @@ class Opening:
         """Short real passes, where the device is the one in hand and the model has values."""
         if self._measure is False:
             return (), {}
-        if not self._subject.in_hand():
+        if not self._is_in_hand():
             if self._measure:
                 raise BadInput(
                     f"steps can't be measured: {self._target.title} is not the device in hand, or the model or batch "

@@ -6,11 +6,12 @@ plan doesn't use. It is made from the settings alone, so it says the same after 
 
 import re
 import textwrap
+from dataclasses import replace
 
 from memfit.core.device import Kind
 from memfit.core.errors import BadInput
 from memfit.core.plan import Plan
-from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.core.settings import OptimizerKernels, OptimizerState, Settings, Weighting
 from memfit.core.units import format_size
 from memfit.reports import figures, plan_snippets
 
@@ -24,7 +25,8 @@ _LINE_LENGTH = 110
 def format_code(plan: Plan) -> str:
     """The program, with a trailing newline."""
     settings = plan.settings
-    if settings == Settings():
+    # A batch that stays whole has no parts to weigh or to measure.
+    if replace(settings, weighting=Weighting(), micro_batch_size=0) == Settings():
         return "# The step fits as it is: nothing has to be changed.\n"
     device_type = "cpu" if plan.device.kind is Kind.HOST else "cuda"
     where = f"within {format_size(plan.budget_bytes)} on {figures.device_title(plan.device)}"
@@ -51,6 +53,10 @@ class _Program:
         self.scaled = settings.precision == "amp-fp16"
         self.placed = self.split or settings.channels_last
         self.given = settings.weighting.kind == "given"
+        # None of these goes with LBFGS.
+        other_update = self.on_host or settings.step_in_backward or self.scaled or settings.num_devices > 1
+        own_optimizer = settings.kernels is OptimizerKernels.KEEP and settings.state is OptimizerState.KEEP
+        self.may_search = own_optimizer and not other_update and not settings.lora_rank
         if self.given and self.split and settings.step_in_backward:
             raise BadInput(
                 "a loss that gives its own weight can't be updated in the backward pass of micro-batches, because the "
@@ -58,7 +64,12 @@ class _Program:
             )
 
     def text(self, subject: str) -> str:
-        functions = [*self._functions(), self._prepare(), self._step()]
+        functions = [
+            *self._functions(),
+            self._prepare(),
+            *([self._gradients()] if self.may_search else []),
+            self._step(),
+        ]
         head = ["# How to run " + subject + " in plain PyTorch. Once, before training:"]
         head += ["#     model, optimizer = prepare(model, optimizer)", "# and for each batch:"]
         head += ["#     value = step(model, optimizer, loss, batch)"]
@@ -104,17 +115,17 @@ class _Program:
         return found
 
     def _parts(self) -> str:
-        weighting = self.settings.weighting
+        weighting, by_size = self.settings.weighting, self.settings.micro_batch_size > 0
         if weighting.kind == "count":
             if not _PLACE.fullmatch(weighting.tensor):
                 raise BadInput(f"{weighting.tensor!r} is no place in a batch, such as [1] or ['labels'].")
             skip = f"[:, {weighting.skipped}:]" if weighting.skipped else ""
             counted = f"(tree{weighting.tensor}{skip} != {weighting.ignored}).sum().item()"
-            return plan_snippets.PARTS_BY_COUNT.replace("COUNTED", counted)
+            return plan_snippets.parts(plan_snippets.PARTS_BY_COUNT, by_size).replace("COUNTED", counted)
         if weighting.kind == "samples":
-            return plan_snippets.PARTS_BY_SAMPLES
+            return plan_snippets.parts(plan_snippets.PARTS_BY_SAMPLES, by_size)
         # The parts of a sum just add up; a loss that gives weights is divided by their sum at the end.
-        return plan_snippets.PARTS
+        return plan_snippets.parts(plan_snippets.PARTS, by_size)
 
     def _update_one(self) -> str:
         arguments = "single, group, waiting, parameter" if self.on_host else "single, group, parameter"
@@ -156,6 +167,8 @@ class _Program:
             fused = settings.kernels is OptimizerKernels.FUSED
             lines.append("    for group in optimizer.param_groups:")
             lines.append(f"        group.update(foreach=False, fused={fused})")
+            if fused and self.device_type == "cuda":
+                lines += plan_snippets.FUSED_COUNTERS
         lines += self._prepare_update()
         lines.append("    return model, optimizer")
         return "\n".join(lines)
@@ -177,17 +190,32 @@ class _Program:
         lines.append(f"{pad}    hook = functools.partial(update, alone(optimizer), group{bound})")
         return [*lines, f"{pad}    parameter.register_post_accumulate_grad_hook(hook)"]
 
+    def _gradients(self) -> str:
+        lines = [
+            "def gradients(model, optimizer, loss, batch):",
+            '    """Leaves the gradients of the whole batch; returns its loss."""',
+            f"    optimizer.zero_grad(set_to_none={self.settings.set_to_none})",
+        ]
+        return "\n".join([*lines, *self._accumulate(), f"    return {self._total}"])
+
     def _step(self) -> str:
         lines = [
             "def step(model, optimizer, loss, batch):",
             '    """One update; returns the loss of the whole batch."""',
         ]
-        if self.placed:
-            lines.append("    device = next(model.parameters()).device")
-        lines += self._backward_parts() if self.split else self._backward_whole()
-        lines += self._update()
-        lines.append("    return total" if self.split else "    return value.detach()")
+        if self.may_search:
+            lines += plan_snippets.STEP
+        else:
+            lines += [*self._accumulate(), *self._update(), f"    return {self._total}"]
         return "\n".join(lines)
+
+    @property
+    def _total(self) -> str:
+        return "total" if self.split else "value.detach()"
+
+    def _accumulate(self) -> list[str]:
+        place = ["    device = next(model.parameters()).device"] if self.placed else []
+        return [*place, *(self._backward_parts() if self.split else self._backward_whole())]
 
     def _forward(self, batch: str, indent: str) -> list[str]:
         value = "value, weight" if self.given and self.split else "value, _" if self.given else "value"
@@ -205,19 +233,19 @@ class _Program:
         return [*self._forward("batch", "    "), f"    {self._backward('value')}"]
 
     def _backward_parts(self) -> list[str]:
-        settings, count = self.settings, self.settings.micro_batches
+        settings, number = self.settings, self.settings.micro_batch_size or self.settings.micro_batches
         lines = []
         kind = settings.weighting.kind
         share = {"sum": "", "given": " * weight"}.get(kind, " * share")
         loop = "part" if kind in ("sum", "given") else "(part, share)"
         pad = " " * 8
         if settings.step_in_backward:
-            lines += ["    global is_last", f"    found = list(parts(batch, {count}))"]
+            lines += ["    global is_last", f"    found = list(parts(batch, {number}))"]
             lines += ["    total = 0.0", f"    for number, {loop} in enumerate(found, 1):"]
             lines.append(f"{pad}is_last = number == len(found)")
         else:
             lines += ["    total = whole = 0.0" if self.given else "    total = 0.0"]
-            lines.append(f"    for {loop.strip('()')} in parts(batch, {count}):")
+            lines.append(f"    for {loop.strip('()')} in parts(batch, {number}):")
         lines += self._forward("part", pad)
         if self.given:
             lines += [f"{pad}if not weight:", f"{pad}    continue  # a mean over nothing is no number"]

@@ -27,11 +27,11 @@ EXPANDABLE_SEGMENTS = (
 )
 
 _PARTS = '''\
-def parts(batch, count):
-    """The batch in `count` parts along its first dimension, SHARES."""
+def parts(batch, NUMBER):
+    """The batch in LIMIT along its first dimension, SHARES."""
     leaves, structure = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
     size = next(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim)
-    count = min(count, size)
+    count = NUM_PARTS
     columns = [
         leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) and leaf.ndim else [leaf] * count for leaf in leaves
     ]
@@ -169,9 +169,37 @@ def placed_one(tensor, device):
     return tensor.to(device, memory_format=torch.channels_last) if tensor.ndim == 4 else tensor.to(device)
 '''
 
+_BY_COUNT = {"NUMBER": "count", "LIMIT": "`count` parts", "NUM_PARTS": "min(count, size)"}
+_BY_SIZE = {"NUMBER": "most", "LIMIT": "parts of `most` samples or fewer", "NUM_PARTS": "-(-size // most)"}
+
+
+def parts(text: str, by_size: bool) -> str:
+    """One of the functions that split a batch, by the size of the parts or by their number."""
+    for name, value in (_BY_SIZE if by_size else _BY_COUNT).items():
+        text = text.replace(name, value)
+    return text
+
+
+STEP = (
+    "    if isinstance(optimizer, torch.optim.LBFGS):",
+    "        # It asks for the loss and its gradients as often as it needs them.",
+    "        return optimizer.step(lambda: gradients(model, optimizer, loss, batch))",
+    "    value = gradients(model, optimizer, loss, batch)",
+    "    optimizer.step()",
+    "    return value",
+)
+
+FUSED_COUNTERS = (
+    "    # Counters of steps that were taken before must be where the parameters are.",
+    "    for parameter, state in optimizer.state.items():",
+    '        if isinstance(state.get("step"), torch.Tensor):',
+    '            state["step"] = state["step"].to(parameter.device)',
+)
+
 EIGHT_BIT = (
     "    import bitsandbytes  # pip install bitsandbytes",
     "",
+    "    # Its state begins anew: steps that the optimizer has taken before are forgotten.",
     '    kept = ("params", "lr", "betas", "eps", "weight_decay")',
     "    groups = [{key: group[key] for key in kept} for group in optimizer.param_groups]",
     '    optimizer = getattr(bitsandbytes.optim, f"{type(optimizer).__name__}8bit")(groups)',

@@ -142,8 +142,78 @@ def test_parts_of_a_sum_add_up():
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_loss_may_give_its_weight(count):
-    assert_same(Settings(micro_batches=count, weighting=Weighting("given")), loss=weighted_loss, plain_loss=mean_loss)
+@pytest.mark.parametrize("kernels", [OptimizerKernels.KEEP, SINGLE])
+def test_a_loss_may_give_its_weight(count, kernels):
+    settings = Settings(micro_batches=count, weighting=Weighting("given"), checkpoint=("1",), kernels=kernels)
+    assert_same(settings, loss=weighted_loss, plain_loss=mean_loss)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "in_backward"),
+    [
+        (Weighting(), False),
+        (Weighting(), True),
+        (Weighting("sum"), False),
+        (Weighting("sum"), True),
+        (Weighting("given"), False),
+    ],
+)
+def test_parts_of_a_batch_of_another_size_are_no_larger(weighting, in_backward):
+    # GIVEN a plan for batches of 6 in 3 parts, and batches of 7, 1, 4 and 9 samples
+    settings = Settings(micro_batches=3, micro_batch_size=2, weighting=weighting, step_in_backward=in_backward)
+    generator = torch.Generator().manual_seed(4)
+    sizes = (7, 1, 4, 9)
+    batches = [tuple(torch.randn(n, w, dtype=torch.float64, generator=generator) for w in (6, 3)) for n in sizes]
+    seen = []
+    losses = {"samples": mean_loss, "sum": sum_loss, "given": weighted_loss}
+
+    def loss(model, batch):
+        seen.append(len(batch[0]))
+        return losses[weighting.kind](model, batch)
+
+    plain_loss = sum_loss if weighting.kind == "sum" else mean_loss
+    assert_same(settings, loss=loss, plain_loss=plain_loss, batches=batches)
+
+    assert seen == [2, 2, 2, 1, 1, 2, 2, 2, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("settings", [Settings(checkpoint=BLOCKS), Settings(micro_batches=3, offload=("1",))])
+def test_an_optimizer_that_searches_gets_its_closure(settings):
+    def make_optimizer(parameters, lr):
+        return torch.optim.LBFGS(parameters, lr=lr, max_iter=3)
+
+    model, plain, batches = make_model(), make_model(), list(make_batches())
+    made = functions(settings)
+    model, optimizer = made["prepare"](model, make_optimizer(model.parameters(), 0.1))
+    plain_optimizer = make_optimizer(plain.parameters(), 0.1)
+    for batch in batches:
+
+        def closure(batch=batch):
+            plain_optimizer.zero_grad()
+            value = mean_loss(plain, batch)
+            value.backward()
+            return value
+
+        expected = plain_optimizer.step(closure)
+        torch.testing.assert_close(made["step"](model, optimizer, mean_loss, batch), expected.detach())
+
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+    assert optimizer.state[model[0].weight]["func_evals"] > len(batches)
+
+
+def test_counters_of_earlier_steps_follow_fused_kernels():
+    text = format_code(make_plan(settings=Settings(kernels=FUSED)))
+
+    assert 'state["step"] = state["step"].to(parameter.device)' in text
+    assert "state" not in code_of(Settings(kernels=SINGLE))
+    # The lines do no harm to a state that is where it should be.
+    found = {}
+    exec(compile(text, "<plan>", "exec"), found)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run_plain(model, optimizer, mean_loss, list(make_batches())[:2])
+    found["prepare"](model, optimizer)
+    assert optimizer.state[model[0].weight]["step"] == 2
 
 
 def make_language_model():
@@ -330,7 +400,7 @@ def test_schedules_still_work():
         (Settings(num_devices=2, shard_offload=True), ["offload_policy=CPUOffloadPolicy()"]),
         (Settings(lora_rank=8), ["LoraConfig(r=8, lora_alpha=8, target_modules=linear[:-1])"]),
         (Settings(lora_rank=8, quantized_base=True), ["load_in_4bit=True"]),
-        (Settings(state=OptimizerState.EIGHT_BIT), ["bitsandbytes.optim", "8bit"]),
+        (Settings(state=OptimizerState.EIGHT_BIT), ["bitsandbytes.optim", "8bit", "taken before are forgotten"]),
         (Settings(expandable_segments=True), ["expandable_segments:True"]),
     ],
 )
@@ -443,5 +513,10 @@ def test_weights_that_come_too_late_are_refused():
         code_of(Settings(micro_batches=2, weighting=Weighting("given"), step_in_backward=True))
 
 
-def test_a_step_that_fits_needs_no_program():
-    assert format_code(make_easy_plan()) == "# The step fits as it is: nothing has to be changed.\n"
+@pytest.mark.parametrize(
+    "settings", [Settings(), Settings(weighting=COUNT), Settings(weighting=Weighting("given"), micro_batch_size=8)]
+)
+def test_a_step_that_fits_needs_no_program(settings):
+    found = dataclasses.replace(make_easy_plan(), settings=settings)
+
+    assert format_code(found) == "# The step fits as it is: nothing has to be changed.\n"

@@ -61,11 +61,7 @@ class Fitted:
         most_parts: int | None = None,
     ) -> None:
         _check(settings, optimizer)
-        if model in _FITTED:
-            raise BadInput(
-                "the model is run by a plan already, and two would undo each other. Call close() on the Fitted that "
-                "the first apply returned, or leave its `with` block."
-            )
+        check_unfitted(model)
         self.settings = settings
         self.model = model
         self.optimizer = self._original = optimizer
@@ -297,6 +293,15 @@ class Fitted:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
+
+
+def check_unfitted(model: torch.nn.Module) -> None:
+    """Refuses a model that a plan runs at the moment."""
+    if model in _FITTED:
+        raise BadInput(
+            "the model is run by a plan already, and two would undo each other. Call close() on the Fitted that the "
+            "first apply returned, or leave its `with` block."
+        )
 
 
 def _check(settings: Settings, optimizer: Any) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from memfit.adapters.torch.fitting import calibration, probe
+from memfit.adapters.torch.fitting.fitted import check_unfitted
 from memfit.adapters.torch.fitting.profile import profile
 from memfit.adapters.torch.fitting.recomputation import without_cache
 from memfit.adapters.torch.job import OpenJob
 from memfit.adapters.torch.stand_in import tensors_in
 from memfit.adapters.torch.trace import DTYPES
-from memfit.core.device import Kind
 from memfit.core.errors import BadInput, MemfitError
 from memfit.core.profile import Measurement, Profile
 from memfit.core.settings import OptimizerKernels, Settings
@@ -28,6 +28,7 @@ class Subject:
     """
 
     def __init__(self, opened: OpenJob) -> None:
+        check_unfitted(opened.model)
         self._opened = opened
         self.batch_size = opened.batch_size
 
@@ -79,18 +80,16 @@ class Subject:
                 f"change that. Give model.to(torch.{name}), or precision='amp-{precision}' for autocast."
             )
 
-    def in_hand(self) -> bool:
-        """Whether real steps can be timed here: the device is this machine's, and model and batch have values."""
+    def place(self) -> str:
+        """Where model and batch have values: "cpu", the name of this machine's GPU, or "" where they have none."""
         opened = self._opened
         tensors = [*opened.model.parameters(), *opened.model.buffers(), *_tensors(opened.job.batch)]
         if not tensors or any(tensor.is_meta for tensor in tensors) or callable(opened.job.batch):
-            return False
+            return ""
         kinds = {tensor.device.type for tensor in tensors}
-        if opened.device.kind is Kind.HOST:
-            return kinds == {"cpu"} and opened.device.name == "cpu"
-        if kinds != {"cuda"} or not torch.cuda.is_available():
-            return False
-        return torch.cuda.get_device_properties(0).name.lower() in opened.device.title.lower()
+        if kinds == {"cuda"}:
+            return str(torch.cuda.get_device_properties(tensors[0].device).name)
+        return "cpu" if kinds == {"cpu"} else ""
 
     def measure(self, sizes: list[int], *, precision: str | None = None) -> tuple[Measurement, ...]:
         """Short real passes at some micro-batch sizes, smallest first; none where they fail."""

@@ -3,9 +3,11 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.adapters.torch.fitting.fitted import Fitted
 from memfit.adapters.torch.fitting.subject import Subject
 from memfit.adapters.torch.job import OpenJob
 from memfit.core.device import Origin
+from memfit.core.errors import BadInput
 from memfit.core.job import Job
 from memfit.core.settings import OptimizerKernels, Settings
 
@@ -63,11 +65,17 @@ def test_a_mean_is_recognised():
     assert found.weighting.kind == "samples" and found.origin is Origin.MEASURED
 
 
-def test_only_values_on_the_device_itself_are_in_hand():
-    assert subject_of().in_hand()
-    assert not subject_of(device="a100-40gb").in_hand()
-    assert not subject_of(batch=torch.empty(16, 8, device="meta")).in_hand()
-    assert not subject_of(batch=lambda size: torch.randn(size, 8)).in_hand()
+def test_values_have_a_place():
+    assert subject_of().place() == "cpu"
+    assert subject_of(device="a100-40gb").place() == "cpu"
+    assert subject_of(batch=torch.empty(16, 8, device="meta")).place() == ""
+    assert subject_of(batch=lambda size: torch.randn(size, 8)).place() == ""
+
+
+def test_a_model_that_a_plan_runs_is_no_subject():
+    model = nn.Linear(8, 8)
+    with Fitted(Settings(), model), pytest.raises(BadInput, match="by a plan already"):
+        subject_of(model)
 
 
 def test_passes_are_measured():
