@@ -28,7 +28,7 @@ EXPANDABLE_SEGMENTS = (
 
 _PARTS = '''\
 def parts(batch, NUMBER):
-    """The batch in LIMIT along its first dimension, SHARES."""
+    """The batch in LIMIT, SHARES."""
     leaves, structure = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
     size = next(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim)
     count = NUM_PARTS
@@ -169,8 +169,8 @@ def placed_one(tensor, device):
     return tensor.to(device, memory_format=torch.channels_last) if tensor.ndim == 4 else tensor.to(device)
 '''
 
-_BY_COUNT = {"NUMBER": "count", "LIMIT": "`count` parts", "NUM_PARTS": "min(count, size)"}
-_BY_SIZE = {"NUMBER": "most", "LIMIT": "parts of `most` samples or fewer", "NUM_PARTS": "-(-size // most)"}
+_BY_COUNT = {"NUMBER": "count", "LIMIT": "`count` parts along its first dimension", "NUM_PARTS": "min(count, size)"}
+_BY_SIZE = {"NUMBER": "most", "LIMIT": "parts of up to `most` samples", "NUM_PARTS": "-(-size // most)"}
 
 
 def parts(text: str, by_size: bool) -> str:

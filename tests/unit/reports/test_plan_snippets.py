@@ -19,6 +19,7 @@ LINES = {
     "shard": plan_snippets.shard(Settings(num_devices=4), "cuda"),
     "eight bit": plan_snippets.EIGHT_BIT,
     "cache": plan_snippets.WITHOUT_CACHE,
+    "counters": plan_snippets.FUSED_COUNTERS,
 }
 
 
@@ -36,6 +37,16 @@ def test_lines_stand_inside_of_a_function(lines):
     assert ast.parse(textwrap.dedent("\n".join(lines))).body
     assert all(line.startswith("    ") or not line for line in lines)
     assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("by_size", [False, True])
+@pytest.mark.parametrize("name", ["PARTS", "PARTS_BY_SAMPLES", "PARTS_BY_COUNT"])
+def test_batches_are_split_by_size_or_number(name, by_size):
+    text = plan_snippets.parts(FUNCTIONS[name], by_size)
+
+    assert max(map(len, text.splitlines())) <= 120
+    assert not {"NUMBER", "LIMIT", "NUM_PARTS", "SHARES"} & set(ast.unparse(ast.parse(text)).replace("(", " ").split())
+    assert ("def parts(batch, most):" in text) is by_size
 
 
 def test_a_quantized_base_says_how_it_is_loaded():
