@@ -160,8 +160,10 @@ class Comparison:
                     budget,
                     least,
                     peak,
-                    *(self._flops(one) for one in (uniform, chosen)),
-                    *(self._seconds(one) for one in (uniform, chosen)),
+                    self._flops(uniform),
+                    self._flops(chosen),
+                    self._seconds(uniform),
+                    self._seconds(chosen),
                     len(uniform.checkpoint),
                     len(chosen.checkpoint),
                 )

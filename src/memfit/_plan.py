@@ -22,6 +22,7 @@ from memfit.core.settings import Settings, Weighting
 from memfit.core.timeline import Category
 from memfit.core.units import format_size
 from memfit.planner.moves import EIGHT_BIT, EXPANDABLE, LORA, QLORA, SHARD, allowed_moves, label, used_moves
+from memfit.planner.pareto import undominated
 from memfit.reports.plan_actions import use_reports
 
 if TYPE_CHECKING:
@@ -322,7 +323,8 @@ class _Planner:
             if one.settings != proof.candidate.settings and one.seconds < _MAX_SLOWDOWN * proof.candidate.seconds:
                 peak = round(one.live_bytes * scale) + context
                 points.append(Point(peak, one.seconds, label(one.settings), one.settings))
-        return _undominated(points)
+        front = undominated(points, lambda one: (one.peak_bytes, one.seconds or 0.0), keep=lambda one: one.verified)
+        return tuple(front)
 
     def _check_fixed_cost(self, before: Estimate) -> None:
         """Refuses a budget that not even the weights fit into."""
@@ -384,11 +386,3 @@ def _variant_for(settings: Settings, variants: "tuple[Variant, ...]") -> "Varian
         return [getattr(one.settings, name) == getattr(settings, name) for name in names]
 
     return max(variants, key=likeness)
-
-
-def _undominated(points: list[Point]) -> tuple[Point, ...]:
-    kept: list[Point] = []
-    for point in sorted(points, key=lambda one: (one.peak_bytes, one.seconds or 0.0, not one.verified)):
-        if point.verified or not kept or (point.seconds or 0.0) < (kept[-1].seconds or 0.0):
-            kept.append(point)
-    return tuple(kept[::-1])

@@ -282,6 +282,9 @@ class Opening:
         return [*fitting[:1], *fitting[:0:-1]] or sizes[:1]
 
     def _remark_on_parameters(self, profile: "Profile") -> None:
+        if profile.optimizer == "LBFGS":
+            text = "LBFGS keeps pairs of gradients and steps, up to history_size; those of two steps are counted"
+            self.notes.append(Note("growing-state", text))
         if "shared-parameters" in profile.features:
             text = "modules share parameters: each has one gradient and one state, as in the plain step"
             self.notes.append(Note("shared-parameters", text))

@@ -37,6 +37,7 @@ from memfit.planner.moves import (
     named,
     used_moves,
 )
+from memfit.planner.pareto import undominated
 
 if TYPE_CHECKING:
     from memfit.planner.script_plan import Candidate, ScriptSearch
@@ -321,10 +322,7 @@ class _ScriptPlanner:
         """The best of what was computed, and the plan itself, largest memory first."""
         chosen = replace(proof.candidate, peak_bytes=proof.estimate.peak_bytes)
         others = [one for one in self._search.front() if one.settings != chosen.settings]
-        kept: list[Candidate] = []
-        for one in sorted((chosen, *others), key=lambda one: (one.peak_bytes, one.seconds)):
-            if one is chosen or not kept or one.seconds < kept[-1].seconds:
-                kept.append(one)
+        kept = undominated((chosen, *others), lambda one: (one.peak_bytes, one.seconds), keep=lambda one: one is chosen)
         return tuple(
             Point(
                 one.peak_bytes,
@@ -333,7 +331,7 @@ class _ScriptPlanner:
                 _shown(one.settings),
                 one is chosen and proof.is_whole,
             )
-            for one in reversed(kept)
+            for one in kept
         )
 
     def _notes(self, proof: _Proof) -> tuple[Note, ...]:

@@ -24,6 +24,7 @@ from memfit.planner.moves import (
     SET_TO_NONE,
     SHARD,
 )
+from memfit.planner.pareto import undominated
 from memfit.planner.script_memory import AS_IT_IS, ScriptMemory
 from memfit.planner.script_speed import ScriptSpeed
 
@@ -291,8 +292,4 @@ class ScriptSearch:
         for settings in self._combinations():
             for some in {0, count // 2, count}:
                 self.candidate(self._recomputing(settings, some))
-        kept: list[Candidate] = []
-        for one in sorted(self._known.values(), key=lambda one: (one.peak_bytes, one.seconds)):
-            if not kept or one.seconds < kept[-1].seconds:
-                kept.append(one)
-        return kept[::-1]
+        return undominated(self._known.values(), lambda one: (one.peak_bytes, one.seconds))

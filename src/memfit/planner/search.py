@@ -13,6 +13,7 @@ from functools import cached_property
 from memfit.core.settings import Keeps, OptimizerKernels, OptimizerState, Settings
 from memfit.planner.memory import StepMemory
 from memfit.planner.moves import used_moves
+from memfit.planner.pareto import undominated
 from memfit.planner.selection import Choices, Selection
 from memfit.planner.speed import StepSpeed
 
@@ -294,11 +295,7 @@ def _bare(settings: Settings) -> Settings:
 
 def pareto(found: Sequence[Candidate]) -> list[Candidate]:
     """Those that no other beats in both memory and time, largest memory first."""
-    kept: list[Candidate] = []
-    for one in sorted(found, key=lambda one: (one.live_bytes, one.seconds)):
-        if not kept or one.seconds < kept[-1].seconds * (1 - 1e-9):
-            kept.append(one)
-    return kept[::-1]
+    return undominated(found, lambda one: (one.live_bytes, one.seconds))
 
 
 def merged(*parts: Settings) -> Settings:

@@ -15,6 +15,7 @@ import torch
 from memfit.adapters.torch import failures
 from memfit.adapters.torch.optimizers import optimizer_for
 from memfit.adapters.torch.origin import OriginTracker
+from memfit.adapters.torch.precisions import AUTOCAST, WEIGHTS
 from memfit.adapters.torch.recorder import Recorder
 from memfit.adapters.torch.restoration import random_states_kept
 from memfit.adapters.torch.simulation import ONE_AT_A_TIME, Simulation, eager
@@ -27,7 +28,6 @@ from memfit.core.timeline import Category, Phase, Timeline
 if TYPE_CHECKING:
     from memfit.adapters.torch.fitting.fitted import Fitted
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 OPTIMIZER = "(optimizer)"
 
 
@@ -98,7 +98,7 @@ class _Tracer:
     def _run(self) -> Trace:
         step = self.step
         precision = step.precision
-        copies = ShapeCopies(DTYPES.get(precision or ""))
+        copies = ShapeCopies(WEIGHTS.get(precision or ""))
         parameters = list(step.model.parameters())
         with ExitStack() as stack:
             stack.enter_context(undisturbed())
@@ -170,10 +170,9 @@ class _Tracer:
 
     def _forward(self, batch: Any) -> Any:
         step = self.step
-        amp = step.precision is not None and step.precision.startswith("amp-")
-        dtype = torch.float16 if step.precision == "amp-fp16" else torch.bfloat16
+        dtype = AUTOCAST.get(step.precision or "")
         device_type = "cuda" if self.on_cuda else "cpu"
-        with torch.autocast(device_type, dtype=dtype) if amp else nullcontext(), failures.explained("forward"):
+        with torch.autocast(device_type, dtype=dtype) if dtype else nullcontext(), failures.explained("forward"):
             # Each step of a real loop gets a batch of its own, and losses do take batches apart.
             value = step.loss(step.model, map_tensors(batch, lambda tensor: tensor))
         # A loss may come with what it was divided by, for those who add up parts.

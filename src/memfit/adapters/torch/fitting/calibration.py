@@ -23,6 +23,7 @@ from memfit.adapters.torch.failures import check_loss, explained
 from memfit.adapters.torch.fitting.probe import part_of
 from memfit.adapters.torch.fitting.untouched import untouched
 from memfit.adapters.torch.job import common_first_dimension
+from memfit.adapters.torch.precisions import AUTOCAST, WEIGHTS
 from memfit.adapters.torch.stand_in import map_tensors
 from memfit.core.errors import BadInput
 from memfit.core.job import PRECISIONS
@@ -31,7 +32,6 @@ from memfit.core.settings import OptimizerKernels
 from memfit.core.units import MIB
 
 _MAX_REPEATS = 7
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 # Scratch memory of an optimizer's update: parameters, gradients and two moments of this size, as Adam has.
 _SCRATCH_BYTES = 16 * MIB
@@ -129,11 +129,11 @@ class _Passes:
     def __init__(self, model: torch.nn.Module, loss: Callable[[Any, Any], Any], precision: str | None) -> None:
         self._model = model
         self._loss = loss
-        self._dtype = _DTYPES.get(precision or "")
+        self._dtype = WEIGHTS.get(precision or "")
         if self._dtype is not None:
             model.to(self._dtype)
         self._on_cuda = any(parameter.is_cuda for parameter in model.parameters())
-        self._autocast_dtype = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}.get(precision or "")
+        self._autocast_dtype = AUTOCAST.get(precision or "")
 
     def measure(self, batch: Any, size: int, share_seconds: float) -> Measurement:
         """The median of a few passes within about `share_seconds`."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from memfit.adapters.torch.fitting import bitsandbytes_kernels as kernels
-from memfit.adapters.torch.fitting.single_updates import Groups, simulated
+from memfit.adapters.torch.fitting.single_updates import Groups
+from memfit.adapters.torch.fitting.tensor_memory import dense, simulated
 from memfit.adapters.torch.shapes import HALVES
 from memfit.core.errors import BadOptimizer
 
@@ -240,16 +241,12 @@ def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _shrinks(parameter: torch.Tensor) -> bool:
-    return parameter.numel() >= SMALLEST and _dense(parameter)
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+    return parameter.numel() >= SMALLEST and dense(parameter)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """All elements of a dense tensor in the order of memory, whatever its layout; another tensor as it is."""
-    return tensor.as_strided((tensor.numel(),), (1,)) if _dense(tensor) else tensor
+    return tensor.as_strided((tensor.numel(),), (1,)) if dense(tensor) else tensor
 
 
 def _flat_like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

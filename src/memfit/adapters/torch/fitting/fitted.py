@@ -20,15 +20,14 @@ from memfit.adapters.torch.fitting.low_rank import add_adapters
 from memfit.adapters.torch.fitting.micro_batches import shares, split
 from memfit.adapters.torch.fitting.optimizers import fit_optimizer
 from memfit.adapters.torch.fitting.recomputation import recompute
+from memfit.adapters.torch.fitting.tensor_memory import simulated
 from memfit.adapters.torch.job import common_first_dimension
+from memfit.adapters.torch.precisions import AUTOCAST
 from memfit.adapters.torch.stand_in import map_tensors
 from memfit.core.env import allocator_settings, set_allocator_settings
 from memfit.core.errors import BadInput, BadLoss
 from memfit.core.settings import Settings
 from memfit.core.timeline import Phase
-
-_AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
-
 
 # Models that a plan runs at the moment.
 _FITTED: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
@@ -265,14 +264,14 @@ class Fitted:
                     "(loss, weight), where the weight is what the loss was divided by."
                 )
             value, weight = value
-            weight = 1.0 if isinstance(weight, torch.Tensor) and _is_meta(weight) else float(weight)
+            weight = 1.0 if isinstance(weight, torch.Tensor) and simulated(weight) else float(weight)
             if not math.isfinite(weight) or weight < 0:
                 raise BadLoss(f"the loss function returned the weight {weight}, but it must be 0 or more.")
         failures.check_loss(value)
         return value, weight
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = _AUTOCAST.get(self.settings.precision or "")
+        dtype = AUTOCAST.get(self.settings.precision or "")
         return nullcontext() if dtype is None else torch.autocast(_device_type(self.model), dtype=dtype)
 
     def _prepared(self, part: Any) -> Any:
@@ -308,8 +307,8 @@ def _check(settings: Settings, optimizer: Any) -> None:
     """Refuses settings that exclude each other."""
     if settings.micro_batches < 1:
         raise BadInput(f"micro_batches must be at least 1, but {settings.micro_batches} was given.")
-    if settings.precision is not None and settings.precision not in _AUTOCAST:
-        raise BadInput(f"precision must be one of {', '.join(_AUTOCAST)}, or None, not {settings.precision!r}.")
+    if settings.precision is not None and settings.precision not in AUTOCAST:
+        raise BadInput(f"precision must be one of {', '.join(AUTOCAST)}, or None, not {settings.precision!r}.")
     if settings.step_in_backward and settings.micro_batches > 1:
         raise BadInput(
             f"step_in_backward updates each parameter as soon as its gradient is there, so it can't add up the "
@@ -340,15 +339,9 @@ def _sum(losses: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _is_meta(tensor: torch.Tensor) -> bool:
-    # The simulation's function mode would hide it.
-    with torch._C.DisableTorchFunction():
-        return tensor.is_meta
-
-
 def _is_simulated(model: torch.nn.Module) -> bool:
     # A shard is what holds memory.
-    return any(_is_meta(getattr(parameter, "_local_tensor", parameter)) for parameter in model.parameters())
+    return any(simulated(getattr(parameter, "_local_tensor", parameter)) for parameter in model.parameters())
 
 
 def _device(model: torch.nn.Module) -> torch.device | None:

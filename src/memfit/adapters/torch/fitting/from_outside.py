@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from memfit.adapters.torch.fitting.recomputation import recompute
+from memfit.adapters.torch.precisions import AUTOCAST
 from memfit.adapters.torch.replacement import Replacement
 from memfit.core.errors import BadInput
 from memfit.core.settings import OptimizerKernels, Settings
 
-_DTYPES = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
 APPLICABLE = frozenset({"micro_batches", "checkpoint", "precision", "kernels", "set_to_none", "expandable_segments"})
 """The settings that can be put into practice without the script's help."""
 
@@ -96,7 +96,7 @@ class FromOutside:
 
     def entered(self) -> None:
         """A model is about to be called."""
-        dtype = _DTYPES.get(self._settings.precision or "")
+        dtype = AUTOCAST.get(self._settings.precision or "")
         if dtype is None or self._autocast is not None or torch.is_autocast_enabled("cuda"):
             return
         self._autocast = torch.autocast("cuda", dtype=dtype)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.adapters.torch.fitting.single_updates import Groups, SingleUpdates, simulated
+from memfit.adapters.torch.fitting.single_updates import Groups, SingleUpdates
+from memfit.adapters.torch.fitting.tensor_memory import simulated
 
 _HOST = torch.device("cpu")
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.adapters.torch.fitting import bitsandbytes_kernels as kernels
-from memfit.adapters.torch.fitting.single_updates import simulated
+from memfit.adapters.torch.fitting.tensor_memory import dense, simulated
 from memfit.core.errors import BadInput, BadModel
 
 DOWN, UP = "adapter_down", "adapter_up"
@@ -166,9 +166,9 @@ class _Weights:
         shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         # Element by element in the order of memory, whatever the layout.
         num = tensor.numel()
-        plain = tensor.as_strided((num,), (1,)) if _dense(tensor) else tensor.reshape(-1)
+        plain = tensor.as_strided((num,), (1,)) if dense(tensor) else tensor.reshape(-1)
         self._file.write(plain.cpu().view(torch.uint8).numpy().data)
-        if not _dense(tensor):
+        if not dense(tensor):
             stride = torch.empty(shape, device="meta").stride()
 
         def get() -> torch.Tensor:
@@ -181,10 +181,6 @@ class _Weights:
     def close(self) -> None:
         """Frees the file."""
         self._end()
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 class _Adapted(torch.nn.Module):

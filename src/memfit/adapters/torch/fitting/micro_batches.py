@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memfit.adapters.torch.fitting.tensor_memory import simulated
 from memfit.adapters.torch.job import common_first_dimension
 from memfit.adapters.torch.stand_in import map_tensors
 from memfit.core.errors import BadBatch
@@ -91,9 +92,8 @@ def shares(batch: Any, parts: list[Any], weighting: Weighting) -> list[float]:
 def _counts(parts: list[Any], weighting: Weighting) -> list[int] | None:
     """How many elements of each part count; None where there are shapes only."""
     counted = [tensor_at(part, weighting.tensor) for part in parts]
-    with torch._C.DisableTorchFunction():
-        if any(tensor.is_meta for tensor in counted):
-            return None
+    if any(simulated(tensor) for tensor in counted):
+        return None
     with torch.no_grad():
         if weighting.skipped:
             counted = [tensor[:, weighting.skipped :] for tensor in counted]

@@ -170,7 +170,8 @@ class _Probe:
         try:
             observation = self._first_look()
         except _Failed as failure:
-            return _assumed(str(failure))
+            # The step itself was traced: what fails is the part.
+            return Found(None, f"{failure}, so that the batch can't be split", Origin.MEASURED)
         if not observation.is_finite:
             return _assumed(f"the loss of {observation.num_samples} samples is not finite")
         weighings = all_weighings(observation)

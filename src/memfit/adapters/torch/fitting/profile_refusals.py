@@ -4,6 +4,7 @@ Computing a module again runs its code a second time. That must change nothing: 
 remembers. Each check looks at a call before and after, on shapes, where nothing has values but everything has identity.
 """
 
+import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -21,6 +22,7 @@ ARGUMENT_CHANGED_LATER = "an object that it is given ({kind}) changes after it h
 STRANGE_OUTPUT = "returns something other than tensors ({kind})"
 COMPILED = "is compiled"
 NO_GRADIENTS = "runs without gradients"
+DRAWS_ELSEWHERE = "draws random numbers of Python's or numpy's own, which computing it again would draw anew"
 NO_BACKWARD = "nothing flows back through it"
 
 # Statistics that are put back after a second forward pass.
@@ -35,6 +37,7 @@ class Before:
     """What a module and its arguments were before a call."""
 
     state: dict[str, Any]
+    generators: int
     held: tuple[tuple[str, Any, tuple[int, ...]], ...]
 
 
@@ -50,7 +53,7 @@ def refused_from_the_start(module: torch.nn.Module) -> str:
 def before_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Before:
     """Takes down what a call must leave alone."""
     held = tuple((type(value).__name__, value, _tensor_ids(value)) for value in _mutable((*args, *kwargs.values())))
-    return Before(_state(module), held)
+    return Before(_state(module), _generators(), held)
 
 
 def after_call(module: torch.nn.Module, before: Before, out: Any) -> str:
@@ -62,8 +65,20 @@ def after_call(module: torch.nn.Module, before: Before, out: Any) -> str:
     for name, value in before.state.items():
         if state.get(name) != value:
             return CHANGES_BUFFER if name in module._buffers else REMEMBERS.format(name=name)
+    if _generators() != before.generators:
+        return DRAWS_ELSEWHERE
     strange = _strange(out)
     return STRANGE_OUTPUT.format(kind=strange) if strange else ""
+
+
+def _generators() -> int:
+    """A mark of the generators that PyTorch doesn't put back."""
+    numpy = sys.modules.get("numpy")
+    drawn: tuple[Any, ...] = ()
+    if numpy is not None:
+        _, keys, position, *_ = numpy.random.get_state()
+        drawn = (keys.tobytes(), position)
+    return hash((random.getstate(), drawn))
 
 
 def changed_object(before: Before) -> str:

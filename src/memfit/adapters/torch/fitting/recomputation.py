@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from memfit.adapters.torch.stand_in import tensors_in
 from memfit.core.errors import BadInput
 
+# Of a Mersenne twister, as torch.get_rng_state gives it.
+_GENERATOR_BYTES = 5056
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 Around = Callable[[str], AbstractContextManager[None]]
@@ -182,10 +184,11 @@ def _recomputed(path: str, module: torch.nn.Module, around: Around) -> Callable[
         names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
         others = {name: value for name, value in kwargs.items() if name not in names}
 
+        state = _state_of_generator(module)
         # A number rather than the arguments: they would be kept by this function, wherever else they may wait.
         count = len(args)
 
-        def run(*inputs: Any) -> Any:
+        def run(*inputs: Any, state: torch.Tensor | None = state) -> Any:
             named = dict(zip(names, inputs[count:], strict=True))
             return original(*inputs[:count], **others, **named)
 
@@ -203,6 +206,17 @@ def _recomputed(path: str, module: torch.nn.Module, around: Around) -> Callable[
         return value
 
     return forward
+
+
+def _state_of_generator(module: torch.nn.Module) -> torch.Tensor | None:
+    """What the state of the processor's generator takes, which checkpoint keeps: where the processor is simulated."""
+    first = next(module.parameters(), None)
+    if first is None or first.device.type != "cpu":
+        return None
+    with torch._C.DisableTorchFunction():
+        if not first.is_meta:
+            return None
+    return torch.empty(_GENERATOR_BYTES, dtype=torch.uint8, device=first.device)
 
 
 class _Again(AbstractContextManager[None]):

@@ -8,6 +8,7 @@ it shards over PyTorch's fake process group (`simulated_group`), which talks to 
 would.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -269,7 +270,9 @@ def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, 
     if device.kind is Kind.CUDA:
         given += cuda_replacements(device, count, _UnaskedMemory(), report, simulation.look)
     simulation.look.know_host()
-    with replaced(given):
+    with replaced(given), warnings.catch_warnings():
+        # Hooks on views matter to values, and there are none: whoever runs the step is told by PyTorch.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
         dist.init_process_group("nccl", world_size=count, rank=0)
         try:
             yield

@@ -216,9 +216,3 @@ def _small_copy(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Para
     small.param_groups = [{**copy.deepcopy(options, memo), "params": list(parameters)}]
     small.state = defaultdict(dict)
     return small
-
-
-def simulated(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has a shape only; the simulation's function mode would hide it."""
-    with torch._C.DisableTorchFunction():
-        return bool(tensor.is_meta)

@@ -11,8 +11,8 @@ from memfit.adapters.torch.fitting.fitted import check_unfitted
 from memfit.adapters.torch.fitting.profile import profile
 from memfit.adapters.torch.fitting.recomputation import without_cache
 from memfit.adapters.torch.job import OpenJob
+from memfit.adapters.torch.precisions import WEIGHTS
 from memfit.adapters.torch.stand_in import tensors_in
-from memfit.adapters.torch.trace import DTYPES
 from memfit.core.errors import BadInput, MemfitError
 from memfit.core.profile import Measurement, Profile
 from memfit.core.settings import OptimizerKernels, Settings
@@ -71,7 +71,7 @@ class Subject:
         model = self._opened.job.model
         if not isinstance(model, torch.nn.Module):
             return
-        wanted = DTYPES[precision]
+        wanted = WEIGHTS[precision]
         other = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype is not wanted), None)
         if other is not None:
             name, has = (str(dtype).removeprefix("torch.") for dtype in (wanted, other))

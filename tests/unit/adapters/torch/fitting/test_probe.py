@@ -416,8 +416,6 @@ def mixed_up(model, batch):
         (lambda: nn.LazyLinear(CLASSES), classify, labelled, "without a shape"),
         (linear, classify, lambda: (features()[:1], classes()[:1]), "1 sample"),
         (linear, classify, lambda: (features(), classes()[:4]), "no first dimension in common"),
-        (linear, paired, features, "a part of 3 samples (ValueError: pairs needed)"),
-        (linear, lambda model, batch: model(batch), features, "not a scalar"),
         (linear, lambda model, batch: model(batch).sum() * torch.inf, features, "not finite"),
         (linear, lambda model, batch: model(batch).sum() * 0, features, "too much alike"),
         (linear, mixed_up, labelled, "random numbers"),
@@ -431,6 +429,20 @@ def test_what_cannot_be_found_out_is_assumed(build, loss, batch, reason):
     assert found.origin is Origin.ASSUMED
     assert reason in found.reason
     assert "a mean over samples is assumed" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (paired, "a part of 3 samples (ValueError: pairs needed)"),
+        (lambda model, batch: model(batch), "not a scalar"),
+    ],
+)
+def test_a_loss_that_fails_on_a_part_keeps_the_batch_whole(loss, reason):
+    found = find_weighting(linear(), loss, features())
+
+    assert found.weighting is None and found.origin is Origin.MEASURED
+    assert reason in found.reason and "can't be split" in found.reason
 
 
 def test_transformers_shift_their_labels():

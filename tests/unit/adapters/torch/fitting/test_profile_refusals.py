@@ -1,7 +1,9 @@
 """Each reason why a module can't be computed again, on a module that has it, and on its harmless twin."""
 
+import random
 from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -51,6 +53,16 @@ class Counts(Part):
     def forward(self, x):
         self.count += 1
         return super().forward(x)
+
+
+class DrawsFromPython(Part):
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
+class DrawsFromNumpy(Part):
+    def forward(self, x):
+        return super().forward(x) * float(numpy.random.rand())
 
 
 class Norm(Part):
@@ -113,6 +125,8 @@ def reason(part, forward=Whole.forward):
         (ChangesBuffer, refusals.CHANGES_BUFFER),
         (ReplacesBuffer, refusals.CHANGES_BUFFER),
         (Counts, refusals.REMEMBERS.format(name="count")),
+        (DrawsFromPython, refusals.DRAWS_ELSEWHERE),
+        (DrawsFromNumpy, refusals.DRAWS_ELSEWHERE),
         (Norm, ""),
         (ReturnsDataclass, ""),
         (ReturnsObject, refusals.STRANGE_OUTPUT.format(kind="Strange")),

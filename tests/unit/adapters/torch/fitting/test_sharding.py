@@ -221,3 +221,17 @@ class TestTrace:
         share, host_bytes = self._kept(Settings(num_devices=4, shard_offload=True))
         assert not {Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE} & set(share)
         assert host_bytes == pytest.approx(whole[Category.PARAMETER], rel=0.02)
+
+
+class _ReturnsView(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).flatten(0, 1).unflatten(0, x.shape[:2])
+
+
+def test_a_trace_does_not_warn_of_views() -> None:
+    """A block that returns a view is nothing to warn of where there are no values; here, warnings are errors."""
+    model = nn.Sequential(_ReturnsView(), _ReturnsView())
+    traced = run(
+        model, torch.zeros(4, 5, 16), loss=lambda model, batch: model(batch).sum(), settings=Settings(num_devices=2)
+    )
+    assert traced.timeline.blocks

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from memfit.adapters.torch.fitting.single_updates import Groups, SingleUpdates, check_independent, plain_step, simulated
+from memfit.adapters.torch.fitting.single_updates import Groups, SingleUpdates, check_independent, plain_step
 from memfit.core.errors import BadOptimizer
 
 
@@ -175,8 +175,3 @@ def test_an_optimizer_that_cannot_be_tried_is_refused():
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.Adafactor, lambda held: Counting(held, lr=0.1)])
 def test_others_are_accepted(make):
     check_independent(make(parameters()), "the move")
-
-
-def test_shapes_are_told_from_values():
-    assert simulated(torch.empty(2, device="meta"))
-    assert not simulated(torch.empty(2))
