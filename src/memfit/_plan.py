@@ -166,7 +166,7 @@ class _Planner:
         proof = self._prove_best(search, before, space)
         if proof is None:
             proof = self._prove_smallest(search)
-            if proof is None or not proof.estimate.fits:
+            if proof is None or not self._is_kept(proof):
                 raise self._not_found(proof, search, before, space)
         return self._plan(proof, before, search, space)
 
@@ -176,6 +176,10 @@ class _Planner:
     def _usable(self) -> float:
         """What the allocator may take: the budget, less a reserve and the CUDA context."""
         return self._budget * (1 - _RESERVE) - (self._target.context_bytes or 0)
+
+    def _is_kept(self, proof: _Proof) -> bool:
+        """Whether the promise holds, with the reserve."""
+        return bool(proof.estimate.fits) and proof.estimate.reserved_peak_bytes <= self._usable
 
     def _prove_best(self, search: "Search", before: Estimate, space: "Space") -> _Proof | None:
         """The fastest settings that a trace proves to fit, or None.
@@ -203,21 +207,20 @@ class _Planner:
                 search.exclude(candidate)
                 continue
             search.learn(candidate, proof.estimate.reserved_peak_bytes)
-            fits = proof.estimate.fits and proof.estimate.reserved_peak_bytes <= usable
-            if fits and (best is None or candidate.seconds < best.candidate.seconds):
+            if self._is_kept(proof) and (best is None or candidate.seconds < best.candidate.seconds):
                 best = proof
         return best
 
     def _prove_smallest(self, search: "Search") -> _Proof | None:
         """Settings that fit after all, or those that need least memory, of the few smallest that can be run."""
-        usable = self._budget - (self._target.context_bytes or 0)
+        usable = self._usable
         least: _Proof | None = None
         for _ in range(_NUM_SMALLEST):
             for candidate in search.smallest(_NUM_SMALLEST):
                 proof = self._prove(candidate, usable)
                 if proof is None:
                     search.exclude(candidate)
-                elif proof.estimate.fits:
+                elif self._is_kept(proof):
                     return proof
                 elif least is None or proof.estimate.peak_bytes < least.estimate.peak_bytes:
                     least = proof

@@ -137,8 +137,13 @@ class Opening:
         from memfit.planner.speed import StepSpeed
 
         profile = self._subject.profile(self._batch_size, changes)
-        larger = self._larger_profile(changes)
-        memory = StepMemory(profile, larger)
+        memory, larger = StepMemory(profile), None
+        for other in self._other_sizes():
+            # A library may take another algorithm, with a workspace, at another size: then the next one is tried.
+            second = self._profile(other, changes)
+            if second is not None and StepMemory(profile, second).scales:
+                memory, larger = StepMemory(profile, second), second
+                break
         measured, updates = self._measurements(memory, changes.precision) if _is_timed(changes) else ((), {})
         speed = StepSpeed(profile, larger, rates, measured, updates, None if measured else plain, changes.channels_last)
         return Variant(changes, memory, speed)
@@ -175,11 +180,16 @@ class Opening:
         capability = self._target.capability
         return "amp-fp16" if capability is not None and capability < (8, 0) else "amp-bf16"
 
-    def _larger_profile(self, changes: Settings) -> "Profile | None":
-        if self._batch_size is None or self._batch_size < 2:
-            return None
+    def _other_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that tell how blocks grow."""
+        size = self._batch_size
+        if size is None or size < 2:
+            return ()
+        return (2 * size, *((size // 2,) if size >= 4 else ()), size + 1)
+
+    def _profile(self, batch_size: int, changes: Settings) -> "Profile | None":
         try:
-            found: Profile = self._subject.profile(2 * self._batch_size, changes)
+            found: Profile = self._subject.profile(batch_size, changes)
         except (StepFailed, BadInput):
             return None
         return found

@@ -10,6 +10,7 @@ computed here ranks and prunes; the settings chosen are always traced for real a
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,8 +154,9 @@ class StepMemory:
             unit = self._index.get(path)
             if unit is not None:
                 self._subtract(change, unit.away, sizes, 1.0)
-                self._subtract(change, unit.held, sizes, -1.0)
         chosen = [self._index[path] for path in settings.checkpoint if path in self._index]
+        for segment in held_segments(chosen):
+            self._subtract(change, segment.held, sizes, -1.0)
         for one in chosen:
             for other in chosen:
                 if one is not other:
@@ -231,22 +233,18 @@ class StepMemory:
         ticks.update((self._start[self._is_gradient] - self._first).tolist())
         return np.array(sorted(tick for tick in ticks if 0 <= tick < span), dtype=np.int64)
 
-    def savings(
-        self, unit: UnitMemory, intervals: Sequence[Intervals], micro: int | None, *, recomputed: bool
-    ) -> Bytes:
-        """Bytes that are away at each of `moments`: of the first intervals, less those of the second.
+    def savings(self, unit: UnitMemory, away: Intervals, micro: int | None, *, recomputed: bool) -> Bytes:
+        """Bytes that are away at each of `moments`.
 
         Args:
             unit: what is chosen.
-            intervals: what is away, and what is held longer.
+            away: what is away then.
             micro: samples of a micro-batch.
             recomputed: whether it is computed again, which needs something for the moment.
         """
-        sizes = self.sizes(micro)
         change = np.zeros(self._last - self._first + 1)
-        for away, sign in zip(intervals, (-1.0, 1.0), strict=False):
-            self._subtract(change, away, sizes, sign)
-        saved = np.cumsum(change)[self.moments]
+        self._subtract(change, away, self.sizes(micro), -1.0)
+        saved: Bytes = np.cumsum(change)[self.moments]
         if recomputed:
             scale = self._extra_scale(micro)
             for tick, extra in unit.extra:
@@ -285,6 +283,36 @@ class StepMemory:
             if unit is not None:
                 total += float(sizes[(unit.inputs_hosted if path in recomputed else unit.hosted).block].sum())
         return total
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSegment:
+    """A stretch of time in which a block lives longer if any of some units is recomputed.
+
+    Args:
+        units: places of these in the list that was asked about.
+        held: the block and the stretch.
+    """
+
+    units: tuple[int, ...]
+    held: Intervals
+
+
+def held_segments(units: Sequence[UnitMemory]) -> list[HeldSegment]:
+    """What units hold longer, cut so that each stretch is held by all of its units alike: two don't hold it twice."""
+    by_block: dict[int, list[tuple[int, int, int]]] = {}
+    for index, unit in enumerate(units):
+        rows = zip(unit.held.block.tolist(), unit.held.start.tolist(), unit.held.end.tolist(), strict=True)
+        for block, start, end in rows:
+            by_block.setdefault(block, []).append((start, end, index))
+    found: dict[tuple[int, ...], list[Drop]] = {}
+    for block, spans in by_block.items():
+        edges = sorted({edge for start, end, _ in spans for edge in (start, end)})
+        for first, last in pairwise(edges):
+            holders = tuple(sorted({index for start, end, index in spans if start <= first and last <= end}))
+            if holders:
+                found.setdefault(holders, []).append(Drop(block, first, last))
+    return [HeldSegment(holders, Intervals.of(drops)) for holders, drops in found.items()]
 
 
 def overlap(one: UnitMemory, other: UnitMemory) -> Intervals:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.core.settings import Settings
-from memfit.planner.memory import Bytes, Intervals, StepMemory, UnitMemory, overlap
+from memfit.planner.memory import Bytes, Intervals, StepMemory, UnitMemory, held_segments, overlap
 from memfit.planner.speed import StepSpeed
 
 _MAX_UNITS = 500
@@ -60,10 +60,9 @@ class Choices:
         self._sizes = memory.sizes(micro)
         found: list[tuple[float, _Choice, Bytes]] = []
         highest = float(self._sizes.sum())
-        empty = Intervals.of(())
 
-        def add(unit: UnitMemory, away: Intervals, held: Intervals, *, again: bool, hosted: float) -> None:
-            saved = memory.savings(unit, (away, held), micro, recomputed=again)
+        def add(unit: UnitMemory, away: Intervals, *, again: bool, hosted: float) -> None:
+            saved = memory.savings(unit, away, micro, recomputed=again)
             total = float(saved.max(initial=0.0))
             if total >= _MIN_SHARE * highest:
                 seconds = (speed.recomputation(unit.path, micro) if again else 0.0) + speed.offload(hosted)
@@ -72,23 +71,24 @@ class Choices:
         for unit in memory.units:
             hosted, inputs = self._bytes(unit.hosted), self._bytes(unit.inputs_hosted)
             if recompute:
-                add(unit, unit.away, unit.held, again=True, hosted=0.0)
+                add(unit, unit.away, again=True, hosted=0.0)
             if offload and hosted:
-                add(unit, unit.hosted, empty, again=False, hosted=hosted)
+                add(unit, unit.hosted, again=False, hosted=hosted)
             if offload and recompute and inputs:
-                add(unit, _both(unit.away, unit.inputs_hosted), empty, again=True, hosted=inputs)
+                add(unit, _both(unit.away, unit.inputs_hosted), again=True, hosted=inputs)
         order = sorted(range(len(found)), key=lambda index: (-found[index][0], index))[:_MAX_UNITS]
         kept = [found[index] for index in sorted(order)]
         self.all = tuple(choice for _, choice, _ in kept)
         self.pairs, lost = self._pairs(memory, micro, highest)
-        rows = [*(saved for _, _, saved in kept), *lost]
+        self.holders, held = self._held(memory, micro, highest)
+        rows = [*(saved for _, _, saved in kept), *lost, *held]
         self.savings = np.array(rows).reshape(len(rows), len(memory.moments))
-        self.seconds = np.array([choice.seconds for choice in self.all] + [0.0] * len(self.pairs))
+        self.seconds = np.array([choice.seconds for choice in self.all] + [0.0] * (len(self.pairs) + len(self.holders)))
 
     @property
     def num_columns(self) -> int:
-        """Variables of choices and of pairs."""
-        return len(self.all) + len(self.pairs)
+        """Variables of choices, of pairs and of what is held together."""
+        return len(self.all) + len(self.pairs) + len(self.holders)
 
     def _pairs(
         self, memory: StepMemory, micro: int | None, highest: float
@@ -107,11 +107,25 @@ class Choices:
             for at, other in sorted(others.items(), key=lambda pair: pair[0]):
                 if other.path == unit.path or other.path.startswith(f"{unit.path}."):
                     continue
-                common = memory.savings(unit, (overlap(unit, other),), micro, recomputed=False)
+                common = memory.savings(unit, overlap(unit, other), micro, recomputed=False)
                 if float(common.max(initial=0.0)) >= _MIN_SHARE * highest:
                     pairs.append((index, at))
                     lost.append(-common)
         return pairs, lost
+
+    def _held(self, memory: StepMemory, micro: int | None, highest: float) -> tuple[list[list[int]], list[Bytes]]:
+        """Choices of which any one makes blocks live longer, and how much at each moment, negative."""
+        units = {unit.path: unit for unit in memory.units}
+        again = [(index, units[one.path]) for index, one in enumerate(self.all) if one.recomputed and not one.offloaded]
+        holders: list[list[int]] = []
+        rows: list[Bytes] = []
+        for segment in held_segments([unit for _, unit in again]):
+            unit = again[segment.units[0]][1]
+            held = memory.savings(unit, segment.held, micro, recomputed=False)
+            if float(held.max(initial=0.0)) >= _MIN_SHARE * highest:
+                holders.append([again[place][0] for place in segment.units])
+                rows.append(-held)
+        return holders, rows
 
     def _bytes(self, intervals: Intervals) -> float:
         return float(self._sizes[intervals.block].sum())
@@ -239,7 +253,7 @@ class Selection:
             model.changeColCost(index, 1e-3 * cost if minimise_peak else cost)
             if whole:
                 model.changeColIntegrality(index, highspy.HighsVarType.kInteger)
-        for _ in self._choices.pairs:
+        for _ in range(len(self._choices.pairs) + len(self._choices.holders)):
             model.addVar(0.0, 1.0)
         if minimise_peak:
             model.addVar(0.0, highspy.kHighsInf)
@@ -248,6 +262,12 @@ class Selection:
             # 1 where both are chosen, else 0: nobody wants it larger than it must be.
             columns, weights = np.array([*pair, index], dtype=np.int32), np.array([1.0, 1.0, -1.0])
             model.addRow(-highspy.kHighsInf, 1.0, 3, columns, weights)
+        first = len(self._choices.all) + len(self._choices.pairs)
+        for index, group in enumerate(self._choices.holders, first):
+            for holder in group:
+                # 1 where any of them is chosen.
+                columns, weights = np.array([holder, index], dtype=np.int32), np.array([1.0, -1.0])
+                model.addRow(-highspy.kHighsInf, 0.0, 2, columns, weights)
         for group in self._exclusive():
             model.addRow(0.0, 1.0, len(group), np.array(group, dtype=np.int32), np.ones(len(group)))
         return model

@@ -1,8 +1,9 @@
 import pytest
 
+from memfit.core.profile import Drop
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.core.units import MIB
-from memfit.planner.memory import StepMemory
+from memfit.planner.memory import Intervals, StepMemory, UnitMemory, held_segments
 from tests.unit.planner.profiles import Chain
 
 
@@ -87,3 +88,21 @@ def test_shards_divide_what_lasts():
 def test_gradients_that_are_zeroed_stay():
     memory = memory_of(Chain([1, 1], parameter=20))
     assert memory.curve(Settings(set_to_none=False), 4)[0] > memory.curve(Settings(), 4)[0]
+
+
+def holding(path, *held):
+    empty = Intervals.of(())
+    return UnitMemory(path, empty, Intervals.of(Drop(*span) for span in held), empty, empty, empty, ())
+
+
+def test_what_two_units_hold_is_held_once():
+    # GIVEN two units that hold block 7, the second for longer, and one that holds block 8 alone
+    segments = held_segments([holding("a", (7, 10, 20)), holding("b", (7, 10, 30), (8, 0, 5))])
+
+    # THEN the common stretch belongs to both, the rest to the one that holds on
+    found = {
+        (segment.units, block, start, end)
+        for segment in segments
+        for block, start, end in zip(segment.held.block, segment.held.start, segment.held.end, strict=True)
+    }
+    assert found == {((0, 1), 7, 10, 20), ((1,), 7, 20, 30), ((1,), 8, 0, 5)}

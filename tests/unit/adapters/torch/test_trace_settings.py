@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memfit.adapters.torch.fitting.fitted import Fitted
-from memfit.core.errors import BadBatch, StepFailed
+from memfit.core.errors import StepFailed
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings, Weighting
 from memfit.core.timeline import Category, Phase
 from tests.unit.adapters.torch.builders import AMPERE, HOST, kept_bytes, mean_of_output, run, total
@@ -201,8 +201,11 @@ def test_failures_are_told_as_without_settings():
 
     with pytest.raises(StepFailed, match=r"failed in its forward.*KeyError: 'labels'"):
         run(layers(), BATCH, loss=loss, settings=Settings(2))
-    with pytest.raises(BadBatch, match="64 samples can't be split into 65 parts"):
-        run(layers(), BATCH, settings=Settings(65))
+
+
+def test_more_parts_than_samples_are_as_many_as_samples():
+    most, more = (run(layers(), BATCH, settings=Settings(parts)) for parts in (ROWS, ROWS + 1))
+    assert more.timeline.peak() == most.timeline.peak()
 
 
 def test_weights_of_parts_need_no_values():
