@@ -83,8 +83,8 @@ def plan(
     if precision not in (KEEP, AUTO, *PRECISIONS):
         raise BadInput(f"precision must be keep, auto or one of {', '.join(PRECISIONS)}, but {precision!r} was given.")
     allowed = allowed_moves(allow)
-    if count < 1:
-        raise BadInput(f"count must be at least 1, but {count} was given.")
+    if not isinstance(count, int) or count < 1:
+        raise BadInput(f"count must be a whole number from 1 up, but {count!r} was given.")
     if count > 1 and SHARD not in allowed:
         raise BadInput(f"count={count} shards over several devices, but 'shard' is not allowed. Add it to allow.")
     job = as_job(model, loss, batch, optimizer=optimizer)

@@ -36,7 +36,9 @@ def target_within(device: Any, budget: str | int | None) -> Device:
         if found.usable_bytes is None:
             raise BadInput(f"the memory of {found.title} is unknown; give a budget such as budget='16GiB'.")
         return found
-    budget_bytes = parse_size(budget) if isinstance(budget, str) else int(budget)
+    if isinstance(budget, bool) or not isinstance(budget, str | int | float) or budget != budget:
+        raise BadInput(f"a budget is a size such as '10GiB' or a number of bytes, but {budget!r} was given.")
+    budget_bytes = parse_size(budget) if isinstance(budget, str) else int(min(budget, 2**60))
     if budget_bytes <= 0:
         raise BadInput(f"a budget must be more than nothing, but {budget!r} was given.")
     found = find_device(f"{budget_bytes}B") if device is None else resolve(device)

@@ -122,6 +122,7 @@ class Settings:
         if unknown:
             raise BadFile(f"settings that this version doesn't know: {', '.join(unknown)}. Update memfit.")
         values = dict(data)
+        _check_types(values)
         for name in ("checkpoint", "offload", "freeze"):
             values[name] = tuple(map(str, values.get(name, ())))
         return replace(
@@ -130,3 +131,21 @@ class Settings:
             kernels=OptimizerKernels(values.get("kernels", "keep")),
             state=OptimizerState(values.get("state", "keep")),
         )
+
+
+def _check_types(values: dict[str, Any]) -> None:
+    """Refuses what no version writes: words for numbers, a path where a list of them belongs."""
+    plain = Settings()
+    for name, value in values.items():
+        own = getattr(plain, name)
+        if isinstance(own, bool):
+            right = isinstance(value, bool)
+        elif isinstance(own, int):
+            least = 1 if name in ("micro_batches", "num_devices") else 0
+            right = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        elif isinstance(own, tuple):
+            right = isinstance(value, list | tuple) and all(isinstance(path, str) for path in value)
+        else:
+            right = True
+        if not right:
+            raise BadFile(f"the setting {name} is {value!r}, which is none. Give a file that plan.save wrote.")

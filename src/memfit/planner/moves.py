@@ -62,9 +62,10 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
     >>> sorted(allowed_moves(["exact", "-checkpoint"]))
     ['activation-offload', 'expandable-segments', 'set-to-none', 'step-in-backward']
     """
-    if isinstance(allow, str):
-        allow = allow.split(",")
-    words = [word.strip() for word in allow]
+    given = allow.split(",") if isinstance(allow, str) else allow
+    if not isinstance(given, Iterable) or not all(isinstance(word, str) for word in (given := list(given))):
+        raise BadInput(f"allow takes words such as ['exact', 'rounding'], but {allow!r} was given.")
+    words = [word.strip() for word in given]
     kinds = {kind.value for kind in Keeps} | {"changes"}
     found: set[str] = set()
     for word in words:

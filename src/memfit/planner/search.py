@@ -19,6 +19,7 @@ from memfit.planner.speed import StepSpeed
 
 # Of the time of a step: a combination that is faster by less than this is not worth a move.
 _WORTH = 0.01
+_MAX_TRIES = 5
 # Tried where the batch allows it: parts whose largest has another size than that of fewer parts.
 _PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 192, 256, 512, 1024)
 
@@ -118,6 +119,20 @@ class _Combination:
     @cached_property
     def plain_bytes(self) -> float:
         return self.variant.memory.peak(self.settings, self.space.batch_size)
+
+    def cheapest(self, limit_bytes: float) -> Candidate | None:
+        """The fastest choice of modules within the limit; None when there is none."""
+        limit = limit_bytes
+        for _ in range(_MAX_TRIES):
+            settings = self.selection.cheapest(limit)
+            if settings is None:
+                return None
+            found = self.candidate(settings)
+            if found.live_bytes <= limit_bytes:
+                return found
+            # What is too small for the programme adds up: it gets so much less.
+            limit -= found.live_bytes - limit_bytes + 1
+        return None
 
     def candidate(self, settings: Settings) -> Candidate:
         return evaluate(self.variant, settings, self.space.batch_size)
@@ -250,10 +265,9 @@ def _best_of(combinations: list[_Combination], limits: dict[int, float]) -> Cand
     for bound, one in _bounded(combinations, limits):
         if best is not None and bound >= best.seconds * (1 - _WORTH):
             break
-        settings = one.selection.cheapest(limits[id(one)])
-        if settings is None:
+        found = one.cheapest(limits[id(one)])
+        if found is None:
             continue
-        found = one.candidate(settings)
         if best is None or found.seconds < best.seconds * (1 - _WORTH):
             best = found
     return _simplest(combinations, best, limits)

@@ -47,3 +47,19 @@ def test_settings_can_be_told_apart_and_looked_up():
 def test_a_weighting_is_one_of_four():
     with pytest.raises(BadInput, match="'tokens' was given"):
         Weighting("tokens")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("micro_batches", "four"),
+        ("micro_batches", -1),
+        ("num_devices", None),
+        ("checkpoint", "blocks.0"),
+        ("step_in_backward", "yes"),
+        ("lora_rank", True),
+    ],
+)
+def test_values_that_nobody_writes_are_refused_by_name(name, value):
+    with pytest.raises(BadFile, match=f"the setting {name} is"):
+        Settings.from_json({name: value})

@@ -25,7 +25,7 @@ from memfit.adapters.torch.job import common_first_dimension
 from memfit.adapters.torch.precisions import AUTOCAST
 from memfit.adapters.torch.stand_in import map_tensors
 from memfit.core.env import allocator_settings, set_allocator_settings
-from memfit.core.errors import BadInput, BadLoss
+from memfit.core.errors import BadBatch, BadInput, BadLoss
 from memfit.core.settings import Settings
 from memfit.core.timeline import Phase
 
@@ -190,6 +190,8 @@ class Fitted:
         num_samples = common_first_dimension(batch) if settings.micro_batches > 1 else None
         if num_samples is None:
             return settings.micro_batches
+        if not num_samples:
+            raise BadBatch("the batch is empty: its tensors have no samples. Give at least 1.")
         if settings.micro_batch_size:
             return -(-num_samples // settings.micro_batch_size)
         return min(settings.micro_batches, num_samples)
