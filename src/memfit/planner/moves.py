@@ -62,8 +62,8 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
     >>> sorted(allowed_moves(["exact", "-checkpoint"]))
     ['activation-offload', 'expandable-segments', 'set-to-none', 'step-in-backward']
     """
-    given = allow.split(",") if isinstance(allow, str) else allow
-    if not isinstance(given, Iterable) or not all(isinstance(word, str) for word in (given := list(given))):
+    given = allow.split(",") if isinstance(allow, str) else list(allow) if isinstance(allow, Iterable) else [allow]
+    if not all(isinstance(word, str) for word in given):
         raise BadInput(f"allow takes words such as ['exact', 'rounding'], but {allow!r} was given.")
     words = [word.strip() for word in given]
     kinds = {kind.value for kind in Keeps} | {"changes"}
