@@ -38,6 +38,9 @@ _RESERVE = 0.01
 _NUM_PROOFS = (4, 12)
 _BLOCKS_PER_PLAN = 40_000
 _NUM_SMALLEST = 3
+# Where steps can be run for real: plans that are computed to take so much longer than the best, at most, are run, too.
+_CLOSE = 1.3
+_NUM_CONTENDERS = 5
 # Of the time of the best proven plan: what is not faster than this is not worth another trace.
 _NO_BETTER = 0.99
 # Seconds of a trace up to which every move of a plan is traced without.
@@ -150,6 +153,7 @@ class _Planner:
         )
         self._refused = self._opening.refused
         self._proofs: dict[Settings, _Proof | None] = {}
+        self._was_timed = False
 
     @property
     def _budget(self) -> int:
@@ -168,6 +172,8 @@ class _Planner:
             proof = self._prove_smallest(search)
             if proof is None or not self._is_kept(proof):
                 raise self._not_found(proof, search, before, space)
+        elif self._opening.is_timed:
+            proof = self._fastest_timed(proof, search)
         return self._plan(proof, before, search, space)
 
     # Proof.
@@ -210,6 +216,27 @@ class _Planner:
             if self._is_kept(proof) and (best is None or candidate.seconds < best.candidate.seconds):
                 best = proof
         return best
+
+    def _fastest_timed(self, best: _Proof, search: "Search") -> _Proof:
+        """Of the plan and those that are computed to take about as long, the one that is fastest when really run."""
+        found = [best]
+        for candidate in search.contenders(self._usable, _CLOSE * best.candidate.seconds):
+            if len(found) >= _NUM_CONTENDERS:
+                break
+            if all(candidate.settings != known.candidate.settings for known in found):
+                proof = self._prove(candidate, self._usable)
+                if proof is not None and self._is_kept(proof):
+                    found.append(proof)
+        times = self._subject.time_passes([proof.candidate.settings for proof in found])
+        if not times:
+            return best
+        timed = [
+            replace(proof.candidate, seconds=passes + proof.candidate.variant.speed.update(proof.candidate.settings))
+            for proof, passes in zip(found, times, strict=True)
+        ]
+        index = min(range(len(timed)), key=lambda place: timed[place].seconds)
+        self._was_timed = True
+        return replace(found[index], candidate=timed[index])
 
     def _prove_smallest(self, search: "Search") -> _Proof | None:
         """Settings that fit after all, or those that need least memory, of the few smallest that can be run."""
@@ -274,7 +301,7 @@ class _Planner:
             before=Footprint.of(before),
             after=Footprint.of(proof.estimate, proof.host_bytes),
             seconds_before=Seconds(plain.seconds, _origin_of(timed)),
-            seconds_after=Seconds(chosen.seconds, _origin_of(chosen.settings == self._opening.plain and timed)),
+            seconds_after=Seconds(chosen.seconds, _origin_of(self._was_timed)),
             front=self._front(search, proof, settings),
             refused=tuple(self._refused),
             notes=(*before.notes, *self._opening.notes),

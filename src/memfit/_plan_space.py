@@ -82,6 +82,8 @@ class Opening:
         """The step as it is."""
         self.refused: list[Refusal] = []
         self.notes: list[Note] = []
+        self.is_timed = False
+        """Whether real passes were timed."""
         self.approximate = ""
         """Why micro-batches only approximate the step, or ""."""
 
@@ -279,6 +281,7 @@ class Opening:
             shown = ", ".join(str(one.batch_size) for one in measured)
             text = f"times are computed from real passes of {shown} samples, timed on this machine"
             self.notes.append(Note("calibrated", text))
+            self.is_timed = True
         return measured, self._subject.measure_updates()
 
     def _sizes_to_measure(self, memory: "StepMemory") -> list[int]:

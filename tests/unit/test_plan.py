@@ -348,10 +348,15 @@ def test_a_step_is_measured_where_the_device_is_in_hand(model):
 
 
 def test_what_nobody_timed_is_not_called_measured(model):
-    for plan in (plan_for(model, 0.6), plan_for(model, 0.4, measure=True)):
-        assert plan.seconds_after.origin is Origin.ASSUMED
-        assert all(move.costs_origin is Origin.ASSUMED for move in plan.moves)
-    assert plan_for(model, 0.6).seconds_before.origin is Origin.ASSUMED
+    plan = plan_for(model, 0.6)
+    assert plan.seconds_after.origin is plan.seconds_before.origin is Origin.ASSUMED
+    assert all(move.costs_origin is Origin.ASSUMED for move in plan.moves)
+
+
+def test_the_plan_itself_is_timed_where_the_device_is_in_hand(model):
+    plan = plan_for(model, 0.4, measure=True)
+    assert plan.seconds_after.origin is Origin.MEASURED
+    assert plan.fits and plan.seconds_after.seconds > 0
 
 
 def test_measuring_leaves_the_model_as_it_was(model):

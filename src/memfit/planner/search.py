@@ -220,10 +220,23 @@ class Search:
 
         What changes training is used only where nothing else fits, however fast it is.
         """
-        limits = {
+        return self._best(self._limits(usable_bytes))
+
+    def contenders(self, usable_bytes: float, most_seconds: float) -> list[Candidate]:
+        """The best of every combination that stays within and takes no longer, quickest first."""
+        limits = self._limits(usable_bytes)
+        keeping = [one for one in self._combinations if not one.changes_training]
+        found = []
+        for bound, one in _bounded(keeping, limits, most_seconds):
+            candidate = one.cheapest(limits[id(one)]) if bound <= most_seconds else None
+            if candidate is not None and candidate.seconds <= most_seconds:
+                found.append(candidate)
+        return sorted(found, key=lambda candidate: candidate.seconds)
+
+    def _limits(self, usable_bytes: float) -> dict[int, float]:
+        return {
             id(one): usable_bytes - self._beyond.get(_bare(one.settings), self._expected) for one in self._combinations
         }
-        return self._best(limits)
 
     def _best(self, limits: dict[int, float]) -> Candidate | None:
         keeping = [one for one in self._combinations if not one.changes_training]
@@ -273,10 +286,15 @@ def _best_of(combinations: list[_Combination], limits: dict[int, float]) -> Cand
     return _simplest(combinations, best, limits)
 
 
-def _bounded(combinations: list[_Combination], limits: dict[int, float]) -> list[tuple[float, _Combination]]:
-    """(least seconds that it can take within its limit, combination), quickest first; none that can't be within."""
+def _bounded(
+    combinations: list[_Combination], limits: dict[int, float], most_seconds: float = float("inf")
+) -> list[tuple[float, _Combination]]:
+    """(least seconds that it can take within its limit, combination), quickest first; none that can't be within.
+
+    Without `most_seconds`, those are left out that can't be faster than another that needs nothing recomputed.
+    """
     found: list[tuple[float, _Combination]] = []
-    fastest = float("inf")
+    fastest = most_seconds
     for one in combinations:
         if one.seconds >= fastest:
             # A combination that needs no recomputation is as fast as this one could be.
@@ -284,7 +302,7 @@ def _bounded(combinations: list[_Combination], limits: dict[int, float]) -> list
         bound = one.seconds + one.num_passes * one.selection.bound(limits[id(one)])
         if bound < float("inf"):
             found.append((bound, one))
-            if bound == one.seconds:
+            if bound == one.seconds and most_seconds == float("inf"):
                 fastest = min(fastest, bound)
     return sorted(found, key=lambda pair: pair[0])
 

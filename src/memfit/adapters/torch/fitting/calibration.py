@@ -10,16 +10,19 @@ On CUDA the same code waits for the device around each pass. It was written by t
 """
 
 import inspect
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from memfit.adapters.torch.failures import check_loss, explained
+from memfit.adapters.torch.fitting.fitted import Fitted
 from memfit.adapters.torch.fitting.probe import part_of
 from memfit.adapters.torch.fitting.untouched import untouched
 from memfit.adapters.torch.job import common_first_dimension
@@ -28,9 +31,10 @@ from memfit.adapters.torch.stand_in import map_tensors
 from memfit.core.errors import BadInput
 from memfit.core.job import PRECISIONS
 from memfit.core.profile import Measurement
-from memfit.core.settings import OptimizerKernels
+from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.core.units import MIB
 
+_MAX_TURNS = 5
 _MAX_REPEATS = 7
 
 # Scratch memory of an optimizer's update: parameters, gradients and two moments of this size, as Adam has.
@@ -102,6 +106,65 @@ def measure(
     return tuple(sorted(found, key=lambda one: one.batch_size))
 
 
+def time_passes(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    batch: Any,
+    plans: Sequence[Settings],
+    *,
+    batch_size: int | None = None,
+    limit_seconds: float = 6.0,
+) -> list[float]:
+    """Seconds of the forward and backward passes of one update, as each of several settings runs them.
+
+    They take turns, so that what else the machine does meanwhile hits all alike; the least of a few turns counts.
+
+    Args:
+        model: the user's module, with values; left as it was.
+        loss: takes the model and a batch, returns the loss, or the loss and its weight.
+        batch: real samples.
+        plans: settings to try; what they say of the optimizer is left out.
+        batch_size: samples of an update, where that isn't the size of `batch`.
+        limit_seconds: about how long all turns after the first may take.
+    """
+    given = batch if batch_size is None else _resized(batch, batch_size)
+    least = [math.inf] * len(plans)
+    with untouched(model, loss):
+        wait = _Passes(model, loss, None).wait
+        end = math.inf
+        for turn in range(_MAX_TURNS):
+            begun = time.perf_counter()
+            for index, settings in enumerate(plans):
+                seconds = _time_one(model, loss, given, settings, wait)
+                # The first turn is a warm-up, unless there is no time for another.
+                least[index] = seconds if turn < 2 else min(least[index], seconds)
+            last = time.perf_counter()
+            end = last + limit_seconds if not turn else end
+            if last + (last - begun) > end:
+                break
+    return least
+
+
+def _time_one(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    batch: Any,
+    settings: Settings,
+    wait: Callable[[], None],
+) -> float:
+    bare = replace(
+        settings, kernels=OptimizerKernels.KEEP, state=OptimizerState.KEEP, step_in_backward=False, set_to_none=True
+    )
+    with Fitted(bare, model) as fitted:
+        wait()
+        begun = time.perf_counter()
+        fitted.accumulate(loss, batch)
+        wait()
+        seconds = time.perf_counter() - begun
+        model.zero_grad(set_to_none=True)
+    return seconds
+
+
 def _seconds(measurement: Measurement) -> float:
     return measurement.forward_seconds + measurement.backward_seconds
 
@@ -156,14 +219,14 @@ class _Passes:
     def _run(self, batch: Any) -> tuple[float, float]:
         """Seconds of a forward and of a backward pass."""
         batch = self._own(batch)
-        self._wait()
+        self.wait()
         begun = time.perf_counter()
         value = self._forward(batch)
-        self._wait()
+        self.wait()
         middle = time.perf_counter()
         with explained("backward"):
             value.backward()
-        self._wait()
+        self.wait()
         end = time.perf_counter()
         self._model.zero_grad(set_to_none=True)
         return middle - begun, end - middle
@@ -190,19 +253,20 @@ class _Passes:
 
         return map_tensors(batch, copied)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Waits for what the device still computes."""
         if self._on_cuda:
             torch.cuda.synchronize()
 
     def _unit_seconds(self, batch: Any, forward_seconds: float) -> dict[str, float]:
         """Forward time of each module that is called, without that of the hooks."""
         batch = self._own(batch)
-        watch = _Watch(self._wait)
+        watch = _Watch(self.wait)
         with watch.attached(self._model):
-            self._wait()
+            self.wait()
             begun = time.perf_counter()
             self._forward(batch)
-            self._wait()
+            self.wait()
             total = time.perf_counter() - begun
         cost = hook_seconds()
         net = max(total - watch.num_calls * cost, 1e-9)

@@ -1,6 +1,6 @@
 """What a plan is about: a job as the planner asks for it, by profiles, probes and measurements."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -106,6 +106,16 @@ class Subject:
         except (MemfitError, RuntimeError):
             # A real step may fail where a simulated one doesn't, for want of memory first of all.
             return ()
+
+    def time_passes(self, plans: Sequence[Settings]) -> list[float]:
+        """Seconds of all passes of an update as each of these settings runs them; none where one fails."""
+        opened = self._opened
+        try:
+            return calibration.time_passes(
+                opened.model, opened.job.loss, opened.job.batch, plans, batch_size=opened.batch_size
+            )
+        except (MemfitError, RuntimeError):
+            return []
 
     def measure_updates(self) -> dict[str, float]:
         """Seconds of an update by kind of kernels; empty where the optimizer isn't at hand."""

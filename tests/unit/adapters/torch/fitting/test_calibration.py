@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 from memfit.adapters.torch.fitting import calibration
-from memfit.adapters.torch.fitting.calibration import hook_seconds, measure, rates, update_seconds
+from memfit.adapters.torch.fitting.calibration import hook_seconds, measure, rates, time_passes, update_seconds
 from memfit.core.errors import BadInput, BadLoss, StepFailed
-from memfit.core.settings import OptimizerKernels
+from memfit.core.settings import OptimizerKernels, Settings
 
 
 class Net(nn.Module):
@@ -293,3 +293,22 @@ def test_a_model_without_trained_parameters_has_no_update():
     model = Net().requires_grad_(False)
 
     assert update_seconds(torch.optim.Adam([nn.Parameter(torch.ones(1))]), model) == {}
+
+
+def test_passes_of_several_settings_are_timed_and_leave_no_trace():
+    # GIVEN a model with a gradient of its own
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()))
+    batch = torch.randn(16, 8)
+    model(batch).sum().backward()
+    before = [(p.detach().clone(), p.grad) for p in model.parameters()]
+    plans = [Settings(), Settings(micro_batches=4), Settings(checkpoint=("1",), kernels=OptimizerKernels.FUSED)]
+
+    # WHEN several settings are timed
+    found = time_passes(model, lambda model, batch: model(batch).mean(), batch, plans, limit_seconds=0.1)
+
+    # THEN there is a time for each, and the model is as it was
+    assert len(found) == 3 and all(0 < seconds < 60 for seconds in found)
+    for parameter, (value, gradient) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value) and parameter.grad is gradient
+    assert "forward" not in model[1].__dict__
