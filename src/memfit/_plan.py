@@ -21,7 +21,18 @@ from memfit.core.replay import AllocatorOptions
 from memfit.core.settings import Settings, Weighting
 from memfit.core.timeline import Category
 from memfit.core.units import format_size
-from memfit.planner.moves import EIGHT_BIT, EXPANDABLE, LORA, QLORA, SHARD, allowed_moves, label, used_moves
+from memfit.planner.moves import (
+    CHECKPOINT,
+    EIGHT_BIT,
+    EXPANDABLE,
+    LORA,
+    MICRO_BATCH,
+    QLORA,
+    SHARD,
+    allowed_moves,
+    label,
+    used_moves,
+)
 from memfit.planner.pareto import undominated
 from memfit.reports.plan_actions import use_reports
 
@@ -40,6 +51,7 @@ _BLOCKS_PER_PLAN = 40_000
 _NUM_SMALLEST = 3
 # Where steps can be run for real: plans that are computed to take so much longer than the best, at most, are run, too.
 _CLOSE = 1.3
+_AS_FAST = 1.02
 _NUM_CONTENDERS = 5
 # Of the time of the best proven plan: what is not faster than this is not worth another trace.
 _NO_BETTER = 0.99
@@ -134,9 +146,7 @@ class _Planner:
     ) -> None:
         self._started = time.perf_counter()
         forced = precision if precision in AUTOCASTS else None
-        if forced is not None:
-            job = replace(job, precision=None)
-        elif precision not in (KEEP, AUTO):
+        if precision not in (KEEP, AUTO):
             job = replace(job, precision=precision)
         elif job.precision in AUTOCASTS:
             forced = job.precision
@@ -154,6 +164,7 @@ class _Planner:
         self._refused = self._opening.refused
         self._proofs: dict[Settings, _Proof | None] = {}
         self._was_timed = False
+        self._timed_over_computed = 1.0
 
     @property
     def _budget(self) -> int:
@@ -165,7 +176,7 @@ class _Planner:
 
         before = self._estimator.run(eager=False)
         self._check_fixed_cost(before)
-        space = self._opening.space()
+        space = self._opening.space(fits=bool(before.fits) and before.reserved_peak_bytes <= self._usable)
         search = Search(space)
         proof = self._prove_best(search, before, space)
         if proof is None:
@@ -219,6 +230,8 @@ class _Planner:
 
     def _fastest_timed(self, best: _Proof, search: "Search") -> _Proof:
         """Of the plan and those that are computed to take about as long, the one that is fastest when really run."""
+        from memfit.planner.search import num_changed
+
         found = [best]
         for candidate in search.contenders(self._usable, _CLOSE * best.candidate.seconds):
             if len(found) >= _NUM_CONTENDERS:
@@ -234,7 +247,13 @@ class _Planner:
             replace(proof.candidate, seconds=passes + proof.candidate.variant.speed.update(proof.candidate.settings))
             for proof, passes in zip(found, times, strict=True)
         ]
-        index = min(range(len(timed)), key=lambda place: timed[place].seconds)
+        least = min(candidate.seconds for candidate in timed)
+        # Times of equal plans differ by as much from turn to turn.
+        index = min(
+            (place for place, candidate in enumerate(timed) if candidate.seconds <= least * _AS_FAST),
+            key=lambda place: (num_changed(timed[place].settings), timed[place].seconds),
+        )
+        self._timed_over_computed = timed[index].seconds / max(1e-12, found[index].candidate.seconds)
         self._was_timed = True
         return replace(found[index], candidate=timed[index])
 
@@ -300,7 +319,10 @@ class _Planner:
             moves=self._moves(proof, space),
             before=Footprint.of(before),
             after=Footprint.of(proof.estimate, proof.host_bytes),
-            seconds_before=Seconds(plain.seconds, _origin_of(timed)),
+            # Beside a measured time goes one on the same scale.
+            seconds_before=Seconds(
+                plain.seconds * self._timed_over_computed, _origin_of(timed and not self._was_timed)
+            ),
             seconds_after=Seconds(chosen.seconds, _origin_of(self._was_timed)),
             front=self._front(search, proof, settings),
             refused=tuple(self._refused),
@@ -383,13 +405,17 @@ class _Planner:
             )
         smallest = self._plan(proof, before, search, space)
         needs = proof.estimate.peak_bytes
-        lines = [f"no plan fits `{before.subject}` into {budget}; the smallest needs {format_size(needs)}."]
+        lines = [
+            f"no plan fits `{before.subject}` into {budget}; the smallest needs {format_size(needs)} "
+            f"({_RESERVE:.0%} of a budget is kept free)."
+        ]
         for name, size in proof.estimate.breakdown.by_category.items():
             lines.append(f"  {name:<44}{format_size(size):>10}")
         lines.append(f"  with: {label(smallest.settings)}")
         device = cheapest(needs)
-        others = hints(self._allowed, self._refused, (EIGHT_BIT, LORA))
-        lines.append(f"Try {others}a larger device{device[0]}.")
+        others = hints(self._allowed, self._refused, (CHECKPOINT, MICRO_BATCH, EIGHT_BIT, LORA))
+        larger = "a larger budget" if self._target.kind is Kind.HOST else f"a larger device{device[0]}"
+        lines.append(f"Try {others}{larger}.")
         return PlanNotFound("\n".join(lines), smallest, device[1])
 
 

@@ -18,12 +18,15 @@ from memfit.planner.moves import (
     CHANNELS_LAST,
     CHECKPOINT,
     CHUNKED_LOSS,
+    EIGHT_BIT,
     FREEZE,
+    HOST_OPTIMIZER,
     LORA,
     MICRO_BATCH,
     OFFLOAD,
     QLORA,
     SET_TO_NONE,
+    STEP_IN_BACKWARD,
     used_moves,
 )
 
@@ -87,12 +90,19 @@ class Opening:
         self.approximate = ""
         """Why micro-batches only approximate the step, or ""."""
 
-    def space(self) -> "Space":
-        """What may be chosen."""
+    def space(self, *, fits: bool = False) -> "Space":
+        """What may be chosen.
+
+        Args:
+            fits: whether the step fits as it is: then only what makes it faster is considered.
+        """
         from memfit.planner.search import Space, optimizer_choices
 
         rates = self._rates()
         plain = self._variant(Settings(precision=self.plain.precision), rates)
+        if fits:
+            self._allowed -= {MICRO_BATCH, CHECKPOINT, OFFLOAD, STEP_IN_BACKWARD, EIGHT_BIT, HOST_OPTIMIZER}
+            self._allowed -= {CHUNKED_LOSS, LORA, QLORA, FREEZE}
         variants = self._variants(plain, rates)
         profile = plain.memory.profile
         on_host = self._target.kind is Kind.HOST

@@ -51,7 +51,7 @@ def target_within(device: Any, budget: str | int | None) -> Device:
 
 
 def hints(allowed: frozenset[str], refused: Iterable[Refusal], moves: Iterable[str]) -> str:
-    """What else could be allowed, each with a comma behind it.
+    """What else could be allowed, in words that go before "or" and something else to try; "" where there is nothing.
 
     Args:
         allowed: names of the moves that may be used.
@@ -60,9 +60,9 @@ def hints(allowed: frozenset[str], refused: Iterable[Refusal], moves: Iterable[s
     """
     words = []
     if any(refusal.name == MICRO_BATCH for refusal in refused) and APPROXIMATE not in allowed:
-        words.append(f"allow={APPROXIMATE!r} (micro-batches)")
-    words += [f"allow={name!r}" for name in moves if name not in allowed]
-    return "".join(f"{word}, " for word in words)
+        words.append(f"{APPROXIMATE} (micro-batches)")
+    words += [name for name in moves if name not in allowed]
+    return f"to allow {', '.join(words)} as well, or " if words else ""
 
 
 def cheapest(needed_bytes: int) -> tuple[str, str]:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -181,7 +182,7 @@ class TestNothingFits:
         text = str(caught.value)
         assert "no plan fits `Stack` into" in text and "the smallest needs" in text
         assert "parameter" in text and "optimizer state" in text
-        assert caught.value.device_name and caught.value.device_name in text
+        assert caught.value.device_name and "a larger budget" in text
         assert caught.value.smallest.after.peak_bytes > caught.value.smallest.budget_bytes
         assert not caught.value.smallest.fits
 
@@ -336,6 +337,14 @@ class TestBadInput:
         with pytest.raises(BadInput, match="a plan is for training"):
             memfit.plan(job, device="cpu", budget="1GiB")
 
+    def test_a_plan_is_applied_with_the_model_s_own_optimizer(self, model):
+        plan = plan_for(model, 0.9)
+        with pytest.raises(BadInput, match="are not the model's"):
+            plan.apply(model, torch.optim.SGD(Stack().parameters(), lr=0.1))
+        changed = replace(plan, settings=Settings(step_in_backward=True))
+        with pytest.raises(BadInput, match="there is no optimizer"):
+            changed.apply(model)
+
     def test_a_plan_is_applied_to_a_module(self, model):
         with pytest.raises(BadInput, match=r"nn\.Module"):
             plan_for(model, 0.9).apply("model")
@@ -343,7 +352,7 @@ class TestBadInput:
 
 def test_a_step_is_measured_where_the_device_is_in_hand(model):
     plan = plan_for(model, 2.0, measure=True)
-    assert plan.seconds_before.origin is Origin.MEASURED
+    assert plan.seconds_after.origin is Origin.MEASURED
     assert any(note.code == "calibrated" and "2048" in note.text for note in plan.notes)
 
 
@@ -401,10 +410,11 @@ def test_autocast_that_was_asked_for_is_applied(model, as_job):
     if as_job:
         job = memfit.Job(model, classify, batch_of(), optimizer=optimizer, precision="amp-bf16")
         plan = memfit.plan(job, **options)
-        assert "autocast" not in {move.name for move in plan.moves}
     else:
         plan = memfit.plan(model, classify, batch_of(), optimizer=optimizer, precision="amp-bf16", **options)
-        assert "autocast" in {move.name for move in plan.moves}
+    narrow = memfit.estimate(model, classify, batch_of(), optimizer=optimizer, precision="amp-bf16", device="cpu")
+    assert plan.before.peak_bytes == narrow.peak_bytes
+    assert "autocast" not in {move.name for move in plan.moves}
 
     # WHEN it is applied, THEN the model computes in that width
     assert plan.settings.precision == "amp-bf16"

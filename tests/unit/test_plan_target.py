@@ -46,14 +46,14 @@ def test_the_reference_has_rates():
 
 
 def test_hints_name_what_is_not_allowed():
-    assert hints(frozenset({"lora"}), [], ("8-bit-optimizer", "lora")) == "allow='8-bit-optimizer', "
+    assert hints(frozenset({"lora"}), [], ("8-bit-optimizer", "lora")) == "to allow 8-bit-optimizer as well, or "
     assert hints(frozenset({"lora"}), [], ("lora",)) == ""
 
 
 def test_micro_batches_are_hinted_at_where_they_were_refused():
     refused = [Refusal("micro-batch", "batch norm")]
 
-    assert hints(frozenset(), refused, ()) == "allow='approximate' (micro-batches), "
+    assert hints(frozenset(), refused, ()) == "to allow approximate (micro-batches) as well, or "
     assert hints(frozenset({"approximate"}), refused, ()) == ""
     assert hints(frozenset(), [Refusal("checkpoint", "random numbers")], ()) == ""
 

@@ -187,7 +187,7 @@ def test_where_nothing_fits_the_message_says_what_is_left(script, children):
     assert first.startswith("no plan fits train.py into ")
     assert "; the smallest needs " in first
     assert any(line.startswith("  optimizer state ") for line in rest)
-    assert rest[-1].startswith("Try allow='autocast', allow='8-bit-optimizer', allow='shard', a larger device such as ")
+    assert rest[-1].startswith("Try to allow autocast, 8-bit-optimizer, shard as well, or a larger device such as ")
     assert not smallest.fits
     assert smallest.after.peak_bytes < PLAIN_BYTES
     assert raised.value.device_name

@@ -57,7 +57,7 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
 
     Args:
         allow: any of "exact", "rounding", "changes training" (all moves of that kind), names of moves, and
-            "approximate"; a name behind a minus sign is left out.
+            "approximate"; a name behind a minus sign is left out, of the default where nothing else is given.
 
     >>> sorted(allowed_moves(["exact", "-checkpoint"]))
     ['activation-offload', 'expandable-segments', 'set-to-none', 'step-in-backward']
@@ -66,6 +66,9 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
     if not all(isinstance(word, str) for word in given):
         raise BadInput(f"allow takes words such as ['exact', 'rounding'], but {allow!r} was given.")
     words = [word.strip() for word in given]
+    if words and all(word.startswith("-") for word in words):
+        # Nothing but exceptions: to what is allowed by default.
+        words = [*DEFAULT_ALLOW, *words]
     kinds = {kind.value for kind in Keeps} | {"changes"}
     found: set[str] = set()
     for word in words:

@@ -175,7 +175,7 @@ class Search:
         self._beyond: dict[Settings, float] = {}
         self._expected = 0.0
         self._combinations = sorted(
-            self._all(), key=lambda one: (one.seconds, one.settings.micro_batches, _num_changed(one.settings))
+            self._all(), key=lambda one: (one.seconds, one.settings.micro_batches, num_changed(one.settings))
         )
 
     def _all(self) -> Iterable[_Combination]:
@@ -317,7 +317,7 @@ def _simplest(combinations: list[_Combination], best: Candidate | None, limits: 
             break
         if one.plain_bytes <= limits[id(one)]:
             equal.append(one.candidate(one.settings))
-    return min(equal, key=lambda found: (_num_changed(found.settings), found.seconds))
+    return min(equal, key=lambda found: (num_changed(found.settings), found.seconds))
 
 
 def _bare(settings: Settings) -> Settings:
@@ -339,7 +339,8 @@ def merged(*parts: Settings) -> Settings:
     return result
 
 
-def _num_changed(settings: Settings) -> int:
+def num_changed(settings: Settings) -> int:
+    """Settings that differ from the defaults."""
     plain = Settings()
     return sum(getattr(settings, name) != getattr(plain, name) for name in Settings.__slots__ if name != "weighting")
 

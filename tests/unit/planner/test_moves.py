@@ -15,6 +15,7 @@ def test_names_add_and_minus_signs_remove():
     assert "micro-batch" not in allowed_moves(["exact", "rounding", "-micro-batch"])
     assert allowed_moves("exact,-exact") == frozenset()
     assert "qlora" in allowed_moves(["changes training"])
+    assert allowed_moves(["-checkpoint"]) == allowed_moves(DEFAULT_ALLOW) - {"checkpoint"}
     assert allowed_moves(["changes", "approximate", "-changes", "-approximate"]) == frozenset()
     assert "approximate" in allowed_moves(["approximate"])
 

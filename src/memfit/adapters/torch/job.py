@@ -9,7 +9,7 @@ from memfit.adapters.torch.failures import explained
 from memfit.adapters.torch.stand_in import build_without_weights, check_model, map_tensors, tensors_in
 from memfit.adapters.torch.trace import Step, Trace, trace, undisturbed
 from memfit.core.device import Device
-from memfit.core.errors import BadBatch, BadInput, BadModel, StepFailed
+from memfit.core.errors import BadBatch, BadInput, BadModel, BadOptimizer, StepFailed
 from memfit.core.estimate import Note
 from memfit.core.job import Job
 from memfit.core.settings import Settings
@@ -41,9 +41,15 @@ def subject(opened: "OpenJob") -> Any:
 def fit(settings: Settings, model: torch.nn.Module, optimizer: Any) -> Any:
     """Model and optimizer, run as settings say."""
     from memfit.adapters.torch.fitting.fitted import Fitted
+    from memfit.adapters.torch.optimizers import check_parameters
 
     if not isinstance(model, torch.nn.Module):
         raise BadModel(f"a plan is applied to a torch.nn.Module, but {type(model).__name__} was given.")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_parameters(optimizer, list(model.parameters()))
+    wanted = (settings.kernels.value, settings.state.value, settings.step_in_backward) != ("keep", "keep", False)
+    if optimizer is None and wanted:
+        raise BadOptimizer("the plan changes the optimizer, but there is no optimizer. Call apply(model, optimizer).")
     return Fitted(settings, model, optimizer)
 
 

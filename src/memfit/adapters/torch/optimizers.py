@@ -39,7 +39,7 @@ def optimizer_for(
     if optimizer is None:
         return None
     if isinstance(optimizer, torch.optim.Optimizer):
-        _check_parameters(optimizer, parameters)
+        check_parameters(optimizer, parameters)
         return _copied(optimizer, copies, parameters)
     if not callable(optimizer):
         raise BadOptimizer(
@@ -53,7 +53,8 @@ def optimizer_for(
     return made
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
+def check_parameters(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
+    """Refuses an optimizer of another model."""
     own = {id(p) for p in parameters}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     strange = [p for p in held if id(p) not in own]
@@ -61,7 +62,7 @@ def _check_parameters(optimizer: torch.optim.Optimizer, parameters: list[torch.n
         shapes = ", ".join(str(tuple(p.shape)) for p in strange[:3])
         raise BadOptimizer(
             f"{len(strange)} of the optimizer's {len(held)} parameters are not the model's (shapes {shapes}). "
-            "Make the optimizer from the parameters of the model that is estimated."
+            "Make the optimizer from the parameters of this model."
         )
 
 
