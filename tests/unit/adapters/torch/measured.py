@@ -1,5 +1,7 @@
 """What a CPU operator really allocates inside, by PyTorch's profiler, next to what its rule says."""
 
+import gc
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -16,6 +18,8 @@ needs_avx512 = pytest.mark.skipif(
 
 def allocations(action) -> list[int]:
     """Changes in bytes, in order, while `action` runs; its result stays alive."""
+    # What an earlier profile saw allocated would otherwise be freed in the middle of this one.
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         result = action()
     rows = []
