@@ -4,6 +4,7 @@
 """
 
 from memfit._api import MaxBatch, compare, dryrun, estimate, max_batch, named_job
+from memfit._guard import Guard
 from memfit._plan import load_plan, plan
 from memfit._simulate import SimulatedDevice, simulate
 from memfit.catalogue import find_device, list_devices
@@ -11,6 +12,7 @@ from memfit.core.device import Device
 from memfit.core.dryrun import DryRun
 from memfit.core.errors import BadInput, MemfitError, StepFailed
 from memfit.core.estimate import Estimate
+from memfit.core.guarding import BrokenUpdate, CannotFit, StepResult
 from memfit.core.job import Job
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.replay import AllocatorOptions
@@ -21,9 +23,12 @@ __version__ = "0.1.0"
 __all__ = [
     "AllocatorOptions",
     "BadInput",
+    "BrokenUpdate",
+    "CannotFit",
     "Device",
     "DryRun",
     "Estimate",
+    "Guard",
     "Job",
     "MaxBatch",
     "MemfitError",
@@ -31,6 +36,7 @@ __all__ = [
     "PlanNotFound",
     "SimulatedDevice",
     "StepFailed",
+    "StepResult",
     "Timeline",
     "__version__",
     "compare",

@@ -52,6 +52,19 @@ def cgroup_limit_bytes(root: Path = _ROOT) -> int | None:
         root: where the file system starts; tests give a tree of their own.
     """
     limits: list[int] = []
+    for is_unified, levels in memory_groups(root):
+        found = _unified_limit(levels) if is_unified else _legacy_limit(levels)
+        if found is not None:
+            limits.append(found)
+    return min(limits, default=None)
+
+
+def memory_groups(root: Path = _ROOT) -> Iterator[tuple[bool, list[Path]]]:
+    """Where this process's memory is accounted: whether by version 2, and the folders from its own group up.
+
+    Args:
+        root: where the file system starts; tests give a tree of their own.
+    """
     for mount in _memory_mounts(_read(root / "proc/self/mountinfo")):
         path = _group_path(_read(root / "proc/self/cgroup"), mount.is_unified)
         if path is None:
@@ -59,11 +72,7 @@ def cgroup_limit_bytes(root: Path = _ROOT) -> int | None:
         point = root / mount.point.relative_to("/")
         inside = _path_in_mount(path, mount.root)
         # Ancestors up to the mount point; some containers see a path to their own group that isn't mounted.
-        levels = [point / inside, *(point / parent for parent in inside.parents)]
-        found = _unified_limit(levels) if mount.is_unified else _legacy_limit(levels)
-        if found is not None:
-            limits.append(found)
-    return min(limits, default=None)
+        yield mount.is_unified, [point / inside, *(point / parent for parent in inside.parents)]
 
 
 def _read(path: Path) -> str:
@@ -118,16 +127,16 @@ def _legacy_limit(levels: list[Path]) -> int | None:
         for line in _read(level / "memory.stat").splitlines():
             key, _, value = line.partition(" ")
             if key == "hierarchical_memory_limit":
-                return _parse_limit(value)
+                return parse_limit(value)
     return None
 
 
 def _unified_limit(levels: list[Path]) -> int | None:
-    limits = [limit for level in levels if (limit := _parse_limit(_read(level / "memory.max"))) is not None]
+    limits = [limit for level in levels if (limit := parse_limit(_read(level / "memory.max"))) is not None]
     return min(limits, default=None)
 
 
-def _parse_limit(text: str) -> int | None:
+def parse_limit(text: str) -> int | None:
     """Bytes of a limit; None for "max", for version 1's near-infinity and for anything unreadable."""
     word = text.strip()
     if not (word.isascii() and word.isdigit()):

@@ -2,6 +2,9 @@
 
 import os
 
+RUN_REQUEST = "MEMFIT_RUN"
+"""Set by `memfit run` for the script it starts: the path of the file with what this attempt is to be."""
+
 
 def allocator_settings() -> str:
     """The settings of PyTorch's caching allocator, in PyTorch's own syntax; the newer name counts first."""
@@ -15,3 +18,27 @@ def set_allocator_settings(text: str) -> None:
         os.environ[name] = text
     else:
         os.environ.pop(name, None)
+
+
+def run_request() -> str:
+    """Path of the request of the `memfit run` that started this process; "" outside of one."""
+    return os.environ.get(RUN_REQUEST, "")
+
+
+def with_run_request(path: str) -> dict[str, str]:
+    """This process's environment, with the request of a supervised run in it."""
+    return {**os.environ, RUN_REQUEST: path}
+
+
+def visible_cuda_devices() -> str | None:
+    """Which NVIDIA devices a program may see, in CUDA's own syntax; None where all of them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def cache_folder() -> str:
+    """Where findings are kept between runs: MEMFIT_CACHE, else the user's cache folder."""
+    given = os.environ.get("MEMFIT_CACHE")
+    if given:
+        return given
+    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or os.path.join("~", ".cache")
+    return os.path.join(os.path.expanduser(home), "memfit")

@@ -20,6 +20,7 @@ from typing import Any
 
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import BadFile
+from memfit.runs import processes
 
 COMMAND = (sys.executable, "-m", "memfit._child")
 """What is started, with the path of the request added."""
@@ -103,7 +104,7 @@ def _run(command: list[str], stdout_to_stderr: bool, silent: bool) -> int:
     environment = {"PYTHONHASHSEED": "0", **os.environ}
     # Whoever has the terminal's attention gets its keys. A script in a group of its own could not read from the
     # terminal, and needs no message from us when Ctrl-C is pressed there.
-    shares_terminal = not silent and _is_terminal(0)
+    shares_terminal = not silent and processes.is_terminal(0)
     with subprocess.Popen(
         command,
         stdin=nowhere if silent else None,
@@ -119,36 +120,19 @@ def _run(command: list[str], stdout_to_stderr: bool, silent: bool) -> int:
             raise
 
 
-def _is_terminal(descriptor: int) -> bool:
-    try:
-        return os.isatty(descriptor)
-    except OSError:
-        return False
-
-
 def _stop(process: subprocess.Popen[bytes], error: BaseException, shares_terminal: bool) -> None:
     """Tells the script to end, and ends it and all it started when it doesn't."""
     told = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
     try:
         if not (shares_terminal and told == signal.SIGINT):
-            _send(process, told, shares_terminal)
+            processes.send(process, told, to_group=not shares_terminal)
         process.wait(_GRACE_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt, _Terminated):
         # Not in time, or asked for a second time.
         pass
     finally:
-        _send(process, getattr(signal, "SIGKILL", signal.SIGTERM), shares_terminal)
+        processes.send(process, getattr(signal, "SIGKILL", signal.SIGTERM), to_group=not shares_terminal)
         process.wait()
-
-
-def _send(process: subprocess.Popen[bytes], number: int, shares_terminal: bool) -> None:
-    try:
-        if shares_terminal or not hasattr(os, "killpg"):
-            process.send_signal(number)
-        else:
-            os.killpg(process.pid, number)
-    except ProcessLookupError:
-        pass
 
 
 @contextmanager

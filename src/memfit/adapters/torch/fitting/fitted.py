@@ -154,7 +154,7 @@ class Fitted:
             loss: takes the model and a batch, returns the scalar loss.
             batch: any nesting of tensors.
         """
-        parts = split(batch, self._num_parts(batch))
+        parts = split(batch, self.num_parts(batch))
         weights = shares(batch, parts, self.settings.weighting)
         self.clear_gradients()
         if self.scaler is not None and self._unscaled:
@@ -184,7 +184,7 @@ class Fitted:
             total = total / whole
         return total
 
-    def _num_parts(self, batch: Any) -> int:
+    def num_parts(self, batch: Any) -> int:
         """Parts of this batch: as planned, fewer for a smaller batch at the end of an epoch, more for a larger one."""
         settings = self.settings
         num_samples = common_first_dimension(batch) if settings.micro_batches > 1 else None
@@ -235,7 +235,7 @@ class Fitted:
         The loss is None where the weight is 0: a mean over nothing is no number, and must not spoil the others.
         """
         self._observe(Phase.FORWARD)
-        value, weight = self._forward(loss, self._prepared(part))
+        value, weight = self._forward(loss, part)
         del part
         if self.settings.weighting.kind == "given" and not alone:
             share = weight
@@ -254,23 +254,33 @@ class Fitted:
         # A loss can be a view of something large.
         return value.detach().clone(), weight
 
-    def _forward(self, loss: Callable[[Any, Any], Any], part: Any) -> tuple[torch.Tensor, float]:
-        settings = self.settings
-        with self._autocast(), _chunked(settings.cross_entropy_chunks):
+    def forward(self, loss: Callable[[Any, Any], Any], part: Any) -> tuple[torch.Tensor, float | None]:
+        """Runs the loss function on one part of a batch; (its loss, the weight that it gave, or None).
+
+        Args:
+            loss: takes the model and a batch, returns the scalar loss or (loss, weight).
+            part: any nesting of tensors; they are moved to the model's device.
+        """
+        part = self._prepared(part)
+        with self._autocast(), _chunked(self.settings.cross_entropy_chunks):
             value = loss(self.model, part)
-        weight: Any = 1.0
-        if settings.weighting.kind == "given":
-            if not isinstance(value, tuple) or len(value) != 2:
-                raise BadLoss(
-                    f"the loss function returned {type(value).__name__}, but with weighting 'given' it must return "
-                    "(loss, weight), where the weight is what the loss was divided by."
-                )
+        given: float | None = None
+        if isinstance(value, tuple) and len(value) == 2:
             value, weight = value
-            weight = 1.0 if isinstance(weight, torch.Tensor) and simulated(weight) else float(weight)
-            if not math.isfinite(weight) or weight < 0:
-                raise BadLoss(f"the loss function returned the weight {weight}, but it must be 0 or more.")
+            given = 1.0 if isinstance(weight, torch.Tensor) and simulated(weight) else float(weight)
+            if not math.isfinite(given) or given < 0:
+                raise BadLoss(f"the loss function returned the weight {given}, but it must be 0 or more.")
         failures.check_loss(value)
-        return value, weight
+        return value, given
+
+    def _forward(self, loss: Callable[[Any, Any], Any], part: Any) -> tuple[torch.Tensor, float]:
+        value, given = self.forward(loss, part)
+        if (given is None) == (self.settings.weighting.kind == "given"):
+            raise BadLoss(
+                "the loss function must return (loss, weight), where the weight is what the loss was divided by, in "
+                "every step or in none, as it did when the step was planned."
+            )
+        return value, 1.0 if given is None else given
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = AUTOCAST.get(self.settings.precision or "")

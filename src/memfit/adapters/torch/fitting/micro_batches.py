@@ -89,6 +89,19 @@ def shares(batch: Any, parts: list[Any], weighting: Weighting) -> list[float]:
     return [(size or 0) / (whole or 1) for size in sizes]
 
 
+def raw_weights(parts: list[Any], weighting: Weighting) -> list[float]:
+    """How much each part counts, not divided by anything: samples, or elements of a tensor; 1 where losses just add up.
+
+    Weights that the loss itself gives are only known afterwards, so those are 1.
+    """
+    if weighting.kind in ("sum", "given"):
+        return [1.0] * len(parts)
+    counts = _counts(parts, weighting) if weighting.kind == "count" else None
+    if counts is not None and any(counts):
+        return [float(count) for count in counts]
+    return [float(common_first_dimension(part) or 1) for part in parts]
+
+
 def _counts(parts: list[Any], weighting: Weighting) -> list[int] | None:
     """How many elements of each part count; None where there are shapes only."""
     counted = [tensor_at(part, weighting.tensor) for part in parts]

@@ -1,0 +1,413 @@
+"""`memfit.Guard`: a training loop whose steps are transactions.
+
+Puts the parts together: what to try next (`guard.attempts`), the step that can be undone (`adapters.torch.guarding`),
+the checkpoints it resumes from, and what a supervisor or an earlier run has found out.
+"""
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from memfit._checkpointing import Checkpointing
+from memfit._estimator import torch_adapter
+from memfit._plan import plan as make_plan
+from memfit.catalogue.host import host_memory_bytes
+from memfit.core import env, run_events
+from memfit.core.errors import BadInput, MemfitError
+from memfit.core.guarding import BatchSize, BrokenUpdate, CannotFit, OutOfMemory, StepResult
+from memfit.core.plan import Plan, PlanNotFound
+from memfit.core.settings import Settings, Weighting
+from memfit.core.units import parse_size
+from memfit.guard.attempts import Attempts
+from memfit.guard.ceilings import Ceilings, key_of
+
+if TYPE_CHECKING:
+    from memfit.adapters.torch.guarding.loop import TorchLoop
+
+_log = logging.getLogger("memfit")
+
+AUTO = "auto"
+# Of the time of training, what checkpoints may cost where no interval is given; and the least time between two.
+_CHECKPOINT_SHARE = 0.01
+_CHECKPOINT_SECONDS = 60.0
+
+
+class Guard:
+    """Guards a training loop: a step that runs out of memory is undone and run again with less.
+
+    Args:
+        model: the module, as the loss function gets it; DDP and FSDP2 models, too.
+        optimizer: over its parameters.
+        scheduler: a learning-rate scheduler, stepped after every real update; step it yourself where its unit is
+            the epoch, and give it in `state` instead.
+        scaler: a `torch.amp.GradScaler`, where the loss runs under float16 autocast.
+        ema: a `torch.optim.swa_utils.AveragedModel`, updated after every real update.
+        plan: "auto" plans when memory runs out for the first time, or before where there is a budget; a `Plan` is put
+            into practice from the start; None tries smaller and smaller micro-batches.
+        accumulate: batches of one update.
+        clip_norm: greatest norm of all gradients together.
+        clip_value: greatest value of an element of a gradient.
+        clip: called with the model to clip its gradients in another way.
+        checkpoint: folder of checkpoints; the newest that is whole is resumed from. None: no checkpoints.
+        checkpoint_every: updates between two checkpoints; None: as often as costs 1% of the time, at most once a
+            minute.
+        keep: how many checkpoints are kept.
+        budget: what the step may take, "10GiB" or bytes; the memory that is there by default.
+        micro_batch_size: samples of a micro-batch to begin with; None: the whole batch.
+        approximate: whether a batch may be split although its samples see each other in the loss.
+        grow_after: good updates after which a larger micro-batch is tried again.
+        remember: whether what is found out is kept for later runs of the same model, shapes and device.
+        state: further objects with `state_dict` and `load_state_dict` that checkpoints hold, by name.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        ema: Any = None,
+        plan: Plan | str | None = AUTO,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        clip: Callable[[Any], Any] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        keep: int = 3,
+        budget: str | int | None = None,
+        micro_batch_size: int | None = None,
+        approximate: bool = False,
+        grow_after: int = 100,
+        remember: bool = True,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        _check_counts(accumulate=accumulate, keep=keep, grow_after=grow_after, checkpoint_every=checkpoint_every)
+        _check_counts(micro_batch_size=micro_batch_size)
+        if plan is not None and plan != AUTO and not isinstance(plan, Plan):
+            raise BadInput(f"plan must be 'auto', a Plan or None, but {plan!r} was given.")
+        torch_adapter()
+        from memfit.adapters.torch.guarding.loop import TorchLoop
+
+        request = run_events.current()
+        self._request = request
+        self._accumulate = accumulate
+        self._plans = plan == AUTO
+        self._budget = parse_size(budget) if budget is not None else request.budget_bytes if request else None
+        self._approximate = approximate
+        self._loop: TorchLoop = TorchLoop(
+            model,
+            optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            ema=ema,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            clip=clip,
+            state=state or {},
+            finish_window=self._finish_epoch,
+        )
+        first = plan.settings if isinstance(plan, Plan) else Settings()
+        self._weighting_known = isinstance(plan, Plan) and plan.settings.micro_batches > 1
+        self._attempts = Attempts(
+            first if micro_batch_size is None else replace(first, micro_batches=2, micro_batch_size=micro_batch_size),
+            stronger=self._loop.stronger_moves(first),
+            whole_first=self._loop.mixes_samples_in_norms,
+            grow_after=grow_after,
+        )
+        self._ceilings = Ceilings(env.cache_folder() if remember else None)
+        self._key: str | None = None
+        self._told: set[str] = set()
+        self._broken = ""
+        self.num_updates = 0
+        """Real updates so far, those before a resume included."""
+        self.resumed_from: int | None = None
+        """The update after which the checkpoint was made that this run goes on from; None: from the beginning."""
+        self._every = checkpoint_every
+        self._last_saved = time.monotonic()
+        self._save_seconds = 0.0
+        folder = checkpoint if checkpoint is not None else request.checkpoint if request else None
+        self._checkpointing = Checkpointing(self._loop, folder, keep)
+        self._best: Any = None
+        self._resume()
+        run_events.note("guard", model=type(model).__name__, update=self.num_updates)
+
+    # The loop.
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """The batches of one epoch; after a resume, those that are left of it, and none of an epoch that is over.
+
+        Args:
+            loader: a DataLoader, a stream, or anything that can be iterated over again and again.
+        """
+        return self._loop.batches.over(loader)
+
+    def step(self, loss: Callable[[Any, Any], Any], batch: Any) -> StepResult:
+        """Forward, backward, and, with the last batch of a window, clipping and the update.
+
+        Args:
+            loss: takes the model and a batch, returns the scalar loss, or (loss, weight), where the weight is what the
+                loss was divided by, such as the number of tokens; without it each sample counts the same.
+            batch: any nesting of tensors.
+
+        Raises:
+            CannotFit: memory ran out and nothing is left to try; everything is as it was before the step.
+        """
+        if self._broken:
+            raise BrokenUpdate(self._broken)
+        transaction = self._loop.transaction
+        if not transaction.entries:
+            transaction.open(self._accumulate)
+        entry = transaction.add(loss, batch)
+        size = self._loop.size_of(batch)
+        self._begin(loss, batch, size)
+        failures, happened = self._run(size, due=transaction.is_due)
+        return StepResult(
+            loss=entry.value if entry.value is not None else float("nan"),
+            micro_batches=entry.num_parts,
+            retries=len(failures),
+            updated=happened is True,
+            skipped=happened is False,
+            settings=self._attempts.settings(size),
+            approximate=transaction.differences(entry.num_parts),
+            failures=tuple(failures),
+            extra_bytes=transaction.extra_bytes,
+        )
+
+    def save(self) -> None:
+        """Writes a checkpoint now, in the background; only between two updates."""
+        if self._loop.transaction.entries:
+            raise BadInput("a checkpoint is written at the end of an accumulation window, and this one is not over.")
+        started = time.perf_counter()
+        self._checkpointing.save(self.num_updates, {"attempts": self._attempts.to_json()})
+        self._save_seconds = time.perf_counter() - started
+        self._last_saved = time.monotonic()
+
+    @property
+    def best(self) -> Any:
+        """The best parameters so far: `guard.best.offer(score)` keeps them where the score is better."""
+        return self._loop.best
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, counted from 0."""
+        return int(self._loop.batches.epoch)
+
+    def close(self) -> None:
+        """Waits for the last checkpoint and leaves model and optimizer as they were without a guard."""
+        self._checkpointing.close()
+        self._loop.close()
+        self._remember()
+
+    def __enter__(self) -> "Guard":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # One update.
+
+    def _begin(self, loss: Any, batch: Any, size: BatchSize) -> None:
+        """Before the first step: what earlier runs, a supervisor or a budget say."""
+        if self._key is not None:
+            return
+        host = host_memory_bytes()
+        self._key = key_of((*self._loop.identity(batch, host), self._accumulate))
+        known = self._ceilings.get(self._key)
+        if known is not None and self.resumed_from is None:
+            try:
+                self._attempts.load(known)
+            except (MemfitError, KeyError, TypeError, ValueError):
+                # Written by another version.
+                known = None
+        if self._plans and known is None:
+            self._attempts.plan_with(lambda: self._replan(host))
+            if self._budget is not None:
+                self._attempts.adopt(self._planned(loss, batch, self._budget), size)
+        if self._request is not None and self._request.micro_batch_size and size.num_samples:
+            self._attempts.bound(size, self._request.micro_batch_size)
+        self._agree()
+
+    def _run(self, size: BatchSize, *, due: bool) -> tuple[list[OutOfMemory], bool | None]:
+        """Runs until it fits; (what ran out on the way, whether the update happened, None where none was due)."""
+        transaction = self._loop.transaction
+        failures: list[OutOfMemory] = []
+        while True:
+            in_update = False
+            try:
+                failure = transaction.run(self._settings_of, again=bool(failures))
+                if failure is None and due:
+                    in_update = True
+                    failure = transaction.finish()
+            except BadInput as error:
+                if not failures or not self._attempts.without_level():
+                    raise
+                self._say(f"{error} It goes on without.")
+                transaction.roll_back()
+                continue
+            if failure is None:
+                break
+            failures.append(failure)
+            self._recover(size, failure, in_update)
+        self._attempts.succeeded(size)
+        happened = self._commit() if due else None
+        if failures:
+            self._tell_size(size)
+        return failures, happened
+
+    def _recover(self, size: BatchSize, failure: OutOfMemory, in_update: bool) -> None:
+        """Everything back, and what to try next; raises where nothing is left."""
+        transaction = self._loop.transaction
+        try:
+            transaction.roll_back()
+        except BrokenUpdate as error:
+            self._broken = str(error)
+            raise
+        run_events.note(
+            "oom",
+            update=self.num_updates,
+            source=failure.source,
+            requested_bytes=failure.requested_bytes,
+            text=failure.text,
+        )
+        left = self._attempts.failed(self._splittable(size), failure, in_update=in_update)
+        if not left:
+            settings = self._settings_of(transaction.entries[-1].batch)
+            transaction.forget()
+            raise CannotFit(self._loop.explain(failure, settings, self._why_whole), failure)
+        self._agree()
+
+    def _commit(self) -> bool:
+        try:
+            happened = self._loop.commit()
+        except BrokenUpdate as error:
+            self._broken = str(error)
+            raise
+        self.num_updates += happened
+        if self._attempts.changed:
+            self._remember()
+        if self._is_time_to_save():
+            self.save()
+        return happened
+
+    def _is_time_to_save(self) -> bool:
+        if not self._checkpointing.is_open:
+            return False
+        if self._every is not None:
+            return self.num_updates % self._every == 0
+        passed = time.monotonic() - self._last_saved
+        return self._loop.agreed(passed >= max(_CHECKPOINT_SECONDS, self._save_seconds / _CHECKPOINT_SHARE))
+
+    def _finish_epoch(self) -> None:
+        """The last batches of an epoch that don't fill a window are an update, too."""
+        transaction = self._loop.transaction
+        if not transaction.entries:
+            return
+        size = self._loop.size_of(transaction.entries[-1].batch)
+        failures: list[OutOfMemory] = []
+        while (failure := transaction.finish()) is not None:
+            failures.append(failure)
+            self._recover(size, failure, in_update=True)
+            while (failure := transaction.run(self._settings_of, again=True)) is not None:
+                self._recover(size, failure, in_update=False)
+        self._commit()
+
+    # Settings.
+
+    def _settings_of(self, batch: Any) -> Settings:
+        settings = self._attempts.settings(self._loop.size_of(batch))
+        return replace(settings, micro_batches=self._loop.agreed_parts(settings.micro_batches))
+
+    _why_whole = ""
+    """Why batches aren't split, where they aren't."""
+
+    def _splittable(self, size: BatchSize) -> BatchSize:
+        """The size of the batch, without a number of samples where it can't or may not be split."""
+        entry = self._loop.transaction.entries[-1]
+        if size.num_samples is None:
+            self._why_whole = self._loop.why_not_split(entry.batch)
+            return size
+        if not self._weighting_known:
+            self._weighting_known = True
+            weighting, reason = self._loop.find_weighting(entry.loss, entry.batch)
+            if weighting is None and not self._approximate:
+                self._why_whole = reason
+            elif weighting is None:
+                self._say(f"micro-batches are approximate here: {reason}")
+            self._attempts.weigh(weighting or Weighting())
+        return replace(size, num_samples=None) if self._why_whole else size
+
+    def _replan(self, host: int | None) -> Settings | None:
+        """Settings that are expected to fit into what is there, or None."""
+        entry = self._loop.transaction.entries[-1]
+        room = self._budget or self._loop.room_bytes(host)
+        if room is None or self._why_whole:
+            return None
+        try:
+            return self._planned(entry.loss, entry.batch, room)
+        except (MemfitError, RuntimeError, MemoryError):
+            # What can't be planned is found out step by step.
+            return None
+
+    def _planned(self, loss: Any, batch: Any, budget: int) -> Settings:
+        with self._loop.without_settings(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found = make_plan(
+                    self._loop.plain_model,
+                    loss,
+                    batch,
+                    optimizer=self._loop.optimizer,
+                    device=self._loop.device_name(),
+                    budget=budget,
+                    measure=False,
+                )
+            except PlanNotFound as error:
+                raise CannotFit(str(error)) from error
+        return found.settings
+
+    def _agree(self) -> None:
+        self._attempts.settle(self._loop.transaction.ranks.agree(self._attempts.votes()))
+
+    def _remember(self) -> None:
+        if self._key is not None and self._attempts.changed and self._loop.is_first:
+            self._attempts.changed = False
+            self._ceilings.put(self._key, self._attempts.to_json())
+
+    def _resume(self) -> None:
+        found = self._checkpointing.resume()
+        if found is None:
+            return
+        self.num_updates = self.resumed_from = int(found["update"])
+        self._attempts.load(found["attempts"])
+        self._say(f"resumed after update {self.num_updates}")
+
+    # Words.
+
+    def _tell_size(self, size: BatchSize) -> None:
+        settings = self._attempts.settings(size)
+        run_events.note("step", update=self.num_updates, micro_batch_size=settings.micro_batch_size or size.num_samples)
+        parts = f"{settings.micro_batches} micro-batches" if settings.micro_batches > 1 else "whole batches"
+        extra = f", {len(settings.checkpoint)} modules recomputed" if settings.checkpoint else ""
+        differs = self._loop.transaction.differences(settings.micro_batches)
+        self._say(f"memory ran out; going on with {parts}{extra}" + (f". Approximate: {differs}" if differs else ""))
+
+    def _say(self, text: str) -> None:
+        if text not in self._told and self._loop.is_first:
+            self._told.add(text)
+            _log.warning(text)
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise BadInput(f"{name} must be a whole number from 1 up, but {value!r} was given.")
+

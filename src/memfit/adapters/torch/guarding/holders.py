@@ -1,0 +1,108 @@
+"""Who still holds an object that should be gone: a path from it to a name that a person can look for.
+
+References are followed backwards, breadth first, until a variable of a module or of a running function is met:
+"the variable kept of module __main__, kept[0]". What only C++ holds has no such path; then None is the answer.
+"""
+
+import gc
+import sys
+import types
+from collections.abc import Collection
+from typing import Any
+
+_MAX_STEPS = 8
+_MAX_SEEN = 4000
+_OWN = "memfit."
+
+
+def find_holder(target: object, ignored: Collection[object] = ()) -> str | None:
+    """Words for what holds `target`; None where nothing that has a name does.
+
+    Args:
+        target: the object.
+        ignored: holders that don't count, such as the caller's own lists.
+    """
+    seen = {id(target), *map(id, ignored)}
+    # Reversed, so that the first of a module's names counts: __main__, not __mp_main__.
+    loaded = list(sys.modules.items())[::-1]
+    modules = {id(vars(module)): name for name, module in loaded if hasattr(module, "__dict__")}
+    level: list[tuple[Any, str]] = [(target, "")]
+    seen |= {id(level), id(modules)}
+    fallback: str | None = None
+    for _ in range(_MAX_STEPS):
+        reached: list[tuple[Any, str]] = []
+        seen.add(id(reached))
+        for held, path in level:
+            referrers = gc.get_referrers(held)
+            seen.add(id(referrers))
+            for referrer in referrers:
+                if id(referrer) in seen or len(seen) > _MAX_SEEN:
+                    continue
+                seen.add(id(referrer))
+                root = _root(referrer, held, path, modules)
+                if root is not None:
+                    return root
+                step = _step(referrer, held)
+                if step is None:
+                    continue
+                reached.append((referrer, step + path))
+                if fallback is None and not isinstance(referrer, dict | list | tuple | set | types.CellType):
+                    fallback = f"an object of type {_type_name(referrer)} ({step + path})"
+        level = reached
+        if not level:
+            break
+    return fallback
+
+
+def _root(referrer: Any, held: Any, path: str, modules: dict[int, str]) -> str | None:
+    """Words for a holder that has a name; None where the search must go on."""
+    if isinstance(referrer, types.FrameType):
+        if str(referrer.f_globals.get("__name__", "")).startswith(_OWN):
+            return None
+        names = [name for name, value in referrer.f_locals.items() if value is held]
+        # A frame whose variables hold something else has it on its stack: the call that is running.
+        if not names:
+            return None
+        code = referrer.f_code
+        return f"the variable {names[0]}{path} of {code.co_name} ({_short(code.co_filename)}:{referrer.f_lineno})"
+    if isinstance(referrer, dict) and id(referrer) in modules:
+        names = [str(name) for name, value in referrer.items() if value is held]
+        return f"the variable {names[0]}{path} of module {modules[id(referrer)]}" if names else None
+    if isinstance(referrer, types.FunctionType):
+        return f"the function {referrer.__qualname__} of module {referrer.__module__}, which uses it from outside"
+    return None
+
+
+def _step(referrer: Any, held: Any) -> str | None:
+    """How `referrer` refers to `held`, as one would write it; None where it leads nowhere."""
+    if isinstance(referrer, types.FrameType | types.ModuleType):
+        return None
+    if isinstance(referrer, dict):
+        found = [key for key, value in referrer.items() if value is held]
+        # The attributes of an object are shown as such by the next step.
+        return "" if not found else f"[{found[0]!r}]" if not _is_attributes(referrer) else f".{found[0]}"
+    if isinstance(referrer, list | tuple):
+        found = [index for index, value in enumerate(referrer) if value is held]
+        return f"[{found[0]}]" if found else ""
+    if isinstance(referrer, types.CellType | types.TracebackType | types.MethodType):
+        return ""
+    attributes = getattr(referrer, "__dict__", None)
+    if attributes is held:
+        return ""
+    if isinstance(attributes, dict):
+        for name, value in attributes.items():
+            if value is held:
+                return f".{name}"
+    return ""
+
+
+def _is_attributes(dictionary: dict[Any, Any]) -> bool:
+    return any(getattr(owner, "__dict__", None) is dictionary for owner in gc.get_referrers(dictionary))
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _short(path: str) -> str:
+    return path.replace("\\", "/").rpartition("/")[2]

@@ -1,0 +1,252 @@
+"""The objects of one PyTorch training loop, as its guard handles them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from memfit.adapters.torch import oom
+from memfit.adapters.torch.fitting import probe
+from memfit.adapters.torch.fitting.fitted import check_unfitted
+from memfit.adapters.torch.fitting.micro_batches import split
+from memfit.adapters.torch.guarding import room
+from memfit.adapters.torch.guarding.batches import Batches
+from memfit.adapters.torch.guarding.blocks import blocks
+from memfit.adapters.torch.guarding.ranks import ranks_of
+from memfit.adapters.torch.guarding.transaction import Clipping, Transaction
+from memfit.core.errors import BadBatch, BadModel, BadOptimizer
+from memfit.core.guarding import BatchSize, OutOfMemory
+from memfit.core.settings import Settings, Weighting
+from memfit.core.units import format_size
+
+
+class TorchLoop:
+    """Model, optimizer and what goes with them; arguments are those of `memfit.Guard`.
+
+    Args:
+        model: the module.
+        optimizer: over its parameters.
+        scheduler: stepped after every real update.
+        scaler: a gradient scaler.
+        ema: a moving average of the parameters.
+        clip_norm: greatest norm of the gradients.
+        clip_value: greatest value of an element.
+        clip: called with the model instead.
+        state: further objects that checkpoints hold.
+        finish_window: called at the end of an epoch.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        scheduler: Any,
+        scaler: Any,
+        ema: Any,
+        clip_norm: float | None,
+        clip_value: float | None,
+        clip: Callable[[Any], Any] | None,
+        state: dict[str, Any],
+        finish_window: Callable[[], None],
+    ) -> None:
+        _check(model, optimizer)
+        self.model = model
+        self.optimizer = optimizer
+        self._scheduler = scheduler
+        self._ema = ema
+        self.ranks = ranks_of(model)
+        self.is_first = self.ranks.is_first
+        self.transaction = Transaction(
+            model,
+            optimizer,
+            self.ranks,
+            scaler=scaler,
+            clipping=Clipping(clip_norm, clip_value, clip),
+            after_update=self._after_update,
+        )
+        self.batches = Batches(finish_window)
+        self._parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
+        self._extra = state
+
+    # What the guard asks.
+
+    @property
+    def plain_model(self) -> torch.nn.Module:
+        """The model without what wraps it for several processes."""
+        is_wrapped = isinstance(self.model, torch.nn.parallel.DistributedDataParallel)
+        plain: torch.nn.Module = self.model.module if is_wrapped else self.model
+        return plain
+
+    @property
+    def mixes_samples_in_norms(self) -> bool:
+        """Whether batch norms let the samples of a batch see each other."""
+        return any(isinstance(module, _NormBase) and module.training for module in self.model.modules())
+
+    def stronger_moves(self, first: Settings) -> list[dict[str, Any]]:
+        """Settings that need less memory than micro-batches alone, weakest first."""
+        paths = tuple(path for path in blocks(self.model) if not _is_inside(path, first.offload))
+        if not paths or set(paths) <= set(first.checkpoint):
+            return []
+        moves: list[dict[str, Any]] = [{"checkpoint": paths}]
+        if oom.where_of(self.model) == "device":
+            moves.append({"checkpoint": paths, "offload": paths})
+        return moves
+
+    def size_of(self, batch: Any) -> BatchSize:
+        """Samples and elements of a batch."""
+        return room.size_of(batch)
+
+    def identity(self, batch: Any, host_bytes: int | None) -> list[object]:
+        """Everything that a finding about memory depends on."""
+        return [*room.identity(self.model, self.optimizer, batch, host_bytes), self.ranks.num_ranks]
+
+    def room_bytes(self, host_bytes: int | None) -> int | None:
+        """What the step's tensors may take."""
+        return room.room_bytes(self.model, self.optimizer, host_bytes)
+
+    def device_name(self) -> str:
+        """The device of the model, as the planner names it."""
+        return "cuda" if oom.where_of(self.model) == "device" else "cpu"
+
+    def why_not_split(self, batch: Any) -> str:
+        """Which tensor keeps a batch from being split."""
+        try:
+            split(batch, 2)
+        except BadBatch as error:
+            return str(error)
+        return "the batch holds a single sample"
+
+    def find_weighting(self, loss: Callable[[Any, Any], Any], batch: Any) -> tuple[Weighting | None, str]:
+        """(how the losses of micro-batches add up, why they don't); samples count where it can't be tried out."""
+        try:
+            with self.without_settings():
+                found = probe.find_weighting(self.plain_model, loss, batch)
+        except Exception as error:
+            if oom.recognise(error) is None:
+                raise
+            oom.clear_frames(error)
+            return Weighting(), "there is no memory to try it out"
+        return found.weighting, found.reason
+
+    @contextmanager
+    def without_settings(self) -> Iterator[None]:
+        """The model as the user made it, for the time of a plan or a probe."""
+        self.transaction.close()
+        yield
+
+    def agreed_parts(self, num_parts: int) -> int:
+        """The same number of micro-batches on all processes."""
+        return num_parts if self.ranks.num_ranks == 1 else -self.ranks.agree([-num_parts])[0]
+
+    def agreed(self, value: bool) -> bool:
+        """What the first process says."""
+        return value if self.ranks.num_ranks == 1 else bool(self.ranks.agree([int(value)])[0])
+
+    def explain(self, failure: OutOfMemory, settings: Settings, why_whole: str) -> str:
+        """What was tried, what would be needed, what to do."""
+        held = room.held_bytes(self.model, self.optimizer)
+        parameters = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        size = f" for {format_size(failure.requested_bytes)}" if failure.requested_bytes else ""
+        tried = f"micro-batches of {settings.micro_batch_size}" if settings.micro_batch_size else "whole batches"
+        if settings.checkpoint:
+            tried += f" with {len(settings.checkpoint)} modules recomputed"
+        limit = room.data_limit_bytes() if failure.where == "host" else None
+        lines = [
+            f"memory ran out on the {failure.where}{size}, and nothing is left to try after {tried}.",
+            f"  parameters, buffers and optimizer state   {format_size(held)}",
+            f"  gradients                                 {format_size(parameters)}",
+        ]
+        if not self.optimizer.state:
+            lines.append("  optimizer state, which the first update adds, and activations come on top")
+        if limit is not None:
+            lines.append(f"  limit of this process                     {format_size(limit)}")
+        if why_whole:
+            lines.append(f"The batch was not split: {why_whole}")
+        lines.append(
+            "Use a smaller model or sample, an optimizer with less state (memfit.plan with allow='changes training' "
+            "finds what would fit), or a machine with more memory."
+        )
+        return "\n".join(lines)
+
+    # What the guard does.
+
+    def commit(self) -> bool:
+        """The update, and what goes with it; False where it was left out."""
+        happened = self.transaction.commit()
+        if happened and self._scheduler is not None:
+            self._scheduler.step()
+        return happened
+
+    def _after_update(self) -> None:
+        if self._ema is not None:
+            self._ema.update_parameters(self.plain_model)
+
+    # Checkpoints.
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train the model together."""
+        return self.ranks.num_ranks
+
+    def write_state(self, directory: Path, progress: dict[str, Any]) -> None:
+        """Writes everything that a resume needs into a directory, together with the other processes."""
+        self._state().save(directory, **self._parts, extra=self._extra, progress=self._progress(progress))
+
+    def read_state(self, directory: Path) -> dict[str, Any]:
+        """Takes over what `write_state` wrote; returns the progress it was given."""
+        progress: dict[str, Any] = self._state().load(directory, **self._parts, extra=self._extra)
+        self.batches.load(progress["batches"])
+        return progress
+
+    def _progress(self, progress: dict[str, Any]) -> dict[str, Any]:
+        return {**progress, "batches": self.batches.state()}
+
+    def _state(self) -> Any:
+        if self.num_ranks == 1:
+            from memfit.adapters.torch.guarding import state
+        else:
+            from memfit.adapters.torch.guarding import sharded_state as state  # type: ignore[no-redef]
+        return state
+
+    def share(self, text: str) -> str:
+        """The text of the first process."""
+        if self.num_ranks == 1:
+            return text
+        shared = [text]
+        torch.distributed.broadcast_object_list(shared, src=0)
+        return shared[0]
+
+    def any(self, value: bool) -> bool:
+        """Whether it is so on any process."""
+        return self.ranks.vote(value)
+
+    def close(self) -> None:
+        """Takes all settings off the model."""
+        self.transaction.close()
+
+
+def _is_inside(path: str, paths: tuple[str, ...]) -> bool:
+    return any(path == outer or path.startswith(f"{outer}.") for outer in paths)
+
+
+def _check(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise BadModel(f"a guard needs an nn.Module, but {type(model).__name__} was given.")
+    check_unfitted(model)
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
+        raise BadOptimizer(f"a guard needs the optimizer of the model, but {type(optimizer).__name__} was given.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise BadOptimizer(
+            "LBFGS computes the loss several times in one update, which can't be undone as a whole. Use another "
+            "optimizer with a guard, such as torch.optim.AdamW."
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise BadOptimizer(
+            "the optimizer has none of the model's parameters. Make it from model.parameters(), after the model was "
+            "moved or wrapped."
+        )

@@ -1,0 +1,124 @@
+"""The processes that train one model together, as the guard of one of them sees them.
+
+Where one process runs out of memory, all must replay the step, and none may wait for another in a collective operation
+that the other never reaches. So passes are run in a way that lets each process fail alone, and all of them meet in a
+vote afterwards.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+
+class Ranks(Protocol):
+    """What the transaction of a step asks of the other processes. Every method is called by all of them in one order.
+
+    A failed pass is followed by `vote`, never by another collective operation. `reduce_gradients`, `total` and
+    `clip_norm` raise on all processes or on none.
+    """
+
+    num_ranks: int
+    is_first: bool
+    """Whether this process is the one that speaks for all: prints, and writes what is written once."""
+
+    def begin(self) -> None:
+        """A step begins: what the processes share before a forward pass is brought together, such as buffers."""
+
+    def passes(self) -> AbstractContextManager[Any]:
+        """Entered around all forward and backward passes of one batch, and left also where they fail."""
+
+    def finish(self, failed: bool) -> None:
+        """All passes of a batch are over here, or have failed: does what the others may still be waiting for."""
+
+    def run(self, num_passes: int, one: Callable[[int], None], smallest: Callable[[], None]) -> None:
+        """Runs `one(0)` to `one(num_passes - 1)`, each a forward and a backward pass of a part of a batch.
+
+        `smallest` is a forward and a backward pass of the smallest part that there is, whose gradients are zero. It
+        takes the place of a pass that failed here, or that this process has not and others have, where passes contain
+        collective operations. What a pass raises is raised once no other process waits for this one any more; without
+        an exception, passes may be left out, because another process failed: `vote` follows in any case.
+        """
+
+    def clip_norm(self, parameters: list[torch.nn.Parameter], norm: float) -> None:
+        """Clips the gradients, after `reduce_gradients`, to this norm of all of them together."""
+
+    def vote(self, failed: bool) -> bool:
+        """Whether any process failed."""
+
+    def agree(self, numbers: list[int]) -> list[int]:
+        """The least of each number over all processes: the smallest micro-batch that one of them needs."""
+
+    def reduce_gradients(self) -> None:
+        """Makes the gradients here the sum of those of all processes."""
+
+    def total(self, weight: float) -> float:
+        """The sum of the weights of all processes."""
+
+
+class SingleRank:
+    """A process on its own."""
+
+    num_ranks = 1
+    is_first = True
+
+    def begin(self) -> None:
+        """Nothing is shared."""
+
+    def passes(self) -> AbstractContextManager[Any]:
+        """Nothing happens around passes."""
+        return nullcontext()
+
+    def finish(self, failed: bool) -> None:
+        """Nobody waits."""
+
+    def run(self, num_passes: int, one: Callable[[int], None], smallest: Callable[[], None]) -> None:
+        """One pass after another."""
+        for index in range(num_passes):
+            one(index)
+
+    def clip_norm(self, parameters: list[torch.nn.Parameter], norm: float) -> None:
+        """All gradients are here."""
+        torch.nn.utils.clip_grad_norm_(parameters, norm)
+
+    def vote(self, failed: bool) -> bool:
+        """Whether this process failed."""
+        return failed
+
+    def agree(self, numbers: list[int]) -> list[int]:
+        """The numbers themselves."""
+        return numbers
+
+    def reduce_gradients(self) -> None:
+        """They are the sum already."""
+
+    def total(self, weight: float) -> float:
+        """The weight itself."""
+        return weight
+
+
+def ranks_of(model: torch.nn.Module) -> Ranks:
+    """How the processes that train this model work together."""
+    makers: tuple[Callable[[torch.nn.Module], Ranks | None], ...] = (_data_parallel, _fully_sharded)
+    for make in makers:
+        found = make(model)
+        if found is not None:
+            return found
+    return SingleRank()
+
+
+def _data_parallel(model: torch.nn.Module) -> Ranks | None:
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return None
+    from memfit.adapters.torch.guarding.data_parallel import DataParallel
+
+    return DataParallel(model)
+
+
+def _fully_sharded(model: torch.nn.Module) -> Ranks | None:
+    if not any("FSDPModule" in (base.__name__ for base in type(part).__mro__) for part in model.modules()):
+        return None
+    from memfit.adapters.torch.guarding.fully_sharded import FullySharded
+
+    return FullySharded(model)

@@ -1,0 +1,140 @@
+"""What a replay of a step needs back: random states, and the buffers that a forward pass changes.
+
+Parameters and the optimizer's state don't change before the update, gradients are made again, and most buffers are
+constants. So a snapshot is some kilobytes: until a step has gone well, all buffers are copied, for any may be one that
+changes; afterwards those that have changed, by PyTorch's own count of writes, and the statistics of norms, whose writes
+PyTorch doesn't count.
+"""
+
+import random
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from memfit.core.guarding import BrokenUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The states of all generators that a training step may draw from."""
+
+    python: Any
+    torch_cpu: torch.Tensor
+    cuda: tuple[torch.Tensor, ...]
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> "RandomState":
+        """The states at this moment."""
+        cuda = tuple(torch.cuda.get_rng_state_all()) if _has_cuda() else ()
+        numpy_random = sys.modules.get("numpy.random")
+        numpy_state = None if numpy_random is None else numpy_random.get_state()
+        return cls(random.getstate(), torch.get_rng_state(), cuda, numpy_state)
+
+    def restore(self) -> None:
+        """Sets all generators back."""
+        random.setstate(self.python)
+        torch.set_rng_state(self.torch_cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(list(self.cuda))
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+class Buffers:
+    """The buffers of a model, and copies of those that change.
+
+    Args:
+        models: whose buffers they are.
+    """
+
+    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
+        self._models = list(models)
+        self._changing: set[str] | None = None
+        """Names of buffers that have changed so far; None until a step has gone well."""
+        self._copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._versions: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def remember(self) -> None:
+        """A step begins."""
+        present = self._present()
+        statistics = self._statistics()
+        self._copies = {
+            name: (buffer, buffer.detach().clone())
+            for name, buffer in present.items()
+            if self._changing is None or name in self._changing or name in statistics
+        }
+        self._versions = {name: (buffer, _version(buffer)) for name, buffer in present.items()}
+
+    @property
+    def size_bytes(self) -> int:
+        """What the copies take."""
+        return sum(copy.numel() * copy.element_size() for _, copy in self._copies.values())
+
+    def restore(self) -> None:
+        """Gives all buffers the values they had when the step began.
+
+        Raises:
+            BrokenUpdate: one changed that never did before, so that there is no copy of it.
+        """
+        present = self._present()
+        with torch.no_grad():
+            for name, (buffer, copy) in self._copies.items():
+                now = present.get(name)
+                if now is not buffer:
+                    # The module has put another tensor in its place.
+                    self._put(name, buffer)
+                buffer.copy_(copy)
+        for name, (buffer, version) in self._versions.items():
+            if name not in self._copies and (_version(buffer) != version or present.get(name) is not buffer):
+                self._changing = (self._changing or set()) | {name}
+                raise BrokenUpdate(
+                    f"memory ran out in a step that changed the buffer {name!r} for the first time, so that its value "
+                    "before the step is lost. Resume from the last checkpoint; from then on it is kept."
+                )
+        # What the copies restore has been written to, which is no change.
+        self._versions = {name: (buffer, _version(buffer)) for name, (buffer, _) in self._versions.items()}
+
+    def forget(self) -> None:
+        """The step went well."""
+        present = self._present()
+        changed = {
+            name
+            for name, (buffer, version) in self._versions.items()
+            if _version(buffer) != version or present.get(name) is not buffer
+        }
+        self._changing = changed if self._changing is None else self._changing | changed
+        self._copies.clear()
+
+    def _present(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{index}.{name}": buffer
+            for index, model in enumerate(self._models)
+            for name, buffer in model.named_buffers()
+        }
+
+    def _statistics(self) -> set[str]:
+        return {
+            f"{index}.{path}.{name}".replace("..", ".")
+            for index, model in enumerate(self._models)
+            for path, module in model.named_modules()
+            if isinstance(module, _NormBase)
+            for name in module._buffers
+        }
+
+    def _put(self, name: str, buffer: torch.Tensor) -> None:
+        index, _, path = name.partition(".")
+        owner, _, last = path.rpartition(".")
+        self._models[int(index)].get_submodule(owner)._buffers[last] = buffer
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,352 @@
+"""One update of the parameters as a transaction: either it happens, or everything is as it was before.
+
+Nothing that lasts changes before the update itself, so an accumulation window that runs out of memory is undone by
+dropping its gradients and setting random states and buffers back. Its batches are kept by reference, each with the
+random state that it began with, and the whole window is run again: gradients that were half added up can't be told
+apart. The update changes parameters in place and can't be undone; `Update` sees to it that it can't fail half-way.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from memfit.adapters.torch import oom
+from memfit.adapters.torch.fitting.fitted import Fitted
+from memfit.adapters.torch.fitting.micro_batches import raw_weights, split
+from memfit.adapters.torch.fitting.probe import part_of
+from memfit.adapters.torch.guarding.pooled_statistics import PooledStatistics
+from memfit.adapters.torch.guarding.ranks import Ranks
+from memfit.adapters.torch.guarding.snapshot import Buffers, RandomState
+from memfit.adapters.torch.guarding.update import Update, reset_scaler
+from memfit.core.guarding import OutOfMemory
+from memfit.core.settings import Settings
+
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One batch of an accumulation window, as it can be run again."""
+
+    loss: Loss
+    batch: Any
+    random_state: RandomState
+    value: torch.Tensor | None = None
+    """Its loss, detached, once it has been run; None where nothing counted."""
+    weight: float | None = None
+    """What its gradients have yet to be divided by, together with those of the others; None: nothing."""
+    num_parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """How gradients are clipped before the update.
+
+    Args:
+        norm: their greatest norm together; None: any.
+        value: the greatest value of an element; None: any.
+        function: called with the model instead of both.
+    """
+
+    norm: float | None = None
+    value: float | None = None
+    function: Callable[[Any], Any] | None = None
+
+    def apply(self, model: torch.nn.Module, ranks: Ranks) -> None:
+        """Clips the gradients that are there."""
+        if self.function is not None:
+            self.function(model)
+        if self.norm is not None:
+            ranks.clip_norm(list(model.parameters()), self.norm)
+        if self.value is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), self.value)
+
+
+@dataclass(slots=True)
+class _Window:
+    """The batches of one update."""
+
+    length: int
+    entries: list[Entry] = field(default_factory=list)
+
+
+class Transaction:
+    """Runs the updates of one model.
+
+    Args:
+        model: the module, as the loss function gets it; may be wrapped for several processes.
+        optimizer: the user's.
+        ranks: the processes that train the model together.
+        scaler: the user's gradient scaler, or None.
+        clipping: how gradients are clipped.
+        after_update: what goes with every real update, such as a moving average of the parameters.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        *,
+        scaler: Any = None,
+        clipping: Clipping | None = None,
+        after_update: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.ranks = ranks
+        self.scaler = scaler
+        self.extra_bytes = 0
+        """Memory that the last snapshot took."""
+        self._clipping = clipping or Clipping()
+        self._after_update = after_update
+        self._buffers = Buffers([model])
+        self._update = Update(optimizer)
+        self._fitted: Fitted | None = None
+        self._window = _Window(1)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The batches of the window that is open; empty when none is."""
+        return self._window.entries
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the window has all its batches."""
+        return len(self._window.entries) >= self._window.length
+
+    def close(self) -> None:
+        """Leaves model and optimizer without any settings."""
+        if self._fitted is not None:
+            self._fitted.close()
+            self._fitted = None
+            self._update.optimizer = self.optimizer
+
+    # The window.
+
+    def open(self, length: int) -> None:
+        """A window of so many batches begins."""
+        self._window = _Window(length)
+        self.ranks.begin()
+        self._clear_gradients()
+        if self._caught(self._buffers.remember) is not None:
+            # Nothing has happened yet; what is left over from before goes first.
+            oom.release()
+            self._buffers.remember()
+        self.extra_bytes = self._buffers.size_bytes
+
+    def add(self, loss: Loss, batch: Any) -> Entry:
+        """One more batch; it has yet to be run."""
+        entry = Entry(loss, batch, RandomState.now())
+        self._window.entries.append(entry)
+        return entry
+
+    def run(self, settings_of: Callable[[Any], Settings], *, again: bool) -> OutOfMemory | None:
+        """Runs the last batch of the window, or all of them `again`; what ran out, on this or another process.
+
+        Args:
+            settings_of: how to run a batch.
+            again: whether the window was rolled back.
+        """
+        failure: OutOfMemory | None = None
+        for entry in self._window.entries if again else self._window.entries[-1:]:
+            if again:
+                entry.random_state.restore()
+            settings = settings_of(entry.batch)
+            failure = self._voted(self._caught(partial(self._run, entry, settings)))
+            if failure is not None:
+                break
+        return failure
+
+    def finish(self) -> OutOfMemory | None:
+        """Makes the gradients those of the window and prepares the update; what ran out, on this or another process."""
+        return self._voted(self._caught(self._prepare))
+
+    def commit(self) -> bool:
+        """Updates the parameters; False where the update was left out. Nothing can be undone afterwards."""
+        happened = self._weight() != 0 and self._update.step(self.scaler)
+        if happened:
+            with self._update.retrying():
+                self._after_update()
+        self._buffers.forget()
+        self._window.entries.clear()
+        return happened
+
+    def roll_back(self) -> None:
+        """Everything is as it was when the window began; its batches can be run again."""
+        self._clear_gradients()
+        if self.scaler is not None:
+            reset_scaler(self.scaler, self._update.optimizer)
+        self._buffers.restore()
+        self._window.entries[0].random_state.restore()
+        oom.release()
+
+    def forget(self) -> None:
+        """Drops the batches of the window."""
+        self._window.entries.clear()
+
+    def differences(self, num_parts: int) -> str:
+        """What differs from the step with the whole batch at once, or ""."""
+        if num_parts == 1:
+            return ""
+        found = []
+        training = [module for module in self.model.modules() if module.training]
+        if any(isinstance(module, _NormBase) for module in training):
+            found.append("batch norm normalises each micro-batch by its own statistics (running ones are the batch's)")
+        if any(_draws(module) for module in training):
+            found.append("dropout draws other numbers than for the whole batch")
+        return "; ".join(found)
+
+    # Parts.
+
+    def _caught(self, action: Callable[[], object]) -> OutOfMemory | None:
+        try:
+            action()
+            return None
+        except Exception as error:
+            failure = oom.recognise(error)
+            if failure is None:
+                raise
+            # The frames of the exception hold the tensors of the failed pass.
+            oom.clear_frames(error)
+        return failure
+
+    def _voted(self, failure: OutOfMemory | None) -> OutOfMemory | None:
+        if self.ranks.vote(failure is not None) and failure is None:
+            return OutOfMemory(oom.where_of(self.model), "another rank", text="another process ran out of memory")
+        return failure
+
+    def _run(self, entry: Entry, settings: Settings) -> None:
+        passes = _Passes(entry, self._fit(settings), self.scaler, self.ranks, self._window.length)
+        with passes.statistics:
+            self.ranks.run(entry.num_parts, passes.one, passes.smallest)
+        passes.end()
+
+    def _fit(self, settings: Settings) -> Fitted:
+        """The model as these settings run it; put on anew only where more than the number of parts has changed."""
+        if self._fitted is not None and _moves(self._fitted.settings) == _moves(settings):
+            self._fitted.settings = settings
+            return self._fitted
+        self.close()
+        self._fitted = Fitted(settings, self.model, self.optimizer)
+        self._update.optimizer = self._fitted.optimizer
+        return self._fitted
+
+    def _weight(self) -> float | None:
+        """What the gradients of the window must be divided by; None: nothing; 0: nothing counted at all."""
+        weights = [entry.weight for entry in self._window.entries]
+        return None if None in weights else sum(weight for weight in weights if weight is not None)
+
+    def _prepare(self) -> None:
+        weight = self._weight()
+        self.ranks.reduce_gradients()
+        if weight is not None and self.ranks.num_ranks > 1:
+            weight = self.ranks.total(weight)
+            self._window.entries[0].weight = weight
+            for entry in self._window.entries[1:]:
+                entry.weight = 0.0
+        if weight == 0:
+            return
+        if self.scaler is not None:
+            self.scaler.unscale_(self._update.optimizer)
+        if weight not in (None, 1.0):
+            self._scale_gradients(1 / weight)
+        self._clipping.apply(self.model, self.ranks)
+        self._update.prepare()
+
+    def _scale_gradients(self, factor: float) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def _clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
+
+
+def _draws(module: torch.nn.Module) -> bool:
+    """Whether a module drops elements at random."""
+    share = module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0.0)
+    return isinstance(share, float) and share > 0
+
+
+class _Passes:
+    """Forward and backward passes of the parts of one batch.
+
+    Args:
+        entry: the batch; afterwards its gradients are those of its loss, times its weight.
+        fitted: the model.
+        scaler: the gradient scaler, or None.
+        ranks: the processes that train the model together.
+        window_length: batches of the window.
+    """
+
+    def __init__(self, entry: Entry, fitted: Fitted, scaler: Any, ranks: Ranks, window_length: int) -> None:
+        self._entry = entry
+        self._fitted = fitted
+        self._scaler = scaler
+        self._ranks = ranks
+        entry.num_parts = fitted.num_parts(entry.batch)
+        self._parts = split(entry.batch, entry.num_parts)
+        weighting = fitted.settings.weighting
+        self._weights = raw_weights(self._parts, weighting)
+        # The only batch of a process on its own is weighed on the way, as a plain loop does it.
+        self._is_alone = window_length == 1 and ranks.num_ranks == 1
+        self._is_weighed = self._is_alone or weighting.kind == "sum"
+        self._whole = sum(self._weights) if self._is_alone and weighting.kind != "sum" else 1.0
+        self._weight = 0.0
+        self._total: torch.Tensor | None = None
+        self._statistics = PooledStatistics(fitted.model) if entry.num_parts > 1 else None
+
+    @property
+    def statistics(self) -> AbstractContextManager[Any]:
+        """Entered around all passes."""
+        return nullcontext() if self._statistics is None else self._statistics
+
+    def one(self, index: int) -> None:
+        """The passes of one part."""
+        part, self._parts[index] = self._parts[index], None
+        if self._statistics is not None:
+            self._statistics.part()
+        value, given = self._fitted.forward(self._entry.loss, part)
+        del part
+        factor = self._weights[index] / self._whole
+        if given is not None:
+            self._is_weighed = self._is_alone and self._entry.num_parts == 1
+            factor = 1.0 if self._is_weighed and given else given
+        self._weight += factor
+        if not factor and self._ranks.num_ranks == 1:
+            # A mean over nothing is no number, and must not spoil the others.
+            return
+        self._backward(value, factor)
+        # A loss can be a view of something large.
+        held = value.detach().clone() if factor == 1.0 else value.detach() * factor
+        self._total = held if self._total is None else self._total + held
+
+    def smallest(self) -> None:
+        """Passes of one sample, whose gradients are zero."""
+        value, _ = self._fitted.forward(self._entry.loss, part_of(self._entry.batch, 0, 1))
+        self._backward(value, 0.0)
+
+    def _backward(self, value: torch.Tensor, factor: float) -> None:
+        value = value * factor if factor != 1.0 else value
+        if not factor:
+            value = value.nan_to_num()
+        (value if self._scaler is None else self._scaler.scale(value)).backward()
+
+    def end(self) -> None:
+        """All went well."""
+        entry = self._entry
+        entry.weight = None if self._is_weighed and self._weight else self._weight
+        entry.value = self._total / entry.weight if self._total is not None and entry.weight else self._total
+
+
+def _moves(settings: Settings) -> Settings:
+    """The settings without what only says into how many parts a batch is split."""
+    return replace(settings, micro_batches=1, micro_batch_size=0)

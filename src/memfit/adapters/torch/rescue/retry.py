@@ -1,0 +1,193 @@
+"""Operations that run out of memory run again, once room has been made.
+
+A dispatch mode sees every operation of the thread that has it, those of backward passes too. One that fails has
+returned nothing, so calling it again gives what the first call would have given, on three conditions, which are
+checked for each operator once: random numbers that it drew are drawn again (the generator's state is read before
+operators that draw); small tensors that it writes beside its result, the statistics of batch norms, are put back; and
+larger ones that it writes in place have not been written to, or are overwritten as a whole. That holds for pointwise
+operations, which get all their memory before they write, and for fills and copies. Other operators that write in place
+are not run again: their failure is the script's to see.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.adapters.torch import oom
+from memfit.core.guarding import OutOfMemory
+
+Result = TypeVar("Result")
+MakeRoom = Callable[[OutOfMemory, int, str], bool]
+"""Makes room after the n-th failure of an operation of this name, from 0 on; False if nothing could be done."""
+
+# PyTorch's schema of the older batch norms doesn't say that they write to these.
+_STATISTICS = ("running_mean", "running_var")
+_SMALL_BYTES = 1024**2
+_OVERWRITING = frozenset(
+    f"aten::{name}"
+    for name in (
+        "bernoulli_",
+        "copy_",
+        "fill_",
+        "normal_",
+        "random_",
+        "set_",
+        "uniform_",
+        "zero_",
+    )
+)
+
+
+def rerun(call: Callable[[], Result], make_room: MakeRoom, name: str, undo: Callable[[], None] | None = None) -> Result:
+    """What `call` gives; when it runs out of memory, room is made and it is called again, until nothing more is free.
+
+    Args:
+        call: has no effect if it fails, other than what `undo` takes back.
+        make_room: makes room.
+        name: of the operation.
+        undo: takes back what a failed call may have done.
+    """
+    first: BaseException | None = None
+    failures = 0
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            failure = oom.recognise(error)
+            if failure is None:
+                raise
+            if first is None:
+                first = error
+        # Outside of the handler, and with the frames of the failed call cleared: they would keep its tensors.
+        oom.clear_frames(first)
+        if not make_room(failure, failures, name):
+            try:
+                raise first
+            finally:
+                # The error has this frame in its traceback, and the frame would have the error.
+                del first
+        failures += 1
+        if undo is not None:
+            undo()
+
+
+class Retrying(TorchDispatchMode):
+    """Runs operations that ran out of memory again.
+
+    Args:
+        make_room: makes room.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, make_room: MakeRoom) -> None:
+        super().__init__()
+        self._make_room = make_room
+        self._rules: dict[Any, _Rule] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation."""
+        kwargs = kwargs or {}
+        rule = self._rules.get(func)
+        if rule is None:
+            rule = self._rules[func] = _rule_of(func)
+        if not rule.retry:
+            return func(*args, **kwargs)
+        undo = _undo(rule, args, kwargs) if rule.draws or rule.writes else None
+        if undo is _CANNOT:
+            return func(*args, **kwargs)
+        return rerun(lambda: func(*args, **kwargs), self._make_room, rule.name, undo)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How an operator is run again.
+
+    Args:
+        name: such as "aten.convolution".
+        retry: whether it may be.
+        draws: whether it draws random numbers.
+        writes: arguments that it writes beside its result, as (position, name); they are put back.
+    """
+
+    name: str
+    retry: bool
+    draws: bool = False
+    writes: tuple[tuple[int, str], ...] = ()
+
+
+def _rule_of(func: Any) -> _Rule:
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        # A higher-order operator: runs functions of the script, which may do anything.
+        return _Rule(str(func), retry=False)
+    known = schema.name.startswith(("aten::", "prims::"))
+    draws = not known or torch.Tag.nondeterministic_seeded in func.tags
+    name = schema.name.replace("::", ".")
+    written = tuple(
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or (known and "batch_norm" in name and "backward" not in name and argument.name in _STATISTICS)
+    )
+    if not written or schema.name in _OVERWRITING:
+        return _Rule(name, True, draws)
+    if known and torch.Tag.pointwise in func.tags and not name.startswith("aten._foreach"):
+        return _Rule(name, True, draws)
+    return _Rule(name, True, draws, written)
+
+
+def _no_undo() -> None:
+    raise AssertionError("never called")
+
+
+_CANNOT = _no_undo
+"""Stands for what can't be undone."""
+
+
+def _undo(rule: _Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], None] | None:
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for index, name in rule.writes:
+        value = args[index] if index < len(args) else kwargs.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor) or value.numel() * value.element_size() > _SMALL_BYTES:
+            return _CANNOT
+        copies.append((value, value.clone()))
+    states = _states(args, kwargs) if rule.draws else []
+
+    def undo() -> None:
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+        for generator, state in states:
+            generator.set_state(state)
+
+    return undo
+
+
+def _states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """Generators that an operation with these arguments may draw from, with their states."""
+    generators: dict[int, torch.Generator] = {}
+    values = [*args, *kwargs.values()]
+    devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+    devices |= {value for value in values if isinstance(value, torch.device)}
+    for value in values:
+        if isinstance(value, torch.Generator):
+            generators[id(value)] = value
+    generators[id(torch.default_generator)] = torch.default_generator
+    for device in devices:
+        if device.type == "cuda" and torch.cuda.is_initialized():
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generator = torch.cuda.default_generators[index]
+            generators[id(generator)] = generator
+    return [(generator, generator.get_state()) for generator in generators.values()]

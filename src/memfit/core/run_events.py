@@ -1,0 +1,112 @@
+"""What `memfit run` and the script it started tell each other.
+
+The supervisor writes a request and names its path in the environment; a guard or an integration in the script reads
+it, and appends what happens to a file beside it, one line of JSON each. A line is appended by a single write, so that
+ranks and workers can share the file, and a process that is killed leaves whole lines. Outside of a supervised run
+nothing is read and nothing written.
+"""
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.core import env
+
+EVENTS = "events.jsonl"
+"""Name of the file of events, which is beside the request."""
+
+# What a broken script could fill a disk with, and far more than any run has to tell.
+_MAX_FILE_BYTES = 64 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """What one attempt of a supervised run is to be.
+
+    Args:
+        attempt: from 1 on.
+        checkpoint: folder for checkpoints, from whose last one the script goes on; None where none was named.
+        micro_batch_size: most samples to put through the model at once; None where nothing is known against any size.
+        budget_bytes: memory that the script may take on each device; None where all there is.
+        rescue: whether operations that run out of memory are to be rescued from outside.
+        eager: whether the rescue is to move everything it can, before memory runs out.
+        script: path of the file, or dotted name of the module.
+        module: whether it is a module, as for `python -m`.
+        arguments: of the script.
+        data_limit_bytes: most data that the process may map (RLIMIT_DATA); None without a limit.
+    """
+
+    attempt: int = 1
+    checkpoint: str | None = None
+    micro_batch_size: int | None = None
+    budget_bytes: int | None = None
+    rescue: bool = False
+    eager: bool = False
+    script: str = ""
+    module: bool = False
+    arguments: tuple[str, ...] = ()
+    data_limit_bytes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain structure that `json` can write."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> "RunRequest":
+        """The request that `to_json` wrote, from its structure or its text; what it doesn't know is left out."""
+        data = json.loads(data) if isinstance(data, str | bytes) else data
+        known = {name: data[name] for name in cls.__slots__ if name in data}
+        return cls(**{**known, "arguments": tuple(known.get("arguments", ()))})
+
+
+def current() -> RunRequest | None:
+    """The request of the supervised run that this process is part of; None outside of one."""
+    path = env.run_request()
+    if not path:
+        return None
+    try:
+        return RunRequest.from_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, AttributeError):
+        # The supervisor is gone, or the variable is a leftover: the script runs on its own.
+        return None
+
+
+def note(event: str, **values: Any) -> None:
+    """Tells the supervisor that something happened; does nothing outside of a supervised run.
+
+    Args:
+        event: what: "guard", "step", "oom", "checkpoint", "resume", "cannot fit", "error".
+        values: details, which `json` can write.
+    """
+    path = env.run_request()
+    if not path:
+        return
+    line = json.dumps({"event": event, "time": time.time(), "pid": os.getpid(), **values}, default=str) + "\n"
+    # Never a reason for the script to fail: the supervisor knows less, and that is all.
+    with contextlib.suppress(OSError):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        descriptor = os.open(os.path.join(os.path.dirname(path), EVENTS), flags, 0o600)
+        try:
+            if os.fstat(descriptor).st_size < _MAX_FILE_BYTES:
+                os.write(descriptor, line.encode("utf-8", errors="replace"))
+        finally:
+            os.close(descriptor)
+
+
+def read_events(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All events so far, in order; a line that isn't whole is left out."""
+    try:
+        text = Path(folder, EVENTS).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    events = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            data = json.loads(line)
+            if isinstance(data, dict) and isinstance(data.get("event"), str):
+                events.append(data)
+    return events

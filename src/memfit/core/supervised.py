@@ -1,0 +1,309 @@
+"""The answer of `memfit.run`: how a script fared under supervision, attempt by attempt, and its memory over time."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from memfit.core.errors import BadFile
+from memfit.core.units import format_size
+
+FORMAT_VERSION = 1
+
+
+class Outcome(StrEnum):
+    """How a supervised run ended."""
+
+    COMPLETED = "completed"
+    """The script ended by itself with exit code 0."""
+    FAILED = "failed"
+    """The script ended for a reason of its own, with another exit code or by another exception."""
+    OUT_OF_MEMORY = "out of memory"
+    """Memory ran out, and nothing was left to try."""
+    INTERRUPTED = "interrupted"
+    """The user ended it."""
+    SIGNALLED = "ended by a signal"
+    """Somebody else ended it."""
+
+
+class Cause(StrEnum):
+    """Why an attempt ended."""
+
+    ENDED = "ended by itself"
+    FAILED = "failed for a reason of its own"
+    EXCEPTION = "an allocation failed"
+    KILLED = "killed for its memory"
+    WORKER_KILLED = "one of its processes was killed for its memory"
+    SHARED_MEMORY = "shared memory was full"
+    CRASHED = "crashed close to the limit"
+    INTERRUPTED = "interrupted"
+    SIGNALLED = "ended by a signal"
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether memory was the reason."""
+        return self in _OF_MEMORY
+
+
+_OF_MEMORY = {Cause.EXCEPTION, Cause.KILLED, Cause.WORKER_KILLED, Cause.SHARED_MEMORY, Cause.CRASHED}
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What an attempt was told; no two attempts of a run are told the same.
+
+    Args:
+        micro_batch_size: most samples at once; None: as the script has it.
+        rescue: whether operations that run out of memory are rescued from outside.
+        eager: whether the rescue moves all it can, before memory runs out.
+    """
+
+    micro_batch_size: int | None = None
+    rescue: bool = False
+    eager: bool = False
+
+    def __str__(self) -> str:
+        words = [] if self.micro_batch_size is None else [f"micro-batches of at most {self.micro_batch_size}"]
+        if self.rescue:
+            words.append("rescue of everything" if self.eager else "rescue")
+        return " and ".join(words) or "as it is"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """A process and the memory it held at some moment.
+
+    Args:
+        pid: its number.
+        name: of its program, or "" where that isn't known.
+        anonymous_bytes: memory that only it can give back; None where that isn't known.
+        seconds: when, from the start of the run on.
+    """
+
+    pid: int
+    name: str = ""
+    anonymous_bytes: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How and why an attempt ended.
+
+    Args:
+        cause: why.
+        text: the same in one sentence, with what is known of it.
+        exit_code: of the script; None where a signal ended it.
+        signal: name of the signal that ended it, or "".
+        process: the one that memory ran out for; None where it isn't known.
+        limit_bytes: the limit that was reached; None where it isn't known.
+        importing: name of the module whose import ran out of memory, or "".
+    """
+
+    cause: Cause
+    text: str
+    exit_code: int | None = None
+    signal: str = ""
+    process: ProcessMemory | None = None
+    limit_bytes: int | None = None
+    importing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of the script.
+
+    Args:
+        number: from 1 on.
+        configuration: what it was told.
+        ending: how and why it ended.
+        started: seconds from the start of the run on.
+        seconds: how long it took.
+        peak: the process that held most, and when; None where nothing was seen.
+        steps: optimizer steps that the script is known to have got to; None where nobody tells.
+        resumed_from: checkpoint that it began with, or "".
+        guarded: whether a guard or an integration was at work in it.
+        swapped_bytes: most that was seen of it in swap.
+    """
+
+    number: int
+    configuration: Configuration
+    ending: Ending
+    started: float
+    seconds: float
+    peak: ProcessMemory | None = None
+    steps: int | None = None
+    resumed_from: str = ""
+    guarded: bool = False
+    swapped_bytes: int = 0
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Attempt":
+        """The attempt that `asdict` wrote."""
+        ending, peak = dict(data["ending"]), data["peak"]
+        process = ending["process"]
+        ending |= {"cause": Cause(ending["cause"]), "process": None if process is None else ProcessMemory(**process)}
+        return cls(
+            **{
+                **data,
+                "configuration": Configuration(**data["configuration"]),
+                "ending": Ending(**ending),
+                "peak": None if peak is None else ProcessMemory(**peak),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Memory at one moment.
+
+    Args:
+        seconds: from the start of the run on.
+        script_bytes: anonymous memory of the script's own process.
+        others_bytes: the same of the processes that it started, pages that they share counted for each.
+        group_bytes: what everything in the container holds and can't give back; None without a container.
+    """
+
+    seconds: float
+    script_bytes: int
+    others_bytes: int = 0
+    group_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened, for the page.
+
+    Args:
+        seconds: from the start of the run on.
+        kind: "start", "out of memory", "killed", "checkpoint", "restart", "end".
+        text: what.
+    """
+
+    seconds: float
+    kind: str
+    text: str
+
+
+def _describe(run: "SupervisedRun") -> str:
+    return f"{run.script}: {run.outcome} after {len(run.attempts)} attempts"
+
+
+def _write_no_page(run: "SupervisedRun", path: str) -> None:
+    raise NotImplementedError("import memfit to have reports")
+
+
+@dataclass(slots=True)
+class _Reporters:
+    describe: "Callable[[SupervisedRun], str]" = _describe
+    write_page: "Callable[[SupervisedRun, str], object]" = _write_no_page
+
+
+_reporters = _Reporters()
+
+
+def use_reporters(
+    describe: "Callable[[SupervisedRun], str]", write_page: "Callable[[SupervisedRun, str], object]"
+) -> None:
+    """Sets what `print(run)` and `run.report` do; core can't import the reports itself."""
+    _reporters.describe, _reporters.write_page = describe, write_page
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SupervisedRun:
+    """How a script fared under supervision.
+
+    Args:
+        script: its path, or the name of the module.
+        arguments: what it was given.
+        attempts: every start, in order.
+        outcome: how it all ended.
+        exit_code: what `memfit run` returns: the script's own where it ended by itself, 3 where memory ran out and
+            nothing is left to try, 128 and the number of the signal that ended it, 130 where it was interrupted.
+        history: memory over time, thinned where a run is long.
+        marks: what happened, in order.
+        budget_bytes: what the user allowed; None where all there is.
+        limit_bytes: what the script could have: that of the container or machine, or the budget; None if unknown.
+        limit_of: whose limit that is: "container", "machine", "budget", or "".
+        seconds: how long it all took.
+        notes: what the user should know beside that.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    attempts: tuple[Attempt, ...]
+    outcome: Outcome
+    exit_code: int
+    history: tuple[Sample, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    budget_bytes: int | None = None
+    limit_bytes: int | None = None
+    limit_of: str = ""
+    seconds: float = 0.0
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    def __str__(self) -> str:
+        return _reporters.describe(self)
+
+    def __repr__(self) -> str:
+        peak = "" if self.peak is None else f", peak {format_size(self.peak.anonymous_bytes)}"
+        return f"<SupervisedRun of {self.script}: {self.outcome}, {len(self.attempts)} attempts{peak}>"
+
+    @property
+    def peak(self) -> ProcessMemory | None:
+        """The process that held most in any attempt, and when; None where nothing was seen."""
+        peaks = [attempt.peak for attempt in self.attempts if attempt.peak is not None]
+        return max(peaks, key=lambda peak: peak.anonymous_bytes or 0, default=None)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes the self-contained HTML page of this run, whole or not at all."""
+        try:
+            _reporters.write_page(self, os.fspath(path))
+        except OSError as error:
+            raise BadFile(
+                f"the page can't be written to {str(path)!r}: {error.strerror or error}. "
+                "Give the path of a file in a folder that exists and can be written to."
+            ) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain structure that `json` can write, and `from_json` read back."""
+        history = [[s.seconds, s.script_bytes, s.others_bytes, s.group_bytes] for s in self.history]
+        return {
+            "format": "memfit.run",
+            "version": FORMAT_VERSION,
+            **{name: getattr(self, name) for name in ("script", "exit_code", "budget_bytes", "limit_bytes")},
+            "arguments": list(self.arguments),
+            "attempts": [asdict(attempt) for attempt in self.attempts],
+            "outcome": self.outcome.value,
+            "history": history,
+            "marks": [asdict(mark) for mark in self.marks],
+            "limit_of": self.limit_of,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> "SupervisedRun":
+        """The run that `to_json` wrote, from its structure or its text."""
+        try:
+            data = dict(json.loads(data) if isinstance(data, str | bytes) else data)
+            found = (data.pop("format"), data.pop("version"))
+            if found != ("memfit.run", FORMAT_VERSION):
+                raise BadFile(f"expected a memfit.run of version {FORMAT_VERSION}, got {found[0]} {found[1]}.")
+            return cls(
+                **{
+                    **data,
+                    "arguments": tuple(data["arguments"]),
+                    "attempts": tuple(map(Attempt.from_json, data["attempts"])),
+                    "outcome": Outcome(data["outcome"]),
+                    "history": tuple(Sample(*row) for row in data["history"]),
+                    "marks": tuple(Mark(**mark) for mark in data["marks"]),
+                    "notes": tuple(data["notes"]),
+                }
+            )
+        except BadFile:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise BadFile(f"not a run written by memfit: {type(error).__name__}: {error}") from None

@@ -1,0 +1,248 @@
+"""What to try next when memory runs out, and when to try more again.
+
+Memory of a pass grows with the elements of its micro-batch. So what was found out about one batch holds for others of
+other shapes: the greatest number of elements that went well and the least that failed, for the moves in use. A failure
+halves the micro-batch; when it can't be smaller, the next stronger moves are put on. Where parts of a batch don't
+compute what the whole does (batch norm), the stronger moves come first. After many good steps a larger micro-batch is
+tried once more, at longer and longer intervals where that fails: a replay is all that it costs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memfit.core.guarding import BatchSize, OutOfMemory
+from memfit.core.settings import OptimizerKernels, Settings, Weighting
+
+_GROW_AFTER = 100
+# Sizes nearer to one that failed than this are not worth a replay.
+_NEAR = 0.9
+# More than any number of samples or elements.
+_ANY = 2**62
+
+
+@dataclass(slots=True)
+class _Bounds:
+    """What is known about micro-batches with the moves in use, in elements."""
+
+    most: float | None = None
+    """The bound in use; None: the whole batch."""
+    good: float = 0.0
+    bad: float | None = None
+
+
+class Attempts:
+    """Chooses the settings of each step.
+
+    Args:
+        first: the settings to begin with.
+        stronger: settings to put on one after the other, each in place of the last one's fields.
+        whole_first: whether these come before smaller micro-batches.
+        grow_after: good steps after which a larger micro-batch is tried.
+    """
+
+    def __init__(
+        self,
+        first: Settings,
+        *,
+        stronger: Sequence[dict[str, Any]] = (),
+        whole_first: bool = False,
+        grow_after: int = _GROW_AFTER,
+    ) -> None:
+        self._base = first
+        self._stronger = list(stronger)
+        self._whole_first = whole_first
+        self._replan: Callable[[], Settings | None] | None = None
+        self._level = 0
+        self._bounds = _Bounds()
+        self._planned_size = first.micro_batch_size
+        self._good_steps = 0
+        self._grow_after = grow_after
+        self._is_trial = False
+        self._update_failures = 0
+        self.changed = False
+        """Whether something was found out that is worth remembering."""
+
+    @property
+    def moves(self) -> Settings:
+        """The settings in use, but for the micro-batch."""
+        return replace(self._base, **self._overrides())
+
+    def settings(self, size: BatchSize) -> Settings:
+        """How to run a batch of this size now."""
+        most = self._samples(size)
+        if size.num_samples is None or most is None or most >= size.num_samples:
+            return replace(self.moves, micro_batches=1, micro_batch_size=0)
+        return replace(self.moves, micro_batches=-(-size.num_samples // most), micro_batch_size=most)
+
+    def succeeded(self, size: BatchSize) -> None:
+        """A step with a batch of this size went well."""
+        self._update_failures = 0
+        used = self._used(size)
+        if used is not None:
+            if self._is_trial and used > self._bounds.good:
+                self.changed = True
+            self._bounds.good = max(self._bounds.good, used)
+            if self._bounds.bad is not None and self._bounds.good >= self._bounds.bad:
+                # Others of the machine have given memory back.
+                self._bounds.bad = None
+        self._is_trial = False
+        self._good_steps += 1
+        if self._good_steps >= self._grow_after and self._bounds.most is not None:
+            self._good_steps = 0
+            self._grow()
+
+    def failed(self, size: BatchSize, failure: OutOfMemory, *, in_update: bool) -> bool:
+        """A step ran out of memory; whether there is something else to try, which `settings` then gives."""
+        self.changed = True
+        self._good_steps = 0
+        if in_update:
+            return self._for_update()
+        used = self._used(size)
+        if used is not None:
+            self._bounds.bad = min(used, self._bounds.bad or used)
+        if self._is_trial:
+            # Back to what is known to be good, and longer until the next trial.
+            self._is_trial = False
+            self._grow_after *= 2
+            self._bounds.most = self._bounds.good or self._bounds.most
+            return True
+        if self._replan is not None:
+            planned, self._replan = self._replan(), None
+            if planned is not None and self.adopt(planned, size):
+                return True
+        if self._whole_first and self._strengthen():
+            return True
+        return self._shrink(size) or self._strengthen()
+
+    def _used(self, size: BatchSize) -> float | None:
+        if size.num_samples is None:
+            return None
+        most = self._samples(size)
+        return min(size.num_samples, most or size.num_samples) * size.elements_per_sample
+
+    def _samples(self, size: BatchSize) -> int | None:
+        """Samples of a micro-batch; None: any number."""
+        if self._planned_size:
+            return self._planned_size
+        if self._bounds.most is None:
+            return None
+        return max(1, int(self._bounds.most / size.elements_per_sample + 1e-6))
+
+    def plan_with(self, replan: Callable[[], Settings | None]) -> None:
+        """At the first failure, and only then, `replan` gives settings that are expected to fit, or None."""
+        self._replan = replan
+
+    def weigh(self, weighting: Weighting) -> None:
+        """The losses of micro-batches add up in this way."""
+        self._base = replace(self._base, weighting=weighting)
+
+    def without_level(self) -> bool:
+        """The stronger moves in use can't be put on this model; whether there were any."""
+        if not self._level:
+            return False
+        del self._stronger[self._level - 1]
+        self._level -= 1
+        return True
+
+    def adopt(self, planned: Settings, size: BatchSize) -> bool:
+        """Goes on as planned; False where that is what is in use already."""
+        if planned == self.settings(size):
+            return False
+        self._base = replace(planned, micro_batches=1, micro_batch_size=0)
+        self._level = 0
+        self._bounds = _Bounds()
+        if planned.micro_batch_size:
+            self._bounds.most = planned.micro_batch_size * size.elements_per_sample
+        self._planned_size = 0
+        return True
+
+    def _shrink(self, size: BatchSize) -> bool:
+        now = self._samples(size) or size.num_samples
+        if size.num_samples is None or now is None:
+            return False
+        now = min(now, size.num_samples)
+        if now <= 1:
+            return False
+        self._planned_size = 0
+        self._bounds.most = -(-now // 2) * size.elements_per_sample
+        return True
+
+    def _strengthen(self) -> bool:
+        if self._level >= len(self._stronger):
+            return False
+        self._level += 1
+        # What was good with weaker moves is good with these; what was bad need not be.
+        self._bounds.bad = None
+        return True
+
+    def _for_update(self) -> bool:
+        self._update_failures += 1
+        if self._update_failures == 1:
+            # What ran out may be there again, and the same kernels give the same bits.
+            return True
+        if self.moves.kernels is OptimizerKernels.SINGLE:
+            return False
+        self._base = replace(self._base, kernels=OptimizerKernels.SINGLE)
+        return True
+
+    def _grow(self) -> None:
+        most, bad = self._bounds.most, self._bounds.bad
+        if most is None:
+            return
+        wanted = most * 2
+        if bad is not None and wanted >= bad:
+            wanted = (most + bad) / 2
+            if most >= bad * _NEAR:
+                # All between is known; try what failed once more, for memory may have been given back.
+                wanted = most * 2
+        self._bounds.most = wanted
+        self._is_trial = True
+
+    def _overrides(self) -> dict[str, Any]:
+        return {} if not self._level else dict(self._stronger[self._level - 1])
+
+    # What lasts.
+
+    def to_json(self) -> dict[str, Any]:
+        """What was found out, for the next run."""
+        return {
+            "most": None if self._is_trial else self._bounds.most,
+            "good": self._bounds.good,
+            "bad": self._bounds.bad,
+            "level": self._level,
+            "base": self._base.to_json(),
+        }
+
+    def load(self, data: dict[str, Any]) -> None:
+        """Begins with what an earlier run found out."""
+        self._base = replace(Settings.from_json(data["base"]), weighting=self._base.weighting)
+        self._level = min(int(data["level"]), len(self._stronger))
+        most, bad = data["most"], data["bad"]
+        self._bounds = _Bounds(
+            None if most is None else float(most), float(data["good"]), None if bad is None else float(bad)
+        )
+        self._planned_size = 0
+        self._replan = None
+
+    def bound(self, size: BatchSize, samples: int) -> None:
+        """No micro-batch may have more samples than this, as a supervisor says."""
+        self._planned_size = 0
+        most = samples * size.elements_per_sample
+        self._bounds.most = most if self._bounds.most is None else min(most, self._bounds.most)
+
+    # Between processes.
+
+    def votes(self) -> list[int]:
+        """What this process needs, as numbers of which the least counts for all: see `settle`."""
+        most = _ANY if self._bounds.most is None else int(self._bounds.most)
+        return [self._planned_size or _ANY, most, -self._level, self.moves.kernels is not OptimizerKernels.SINGLE]
+
+    def settle(self, least: Sequence[int]) -> None:
+        """Takes over what the neediest of the processes needs."""
+        planned, most, level, kernels = least
+        self._planned_size = 0 if planned == _ANY else planned
+        self._bounds.most = None if most == _ANY else min(float(most), self._bounds.most or most)
+        self._level = -level
+        if not kernels:
+            self._base = replace(self._base, kernels=OptimizerKernels.SINGLE)

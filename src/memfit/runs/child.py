@@ -1,0 +1,174 @@
+"""One start of the script: its process, what is passed on to it, and how it ended."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from memfit.core import env
+from memfit.core.run_events import RunRequest
+from memfit.runs import processes
+
+COMMAND = (sys.executable, "-m", "memfit._supervised")
+"""What is started, with the path of the request and the number of a descriptor added."""
+
+_PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_ENDING = {"SIGINT", "SIGTERM", "SIGHUP"}
+_IMPATIENT = 3
+
+
+class Child:
+    """A script's process.
+
+    Args:
+        process: what was started, which is the script or its keeper.
+        report: where the keeper tells; None without one.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", report: int | None) -> None:
+        self._process = process
+        self._report = None if report is None else open(report, "rb", buffering=0)
+        self._told = b""
+        self.pid = process.pid
+        line = self._line()
+        if line.startswith("pid "):
+            self.pid = int(line.split()[1])
+
+    def wait(self) -> int:
+        """Waits until the script and all it started have ended; its exit code, negative for a signal."""
+        return_code = self._process.wait()
+        line = self._line()
+        if line.startswith("status "):
+            return os.waitstatus_to_exitcode(int(line.split()[1]))
+        return return_code
+
+    def close(self) -> None:
+        """Ends whatever is still there."""
+        if self._process.poll() is None:
+            if self.pid != self._process.pid:
+                processes.send_to(self.pid, _KILL)
+            else:
+                self._process.kill()
+            self._process.wait()
+        if self._report is not None:
+            self._report.close()
+
+    def _line(self) -> str:
+        if self._report is None:
+            return ""
+        while b"\n" not in self._told:
+            chunk = self._report.read(256)
+            if not chunk:
+                return ""
+            self._told += chunk
+        line, _, self._told = self._told.partition(b"\n")
+        return line.decode()
+
+
+_KILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def started(
+    request: RunRequest, folder: Path, *, stdout_to_stderr: bool = False, command: Sequence[str] | None = None
+) -> Iterator[Child]:
+    """Starts the script; when the block is left, nothing of it is left either.
+
+    Args:
+        request: what this attempt is to be.
+        folder: where the request is written, and where events will be.
+        stdout_to_stderr: what the script prints goes to standard error, to keep standard output for the answer.
+        command: what to start instead of `COMMAND`.
+    """
+    path = folder / "request.json"
+    path.write_text(json.dumps(request.to_json()), encoding="utf-8")
+    # What we have printed so far comes before what the script prints.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    has_keeper = hasattr(os, "fork")
+    ours, theirs = os.pipe() if has_keeper else (None, None)
+    # Whoever has the terminal's attention gets its keys: a script in a group of its own could not read from it.
+    options: dict[str, Any] = {"pass_fds": (theirs,)} if has_keeper else {}
+    if has_keeper and not processes.is_terminal(0):
+        options["process_group"] = 0
+    arguments = [*(command or COMMAND), str(path), *([] if theirs is None else [str(theirs)])]
+    try:
+        process = subprocess.Popen(
+            arguments, stdout=2 if stdout_to_stderr else None, env=env.with_run_request(str(path)), **options
+        )
+    finally:
+        if theirs is not None:
+            os.close(theirs)
+    child = Child(process, ours)
+    try:
+        yield child
+    finally:
+        child.close()
+
+
+@dataclass(slots=True)
+class Signals:
+    """The signals that were passed on.
+
+    Args:
+        names: of all of them.
+        pid: the process that gets them; None while there is none.
+    """
+
+    names: set[str] = field(default_factory=set)
+    pid: int | None = None
+    _num_interrupts: int = 0
+
+    @property
+    def ask_to_end(self) -> bool:
+        """Whether any of them asks a program to end: then it isn't started again."""
+        return bool(self.names & _ENDING)
+
+    def become(self, pid: int | None) -> None:
+        """From now on `pid` gets the signals; those that ask to end also if they came before it was there."""
+        self.pid = pid
+        if pid is not None:
+            for name in sorted(self.names & _ENDING):
+                processes.send_to(pid, getattr(signal, name))
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Passes a signal on."""
+        name = signal.Signals(number).name
+        self.names.add(name)
+        if self.pid is None:
+            return
+        if name == "SIGINT":
+            self._num_interrupts += 1
+            if self._num_interrupts >= _IMPATIENT:
+                processes.send_to(self.pid, _KILL)
+                return
+            if processes.is_terminal(0):
+                # The terminal has sent it to the script as well.
+                return
+        processes.send_to(self.pid, number)
+
+
+@contextlib.contextmanager
+def passing_on_signals() -> Iterator[Signals]:
+    """Signals that we get are the script's, while the block lasts; only where this is the main thread."""
+    signals = Signals()
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in _PASSED_ON:
+            number = getattr(signal, name, None)
+            # One that is ignored here, as with nohup, is ignored by the script as well.
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, signals.handle)
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

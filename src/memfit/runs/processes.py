@@ -1,0 +1,224 @@
+"""Processes and those that they start: what they hold, how they are told something, and that none is left behind.
+
+Linux tells all of it in /proc. A process that dies by SIGKILL can't end its children, so it is the kernel that is
+asked to: a child can be sent a signal when its parent dies, and processes whose parent is gone can be given to an
+ancestor that asked for them. Elsewhere psutil tells what it can.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+IS_LINUX = sys.platform.startswith("linux")
+
+# From linux/prctl.h.
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a process holds.
+
+    Args:
+        anonymous_bytes: memory that only it can give back.
+        data_bytes: data that it has mapped, used or not, which is what RLIMIT_DATA limits.
+    """
+
+    anonymous_bytes: int
+    data_bytes: int
+
+
+def is_terminal(descriptor: int) -> bool:
+    """Whether a descriptor is open and a terminal's."""
+    try:
+        return os.isatty(descriptor)
+    except OSError:
+        return False
+
+
+def send(process: subprocess.Popen[bytes], number: int, *, to_group: bool) -> None:
+    """Sends a signal to a process, or to the whole group that it leads; one that is gone gets none."""
+    with contextlib.suppress(ProcessLookupError):
+        if to_group and hasattr(os, "killpg"):
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+
+
+def send_to(pid: int, number: int) -> None:
+    """Sends a signal to a process by its number; one that is gone, or another user's, gets none."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def die_with_parent(number: int) -> bool:
+    """Has the kernel send us a signal when the thread that started us ends; whether it will."""
+    return _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans(adopt: bool = True) -> bool:
+    """Has the kernel give us the descendants whose own parent ends; whether it will."""
+    return _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def _prctl(option: int, value: int) -> bool:
+    if not IS_LINUX:
+        return False
+    try:
+        return ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) == 0
+    except (OSError, AttributeError):
+        return False
+
+
+def held_by(pid: int) -> Held | None:
+    """What a process holds; None where it is gone or can't be looked at."""
+    if not IS_LINUX:
+        return _held_elsewhere(pid)
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            fields = file.read().split()
+    except OSError:
+        return None
+    # A process that has ended and was not waited for yet holds nothing.
+    resident, shared, data = int(fields[1]), int(fields[2]), int(fields[5])
+    page = os.sysconf("SC_PAGE_SIZE")
+    return Held((resident - shared) * page, data * page)
+
+
+def _held_elsewhere(pid: int) -> Held | None:
+    import psutil
+
+    try:
+        memory = psutil.Process(pid).memory_info()
+    except psutil.Error:
+        return None
+    return Held(int(memory.rss), int(memory.vms))
+
+
+def name_of(pid: int) -> str:
+    """Name of a process's program; "" where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def swapped_by(pid: int) -> int:
+    """Bytes of a process that are in swap; 0 where it is gone or nothing tells."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    for line in text.splitlines():
+        if line.startswith("VmSwap:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process that a process has started, directly or not, and that is still there."""
+    if not IS_LINUX:
+        return _descendants_elsewhere(pid)
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        children = _children(waiting.pop())
+        found += children
+        waiting += children
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    children: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return children
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="ascii")
+            children += map(int, text.split())
+    return children
+
+
+def _descendants_elsewhere(pid: int) -> list[int]:
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def end_descendants(pid: int, grace_seconds: float, spared: frozenset[int] = frozenset()) -> None:
+    """Ends what a process has started and what was given to it, at first with a word of warning.
+
+    Args:
+        pid: the process, which is our own where those that ended are to be waited for too.
+        grace_seconds: how long they may take to end by themselves once they are told.
+        spared: processes that are none of ours to end.
+    """
+    if _told(pid, signal.SIGTERM, spared):
+        deadline = time.monotonic() + grace_seconds
+        while time.monotonic() < deadline and _running(pid, spared):
+            time.sleep(_POLL_SECONDS)
+    # One that is told to end may have started others, which now are ours.
+    while _told(pid, getattr(signal, "SIGKILL", signal.SIGTERM), spared):
+        time.sleep(_POLL_SECONDS)
+
+
+def _running(pid: int, spared: frozenset[int]) -> list[int]:
+    if pid == os.getpid():
+        _reap(spared)
+    return [child for child in descendants(pid) if child not in spared and not _has_ended(child)]
+
+
+def _told(pid: int, number: int, spared: frozenset[int]) -> bool:
+    found = _running(pid, spared)
+    for child in found:
+        send_to(child, number)
+    return bool(found)
+
+
+def _reap(spared: frozenset[int]) -> None:
+    for child in _children(os.getpid()):
+        if child not in spared:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process is gone, or only waits to be waited for."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return IS_LINUX
+    return text.rsplit(")", 1)[-1].split()[0] in "ZX"
+
+
+def name_of_signal(number: int) -> str:
+    """The signal's name, or its number in words.
+
+    >>> name_of_signal(9), name_of_signal(250)
+    ('SIGKILL', 'signal 250')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def number_of(name: str) -> int:
+    """The number of a signal that `name_of_signal` has named.
+
+    >>> number_of("SIGKILL"), number_of("signal 250")
+    (9, 250)
+    """
+    return int(getattr(signal, name)) if name.startswith("SIG") else int(name.split()[-1])

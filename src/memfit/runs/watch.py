@@ -1,0 +1,157 @@
+"""Watches the memory of a script, its processes and its container while it runs.
+
+Five times a second, with reads that cost microseconds; who the script's processes are is asked less often, because
+walking the tree costs more. What is kept: the history, the process that held most and when, and what each process
+held last, which is what is known of one that the kernel has killed.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from dataclasses import dataclass, replace
+
+from memfit.core.supervised import ProcessMemory, Sample
+from memfit.runs import processes
+from memfit.runs.groups import Groups
+from memfit.runs.history import History
+from memfit.runs.limits import FollowingLimit
+
+_PERIOD_SECONDS = 0.2
+# At first a script loads libraries, and may be gone before the first full period is.
+_FIRST_PERIOD_SECONDS = 0.05
+_TREE_EVERY = 5
+# A script may start a process for every file it reads, for weeks.
+_MAX_REMEMBERED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a watch has seen.
+
+    Args:
+        peak: the process that held most, and when; None where nothing was seen.
+        last: the script's own process when it was seen last; None where it never was.
+        by_pid: every process of the script as it was seen last.
+        data_bytes: most data that the script's process had mapped.
+        data_limit_bytes: its limit on that at the end; None without one.
+        least_free_bytes: least that was free in container and machine; None where that isn't known.
+        shared_memory_full: whether /dev/shm was seen full.
+        swapped_bytes: most that was seen of the script in swap.
+    """
+
+    peak: ProcessMemory | None = None
+    last: ProcessMemory | None = None
+    by_pid: dict[int, ProcessMemory] | None = None
+    data_bytes: int = 0
+    data_limit_bytes: int | None = None
+    least_free_bytes: int | None = None
+    shared_memory_full: bool = False
+    swapped_bytes: int = 0
+
+
+class Watch:
+    """Watches one attempt, in a thread of its own, while the `with` block lasts.
+
+    Args:
+        pid: the script's own process.
+        groups: the container.
+        limit: the script's limit, which is kept at what the container has left.
+        history: where samples are added.
+        origin: the run's start, on the monotonic clock.
+    """
+
+    def __init__(self, pid: int, groups: Groups, limit: FollowingLimit, history: History, origin: float) -> None:
+        self._pid = pid
+        self._groups = groups
+        self._limit = limit
+        self._history = history
+        self._origin = origin
+        self._others: list[int] = []
+        self._names: dict[int, str] = {}
+        self._num_samples = 0
+        self._seen = Seen(by_pid={})
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memfit-watch", daemon=True)
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._history.end_stretch()
+
+    @property
+    def seen(self) -> Seen:
+        """What has been seen so far."""
+        return replace(self._seen, data_limit_bytes=self._limit.data_bytes)
+
+    def _watch(self) -> None:
+        period = _FIRST_PERIOD_SECONDS
+        while not self._stopped.wait(period):
+            if self._num_samples >= _TREE_EVERY:
+                period = _PERIOD_SECONDS
+            # A process may end while we look at it: there is a next time.
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                self.sample()
+
+    def sample(self) -> None:
+        """Looks once."""
+        seconds = time.monotonic() - self._origin
+        held = processes.held_by(self._pid)
+        if held is None or (held.anonymous_bytes == 0 and held.data_bytes == 0):
+            return
+        if self._num_samples % _TREE_EVERY == 0:
+            self._others = processes.descendants(self._pid)
+            swapped = processes.swapped_by(self._pid)
+            self._seen = replace(self._seen, swapped_bytes=max(self._seen.swapped_bytes, swapped))
+        self._num_samples += 1
+        own = self._process(self._pid, held.anonymous_bytes, seconds)
+        others = []
+        for pid in self._others:
+            other = processes.held_by(pid)
+            if other is not None:
+                others.append(self._process(pid, other.anonymous_bytes, seconds))
+        room = self._groups.room()
+        self._limit.follow(held, room)
+        free = None if room is None else room.free_bytes
+        self._note(own, others, held.data_bytes, free)
+        others_bytes = sum(other.anonymous_bytes or 0 for other in others)
+        group_bytes = self._groups.used_bytes()
+        self._history.add(Sample(round(seconds, 3), held.anonymous_bytes, others_bytes, group_bytes))
+
+    def _process(self, pid: int, anonymous_bytes: int, seconds: float) -> ProcessMemory:
+        if pid not in self._names:
+            self._names[pid] = processes.name_of(pid)
+        return ProcessMemory(pid, self._names[pid], anonymous_bytes, round(seconds, 3))
+
+    def _note(self, own: ProcessMemory, others: list[ProcessMemory], data_bytes: int, free_bytes: int | None) -> None:
+        seen = self._seen
+        for process in (own, *others):
+            if process.anonymous_bytes and seen.by_pid is not None:
+                seen.by_pid[process.pid] = process
+        if seen.by_pid is not None and len(seen.by_pid) > _MAX_REMEMBERED:
+            for pid in list(seen.by_pid)[: _MAX_REMEMBERED // 2]:
+                seen.by_pid.pop(pid)
+                self._names.pop(pid, None)
+        candidates = [process for process in (seen.peak, own, *others) if process is not None]
+        free = [size for size in (seen.least_free_bytes, free_bytes) if size is not None]
+        self._seen = replace(
+            seen,
+            peak=max(candidates, key=lambda process: process.anonymous_bytes or 0),
+            last=own,
+            data_bytes=max(seen.data_bytes, data_bytes),
+            least_free_bytes=min(free, default=None),
+            shared_memory_full=seen.shared_memory_full or is_shared_memory_full(),
+        )
+
+
+def is_shared_memory_full(path: str = "/dev/shm") -> bool:
+    """Whether hardly anything is left of the memory that processes share."""
+    try:
+        found = os.statvfs(path)
+    except (OSError, AttributeError):
+        return False
+    return found.f_blocks > 0 and found.f_bavail < 0.02 * found.f_blocks
