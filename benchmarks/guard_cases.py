@@ -242,7 +242,7 @@ class Schedule:
         for step in range(self.steps):
             if step == 0 or draw.random() < self.rate:
                 count = draw.choice((1, 1, 1, 2))
-                self.faults[step] = [(draw.choice(self.phases), draw.randrange(40)) for _ in range(count)]
+                self.faults[step] = [(draw.choice(self.phases), min(draw.randrange(40), draw.randrange(40))) for _ in range(count)]
 
 
 class Faults(TorchDispatchMode):
@@ -299,3 +299,52 @@ def observed(faults: Faults, optimizer: torch.optim.Optimizer) -> Iterator[None]
     finally:
         before.remove()
         after.remove()
+
+
+@dataclass(slots=True)
+class Guarded:
+    """What a guarded run came to."""
+
+    model: nn.Module
+    parts: list[int]
+    """Micro-batches of each step."""
+    retries: int
+    raised: list[tuple[int, str]]
+    """(step, phase) of the faults that happened."""
+
+
+def guarded_loop(
+    case: Case, steps: int, schedule: Schedule | None = None, accumulate: int = 1, **options: Any
+) -> Guarded:
+    """Trains under a guard, with faults where the schedule says."""
+    import memfit
+
+    made = make(case, steps)
+    torch.manual_seed(case.seed + 1)
+    faults = Faults(schedule or Schedule(0, 0))
+
+    def clip(model: nn.Module) -> None:
+        faults.enter("clip")
+        if case.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+
+    options = {"plan": None, "remember": False, **options}
+    done = Guarded(made.model, [], 0, faults.raised)
+    with (
+        memfit.Guard(
+            made.model,
+            made.optimizer,
+            scheduler=made.scheduler,
+            scaler=made.scaler,
+            clip=clip,
+            accumulate=accumulate,
+            **options,
+        ) as guard,
+        observed(faults, made.optimizer),
+    ):
+        for step, batch in enumerate(guard.batches(made.batches)):
+            faults.begin(step)
+            result = guard.step(made.loss, batch)
+            done.parts.append(result.micro_batches)
+            done.retries += result.retries
+    return done

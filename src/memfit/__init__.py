@@ -6,6 +6,7 @@
 from memfit._api import MaxBatch, compare, dryrun, estimate, max_batch, named_job
 from memfit._guard import Guard
 from memfit._plan import load_plan, plan
+from memfit._run import run
 from memfit._simulate import SimulatedDevice, simulate
 from memfit.catalogue import find_device, list_devices
 from memfit.core.device import Device
@@ -16,6 +17,7 @@ from memfit.core.guarding import BrokenUpdate, CannotFit, StepResult
 from memfit.core.job import Job
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.replay import AllocatorOptions
+from memfit.core.supervised import SupervisedRun
 from memfit.core.timeline import Timeline
 
 __version__ = "0.1.0"
@@ -37,6 +39,7 @@ __all__ = [
     "SimulatedDevice",
     "StepFailed",
     "StepResult",
+    "SupervisedRun",
     "Timeline",
     "__version__",
     "compare",
@@ -48,5 +51,6 @@ __all__ = [
     "max_batch",
     "named_job",
     "plan",
+    "run",
     "simulate",
 ]

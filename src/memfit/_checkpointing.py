@@ -81,7 +81,7 @@ class Checkpointing:
         return not failed
 
     def resume(self) -> dict[str, Any] | None:
-        """Loads the newest checkpoint that is whole; what `save` was given, and the update. None where there is none."""
+        """Loads the newest checkpoint that is whole; what `save` was given, and the update. None: there is none."""
         if self._folder is None:
             return None
         latest = self._folder.latest() if self._loop.is_first else None

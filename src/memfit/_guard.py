@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memfit._checkpointing import Checkpointing
 from memfit._estimator import torch_adapter
@@ -25,9 +25,6 @@ from memfit.core.settings import Settings, Weighting
 from memfit.core.units import parse_size
 from memfit.guard.attempts import Attempts
 from memfit.guard.ceilings import Ceilings, key_of
-
-if TYPE_CHECKING:
-    from memfit.adapters.torch.guarding.loop import TorchLoop
 
 _log = logging.getLogger("memfit")
 
@@ -101,7 +98,7 @@ class Guard:
         self._plans = plan == AUTO
         self._budget = parse_size(budget) if budget is not None else request.budget_bytes if request else None
         self._approximate = approximate
-        self._loop: TorchLoop = TorchLoop(
+        self._loop = TorchLoop(
             model,
             optimizer,
             scheduler=scheduler,
@@ -132,11 +129,15 @@ class Guard:
         self._every = checkpoint_every
         self._last_saved = time.monotonic()
         self._save_seconds = 0.0
-        folder = checkpoint if checkpoint is not None else request.checkpoint if request else None
+        asked = request.checkpoint if request and self._keeps_checkpoints else None
+        folder = checkpoint if checkpoint is not None else asked
         self._checkpointing = Checkpointing(self._loop, folder, keep)
         self._best: Any = None
         self._resume()
         run_events.note("guard", model=type(model).__name__, update=self.num_updates)
+
+    _keeps_checkpoints = True
+    """Whether a supervisor's folder for checkpoints is this guard's."""
 
     # The loop.
 
@@ -240,6 +241,9 @@ class Guard:
         """Runs until it fits; (what ran out on the way, whether the update happened, None where none was due)."""
         transaction = self._loop.transaction
         failures: list[OutOfMemory] = []
+        if not self._weighting_known and self._loop.agreed_parts(self._attempts.settings(size).micro_batches) > 1:
+            # Micro-batches that an earlier run, a supervisor or the user asks for are weighed like any others.
+            self._splittable(size)
         while True:
             in_update = False
             try:
@@ -323,7 +327,8 @@ class Guard:
     # Settings.
 
     def _settings_of(self, batch: Any) -> Settings:
-        settings = self._attempts.settings(self._loop.size_of(batch))
+        size = self._loop.size_of(batch)
+        settings = self._attempts.settings(replace(size, num_samples=None) if self._why_whole else size)
         return replace(settings, micro_batches=self._loop.agreed_parts(settings.micro_batches))
 
     _why_whole = ""
@@ -349,7 +354,8 @@ class Guard:
         """Settings that are expected to fit into what is there, or None."""
         entry = self._loop.transaction.entries[-1]
         room = self._budget or self._loop.room_bytes(host)
-        if room is None or self._why_whole:
+        if room is None or self._why_whole or self._loop.num_ranks > 1:
+            # Processes that plan for themselves may come to different plans.
             return None
         try:
             return self._planned(entry.loss, entry.batch, room)
@@ -410,4 +416,3 @@ def _check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise BadInput(f"{name} must be a whole number from 1 up, but {value!r} was given.")
-

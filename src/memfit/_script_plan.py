@@ -296,6 +296,7 @@ class _ScriptPlanner:
             settings,
             batch_size=self._seen.batch_size,
             approximate=approximate,
+            dropout=self._memory.has_dropout,
         )
         if settings.set_to_none:
             title = "free gradients right after each update"

@@ -121,8 +121,16 @@ def ensemble(
     if torch_members.shuffles(batches):
         raise BadInput("the loader shuffles, and each member reads it anew. Give one with shuffle=False.")
 
+    sizes: dict[object, int | None] = {}
+
     def size_within(model: Any, batch: Any) -> int | None:
-        return None if budget_bytes is None else _size_within(budget_bytes, model, predict, batch)
+        if budget_bytes is None:
+            return None
+        # Members are mostly alike, and a trace takes about a second.
+        alike = torch_members.structure(model), torch_members.batch_size(batch)
+        if alike not in sizes:
+            sizes[alike] = _size_within(budget_bytes, model, predict, batch)
+        return sizes[alike]
 
     framework = _TorchMembers()
     return Sequence(found, predict, readable, framework, combined, size_within, _warn).run()

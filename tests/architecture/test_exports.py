@@ -21,6 +21,7 @@ PUBLIC = [
     "PlanNotFound",
     "SimulatedDevice",
     "StepFailed",
+    "SupervisedRun",
     "Timeline",
     "__version__",
     "compare",
@@ -32,6 +33,7 @@ PUBLIC = [
     "max_batch",
     "named_job",
     "plan",
+    "run",
     "simulate",
 ]
 

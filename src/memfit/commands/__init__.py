@@ -1,7 +1,8 @@
 """The command line: one module per subcommand, which parses, calls the public API and hands the result to a reporter.
 
 Exit codes: 0 it fits (or the command did its work), 2 bad usage or bad input, 3 it does not fit, 4 a script
-that was run failed for a reason of its own, 5 it ended without an optimizer step, 130 interrupted.
+that was run failed for a reason of its own, 5 it ended without an optimizer step, 130 interrupted. `run` returns
+the script's own exit code, 3 where memory ran out and nothing is left to try, or 128 and the number of a signal.
 """
 
 import argparse
@@ -31,12 +32,13 @@ class Command(Protocol):
 
 
 def _commands() -> dict[str, Command]:
-    from memfit.commands import compare, devices, dryrun, estimate, max_batch, plan
+    from memfit.commands import compare, devices, dryrun, estimate, max_batch, plan, run
 
     return {
         "estimate": estimate,
         "dryrun": dryrun,
         "plan": plan,
+        "run": run,
         "max-batch": max_batch,
         "compare": compare,
         "devices": devices,
@@ -77,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
-        runs_script = parsed.command == "dryrun" or getattr(parsed, "script", None) is not None
+        runs_script = parsed.command in ("dryrun", "run") or getattr(parsed, "script", None) is not None
         hint = ". Options of the script go after the script" if runs_script else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:

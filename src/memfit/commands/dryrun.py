@@ -16,7 +16,7 @@ Exit codes: 0 fits, 3 does not fit, 4 the script failed for a reason of its own,
 import argparse
 
 from memfit import _api
-from memfit.commands import output
+from memfit.commands import output, targets
 from memfit.core.dryrun import DryRun
 from memfit.core.errors import BadInput
 from memfit.runs.launch import Interrupted
@@ -48,16 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
     parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as `python -m` does"
-    )
-    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the script")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="what the script is given")
+    targets.add_script_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script, reports, and says by its exit code how it went."""
-    script, given = _target(arguments)
+    script, given = targets.script_of(arguments)
     if arguments.device is None and {"-d", "--device"} & set(given):
         raise BadInput(
             "the device was named after the script, where options are the script's own. "
@@ -88,20 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     _report(result, arguments)
     return result.exit_code_of_command
-
-
-def _target(arguments: argparse.Namespace) -> tuple[str, list[str]]:
-    """The script or module, and what it is given."""
-    if arguments.module is None:
-        if arguments.script is None:
-            raise BadInput("there is nothing to run: give the path of a script, or -m and the name of a module.")
-        return arguments.script, arguments.arguments
-    # argparse leaves what follows `--` to the positional arguments.
-    rest = [] if arguments.script is None else ["--", arguments.script, *arguments.arguments]
-    if not arguments.module:
-        raise BadInput("-m takes the name of a module, such as -m my_package.train, but none was given.")
-    name, *given = arguments.module
-    return name, [*given, *rest]
 
 
 def _report(result: DryRun, arguments: argparse.Namespace) -> None:

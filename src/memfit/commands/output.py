@@ -12,7 +12,8 @@ from memfit.core.dryrun import DryRun
 from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate
 from memfit.core.plan import Plan
-from memfit.reports import plan_terminal, run_terminal, terminal
+from memfit.core.supervised import SupervisedRun
+from memfit.reports import plan_terminal, run_terminal, supervised_terminal, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,6 +87,11 @@ def print_plan(plan: Plan) -> None:
     _print(plan_terminal.render_plan(plan))
 
 
+def print_supervised(run: SupervisedRun) -> None:
+    """Writes one supervised run, to standard error: standard output is the script's."""
+    _console(stderr=True).print(supervised_terminal.render_supervised(run))
+
+
 def print_comparison(estimates: Sequence[Estimate]) -> None:
     """Writes estimates side by side."""
     _print(terminal.render_comparison(estimates))
@@ -105,7 +111,7 @@ def _print(renderable: Any) -> None:
     _console().print(renderable)
 
 
-def _console() -> "Console":
+def _console(*, stderr: bool = False) -> "Console":
     from rich.console import Console
 
     class PipedConsole(Console):
@@ -113,5 +119,6 @@ def _console() -> "Console":
             # rich would end the program with exit code 1; `main` knows what to make of it.
             raise BrokenPipeError
 
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_COLUMNS
-    return PipedConsole(width=width)
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_COLUMNS
+    return PipedConsole(width=width, stderr=stderr)

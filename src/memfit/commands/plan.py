@@ -15,6 +15,9 @@ also 4 and 5, as for `memfit dryrun`
 """
 
 import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
 
 from memfit import _plan, _script_plan
 from memfit.commands import EXIT_FITS, output, targets
@@ -54,8 +57,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
     parser.add_argument("--code", action="store_true", help="print the plain PyTorch lines that do the same, only")
     parser.add_argument(
-        "--script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="plan for a script, as `memfit dryrun` runs it"
+        "--script",
+        action=_Script,
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="plan for a script, as `memfit dryrun` runs it",
     )
+
+
+class _Script(argparse.Action):
+    """Stores the script, and the TARGET that stood before it: what follows `--` behind it ends up as one as well."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.script = values
+        namespace.target_before_script = namespace.target
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -125,6 +146,11 @@ def _script(arguments: argparse.Namespace) -> tuple[str, list[str]]:
                 "Give it to the script, behind its name."
             )
     name, *given = arguments.script
+    if arguments.target_before_script is not None:
+        raise BadInput(
+            f"either a TARGET or a script is planned, but {arguments.target_before_script!r} and --script {name} were "
+            "given. Leave out one of them; arguments of the script come behind its name."
+        )
     # argparse leaves what follows `--` to the positional arguments.
     rest = [] if arguments.target is None else ["--", arguments.target, *arguments.rest]
     if arguments.device is None and arguments.budget is None and {"-d", "--device"} & set(given):
@@ -141,7 +167,11 @@ def _report_smallest(error: PlanNotFound, arguments: argparse.Namespace) -> None
     if arguments.json:
         found = {"fits": False} if smallest is None else smallest.to_json()
         output.print_json({**found, "message": str(error), "device_that_would_do": error.device_name or None})
+    quiet = arguments.json or arguments.code
     if smallest is not None and arguments.html:
         smallest.report(arguments.html)
-        if not arguments.json and not arguments.code:
+        if not quiet:
             print(f"page of the smallest plan written to {arguments.html}")
+    for option, path in (("--html", None if smallest is not None else arguments.html), ("--save", arguments.save)):
+        if path:
+            print(f"memfit: nothing is written to {path} ({option}), because no plan fits", file=sys.stderr)

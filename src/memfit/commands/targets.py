@@ -1,4 +1,4 @@
-"""What to estimate, from the command line: a function in a file, or the name of a model."""
+"""What a command is about: a function in a file, the name of a model, or a script and what it is given."""
 
 import argparse
 import importlib.util
@@ -46,6 +46,29 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = Tr
     if of_one_size and not of_plan:
         parser.add_argument("--workers", type=int, metavar="N", help="data loader processes, for the host's memory")
     parser.add_argument("--json", action="store_true", help="write JSON to standard output")
+
+
+def add_script_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments that name a script or module and give it the rest of the line."""
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as `python -m` does"
+    )
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the script")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="what the script is given")
+
+
+def script_of(arguments: argparse.Namespace) -> tuple[str, list[str]]:
+    """The script or module, and what it is given."""
+    if arguments.module is None:
+        if arguments.script is None:
+            raise BadInput("there is nothing to run: give the path of a script, or -m and the name of a module.")
+        return arguments.script, arguments.arguments
+    # argparse leaves what follows `--` to the positional arguments.
+    rest = [] if arguments.script is None else ["--", arguments.script, *arguments.arguments]
+    if not arguments.module:
+        raise BadInput("-m takes the name of a module, such as -m my_package.train, but none was given.")
+    name, *given = arguments.module
+    return name, [*given, *rest]
 
 
 def load_job(target: str, arguments: argparse.Namespace) -> Job:

@@ -212,12 +212,16 @@ class Plan:
         """The plan that `save` wrote."""
         try:
             with open(path, encoding="utf-8") as file:
-                return cls.from_json(file.read())
+                text = file.read()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise BadFile(
                 f"the plan {str(path)!r} can't be read: {reason}. Give a file that plan.save wrote."
             ) from error
+        try:
+            return cls.from_json(text)
+        except BadFile as error:
+            raise BadFile(f"the plan {str(path)!r} can't be read: {error}") from None
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""

@@ -59,6 +59,8 @@ class RunRequest:
     def from_json(cls, data: Any) -> "RunRequest":
         """The request that `to_json` wrote, from its structure or its text; what it doesn't know is left out."""
         data = json.loads(data) if isinstance(data, str | bytes) else data
+        if not isinstance(data, dict):
+            raise TypeError(f"a request is an object, not {type(data).__name__}")
         known = {name: data[name] for name in cls.__slots__ if name in data}
         return cls(**{**known, "arguments": tuple(known.get("arguments", ()))})
 
@@ -79,7 +81,7 @@ def note(event: str, **values: Any) -> None:
     """Tells the supervisor that something happened; does nothing outside of a supervised run.
 
     Args:
-        event: what: "guard", "step", "oom", "checkpoint", "resume", "cannot fit", "error".
+        event: what: "guard", "step", "oom", "checkpoint", "resume", "cannot fit", "torch", "rescue", "error".
         values: details, which `json` can write.
     """
     path = env.run_request()
@@ -110,3 +112,23 @@ def read_events(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
             if isinstance(data, dict) and isinstance(data.get("event"), str):
                 events.append(data)
     return events
+
+
+def earlier_events() -> list[dict[str, Any]]:
+    """The events of all attempts before this one, in order; none outside of a supervised run."""
+    request = current()
+    if request is None:
+        return []
+    # The supervisor gives each attempt a folder of its own, numbered, beside the others.
+    folder = Path(env.run_request()).absolute().parent
+    return [
+        event
+        for number in range(1, request.attempt)
+        for event in read_events(folder.with_name(f"{folder.name.rpartition('-')[0]}-{number}"))
+    ]
+
+
+def last_checkpoint() -> str | None:
+    """Path of the newest checkpoint that an earlier attempt wrote and that is still there."""
+    paths = [event.get("path") for event in earlier_events() if event["event"] == "checkpoint"]
+    return next((path for path in reversed(paths) if isinstance(path, str) and os.path.exists(path)), None)

@@ -78,13 +78,13 @@ class ProcessMemory:
     Args:
         pid: its number.
         name: of its program, or "" where that isn't known.
-        anonymous_bytes: memory that only it can give back; None where that isn't known.
+        held_bytes: memory that the kernel can't take back, shared memory included; None where that isn't known.
         seconds: when, from the start of the run on.
     """
 
     pid: int
     name: str = ""
-    anonymous_bytes: int | None = None
+    held_bytes: int | None = None
     seconds: float = 0.0
 
 
@@ -161,7 +161,7 @@ class Sample:
 
     Args:
         seconds: from the start of the run on.
-        script_bytes: anonymous memory of the script's own process.
+        script_bytes: what the script's own process held.
         others_bytes: the same of the processes that it started, pages that they share counted for each.
         group_bytes: what everything in the container holds and can't give back; None without a container.
     """
@@ -248,14 +248,14 @@ class SupervisedRun:
         return _reporters.describe(self)
 
     def __repr__(self) -> str:
-        peak = "" if self.peak is None else f", peak {format_size(self.peak.anonymous_bytes)}"
+        peak = "" if self.peak is None else f", peak {format_size(self.peak.held_bytes)}"
         return f"<SupervisedRun of {self.script}: {self.outcome}, {len(self.attempts)} attempts{peak}>"
 
     @property
     def peak(self) -> ProcessMemory | None:
         """The process that held most in any attempt, and when; None where nothing was seen."""
         peaks = [attempt.peak for attempt in self.attempts if attempt.peak is not None]
-        return max(peaks, key=lambda peak: peak.anonymous_bytes or 0, default=None)
+        return max(peaks, key=lambda peak: peak.held_bytes or 0, default=None)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the self-contained HTML page of this run, whole or not at all."""

@@ -7,6 +7,7 @@ compute what the whole does (batch norm), the stronger moves come first. After m
 tried once more, at longer and longer intervals where that fails: a replay is all that it costs.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -211,7 +212,8 @@ class Attempts:
             "good": self._bounds.good,
             "bad": self._bounds.bad,
             "level": self._level,
-            "base": self._base.to_json(),
+            # Checkpoints hold plain data, and names of enumerations are more than text.
+            "base": json.loads(json.dumps(self._base.to_json())),
         }
 
     def load(self, data: dict[str, Any]) -> None:

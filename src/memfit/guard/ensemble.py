@@ -201,8 +201,8 @@ def _member(index: int, part: Any, loaded: Loaded, is_model: Callable[[object], 
     name = f"member {index}"
     if is_model(part) or (isinstance(part, tuple) and part and is_model(part[0])):
         raise BadInput(
-            f"{name} is a model that is in memory already, and all of them would be at once. Give a function that builds "
-            "it, such as lambda: Model(width=64), with a file of its parameters: (function, file)."
+            f"{name} is a model that is in memory already, and all of them would be at once. Give a function that "
+            "builds it, such as lambda: Model(width=64), with a file of its parameters: (function, file)."
         )
     match part:
         case (build, file) if callable(build):

@@ -287,8 +287,10 @@ class _Offers:
 
 def _number(value: Any, what: str) -> float | None:
     """A score; None for one that is not finite, which is never the best."""
+    # A loss with its graph would warn.
+    plain = value.detach() if hasattr(value, "detach") else value
     try:
-        number = None if isinstance(value, bool | str) else float(value)
+        number = None if isinstance(plain, bool | str) else float(plain)
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None:

@@ -1,5 +1,6 @@
 """The moves: every change a plan can make, with its name, what it does to the numbers, and words for it."""
 
+import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,9 @@ _PLAIN = Settings()
 APPROXIMATE = "approximate"
 """Allows micro-batches where samples of a batch see each other: batch norm, contrastive losses."""
 
+DROPOUT = "dropout masks are drawn for each part anew"
+"""The caveat of micro-batches where there is dropout."""
+
 DEFAULT_ALLOW = (Keeps.EXACT.value, Keeps.ROUNDING.value)
 
 
@@ -74,8 +78,7 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
     for word in words:
         name = word.removeprefix("-")
         if name not in kinds and name not in KEEPS and name != APPROXIMATE:
-            known = ", ".join([*sorted(kinds), APPROXIMATE, *KEEPS])
-            raise BadInput(f"allow takes any of {known}, a minus sign in front leaves one out; {word!r} was given.")
+            raise BadInput(_unknown(word, [*sorted(kinds), APPROXIMATE, *KEEPS]))
     for word in words:
         if word in KEEPS or word == APPROXIMATE:
             found.add(word)
@@ -88,6 +91,14 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
             group = Keeps.CHANGES.value if name == "changes" else name
             found -= {name, *(move for move, keeps in KEEPS.items() if keeps.value == group)}
     return frozenset(found)
+
+
+def _unknown(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word.removeprefix("-"), known, n=1)
+    if close:
+        return f"{word!r} is nothing that can be allowed. Did you mean {close[0]!r}?"
+    names = ", ".join(known)
+    return f"{word!r} is nothing that can be allowed. Give any of {names}; a minus sign in front leaves one out."
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +148,7 @@ def used_moves(
         add(
             MICRO_BATCH,
             title,
-            approximate or ("dropout masks are drawn for each part anew" if dropout else ""),
+            approximate or (DROPOUT if dropout else ""),
             Keeps.CHANGES if approximate else None,
             micro_batches=1,
         )

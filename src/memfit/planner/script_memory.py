@@ -15,7 +15,7 @@ from memfit.core.timeline import Category, Phase, Timeline
 from memfit.planner import activation_moves, lifetime_moves, state_moves
 from memfit.planner.move import Move, Situation
 from memfit.planner.moves import AUTOCAST, CHECKPOINT, EIGHT_BIT, EXPANDABLE, FUSED, MICRO_BATCH, SET_TO_NONE, SHARD
-from memfit.planner.structure import has_batch_norm, repeated_units, unit_of
+from memfit.planner.structure import has_batch_norm, has_dropout, repeated_units, unit_of
 
 AS_IT_IS = Settings(set_to_none=False)
 """The script unchanged: `set_to_none` means here that gradients are dropped right after each update."""
@@ -50,6 +50,7 @@ class ScriptMemory:
         self._level = activation_moves.level_of_units(timeline)
         self.units = () if self._level is None else tuple(repeated_units(timeline, self._level))
         self.has_batch_norm = has_batch_norm(timeline)
+        self.has_dropout = has_dropout(timeline)
         # Given back by hand in between, or the like: what the run did beside its timeline.
         self._beside = estimate.reserved_peak_bytes - replay(timeline, options).reserved_peak_bytes
         self._steps: dict[tuple[str, ...], tuple[Timeline, AllocatorOptions] | None] = {(): (timeline, options)}

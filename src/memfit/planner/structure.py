@@ -106,6 +106,11 @@ def has_batch_norm(timeline: Timeline) -> bool:
     return any("batch_norm" in block.op for block in timeline.blocks)
 
 
+def has_dropout(timeline: Timeline) -> bool:
+    """Whether some layer drops activations at random."""
+    return any("dropout" in block.op or "bernoulli" in block.op for block in timeline.blocks)
+
+
 def of_the_graph(block: Block) -> bool:
     """Whether a block is made by the forward or backward pass and is no gradient, parameter or workspace."""
     return block.category in (Category.ACTIVATION, Category.TEMPORARY) and block.phase in (

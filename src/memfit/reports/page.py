@@ -1,4 +1,4 @@
-"""The estimate, the dry run, or the plan as one web page that needs nothing but itself.
+"""The estimate, the dry run, the plan, or the supervised run as one web page that needs nothing but itself.
 
 Style, script and data are inside the file; it opens from a disk with no network, and a content security policy made
 of the hashes of our own style and script lets a browser run nothing else. Data travels as JSON in an inert
@@ -18,20 +18,24 @@ from typing import Any
 from memfit.core.dryrun import DryRun
 from memfit.core.estimate import Estimate
 from memfit.core.plan import Plan
-from memfit.reports import figures, plan_figures, run_figures
+from memfit.core.supervised import SupervisedRun
+from memfit.reports import figures, plan_figures, run_figures, supervised_figures
 from memfit.reports.files import write_whole
 from memfit.reports.payload import build_payload
 from memfit.reports.plan_payload import build_plan_payload
 from memfit.reports.plan_text import format_plan
 from memfit.reports.run_payload import build_run_payload
 from memfit.reports.run_text import format_run
+from memfit.reports.supervised_payload import build_supervised_payload
+from memfit.reports.supervised_text import format_supervised
 from memfit.reports.text import format_estimate
 
 _SCRIPTS = {
     "page": ("document", "head", "axes", "curves", "chart", "treemap", "tables", "run", "page"),
     "plan": ("document", "head", "axes", "front", "timelines", "plan"),
+    "supervised": ("document", "head", "axes", "supervised"),
 }
-_STYLES = {"page": ("page",), "plan": ("page", "plan")}
+_STYLES = {"page": ("page",), "plan": ("page", "plan"), "supervised": ("page", "supervised")}
 
 
 def render_page(estimate: Estimate) -> str:
@@ -47,6 +51,12 @@ def render_run_page(run: DryRun) -> str:
 def render_plan_page(plan: Plan) -> str:
     """The page of a plan as one string of HTML."""
     return _render(plan_figures.verdict(plan), format_plan(plan), build_plan_payload(plan), "plan")
+
+
+def render_supervised_page(run: SupervisedRun) -> str:
+    """The page of a supervised run as one string of HTML."""
+    verdict = supervised_figures.verdict(run)
+    return _render(verdict, format_supervised(run), build_supervised_payload(run), "supervised")
 
 
 def write_page(estimate: Estimate, path: str | os.PathLike[str]) -> Path:
@@ -65,6 +75,11 @@ def write_run_page(run: DryRun, path: str | os.PathLike[str]) -> Path:
 def write_plan_page(plan: Plan, path: str | os.PathLike[str]) -> Path:
     """Write the page of a plan to `path`, as `write_page` does."""
     return write_whole(lambda: render_plan_page(plan), path)
+
+
+def write_supervised_page(run: SupervisedRun, path: str | os.PathLike[str]) -> Path:
+    """Write the page of a supervised run to `path`, as `write_page` does."""
+    return write_whole(lambda: render_supervised_page(run), path)
 
 
 def _render(title: str, plain: str, payload: dict[str, Any], kind: str = "page") -> str:

@@ -98,6 +98,8 @@ class _Program:
 
     def _functions(self) -> list[str]:
         settings, found = self.settings, []
+        if self.placed:
+            found.append(plan_snippets.TREES)
         if self.split:
             found.append(self._parts())
         if settings.checkpoint:

@@ -8,6 +8,7 @@ from memfit.core.estimate import Note
 from memfit.core.plan import Plan, PlannedMove, Point, Seconds
 from memfit.core.settings import Keeps
 from memfit.core.units import format_size
+from memfit.planner.moves import DROPOUT
 from memfit.reports import figures
 from memfit.reports.figures import UNKNOWN, printable
 from memfit.reports.parts import HARMLESS, Grid, Line, Part, note_line, sum_up
@@ -108,7 +109,8 @@ def numbers(plan: Plan) -> str:
     exact = f". Exact: {'; '.join(named[Keeps.EXACT])}" if named[Keeps.EXACT] else ""
     rounding = "; ".join(named[Keeps.ROUNDING])
     if plan.keeps is Keeps.ROUNDING:
-        return f"numbers: equal to rounding, because of: {rounding}{exact}"
+        masks = " but for the masks of dropout" if any(move.caveat == DROPOUT for move in plan.moves) else ""
+        return f"numbers: equal to rounding{masks}, because of: {rounding}{exact}"
     rounded = f". Equal to rounding: {rounding}" if rounding else ""
     return f"numbers: training changes, because of: {'; '.join(named[Keeps.CHANGES])}{rounded}{exact}"
 

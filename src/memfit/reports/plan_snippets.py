@@ -2,7 +2,7 @@
 
 from memfit.core.settings import Settings
 
-STANDARD_MODULES = ("contextlib", "functools", "os")
+STANDARD_MODULES = ("contextlib", "dataclasses", "functools", "os", "weakref")
 STANDARD_NAMES = {"Mapping": "collections.abc"}
 MODULES = ("torch", "torch.nn.functional as F")
 NAMES = {
@@ -29,13 +29,26 @@ EXPANDABLE_SEGMENTS = (
 _PARTS = '''\
 def parts(batch, NUMBER):
     """The batch in LIMIT, SHARES."""
-    leaves, structure = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+    leaves, structure = tree_flatten(as_tree(batch))
     size = next(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim)
     count = NUM_PARTS
     columns = [
         leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) and leaf.ndim else [leaf] * count for leaf in leaves
     ]
-    found = [tree_unflatten(list(column), structure) for column in zip(*columns)]
+    found = [like(batch, tree_unflatten(list(column), structure)) for column in zip(*columns)]
+'''
+
+TREES = '''\
+def as_tree(batch):
+    """The batch as PyTorch's functions on trees take it."""
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, Mapping):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def like(batch, tree):
+    is_plain = isinstance(batch, Mapping) or not dataclasses.is_dataclass(batch)
+    return tree if is_plain else dataclasses.replace(batch, **tree)
 '''
 
 PARTS = (
@@ -105,12 +118,21 @@ def offload(module):
 def offloaded(module, forward, *arguments, **options):
     # Weights stay where they are: they are there anyway.
     weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+    known = {}
 
     def pack(tensor):
-        if tensor.untyped_storage().data_ptr() in weights:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in weights:
             return tensor.device, tensor
-        waiting = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
-        return tensor.device, waiting.copy_(tensor, non_blocking=tensor.is_cuda)
+        # What is saved twice waits once, unless it was written to in between. An address may come back for another.
+        place = storage.data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        source, copy = known.get((*place, tensor.dtype, tensor._version), (None, None))
+        waiting = copy() if source is not None and source() is storage else None
+        if waiting is None:
+            waiting = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
+            waiting.copy_(tensor, non_blocking=tensor.is_cuda)
+            known[*place, tensor.dtype, tensor._version] = weakref.ref(storage), weakref.ref(waiting)
+        return tensor.device, waiting
 
     def unpack(packed):
         device, tensor = packed
@@ -156,13 +178,15 @@ def alone(optimizer):
 PLACED = '''\
 def placed(tree, device):
     """Tensors where the model is; the whole batch may wait in host memory."""
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    moved = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, as_tree(tree))
+    return like(tree, moved)
 '''
 
 PLACED_CHANNELS_LAST = '''\
 def placed(tree, device):
     """Tensors where the model is, images in its memory format."""
-    return tree_map(lambda leaf: placed_one(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    moved = tree_map(lambda leaf: placed_one(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, as_tree(tree))
+    return like(tree, moved)
 
 
 def placed_one(tensor, device):
@@ -201,7 +225,7 @@ EIGHT_BIT = (
     "",
     "    # Its state begins anew: steps that the optimizer has taken before are forgotten.",
     '    kept = ("params", "lr", "betas", "eps", "weight_decay")',
-    "    groups = [{key: group[key] for key in kept} for group in optimizer.param_groups]",
+    "    groups = [{key: group[key] for key in kept if key in group} for group in optimizer.param_groups]",
     '    optimizer = getattr(bitsandbytes.optim, f"{type(optimizer).__name__}8bit")(groups)',
 )
 

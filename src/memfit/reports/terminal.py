@@ -228,7 +228,7 @@ def _grid(grid: Grid) -> "Table":
     for line in grid.lines:
         first, *rest = (Text(cell) for cell in line.cells)
         for remark in line.remarks:
-            first.append(f"\n{remark}", style="dim")
+            first.append(f"\n  {remark}", style="dim")
         table.add_row(first, *rest)
     return table
 

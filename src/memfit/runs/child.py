@@ -35,9 +35,10 @@ class Child:
 
     def __init__(self, process: "subprocess.Popen[bytes]", report: int | None) -> None:
         self._process = process
-        self._report = None if report is None else open(report, "rb", buffering=0)
+        self._report = report
         self._told = b""
         self.pid = process.pid
+        self.lost_keeper = False
         line = self._line()
         if line.startswith("pid "):
             self.pid = int(line.split()[1])
@@ -48,6 +49,8 @@ class Child:
         line = self._line()
         if line.startswith("status "):
             return os.waitstatus_to_exitcode(int(line.split()[1]))
+        # Somebody has killed the keeper, and the kernel with it the script, but not what that had started.
+        self.lost_keeper = self._report is not None
         return return_code
 
     def close(self) -> None:
@@ -59,13 +62,14 @@ class Child:
                 self._process.kill()
             self._process.wait()
         if self._report is not None:
-            self._report.close()
+            os.close(self._report)
+            self._report = None
 
     def _line(self) -> str:
         if self._report is None:
             return ""
         while b"\n" not in self._told:
-            chunk = self._report.read(256)
+            chunk = os.read(self._report, 256)
             if not chunk:
                 return ""
             self._told += chunk

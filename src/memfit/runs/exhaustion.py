@@ -2,6 +2,7 @@
 
 import errno
 import re
+import sysconfig
 from collections.abc import Iterator
 
 _MAX_CHAIN = 20
@@ -35,21 +36,18 @@ def _is_about_memory(error: BaseException) -> bool:
 
 
 def importing(error: BaseException) -> str:
-    """Name of the module whose import was under way when an exception was raised, or "".
+    """Name of the installed module whose import an exception ended, or "".
 
-    The outermost one that belongs to a library: that is the name that the script knows.
+    Modules of the script's own don't count: a script may do all its work while one of them is imported.
     """
-    found = ""
+    folders = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
-        code = frame.f_code
-        if code.co_name in ("_find_and_load", "_find_and_load_unlocked") and code.co_filename.startswith("<frozen"):
-            name = frame.f_locals.get("name")
-            if isinstance(name, str) and not found:
-                found = name
+        if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(folders):
+            return str(frame.f_globals.get("__name__", ""))
         traceback = traceback.tb_next
-    return found
+    return (error.name or "") if isinstance(error, ImportError) else ""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

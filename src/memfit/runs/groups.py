@@ -113,7 +113,9 @@ def _used(level: Path, is_unified: bool) -> int | None:
         return None
     figures = _table(level / "memory.stat")
     names = (
-        ("inactive_file", "active_file", "slab_reclaimable") if is_unified else ("total_inactive_file", "total_active_file")
+        ("inactive_file", "active_file", "slab_reclaimable")
+        if is_unified
+        else ("total_inactive_file", "total_active_file")
     )
     return max(0, charged - sum(figures.get(name, 0) for name in names))
 

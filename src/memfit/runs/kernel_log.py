@@ -10,8 +10,8 @@ _LOG = Path("/dev/kmsg")
 _RECORD_BYTES = 8192
 _MAX_RECORDS = 100_000
 _KILLED = re.compile(
-    r"(?P<group>Memory cgroup out of memory|Out of memory)[^:]*: Killed process (?P<pid>\d+) \((?P<name>.*?)\)"
-    r".*?anon-rss:(?P<anonymous>\d+)kB"
+    r"(?P<group>Memory cgroup out of memory|Out of memory)[^:]*: Killed process (?P<pid>\d+) \((?P<name>.*)\),? (?:UID|total-vm)"
+    r".*?anon-rss:(?P<anonymous>\d+)kB(?:.*?shmem-rss:(?P<shared>\d+)kB)?"
 )
 
 
@@ -22,13 +22,13 @@ class LoggedKill:
     Args:
         pid: its number, as the machine counts; a container may count differently.
         name: of its program.
-        anonymous_bytes: what it held.
+        held_bytes: what it held.
         in_container: whether a container's limit was reached rather than the machine's.
     """
 
     pid: int
     name: str
-    anonymous_bytes: int
+    held_bytes: int
     in_container: bool
 
 
@@ -82,10 +82,12 @@ def parse(text: str) -> LoggedKill | None:
     """The kill that a line of the log tells of; None where it tells of something else.
 
     >>> parse("Memory cgroup out of memory: Killed process 12 (python) total-vm:90kB, anon-rss:4kB, file-rss:0kB")
-    LoggedKill(pid=12, name='python', anonymous_bytes=4096, in_container=True)
+    LoggedKill(pid=12, name='python', held_bytes=4096, in_container=True)
     """
     found = _KILLED.search(text)
     if found is None:
         return None
     in_container = found["group"].startswith("Memory cgroup")
-    return LoggedKill(int(found["pid"]), found["name"], int(found["anonymous"]) * 1024, in_container)
+    return LoggedKill(
+        int(found["pid"]), found["name"], (int(found["anonymous"]) + int(found["shared"] or 0)) * 1024, in_container
+    )

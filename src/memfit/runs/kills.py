@@ -70,11 +70,13 @@ def explain(evidence: Evidence) -> Ending:
 
 
 def _of_exception(evidence: Evidence, error: dict[str, Any]) -> Ending:
-    said = f"{error['type']}: {error['text']}".rstrip(": ")
+    requested = error.get("requested_bytes")
+    said = error["type"] if requested else f"{error['type']}: {error['text']}".rstrip(": ")
+    asked = f" of {format_size(requested)}" if requested else ""
     importing = str(error.get("importing") or "")
     where = f" while it imported {importing}" if importing else ""
     cause = Cause.SHARED_MEMORY if error.get("source") == "shared memory" else Cause.EXCEPTION
-    return _memory(evidence, cause, f"an allocation failed{where} ({said})", importing=importing)
+    return _memory(evidence, cause, f"an allocation{asked} failed{where} ({said})", importing=importing)
 
 
 def _of_worker(evidence: Evidence) -> Ending:
@@ -118,11 +120,13 @@ def _memory(
     evidence: Evidence, cause: Cause, text: str, process: ProcessMemory | None = None, *, importing: str = ""
 ) -> Ending:
     """An ending by memory, with what it held and what it could have."""
-    process = process or evidence.seen.last
+    # What it held goes while an exception ends it.
+    has_gone = cause is Cause.EXCEPTION or process is None
+    process = process or (evidence.seen.peak if has_gone else evidence.seen.last)
     limit, whose = evidence.ceiling.limit_bytes, evidence.ceiling.limit_of
     held = ""
-    if process is not None and process.anonymous_bytes is not None:
-        held = f"; it held {format_size(process.anonymous_bytes)} when it was seen last"
+    if process is not None and process.held_bytes is not None:
+        held = f"; it held {format_size(process.held_bytes)}" + (" at most" if has_gone else " when seen last")
     limits = "" if limit is None or cause is Cause.SHARED_MEMORY else f", the {whose}'s limit is {format_size(limit)}"
     if whose == "budget":
         limits = limits.replace("the budget's limit", "the budget")
@@ -153,12 +157,12 @@ def _logged(evidence: Evidence) -> LoggedKill | None:
 
 
 def _as_process(evidence: Evidence, kill: LoggedKill) -> ProcessMemory:
-    return ProcessMemory(kill.pid, kill.name, kill.anonymous_bytes, round(evidence.seconds, 3))
+    return ProcessMemory(kill.pid, kill.name, kill.held_bytes, round(evidence.seconds, 3))
 
 
 def _largest_other(evidence: Evidence) -> ProcessMemory | None:
     others = [process for pid, process in (evidence.seen.by_pid or {}).items() if pid != evidence.pid]
-    return max(others, key=lambda process: process.anonymous_bytes or 0, default=None)
+    return max(others, key=lambda process: process.held_bytes or 0, default=None)
 
 
 def _named(process: ProcessMemory | None) -> str:

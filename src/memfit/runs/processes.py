@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,13 @@ IS_LINUX = sys.platform.startswith("linux")
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS = 0.02
+# Lines of /proc/PID/status.
+_SIZES = {
+    b"RssAnon": "anonymous_bytes",
+    b"RssShmem": "shared_bytes",
+    b"VmData": "data_bytes",
+    b"VmSwap": "swapped_bytes",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +35,21 @@ class Held:
     """What a process holds.
 
     Args:
-        anonymous_bytes: memory that only it can give back.
+        anonymous_bytes: memory of its own.
         data_bytes: data that it has mapped, used or not, which is what RLIMIT_DATA limits.
+        shared_bytes: memory that it shares with others and that no file stands behind.
+        swapped_bytes: what of it is in swap.
     """
 
     anonymous_bytes: int
     data_bytes: int
+    shared_bytes: int = 0
+    swapped_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """What it holds and the kernel can't take back."""
+        return self.anonymous_bytes + self.shared_bytes
 
 
 def is_terminal(descriptor: int) -> bool:
@@ -72,7 +89,7 @@ def _prctl(option: int, value: int) -> bool:
     if not IS_LINUX:
         return False
     try:
-        return ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) == 0
+        return int(ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)) == 0
     except (OSError, AttributeError):
         return False
 
@@ -82,14 +99,17 @@ def held_by(pid: int) -> Held | None:
     if not IS_LINUX:
         return _held_elsewhere(pid)
     try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            fields = file.read().split()
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = file.read().split(b"\n")
     except OSError:
         return None
-    # A process that has ended and was not waited for yet holds nothing.
-    resident, shared, data = int(fields[1]), int(fields[2]), int(fields[5])
-    page = os.sysconf("SC_PAGE_SIZE")
-    return Held((resident - shared) * page, data * page)
+    sizes = {}
+    for line in lines:
+        name, _, value = line.partition(b":")
+        if name in _SIZES:
+            sizes[_SIZES[name]] = int(value.split()[0]) * 1024
+    # One that has ended and was not waited for yet has none of these lines.
+    return Held(**sizes) if "anonymous_bytes" in sizes and "data_bytes" in sizes else None
 
 
 def _held_elsewhere(pid: int) -> Held | None:
@@ -108,18 +128,6 @@ def name_of(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
-
-
-def swapped_by(pid: int) -> int:
-    """Bytes of a process that are in swap; 0 where it is gone or nothing tells."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    for line in text.splitlines():
-        if line.startswith("VmSwap:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def descendants(pid: int) -> list[int]:
@@ -155,6 +163,13 @@ def _descendants_elsewhere(pid: int) -> list[int]:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.Error:
         return []
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Ends processes and what they have started, at once."""
+    for pid in pids:
+        for found in (pid, *descendants(pid)):
+            send_to(found, getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
 def end_descendants(pid: int, grace_seconds: float, spared: frozenset[int] = frozenset()) -> None:

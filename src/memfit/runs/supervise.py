@@ -124,6 +124,8 @@ class Supervisor:
                     status = running.wait()
                     signals.become(None)
                 seen = watch.seen
+                if running.lost_keeper:
+                    processes.kill_all([running.pid, *(seen.by_pid or {})])
             events = read_events(place)
             if status < 0:
                 # The kernel writes its log after it has sent the signal.
@@ -182,10 +184,11 @@ class Supervisor:
             self._mark_event(event)
         saved = _last(events, "checkpoint")
         if saved is not None and saved.get("path"):
-            self._checkpoint = str(saved["path"])
+            update = _step(saved)
+            self._checkpoint = str(saved["path"]) + ("" if update is None else f", update {update}")
         kind = "killed" if ending.cause in (Cause.KILLED, Cause.WORKER_KILLED) else "out of memory"
         self._mark(kind if ending.cause.is_memory else "end", f"attempt {number}: {ending.text}")
-        steps = [event["step"] for event in events if isinstance(event.get("step"), int)]
+        steps = [step for event in events if (step := _step(event)) is not None]
         return Attempt(
             number=number,
             configuration=configuration,
@@ -224,7 +227,7 @@ class Supervisor:
     def _reason_to_give_up(
         self, attempt: Attempt, events: list[dict[str, Any]], following: Configuration | None
     ) -> str:
-        ending, configuration = attempt.ending, attempt.configuration
+        ending = attempt.ending
         whose, limit = self._ceiling.limit_of, format_size(self._ceiling.limit_bytes)
         if ending.importing:
             words = "budget" if whose == "budget" else f"limit of the {whose}"
@@ -234,10 +237,10 @@ class Supervisor:
                 "shared memory (/dev/shm) is too small for the processes of the script's data loaders; give the "
                 "container more of it (docker run --shm-size) or use fewer workers"
             )
-        if configuration.rescue and not attempt.guarded and _last(events, "rescue") is None:
+        if not attempt.guarded and _last(events, "torch") is None:
             return (
-                "the script uses no guard that memfit could tell to use less, and it has not got as far as importing "
-                "PyTorch, so that nothing that memfit can change from outside has an effect"
+                "the script uses no guard that could be told to use less, and had not imported PyTorch when memory ran "
+                f"out, so that nothing that memfit can change from outside would help; it needs more than {limit}"
             )
         if following is None and not attempt.guarded:
             return (
@@ -279,10 +282,10 @@ class Supervisor:
         self._marks.append(Mark(round(self._seconds() if seconds is None else seconds, 3), kind, text))
 
     def _mark_event(self, event: dict[str, Any]) -> None:
-        name, step = event["event"], event.get("step")
+        name, step = event["event"], _step(event)
         at = "" if step is None else f" in step {step}"
         texts = {
-            "oom": ("out of memory", f"an allocation failed{at}, and the step was run again"),
+            "oom": ("out of memory", f"an allocation failed{at}, and a guard took the step back"),
             "checkpoint": ("checkpoint", f"checkpoint written{at}"),
             "resume": ("checkpoint", f"resumed from a checkpoint{at}"),
         }
@@ -302,6 +305,12 @@ def has_devices(folder: Path = Path("/dev")) -> bool:
 
 def _last(events: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
     return next((event for event in reversed(events) if event["event"] == name), None)
+
+
+def _step(event: dict[str, Any]) -> int | None:
+    """The update that an event tells of, counted from the beginning of training."""
+    found = event.get("update", event.get("step"))
+    return found if isinstance(found, int) else None
 
 
 def _growth(before: int | None, after: int | None) -> int | None:

@@ -16,6 +16,7 @@ from memfit.runs import processes
 from memfit.runs.groups import Groups
 from memfit.runs.history import History
 from memfit.runs.limits import FollowingLimit
+from memfit.runs.processes import Held
 
 _PERIOD_SECONDS = 0.2
 # At first a script loads libraries, and may be gone before the first full period is.
@@ -101,36 +102,34 @@ class Watch:
         """Looks once."""
         seconds = time.monotonic() - self._origin
         held = processes.held_by(self._pid)
-        if held is None or (held.anonymous_bytes == 0 and held.data_bytes == 0):
+        if held is None:
             return
         if self._num_samples % _TREE_EVERY == 0:
             self._others = processes.descendants(self._pid)
-            swapped = processes.swapped_by(self._pid)
-            self._seen = replace(self._seen, swapped_bytes=max(self._seen.swapped_bytes, swapped))
         self._num_samples += 1
-        own = self._process(self._pid, held.anonymous_bytes, seconds)
+        own = self._process(self._pid, held.held_bytes, seconds)
         others = []
         for pid in self._others:
             other = processes.held_by(pid)
             if other is not None:
-                others.append(self._process(pid, other.anonymous_bytes, seconds))
+                others.append(self._process(pid, other.held_bytes, seconds))
         room = self._groups.room()
         self._limit.follow(held, room)
         free = None if room is None else room.free_bytes
-        self._note(own, others, held.data_bytes, free)
-        others_bytes = sum(other.anonymous_bytes or 0 for other in others)
+        self._note(own, others, held, free)
+        others_bytes = sum(other.held_bytes or 0 for other in others)
         group_bytes = self._groups.used_bytes()
-        self._history.add(Sample(round(seconds, 3), held.anonymous_bytes, others_bytes, group_bytes))
+        self._history.add(Sample(round(seconds, 3), held.held_bytes, others_bytes, group_bytes))
 
-    def _process(self, pid: int, anonymous_bytes: int, seconds: float) -> ProcessMemory:
+    def _process(self, pid: int, held_bytes: int, seconds: float) -> ProcessMemory:
         if pid not in self._names:
             self._names[pid] = processes.name_of(pid)
-        return ProcessMemory(pid, self._names[pid], anonymous_bytes, round(seconds, 3))
+        return ProcessMemory(pid, self._names[pid], held_bytes, round(seconds, 3))
 
-    def _note(self, own: ProcessMemory, others: list[ProcessMemory], data_bytes: int, free_bytes: int | None) -> None:
+    def _note(self, own: ProcessMemory, others: list[ProcessMemory], held: Held, free_bytes: int | None) -> None:
         seen = self._seen
         for process in (own, *others):
-            if process.anonymous_bytes and seen.by_pid is not None:
+            if process.held_bytes and seen.by_pid is not None:
                 seen.by_pid[process.pid] = process
         if seen.by_pid is not None and len(seen.by_pid) > _MAX_REMEMBERED:
             for pid in list(seen.by_pid)[: _MAX_REMEMBERED // 2]:
@@ -140,9 +139,10 @@ class Watch:
         free = [size for size in (seen.least_free_bytes, free_bytes) if size is not None]
         self._seen = replace(
             seen,
-            peak=max(candidates, key=lambda process: process.anonymous_bytes or 0),
+            peak=max(candidates, key=lambda process: process.held_bytes or 0),
             last=own,
-            data_bytes=max(seen.data_bytes, data_bytes),
+            data_bytes=max(seen.data_bytes, held.data_bytes),
+            swapped_bytes=max(seen.swapped_bytes, held.swapped_bytes),
             least_free_bytes=min(free, default=None),
             shared_memory_full=seen.shared_memory_full or is_shared_memory_full(),
         )

@@ -121,6 +121,11 @@ def test_files_beside_json_leave_json_alone(script, planner, capsys, tmp_path):
         (["{}:job", "-b", "0"], "--batch-size must be at least 1, but 0 was given."),
         (["--script"], "--script takes the path of a script, such as --script train.py, but none was given."),
         (["-b", "4", "--script", "train.py"], "--batch-size is for a TARGET; a script has its own. Give it to the"),
+        (
+            ["a.py:b", "-d", "t4", "--script", "c.py"],
+            "either a TARGET or a script is planned, but 'a.py:b' and --script",
+        ),
+        (["-d", "t4", "a.py:b", "--script", "c.py", "-x"], "either a TARGET or a script is planned, but 'a.py:b' and"),
         (["--script", "train.py", "-d", "t4"], "the device was named after the script, where options are the script's"),
     ],
 )
@@ -167,6 +172,7 @@ def test_where_not_even_the_smallest_is_known_json_says_so(script, planner, caps
 
     assert code == 3
     assert json.loads(written.out) == {"fits": False, "message": MESSAGE, "device_that_would_do": None}
+    assert "memfit: nothing is written to x.html (--html), because no plan fits\n" in written.err
 
 
 def test_where_nothing_fits_the_page_shows_what_is_left(script, planner, capsys, tmp_path):
@@ -174,6 +180,7 @@ def test_where_nothing_fits_the_page_shows_what_is_left(script, planner, capsys,
     _, written = run(capsys, f"{script}:job", "-d", "512MiB", "--html", "x.html", "--save", "plan.json")
 
     assert written.out == "page of the smallest plan written to x.html\n"
+    assert "memfit: nothing is written to plan.json (--save), because no plan fits\n" in written.err
     assert "does not fit" in (tmp_path / "x.html").read_text(encoding="utf-8")
     # Nobody should apply a plan that doesn't fit by mistake.
     assert not (tmp_path / "plan.json").exists()

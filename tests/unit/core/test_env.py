@@ -38,3 +38,21 @@ def test_the_allocators_settings_can_be_given_and_taken_back(monkeypatch, given,
     assert os.environ[name] == env.allocator_settings() == "expandable_segments:True"
     env.set_allocator_settings("")
     assert env.allocator_settings() == ""
+
+
+def test_the_request_of_a_supervised_run(monkeypatch):
+    monkeypatch.delenv(env.RUN_REQUEST, raising=False)
+    assert env.run_request() == ""
+
+    environment = env.with_run_request("/somewhere/request.json")
+
+    assert environment == {**os.environ, "MEMFIT_RUN": "/somewhere/request.json"}
+    monkeypatch.setenv(env.RUN_REQUEST, "other.json")
+    assert env.run_request() == "other.json"
+
+
+def test_visible_devices(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert env.visible_cuda_devices() is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert env.visible_cuda_devices() == ""

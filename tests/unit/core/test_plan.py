@@ -64,6 +64,15 @@ def test_a_missing_file_is_one_message(tmp_path):
         Plan.load(tmp_path / "none.json")
 
 
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "memfit.plan", "version": 99}'])
+def test_a_bad_file_is_named(tmp_path, text):
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+
+    with pytest.raises(BadFile, match=r"the plan '.*mine\.json' can't be read: (not a plan|expected a memfit.plan)"):
+        Plan.load(path)
+
+
 def test_a_folder_that_is_not_there_is_one_message(plan, tmp_path):
     with pytest.raises(BadFile, match="can't be written"):
         plan.save(tmp_path / "nowhere" / "plan.json")

@@ -146,7 +146,7 @@ class Changing:
 
 
 def test_batches_must_be_the_same_for_every_member():
-    with pytest.raises(BadInput, match="batch 1 is another one for member 1 .* shuffle=False"):
+    with pytest.raises(BadInput, match=r"batch 1 is another one for member 1 .*shuffle=False"):
         run(Changing([[1], [2]], [[1], [3]]))
     with pytest.raises(BadInput, match="member 1 of the ensemble was given 1 batches, and the members before it 2"):
         run(Changing([[1], [2]], [[1]]))
@@ -158,7 +158,7 @@ def test_batches_must_be_the_same_for_every_member():
 
 @pytest.mark.parametrize("batches", [iter([1]), (batch for batch in [1]), 5])
 def test_batches_that_can_be_read_once_are_refused(batches):
-    with pytest.raises(BadInput, match="batches are read once per member, which .* doesn't allow"):
+    with pytest.raises(BadInput, match=r"batches are read once per member, which .* doesn't allow"):
         readable_again(batches)
 
 

@@ -43,11 +43,11 @@ def test_damage_elsewhere_is_named(tmp_path):
     lines = path.read_text().splitlines()
 
     path.write_text("\n".join([lines[0], lines[1][:-5], lines[2]]) + "\n")
-    with pytest.raises(BadFile, match="line 2 of .* is damaged"):
+    with pytest.raises(BadFile, match=r"line 2 of .* is damaged"):
         Trials(tmp_path, HEADER, resume=True)
 
     path.write_text("\n".join([lines[0], '{"number": 1}']) + "\n")
-    with pytest.raises(BadFile, match="line 2 of .* is no result of a trial"):
+    with pytest.raises(BadFile, match=r"line 2 of .* is no result of a trial"):
         Trials(tmp_path, HEADER, resume=True)
 
 
@@ -75,7 +75,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 def test_a_folder_that_is_none_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
 
-    with pytest.raises(BadFile, match="can't be used: .* Give a folder that can be written to"):
+    with pytest.raises(BadFile, match=r"can't be used: .* Give a folder that can be written to"):
         Trials(tmp_path / "file", HEADER, resume=True)
 
 

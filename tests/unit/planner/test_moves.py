@@ -21,9 +21,13 @@ def test_names_add_and_minus_signs_remove():
 
 
 def test_what_is_no_move_is_refused_with_what_is():
-    with pytest.raises(BadInput, match=r"'magic' was given") as caught:
+    with pytest.raises(BadInput, match="'magic' is nothing that can be allowed") as caught:
         allowed_moves(["exact", "magic"])
     assert "micro-batch" in str(caught.value)
+    for word, meant in (("exat", "exact"), ("-checkpiont", "checkpoint"), ("8bit-optimizer", "8-bit-optimizer")):
+        with pytest.raises(BadInput) as caught:
+            allowed_moves([word])
+        assert str(caught.value) == f"{word!r} is nothing that can be allowed. Did you mean {meant!r}?"
 
 
 EVERYTHING = Settings(

@@ -5,6 +5,7 @@ from memfit.planner.structure import (
     Span,
     Spans,
     has_batch_norm,
+    has_dropout,
     named_range,
     of_the_graph,
     parameter_sizes,
@@ -106,6 +107,12 @@ def test_sizes_of_parameters_and_their_halves():
 def test_batch_norm_is_seen():
     assert not has_batch_norm(training())
     assert has_batch_norm(training(op="aten.native_batch_norm"))
+
+
+def test_dropout_is_seen():
+    assert not has_dropout(training())
+    assert has_dropout(training(op="aten.native_dropout"))
+    assert has_dropout(training(op="aten.bernoulli_"))
 
 
 def test_the_graph_is_what_forward_and_backward_make():

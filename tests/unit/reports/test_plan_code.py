@@ -362,6 +362,44 @@ def test_offload_lets_weights_stay():
     assert all(shape == (7, 8) for shape in copied)
 
 
+def test_what_is_saved_twice_waits_once():
+    made = functions(Settings(offload=("1",)))
+    model = make_model()
+    # Both linear layers save the input that they share, and so does the product.
+    shared = torch.nn.ModuleDict({"a": torch.nn.Linear(8, 8), "b": torch.nn.Linear(8, 8)}).double()
+    shared.forward = lambda x: shared["a"](x) * shared["b"](x) * x
+    model[1] = shared
+    fitted, _ = made["prepare"](model, torch.optim.SGD([torch.zeros(1)]))
+    copied = []
+    with pytest.MonkeyPatch.context() as patch:
+        empty = torch.empty
+        patch.setattr(torch, "empty", lambda *a, **k: copied.append(a) or empty(*a, **k))
+        mean_loss(fitted, next(make_batches())).backward()
+
+    # The input, what both layers give, and their product.
+    assert len(copied) == 4
+
+
+@dataclasses.dataclass
+class Samples:
+    inputs: torch.Tensor
+    wanted: torch.Tensor
+    name: str = "all"
+
+
+def samples_loss(model, batch):
+    assert batch.name == "all"
+    return F.mse_loss(model(batch.inputs), batch.wanted)
+
+
+def test_batches_may_be_dataclasses():
+    batches = [Samples(*batch) for batch in make_batches()]
+
+    assert_same(Settings(micro_batches=3), loss=samples_loss, batches=batches)
+    # Whole, but placed.
+    assert_same(Settings(channels_last=True), loss=samples_loss, batches=batches)
+
+
 def test_state_that_is_there_moves_to_the_host():
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -7,6 +7,7 @@ from memfit.core.estimate import Note
 from memfit.core.plan import Refusal, Seconds
 from memfit.core.settings import Keeps, Settings
 from memfit.core.units import MIB
+from memfit.planner.moves import DROPOUT
 from memfit.reports import plan_figures
 from tests.unit.reports.plan_builders import MOVES, make_easy_plan, make_front, make_plan, make_small_plan
 
@@ -73,6 +74,10 @@ def test_a_slowdown_of_nothing_is_called_so():
             "numbers: equal to rounding, because of: fused optimizer. Exact: recompute 3 of 16 blocks",
         ),
         (MOVES[2:3], "numbers: equal to rounding, because of: fused optimizer"),
+        (
+            (dataclasses.replace(MOVES[2], title="2 micro-batches", caveat=DROPOUT),),
+            "numbers: equal to rounding but for the masks of dropout, because of: 2 micro-batches",
+        ),
         (
             (dataclasses.replace(MOVES[1], keeps=Keeps.CHANGES, title="adapters"), *MOVES[2:]),
             "numbers: training changes, because of: adapters. Equal to rounding: fused optimizer. Exact: channels last",

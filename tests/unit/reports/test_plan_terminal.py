@@ -47,7 +47,7 @@ def test_names_are_no_markup():
 
     assert "[red]ResNet on" in text
     assert "[red]x[/red]" in text
-    assert "[bold]y" in text
+    assert "\n    [bold]y" in text, "the caveat is not indented below its move"
 
 
 def test_without_rich_it_says_what_to_install(monkeypatch):

@@ -12,7 +12,7 @@ from typing import Any
 class _Loader(importlib.abc.Loader):
     """A module's own loader, and an action afterwards."""
 
-    def __init__(self, plain: Any, action: Callable[[ModuleType], None]) -> None:
+    def __init__(self, plain: Any, action: Callable[[ModuleType], None] | None) -> None:
         self._plain = plain
         self._action = action
 
@@ -21,8 +21,14 @@ class _Loader(importlib.abc.Loader):
         return made
 
     def exec_module(self, module: ModuleType) -> None:
+        # From here on the module is what it is without us.
+        module.__loader__ = self._plain
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._plain
         self._plain.exec_module(module)
-        self._action(module)
+        action, self._action = self._action, None
+        if action is not None:
+            action(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
@@ -39,7 +45,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         early = self._before.pop(name, None)
         if early is not None:
             early()
-        late = self._after.pop(name, None)
+        # Libraries ask whether others are there without importing them, so that this may be one of many times.
+        late = None if name in sys.modules else self._after.get(name)
         if late is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -65,3 +72,14 @@ def on_import(
         yield
     finally:
         sys.meta_path.remove(finder)
+
+
+def watch_imports(after: Mapping[str, Callable[[ModuleType], None]]) -> None:
+    """Calls `after[name](module)` when the module has been imported, from now until the process ends.
+
+    Where it has been imported already, it is called at once.
+    """
+    for name, action in after.items():
+        if name in sys.modules:
+            action(sys.modules[name])
+    sys.meta_path.insert(0, _Finder({}, {name: action for name, action in after.items() if name not in sys.modules}))

@@ -13,6 +13,7 @@ original message. Requests for an exabyte or more are never counted: no memory e
 read a size from damaged data, as a collective that has lost its peers does.
 """
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -29,6 +30,9 @@ from memfit.core.errors import MemfitError
 from memfit.core.guarding import OutOfMemory, Where
 
 _IMPOSSIBLE_BYTES = 2**60
+# From malloc.h of the GNU C library.
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 1 << 20
 # Deeper chains of causes are loops or noise.
 _MAX_CHAIN = 20
 
@@ -59,7 +63,11 @@ _TEXTS: tuple[tuple[str, Where, re.Pattern[str]], ...] = tuple(
         ("shared memory", Where.HOST, r"unable to write to file </torch_[^\n]*No space left on device"),
         # SIGKILL is what the kernel sends; user-space daemons such as earlyoom begin with SIGTERM.
         ("worker", Where.HOST, r"DataLoader worker (?:\(pid[^)\n]*\) )?is killed by signal: (?:Killed|Terminated|Bus)"),
-        ("threads", Where.HOST, r"can't start new thread|^(?:thread\S* )*Resource temporarily unavailable\W*$"),
+        (
+            "threads",
+            Where.HOST,
+            r"can't start new thread|^(?:\w+: )*(?:thread\S* )*Resource temporarily unavailable\W*$",
+        ),
         ("python", Where.HOST, r"\bstd::bad_alloc\b|paging file is too small"),
         ("xla", Where.DEVICE, r"RESOURCE_EXHAUSTED[\s\S]*(?:out of memory|\bOOM\b|\ballocat)"),
         (
@@ -69,7 +77,7 @@ _TEXTS: tuple[tuple[str, Where, re.Pattern[str]], ...] = tuple(
         ),
         ("torch", Where.HOST, r"\bCannot allocate memory\b|failed to map segment from shared object"),
         ("torch", Where.HOST, r"\bOUT_OF_HOST_MEMORY\b|^[^\n]*\bERROR: Not enough memory"),
-        ("cuda", Where.DEVICE, r"\bCUDA (?:driver |runtime )?(?:error|out of memory)?[^\n]*\bout of memory\b"),
+        ("cuda", Where.DEVICE, r"\bCUDA\b[^\n]*\bout of memory\b"),
         ("cuda", Where.DEVICE, r"\b(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)\b"),
         ("torch", Where.DEVICE, r"\b(?:UR|PI|ZE)_\w*_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)\b"),
         # Any other accelerator's, but not advice about what to do against it.
@@ -90,7 +98,7 @@ _IMPOSTORS = re.compile(
 _CAUGHT = re.compile(r"^Caught (\w+) in ", re.MULTILINE)
 _LAST_LINE = re.compile(r"^([A-Za-z_][\w.]*)(?:: ([\s\S]*))?\Z", re.MULTILINE)
 
-_UNIT = r"(\d+(?:\.\d*)?)\s*(bytes|[KMGT]i?B|B)\b"
+_UNIT = r"(\d+(?:\.\d*)?)\s*(bytes|[KMGTPE]i?B|B)\b"
 _REQUESTED = re.compile(r"\b(?:allocate|allocating|calloc|malloc)(?: async)? " + _UNIT, re.IGNORECASE)
 _FREE = re.compile(_UNIT + r" (?:is )?free\b", re.IGNORECASE)
 _MPS = re.compile(
@@ -98,7 +106,7 @@ _MPS = re.compile(
     re.IGNORECASE,
 )
 # PyTorch and numpy divide by powers of 1024 also where they write MB.
-_FACTORS = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_FACTORS = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50, "e": 2**60}
 
 
 def recognise(error: BaseException) -> OutOfMemory | None:
@@ -148,6 +156,17 @@ def release() -> None:
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
+
+
+def return_large_blocks() -> None:
+    """From now on, freed blocks of the C library go back to the system at once, where they are large.
+
+    By default it keeps blocks of up to 32 MiB in a heap, once one of that size was freed, and what lies between two
+    that are in use is lost to larger ones. The system's pages take longer, so this is for programs that run out.
+    """
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def where_of(model: torch.nn.Module) -> Where:

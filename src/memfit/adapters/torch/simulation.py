@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -89,7 +90,8 @@ class Simulation:
             values=self.values,
             copied_in=Category.BATCH if scripted else None,
         )
-        capability = device.capability or (8, 0)
+        self._capability = capability = device.capability or (8, 0)
+        self._on_cuda = on_cuda
         self._interceptors = (
             choices.cuda_interceptors(capability, self.autocast)
             if on_cuda
@@ -100,7 +102,7 @@ class Simulation:
     def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
         """Simulates in this thread while it lasts; `answers` replace further functions of PyTorch."""
         with (
-            replaced([*autocast_answers(self.autocast), *self._look_answers(), *answers]),
+            replaced([*autocast_answers(self.autocast), *self._look_answers(), *self._device_answers(), *answers]),
             self._numbers_read_anywhere(),
             self.origin.following(self.is_on),
             intercepting(self._interceptors),
@@ -112,6 +114,17 @@ class Simulation:
 
     def _look_answers(self) -> list[Replacement]:
         return look_answers(self.look, self.places, self.is_on, self.around_backward)
+
+    def _device_answers(self) -> list[Replacement]:
+        """What a model may ask about the device that its tensors are on; a whole program has more to ask."""
+        if not self._on_cuda:
+            return []
+        plain = torch.cuda.get_device_capability
+
+        def capability(device: Any = None) -> tuple[int, int]:
+            return self._capability if self.is_on() else plain(device)
+
+        return [Replacement(torch.cuda, "get_device_capability", capability)]
 
     @contextmanager
     def _numbers_read_anywhere(self) -> Iterator[None]:

@@ -1,9 +1,10 @@
 import importlib
+import importlib.util
 import sys
 
 import pytest
 
-from memfit.adapters.torch.imports import on_import
+from memfit.adapters.torch.imports import on_import, watch_imports
 
 
 @pytest.fixture
@@ -62,3 +63,32 @@ def test_afterwards_nothing_is_heard(package):
 
     assert sys.meta_path == finders
     importlib.import_module(package)
+
+
+def test_asking_whether_a_module_is_there_is_no_import(package):
+    heard = []
+    with on_import({}, {package: heard.append}):
+        assert importlib.util.find_spec(package) is not None
+        assert heard == []
+        module = importlib.import_module(package)
+
+    assert heard == [module]
+
+
+def test_a_module_keeps_its_own_loader(package):
+    with on_import({}, {package: lambda module: None}):
+        module = importlib.import_module(package)
+
+    assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
+    assert module.__loader__ is module.__spec__.loader
+
+
+def test_watching_until_the_process_ends(package, monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    heard = []
+    watch_imports({package: heard.append, "sys": heard.append})
+    assert heard == [sys]
+
+    module = importlib.import_module(package)
+
+    assert heard == [sys, module]

@@ -39,6 +39,18 @@ def test_while_it_runs_tensors_of_the_device_are_shapes_and_recorded(simulation)
     assert ops(simulation) == [("aten.zeros", 16)]
 
 
+def test_a_model_that_asks_for_the_capability_of_its_device_is_told(simulation):
+    plain = torch.cuda.get_device_capability
+    with simulation.running():
+        weight = torch.zeros(4, device="cuda")
+        assert torch.cuda.get_device_capability(weight.device) == AMPERE.capability
+        assert torch.cuda.get_device_capability() == AMPERE.capability
+    assert torch.cuda.get_device_capability is plain
+
+    with make(HOST).running():
+        assert torch.cuda.get_device_capability is plain
+
+
 def test_on_the_host_as_well():
     simulation = make(HOST)
     with simulation.running():

@@ -202,6 +202,11 @@ class _Adapted(torch.nn.Module):
         # Neither product needs its result in the backward pass.
         return change.add_(result)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class is made at run time, so that pickle doesn't find it by its name.
+        state: Any = super().__reduce_ex__(2)
+        return (_made, (type(self).__bases__[1],), *state[2:])
+
 
 _classes: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 
@@ -211,6 +216,12 @@ def _adapted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
     if plain not in _classes:
         _classes[plain] = type(f"Adapted{plain.__name__}", (_Adapted, plain), {"__module__": __name__})
     return _classes[plain]
+
+
+def _made(plain: type[torch.nn.Module]) -> torch.nn.Module:
+    """A layer with an adapter that has nothing yet: what pickle fills."""
+    adapted = _adapted_class(plain)
+    return adapted.__new__(adapted)
 
 
 def _adapted(layer: torch.nn.Module, rank: int, weights: _Weights | None) -> Undo:

@@ -168,5 +168,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # Conjugated and negated views are resolved by the copy; their flags would stop the change of type.
-    return tensor.resolve_conj().resolve_neg().view(-1).view(torch.uint8)
+    # Conjugated and negated views are resolved by a copy; their flags would stop the change of type. A single element
+    # counts as contiguous whatever its stride, which would stop it too.
+    plain = tensor.resolve_conj().resolve_neg()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

@@ -154,11 +154,11 @@ class Decoder:
 
     def _tagged(self, tag: str, value: dict[str, Any]) -> Any:
         content = value[tag]
+        if tag in _DICTS.values():
+            pairs = [(self.decode(key), self.decode(part)) for key, part in content]
+            return _MAKERS[tag]([pair for pair in pairs if pair[1] is not LEFT_OUT])
         if tag in _MAKERS:
-            parts = [self.decode(part) for part in content]
-            if tag in _DICTS.values():
-                return _MAKERS[tag]([pair for pair in parts if pair[1] is not LEFT_OUT])
-            return _MAKERS[tag](map(_kept, parts))
+            return _MAKERS[tag](_kept(self.decode(part)) for part in content)
         match tag:
             case "__tensor__":
                 return self._tensor(value)

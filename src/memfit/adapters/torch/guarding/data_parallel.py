@@ -9,13 +9,14 @@ run: a sum is a sum.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.adapters.torch.guarding.ghost import Accompanied
-from memfit.adapters.torch.guarding.meeting import Meeting
+from memfit.adapters.torch.guarding.meeting import Meeting, surely
 
 BUCKET_BYTES = 4 << 20
 """Small gradients are summed together, in a buffer of this size; larger ones by themselves, where they are."""
@@ -47,8 +48,8 @@ class DataParallel:
                 self._bucket_length(parameters, device, dtype), device=device, dtype=dtype
             )
         # Only synchronized batch norm communicates within a pass.
-        synchronized = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
-        self._accompanied = Accompanied(self._meeting, model, reset=lambda: None) if synchronized else None
+        self.communicates = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
+        self._accompanied = Accompanied(self._meeting, model, reset=lambda: None) if self.communicates else None
 
     @staticmethod
     def _bucket_length(parameters: list[torch.nn.Parameter], device: torch.device, dtype: torch.dtype) -> int:
@@ -74,7 +75,10 @@ class DataParallel:
         if torch.is_grad_enabled():
             # Due where passes have run before the guard was made; it communicates, so it may not wait for a pass.
             model.reducer._rebuild_buckets()
-        if model.forward_sync_buffers and any(True for _ in model.module.buffers()):
+        # The older name is that of releases before 2.13.
+        broadcasts = getattr(model, "forward_sync_buffers", None)
+        broadcasts = getattr(model, "broadcast_buffers", True) if broadcasts is None else broadcasts
+        if broadcasts and any(True for _ in model.module.buffers()):
             model._sync_buffers()
 
     @contextmanager
@@ -148,14 +152,17 @@ class DataParallel:
             self._meeting.together(lambda: _complete(parameters, greatest))
         return [parameter for parameter, kind in zip(parameters, greatest, strict=True) if kind]
 
+    def _all_reduce(self, tensor: torch.Tensor) -> None:
+        surely(partial(dist.all_reduce, tensor, group=self._meeting.group), self._meeting.group)
+
     def _sum(self, tensor: torch.Tensor | None) -> None:
         assert tensor is not None
         if tensor.is_contiguous():
-            dist.all_reduce(tensor, group=self._meeting.group)
+            self._all_reduce(tensor)
             return
         # Gradients in another memory format are summed as they lie in memory: it is the same everywhere.
         flat = torch.as_strided(tensor, (tensor.numel(),), (1,)) if _is_dense_in_memory(tensor) else tensor.contiguous()
-        dist.all_reduce(flat, group=self._meeting.group)
+        self._all_reduce(flat)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat)
 
@@ -170,7 +177,7 @@ class DataParallel:
             views = list(bucket[:length].split([gradient.numel() for gradient in gradients]))
             for view, gradient in zip(views, gradients, strict=True):
                 view.view(gradient.shape).copy_(gradient)
-            dist.all_reduce(bucket[:length], group=self._meeting.group)
+            self._all_reduce(bucket[:length])
             for view, gradient in zip(views, gradients, strict=True):
                 gradient.copy_(view.view(gradient.shape))
             start = end
@@ -190,7 +197,10 @@ class DataParallel:
         def add_up() -> None:
             kept = torch.cat([torch.arange(count) + rank * most for rank, count in enumerate(counts)])
             kept = kept.to(parameter.device)
-            summed = torch.sparse_coo_tensor(found[1][kept].t(), found[3][kept], parameter.shape)
+            # They are indices of the very same parameter elsewhere.
+            summed = torch.sparse_coo_tensor(
+                found[1][kept].t(), found[3][kept], parameter.shape, check_invariants=False
+            )
             parameter.grad = summed.coalesce()
 
         assert parameter.grad is not None
@@ -201,7 +211,9 @@ class DataParallel:
         if most:
             self._meeting.together(make_room)
             for own, all_of_them in (found[:2], found[2:]):
-                dist.all_gather_into_tensor(all_of_them, own, group=self._meeting.group)
+                # Its name since 2.13, where the older one warns.
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                surely(partial(gather, all_of_them, own, group=self._meeting.group), self._meeting.group)
             self._meeting.together(add_up)
 
 

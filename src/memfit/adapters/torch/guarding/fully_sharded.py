@@ -27,8 +27,9 @@ class FullySharded:
         ValueError: the model is split over processes in another way as well.
     """
 
+    communicates = True
+
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
         self._states = _states_of(model)
         if any(parameter.is_dtensor for group in self._groups() for parameter in group.fsdp_params):
             raise ValueError(

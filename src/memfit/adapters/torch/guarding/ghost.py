@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _NormBase
 
 from memfit.adapters.torch import oom
-from memfit.adapters.torch.guarding.meeting import Meeting
+from memfit.adapters.torch.guarding.meeting import Meeting, num_begun
 
 _COLLECTIVES = (
     "all_gather",
@@ -79,12 +79,19 @@ class Counter:
                 self.num_done += 1
                 _make_finite(args, kwargs)
                 return Done() if kwargs.get("async_op") else None
-            result = function(*args, **kwargs)
-            # An operation that could not even begin has to be made up for.
-            self.num_done += 1
-            return result
+            group = _group_of(args, kwargs)
+            number = num_begun(group)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                # One that could not even begin has to be made up for; one that failed afterwards has not.
+                self.num_done += number != num_begun(group)
 
         return counted
+
+
+def _group_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)), None)
 
 
 def _make_finite(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ References are followed backwards, breadth first, until a variable of a module o
 """
 
 import gc
+import inspect
 import sys
 import types
 from collections.abc import Collection
@@ -28,11 +29,15 @@ def find_holder(target: object, ignored: Collection[object] = ()) -> str | None:
     modules = {id(vars(module)): name for name, module in loaded if hasattr(module, "__dict__")}
     level: list[tuple[Any, str]] = [(target, "")]
     seen |= {id(level), id(modules)}
+    running = _running()
     fallback: str | None = None
     for _ in range(_MAX_STEPS):
         reached: list[tuple[Any, str]] = []
         seen.add(id(reached))
         for held, path in level:
+            if id(held) in running:
+                name, where = running[id(held)]
+                return f"the variable {name}{path} of {where}"
             referrers = gc.get_referrers(held)
             seen.add(id(referrers))
             for referrer in referrers:
@@ -56,21 +61,42 @@ def find_holder(target: object, ignored: Collection[object] = ()) -> str | None:
 
 def _root(referrer: Any, held: Any, path: str, modules: dict[int, str]) -> str | None:
     """Words for a holder that has a name; None where the search must go on."""
-    if isinstance(referrer, types.FrameType):
-        if str(referrer.f_globals.get("__name__", "")).startswith(_OWN):
-            return None
-        names = [name for name, value in referrer.f_locals.items() if value is held]
-        # A frame whose variables hold something else has it on its stack: the call that is running.
-        if not names:
-            return None
-        code = referrer.f_code
-        return f"the variable {names[0]}{path} of {code.co_name} ({_short(code.co_filename)}:{referrer.f_lineno})"
     if isinstance(referrer, dict) and id(referrer) in modules:
         names = [str(name) for name, value in referrer.items() if value is held]
         return f"the variable {names[0]}{path} of module {modules[id(referrer)]}" if names else None
     if isinstance(referrer, types.FunctionType):
-        return f"the function {referrer.__qualname__} of module {referrer.__module__}, which uses it from outside"
+        return f"the function {referrer.__qualname__} of module {referrer.__module__}"
+    if isinstance(referrer, tuple) and isinstance(held, types.CellType):
+        for function in gc.get_referrers(referrer):
+            if isinstance(function, types.FunctionType) and function.__closure__ is referrer:
+                index = [cell is held for cell in referrer].index(True)
+                name = function.__code__.co_freevars[index]
+                return f"the variable {name}{path} that the function {function.__qualname__} uses from outside"
     return None
+
+
+def _running() -> dict[int, tuple[str, str]]:
+    """Variables of the functions that are running, by the object they hold: (name, where).
+
+    The collector doesn't know of them. The modules' own variables are found by other means.
+    """
+    found: dict[int, tuple[str, str]] = {}
+    for top in sys._current_frames().values():
+        frame: types.FrameType | None = top
+        while frame is not None:
+            code = frame.f_code
+            own = str(frame.f_globals.get("__name__", "")).startswith(_OWN)
+            if not own and code.co_flags & inspect.CO_OPTIMIZED:
+                variables = frame.f_locals
+                where = f"{code.co_name} ({_short(code.co_filename)}:{frame.f_lineno})"
+                found.update({id(value): (name, where) for name, value in variables.items()})
+                # Before Python 3.13 it is a copy that stays with the frame, and would itself hold everything.
+                if type(variables) is dict:
+                    variables.clear()
+            frame = frame.f_back
+    # One of the frames is this function's own, which would hold itself.
+    del top
+    return found
 
 
 def _step(referrer: Any, held: Any) -> str | None:

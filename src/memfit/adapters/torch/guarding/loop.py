@@ -1,7 +1,9 @@
 """The objects of one PyTorch training loop, as its guard handles them."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,14 @@ from memfit.adapters.torch import oom
 from memfit.adapters.torch.fitting import probe
 from memfit.adapters.torch.fitting.fitted import check_unfitted
 from memfit.adapters.torch.fitting.micro_batches import split
-from memfit.adapters.torch.guarding import room
+from memfit.adapters.torch.fitting.probe import part_of
+from memfit.adapters.torch.guarding import room, sharded_state
+from memfit.adapters.torch.guarding.accelerate_loop import unwrapped
 from memfit.adapters.torch.guarding.batches import Batches
 from memfit.adapters.torch.guarding.blocks import blocks
 from memfit.adapters.torch.guarding.ranks import ranks_of
 from memfit.adapters.torch.guarding.transaction import Clipping, Transaction
+from memfit.core.device import Origin
 from memfit.core.errors import BadBatch, BadModel, BadOptimizer
 from memfit.core.guarding import BatchSize, OutOfMemory
 from memfit.core.settings import Settings, Weighting
@@ -53,6 +58,7 @@ class TorchLoop:
         state: dict[str, Any],
         finish_window: Callable[[], None],
     ) -> None:
+        optimizer, scaler = unwrapped(optimizer, scaler)
         _check(model, optimizer)
         self.model = model
         self.optimizer = optimizer
@@ -71,6 +77,8 @@ class TorchLoop:
         self.batches = Batches(finish_window)
         self._parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
         self._extra = state
+        self.assumed_weighting = Weighting()
+        """How the losses of micro-batches add up where that can't be tried out."""
 
     # What the guard asks.
 
@@ -121,16 +129,44 @@ class TorchLoop:
         return "the batch holds a single sample"
 
     def find_weighting(self, loss: Callable[[Any, Any], Any], batch: Any) -> tuple[Weighting | None, str]:
-        """(how the losses of micro-batches add up, why they don't); samples count where it can't be tried out."""
+        """(how the losses of micro-batches add up, why they don't); an assumption where it can't be tried out."""
+        weighting, reason = self._found_weighting(loss, batch)
+        if self.num_ranks == 1:
+            return weighting, reason
+        # Other batches may say something else; all processes go by what the first one has found.
+        shared = json.loads(self.share(json.dumps([None if weighting is None else asdict(weighting), reason])))
+        return None if shared[0] is None else Weighting(**shared[0]), shared[1]
+
+    def _found_weighting(self, loss: Callable[[Any, Any], Any], batch: Any) -> tuple[Weighting | None, str]:
+        for tried in (batch, part_of(batch, 0, 2)):
+            found = self._probed(loss, tried)
+            if found is not None:
+                is_assumed = found.origin is Origin.ASSUMED
+                return self.assumed_weighting if is_assumed else found.weighting, found.reason
+            oom.release()
+        return self.assumed_weighting, "there is no memory to try it out"
+
+    def _probed(self, loss: Callable[[Any, Any], Any], batch: Any) -> probe.Found | None:
+        """What a probe finds out; None where memory runs out in it."""
+        ran_out = False
+
+        def watched(model: Any, part: Any) -> Any:
+            nonlocal ran_out
+            try:
+                return loss(model, part)
+            except Exception as error:
+                ran_out = ran_out or oom.recognise(error) is not None
+                raise
+
         try:
             with self.without_settings():
-                found = probe.find_weighting(self.plain_model, loss, batch)
+                found = probe.find_weighting(self.plain_model, watched, batch)
         except Exception as error:
             if oom.recognise(error) is None:
                 raise
             oom.clear_frames(error)
-            return Weighting(), "there is no memory to try it out"
-        return found.weighting, found.reason
+            return None
+        return None if ran_out else found
 
     @contextmanager
     def without_settings(self) -> Iterator[None]:
@@ -194,23 +230,18 @@ class TorchLoop:
 
     def write_state(self, directory: Path, progress: dict[str, Any]) -> None:
         """Writes everything that a resume needs into a directory, together with the other processes."""
-        self._state().save(directory, **self._parts, extra=self._extra, progress=self._progress(progress))
+        extra = {name: value.state_dict() for name, value in self._extra.items()}
+        progress = {**progress, "batches": self.batches.state(), "extra": extra}
+        sharded_state.save(directory, **self._parts, progress=progress)
 
     def read_state(self, directory: Path) -> dict[str, Any]:
         """Takes over what `write_state` wrote; returns the progress it was given."""
-        progress: dict[str, Any] = self._state().load(directory, **self._parts, extra=self._extra)
+        progress: dict[str, Any] = sharded_state.load(directory, **self._parts)
         self.batches.load(progress["batches"])
+        for name, value in self._extra.items():
+            if name in progress["extra"]:
+                value.load_state_dict(progress["extra"][name])
         return progress
-
-    def _progress(self, progress: dict[str, Any]) -> dict[str, Any]:
-        return {**progress, "batches": self.batches.state()}
-
-    def _state(self) -> Any:
-        if self.num_ranks == 1:
-            from memfit.adapters.torch.guarding import state
-        else:
-            from memfit.adapters.torch.guarding import sharded_state as state  # type: ignore[no-redef]
-        return state
 
     def share(self, text: str) -> str:
         """The text of the first process."""

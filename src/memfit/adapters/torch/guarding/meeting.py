@@ -6,13 +6,17 @@ beginning. They lie in host memory where the processes can exchange that: a vote
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from memfit.adapters.torch import oom
+
 # Taken here, because the passes of a sharded model run with the functions of `torch.distributed` replaced.
 _all_reduce = dist.all_reduce
+_ATTEMPTS = 3
 
 
 class OtherRankOutOfMemory(torch.OutOfMemoryError):
@@ -20,6 +24,27 @@ class OtherRankOutOfMemory(torch.OutOfMemoryError):
 
     def __init__(self) -> None:
         super().__init__("another process ran out of memory")
+
+
+def num_begun(group: Any) -> int:
+    """How many collective operations a group has begun; None: the group of all processes."""
+    of_all: Any = dist.group.WORLD
+    return int((of_all if group is None else group)._get_sequence_number_for_group())
+
+
+def surely(collective: Callable[[], Any], group: Any) -> None:
+    """Runs one collective operation; tries again where it found no memory and had not begun."""
+    for attempt in range(_ATTEMPTS):
+        number = num_begun(group)
+        try:
+            collective()
+            return
+        except Exception as error:
+            has_begun = num_begun(group) != number
+            if has_begun or attempt == _ATTEMPTS - 1 or oom.recognise(error) is None:
+                raise
+            oom.clear_frames(error)
+        oom.release()
 
 
 class Meeting:
@@ -91,7 +116,7 @@ class Meeting:
     def sum(self, weight: float) -> float:
         """The sum of a number over all processes."""
         self._weights.fill_(weight)
-        _all_reduce(self._weights, dist.ReduceOp.SUM, group=self.group)
+        surely(partial(_all_reduce, self._weights, dist.ReduceOp.SUM, group=self.group), self.group)
         return float(self._weights.item())
 
     def _exchange(self, numbers: Sequence[int], operation: Any) -> list[int]:
@@ -102,7 +127,7 @@ class Meeting:
             view = self._numbers[: len(some)]
             if self._numbers is not self._host:
                 view.copy_(self._host[: len(some)])
-            _all_reduce(view, operation, group=self.group)
+            surely(partial(_all_reduce, view, operation, group=self.group), self.group)
             if self._numbers is not self._host:
                 self._host[: len(some)].copy_(view)
             found += self._values[: len(some)]

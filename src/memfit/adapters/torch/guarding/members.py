@@ -15,12 +15,29 @@ batch_size = common_first_dimension
 _PROBED = 32
 """Elements of each tensor that tell one batch from another."""
 
-__all__ = ["COMBINATIONS", "batch_size", "combined_by", "fingerprint", "is_model", "join", "predict", "ready", "shuffles", "split"]
+__all__ = [
+    "COMBINATIONS",
+    "batch_size",
+    "combined_by",
+    "fingerprint",
+    "is_model",
+    "join",
+    "predict",
+    "ready",
+    "shuffles",
+    "split",
+    "structure",
+]
 
 
 def is_model(value: object) -> bool:
     """Whether it is a model that is in memory already."""
     return isinstance(value, torch.nn.Module)
+
+
+def structure(model: torch.nn.Module) -> object:
+    """The same for models that are built alike, whatever their values."""
+    return str(model), tuple((name, tuple(value.shape), value.dtype) for name, value in model.named_parameters())
 
 
 def ready(model: Any) -> Any:

@@ -70,8 +70,7 @@ class _Layer:
             return
         tensor = next(iter(tensors_in(inputs)))
         count = tensor.numel() // max(1, norm.num_features)
-        mean, variance = norm._buffers["running_mean"].clone(), norm._buffers["running_var"].clone()
-        self._seen[self.call].append((count, mean, variance))
+        self._seen[self.call].append((count, norm.running_mean.clone(), norm.running_var.clone()))
         self.call += 1
 
     def end(self, *, keep: bool) -> None:

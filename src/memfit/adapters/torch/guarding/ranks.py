@@ -6,8 +6,7 @@ vote afterwards.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -22,15 +21,11 @@ class Ranks(Protocol):
     num_ranks: int
     is_first: bool
     """Whether this process is the one that speaks for all: prints, and writes what is written once."""
+    communicates: bool
+    """Whether passes contain collective operations, so that no process can run one outside of `run`."""
 
     def begin(self) -> None:
         """A step begins: what the processes share before a forward pass is brought together, such as buffers."""
-
-    def passes(self) -> AbstractContextManager[Any]:
-        """Entered around all forward and backward passes of one batch, and left also where they fail."""
-
-    def finish(self, failed: bool) -> None:
-        """All passes of a batch are over here, or have failed: does what the others may still be waiting for."""
 
     def run(self, num_passes: int, one: Callable[[int], None], smallest: Callable[[], None]) -> None:
         """Runs `one(0)` to `one(num_passes - 1)`, each a forward and a backward pass of a part of a batch.
@@ -62,16 +57,10 @@ class SingleRank:
 
     num_ranks = 1
     is_first = True
+    communicates = False
 
     def begin(self) -> None:
         """Nothing is shared."""
-
-    def passes(self) -> AbstractContextManager[Any]:
-        """Nothing happens around passes."""
-        return nullcontext()
-
-    def finish(self, failed: bool) -> None:
-        """Nobody waits."""
 
     def run(self, num_passes: int, one: Callable[[int], None], smallest: Callable[[], None]) -> None:
         """One pass after another."""

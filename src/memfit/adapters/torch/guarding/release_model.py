@@ -41,13 +41,22 @@ def manual_seed(value: int) -> None:
 
 def _present() -> Iterator[Any]:
     """Every module, parameter and tensor with a graph."""
+    # There are a million objects and few types. isinstance would ask proxies, which may run code of their own.
+    counts: dict[type, bool | None] = {}
     for found in gc.get_objects():
         kind = type(found)
-        # isinstance would ask proxies, which may run code of their own.
-        if issubclass(kind, torch.nn.Module | torch.nn.Parameter) or (
-            issubclass(kind, torch.Tensor) and found.grad_fn is not None
-        ):
+        known = counts.get(kind, ...)
+        if known is ...:
+            known = counts[kind] = _counts(kind)
+        if known or (known is None and found.grad_fn is not None):
             yield found
+
+
+def _counts(kind: type) -> bool | None:
+    """Whether objects of a type count; None: those that have a graph."""
+    if issubclass(kind, (torch.nn.Module, torch.nn.Parameter)):
+        return True
+    return None if issubclass(kind, torch.Tensor) else False
 
 
 def _described(left: list[Any]) -> str:

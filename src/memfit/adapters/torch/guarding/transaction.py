@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -23,10 +23,22 @@ from memfit.adapters.torch.guarding.pooled_statistics import PooledStatistics
 from memfit.adapters.torch.guarding.ranks import Ranks
 from memfit.adapters.torch.guarding.snapshot import Buffers, RandomState
 from memfit.adapters.torch.guarding.update import Update, reset_scaler
-from memfit.core.guarding import OutOfMemory
+from memfit.core.guarding import OutOfMemory, Where
 from memfit.core.settings import Settings
 
 Loss = Callable[[Any, Any], Any]
+Passes = Callable[[Any, float], torch.Tensor]
+"""Forward and backward pass of a part whose loss counts by a factor; returns the loss, detached, without the factor."""
+
+
+class Kept(Protocol):
+    """Something besides tensors of the model that passes change, and that a replay needs back."""
+
+    def remember(self) -> None:
+        """A window begins."""
+
+    def restore(self) -> None:
+        """Everything is to be as it was then."""
 
 
 @dataclass(slots=True)
@@ -36,6 +48,8 @@ class Entry:
     loss: Loss
     batch: Any
     random_state: RandomState
+    passes: Passes | None = None
+    """How a library with a training loop of its own runs it, and weighs it in its window; None: plain passes."""
     value: torch.Tensor | None = None
     """Its loss, detached, once it has been run; None where nothing counted."""
     weight: float | None = None
@@ -109,6 +123,8 @@ class Transaction:
         self._update = Update(optimizer)
         self._fitted: Fitted | None = None
         self._window = _Window(1)
+        self.kept: list[Kept] = []
+        """What else is put back with a roll back."""
 
     @property
     def entries(self) -> list[Entry]:
@@ -138,11 +154,13 @@ class Transaction:
             # Nothing has happened yet; what is left over from before goes first.
             oom.release()
             self._buffers.remember()
+        for kept in self.kept:
+            kept.remember()
         self.extra_bytes = self._buffers.size_bytes
 
-    def add(self, loss: Loss, batch: Any) -> Entry:
+    def add(self, loss: Loss, batch: Any, passes: Passes | None = None) -> Entry:
         """One more batch; it has yet to be run."""
-        entry = Entry(loss, batch, RandomState.now())
+        entry = Entry(loss, batch, RandomState.now(), passes)
         self._window.entries.append(entry)
         return entry
 
@@ -165,7 +183,8 @@ class Transaction:
 
     def finish(self) -> OutOfMemory | None:
         """Makes the gradients those of the window and prepares the update; what ran out, on this or another process."""
-        return self._voted(self._caught(self._prepare))
+        is_weighed = any(entry.passes is not None for entry in self._window.entries)
+        return self._voted(self._caught(self._average if is_weighed else self._prepare))
 
     def commit(self) -> bool:
         """Updates the parameters; False where the update was left out. Nothing can be undone afterwards."""
@@ -177,13 +196,35 @@ class Transaction:
         self._window.entries.clear()
         return happened
 
+    def update_by(self, update: Callable[[], object]) -> OutOfMemory | None:
+        """Has `update`, another library's, change the parameters; what ran out before anything had changed."""
+        failure = self._caught(self._update.prepare)
+        if failure is None:
+            failure = self._caught(partial(self._update.step, run=update))
+        if failure is None:
+            self._buffers.forget()
+            self._window.entries.clear()
+        return failure
+
+    def retrying(self) -> AbstractContextManager[None]:
+        """Entered around what changes gradients in place, such as clipping."""
+        return self._update.retrying()
+
+    def refit(self, settings: Settings) -> None:
+        """Puts other settings on model and optimizer; gradients stay."""
+        self._fit(settings)
+
     def roll_back(self) -> None:
         """Everything is as it was when the window began; its batches can be run again."""
         self._clear_gradients()
         if self.scaler is not None:
             reset_scaler(self.scaler, self._update.optimizer)
         self._buffers.restore()
+        for kept in self.kept:
+            kept.restore()
         self._window.entries[0].random_state.restore()
+        if oom.where_of(self.model) is Where.HOST:
+            oom.return_large_blocks()
         oom.release()
 
     def forget(self) -> None:
@@ -259,6 +300,12 @@ class Transaction:
         self._clipping.apply(self.model, self.ranks)
         self._update.prepare()
 
+    def _average(self) -> None:
+        """Each process has weighed its own batches; what is left is the mean over processes."""
+        self.ranks.reduce_gradients()
+        if self.ranks.num_ranks > 1:
+            self._scale_gradients(1 / self.ranks.num_ranks)
+
     def _scale_gradients(self, factor: float) -> None:
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -296,8 +343,9 @@ class _Passes:
         self._parts = split(entry.batch, entry.num_parts)
         weighting = fitted.settings.weighting
         self._weights = raw_weights(self._parts, weighting)
-        # The only batch of a process on its own is weighed on the way, as a plain loop does it.
-        self._is_alone = window_length == 1 and ranks.num_ranks == 1
+        # The only batch of a process on its own is weighed on the way, as a plain loop does it, and so is one whose
+        # weight in its window is another library's business.
+        self._is_alone = (window_length == 1 and ranks.num_ranks == 1) or entry.passes is not None
         self._is_weighed = self._is_alone or weighting.kind == "sum"
         self._whole = sum(self._weights) if self._is_alone and weighting.kind != "sum" else 1.0
         self._weight = 0.0
@@ -314,9 +362,12 @@ class _Passes:
         part, self._parts[index] = self._parts[index], None
         if self._statistics is not None:
             self._statistics.part()
+        factor = self._weights[index] / self._whole
+        if self._entry.passes is not None:
+            self._by_library(self._entry.passes, part, factor)
+            return
         value, given = self._fitted.forward(self._entry.loss, part)
         del part
-        factor = self._weights[index] / self._whole
         if given is not None:
             self._is_weighed = self._is_alone and self._entry.num_parts == 1
             factor = 1.0 if self._is_weighed and given else given
@@ -325,12 +376,25 @@ class _Passes:
             # A mean over nothing is no number, and must not spoil the others.
             return
         self._backward(value, factor)
+        self._add(value, factor)
+
+    def _by_library(self, passes: Passes, part: Any, factor: float) -> None:
+        self._weight += factor
+        if factor or self._ranks.num_ranks > 1:
+            value = passes(part, factor)
+            if factor:
+                self._add(value, factor)
+
+    def _add(self, value: torch.Tensor, factor: float) -> None:
         # A loss can be a view of something large.
         held = value.detach().clone() if factor == 1.0 else value.detach() * factor
         self._total = held if self._total is None else self._total + held
 
     def smallest(self) -> None:
         """Passes of one sample, whose gradients are zero."""
+        if self._entry.passes is not None:
+            self._entry.passes(part_of(self._entry.batch, 0, 1), 0.0)
+            return
         value, _ = self._fitted.forward(self._entry.loss, part_of(self._entry.batch, 0, 1))
         self._backward(value, 0.0)
 

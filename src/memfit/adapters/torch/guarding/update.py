@@ -2,9 +2,9 @@
 
 An update changes parameters and moments in place, so an exception in the middle of it can't be undone. It is therefore
 kept away from the optimizer's code: every operator of the update passes through a dispatch mode, and one that finds no
-memory is called again after memory was freed. That is right because an operator asks for all its memory before it writes
-to any argument. Operators on lists of tensors are the exception: on a CPU they are loops, and each turn asks by itself,
-so there each turn is a call of its own.
+memory is called again after memory was freed. That is right because an operator asks for all its memory before it
+writes to any argument. Operators on lists of tensors are the exception: on a CPU they are loops, and each turn asks by
+itself, so there each turn is a call of its own.
 
 The mode also notes which memory was written. Version counters can't tell: operators on lists and writes through
 `.data` leave them as they are. When memory can't be found at all, what was written decides: nothing that lasts, and the
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.adapters.torch import oom
@@ -71,11 +72,12 @@ class Update:
             self.relieve()
             room.probe()
 
-    def step(self, scaler: Any = None) -> bool:
+    def step(self, scaler: Any = None, run: Callable[[], object] | None = None) -> bool:
         """Updates the parameters; False where the scaler left the update out because of infinite gradients.
 
         Args:
             scaler: the user's gradient scaler; it is updated as well.
+            run: called in place of the optimizer's own step, and has it run.
 
         Raises:
             BrokenUpdate: memory ran out for good after something had changed. Any other exception for want of memory
@@ -85,7 +87,7 @@ class Update:
         mode = _Retrying(self.relieve, self._waits_seconds)
         try:
             with mode:
-                happened = self._run(scaler)
+                happened = self._run(scaler) if run is None else run() is not False
         except Exception as error:
             if oom.recognise(error) is None:
                 raise
@@ -219,7 +221,7 @@ class _Retrying(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, relieve: Callable[[], None], waits_seconds: tuple[float, ...]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._relieve = relieve
         self._waits_seconds = waits_seconds
         self.written: set[int] = set()
@@ -232,6 +234,9 @@ class _Retrying(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and not _are_plain(types):
+            if any(issubclass(kind, FakeTensor) for kind in types):
+                # A sharded tensor finds out the shape of a result on tensors without values.
+                return func(*args, **(kwargs or {}))
             # A subclass, such as a sharded tensor, calls operators on what it holds, and they come here one by one.
             return NotImplemented
         try:
@@ -252,19 +257,22 @@ class _Retrying(TorchDispatchMode):
             if len(tensors) > 1 and any(tensor.device.type == "cpu" for tensor in tensors):
                 return self._one_by_one(kind, func, args, kwargs, len(tensors))
         random_states = _random_states(kwargs) if kind.is_random else ()
+        if kwargs:
+            # Arguments such as `out=` are no input: some operators fill one before they ask for the next.
+            self._note_named(kind, kwargs)
         try:
             made = func(*args, **kwargs)
         except Exception as error:
             failed = self._checked(error)
         else:
-            self._note(kind, args, kwargs)
+            self._note(kind, args)
             return made
         if kind.list_position is not None and len({tensor.dtype for tensor in args[kind.list_position]}) > 1:
             # Tensors of one type are one kernel, which was started or not. Of these some may have been written.
-            self._note(kind, args, kwargs)
+            self._note(kind, args)
             raise failed
         made = self._again(failed, func, args, kwargs, random_states)
-        self._note(kind, args, kwargs)
+        self._note(kind, args)
         return made
 
     def _one_by_one(self, kind: _Kind, func: Any, args: Any, kwargs: Any, length: int) -> None:
@@ -298,15 +306,16 @@ class _Retrying(TorchDispatchMode):
         oom.clear_frames(error)
         return error
 
-    def _note(self, kind: _Kind, args: Any, kwargs: Any) -> None:
+    def _note(self, kind: _Kind, args: Any) -> None:
         num_given = len(args)
         for position in kind.positions:
             if position < num_given:
                 self._note_value(args[position])
-        if kwargs:
-            for name in kind.names:
-                if name in kwargs:
-                    self._note_value(kwargs[name])
+
+    def _note_named(self, kind: _Kind, kwargs: Any) -> None:
+        for name in kind.names:
+            if name in kwargs:
+                self._note_value(kwargs[name])
 
     def _note_value(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -346,9 +355,8 @@ class _Before:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
         self._groups = [(group, dict(group)) for group in getattr(optimizer, "param_groups", ())]
-        self._state = getattr(optimizer, "state", {})
+        self._state: Any = getattr(optimizer, "state", {})
         # State is held weakly: an optimizer that replaces its tensors must be able to free the old ones.
         self._entries = {
             key: (entries, {name: _held(value) for name, value in entries.items()} if isinstance(entries, dict) else {})
@@ -359,8 +367,9 @@ class _Before:
             for index, (group, _) in enumerate(self._groups)
             for number, parameter in enumerate(group["params"])
         ]
-        self._own = {name: value for name, value in vars(optimizer).items() if isinstance(value, _SIMPLE)}
-        self._of_scaler = [name for name in _OF_SCALER if name not in vars(optimizer)]
+        self._attributes: dict[str, Any] = getattr(optimizer, "__dict__", {})
+        self._own = {name: value for name, value in self._attributes.items() if isinstance(value, _SIMPLE)}
+        self._of_scaler = [name for name in _OF_SCALER if name not in self._attributes]
 
     def changed(self, written: set[int]) -> str:
         """What is not as it was and can't be put back, in words; "" if there is nothing."""
@@ -374,7 +383,7 @@ class _Before:
             for name, value in values.items():
                 if _differs(entries.get(name), value, addresses):
                     return f"{name!r} in the state of a parameter of shape {tuple(getattr(key, 'shape', ()))}"
-        for group, options in self._groups:
+        for _, options in self._groups:
             for name, value in options.items():
                 if isinstance(value, torch.Tensor) and _is_within(addresses, _place(value)):
                     return f"the option {name!r}"
@@ -392,9 +401,9 @@ class _Before:
             for name in [name for name in group if name not in options]:
                 del group[name]
             group.update(options)
-        vars(self._optimizer).update(self._own)
+        self._attributes.update(self._own)
         for name in self._of_scaler:
-            vars(self._optimizer).pop(name, None)
+            self._attributes.pop(name, None)
 
     def all_parameters_in(self, written: set[int]) -> bool:
         """Whether every parameter with a gradient was seen to be written, so that writes can be seen at all."""
@@ -415,7 +424,7 @@ def _held(value: Any) -> Any:
 def _differs(now: Any, before: Any, addresses: list[int]) -> bool:
     """Whether a value of the state was replaced or written where it can't be put back."""
     if isinstance(before, weakref.ref):
-        return now is None or before() is not now or _is_within(addresses, _place(now))
+        return before() is not now or not isinstance(now, torch.Tensor) or _is_within(addresses, _place(now))
     if isinstance(before, list):
         return any(isinstance(held, torch.Tensor) and _is_within(addresses, _place(held)) for held in before)
     return False
@@ -423,7 +432,8 @@ def _differs(now: Any, before: Any, addresses: list[int]) -> bool:
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
     """First address and the one after the last of the memory that holds the tensor."""
-    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    # Of a sharded tensor the part that is here; asking for it in the public way would call operators.
+    local: Any = getattr(tensor, "_local_tensor", tensor)
     if local.layout is not torch.strided:
         return (0, 0)
     storage = local.untyped_storage()

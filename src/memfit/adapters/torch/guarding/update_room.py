@@ -1,8 +1,8 @@
 """How much memory an optimizer's next update will take beyond what is there, known before anything changes.
 
 The update is run on tensors that have shapes and no numbers: an optimizer of the same class with the same options,
-over twins of the parameters that have a gradient. What is alive at the peak of that run (new state, temporaries) is what
-the real one will ask for. Only PyTorch's own optimizers are run this way: others may do anything in their step.
+over twins of the parameters that have a gradient. What is alive at the peak of that run (new state, temporaries) is
+what the real one will ask for. Only PyTorch's own optimizers are run this way: others may do anything in their step.
 """
 
 import weakref
@@ -87,7 +87,8 @@ def _pieces_at_peak(optimizer: torch.optim.Optimizer, device: torch.device) -> t
         live = _Live()
         with live:
             plain_step(twin)(twin)
-        return live.at_peak
+        # A fused kernel has no temporaries: only what stays was new.
+        return live.held if all(group.get("fused") for group in optimizer.param_groups) else live.at_peak
 
 
 def _twin(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
@@ -97,8 +98,6 @@ def _twin(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim
             setattr(twin, name, type(value)())
         elif isinstance(value, _KEPT):
             setattr(twin, name, value)
-    # A check of devices that would refuse tensors without numbers.
-    twin._need_device_dtype_check_for_fused = False  # type: ignore[attr-defined]
     twin.defaults = dict(optimizer.defaults)
     twin.state = defaultdict(dict)
     twin.param_groups = []
@@ -121,7 +120,9 @@ def _choices(group: dict[str, Any], parameters: list[torch.Tensor]) -> dict[str,
     if group.get("capturable"):
         # Steps are counted on the device then; the temporaries are the same but for scalars.
         chosen["capturable"] = False
-    if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+    if group.get("fused"):
+        chosen.update(fused=False, foreach=False)
+    elif "foreach" in group and group["foreach"] is None:
         from torch.optim.optimizer import _default_to_fused_or_foreach
 
         _, foreach = _default_to_fused_or_foreach(parameters, bool(group.get("differentiable")), use_fused=False)
@@ -155,7 +156,7 @@ def _without_numbers(value: Any) -> Any:
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape and layout that holds nothing; of a sharded one, the part that is here."""
-    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()  # type: ignore[operator]
+    local: Any = getattr(tensor, "_local_tensor", tensor)
     if local.layout is not torch.strided or type(local) not in (torch.Tensor, torch.nn.Parameter):
         raise _Unknown
     return torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
@@ -165,7 +166,7 @@ class _Live(TorchDispatchMode):
     """Follows the storages that operators make, on tensors without numbers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._total = 0
@@ -176,9 +177,6 @@ class _Live(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             # Any number will do: it decides about values, not about memory.
             return 1.0 if args[0].is_floating_point() else 1
-        if func._schema.name.startswith("aten::_fused_") and func._schema.name.endswith("_"):
-            # One kernel that changes its arguments and takes nothing.
-            return None
         known = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
@@ -186,8 +184,13 @@ class _Live(TorchDispatchMode):
                 self._add(tensor)
         if self._total > self._peak:
             self._peak = self._total
-            self.at_peak = tuple(self._sizes.values())
+            self.at_peak = self.held
         return made
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Sizes of what is alive now."""
+        return tuple(self._sizes.values())
 
     def _add(self, tensor: torch.Tensor) -> None:
         storage, key = tensor.untyped_storage(), _key(tensor)
@@ -203,4 +206,4 @@ class _Live(TorchDispatchMode):
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -21,9 +21,9 @@ from typing import IO, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# M_MMAP_THRESHOLD of mallopt(3).
-_MMAP_THRESHOLD = -3
-_MAPPED_BYTES = 1024**2
+# M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of mallopt(3), and the size that the library itself goes up to.
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+_MAPPED_BYTES, _MOST_MAPPED_BYTES = 1024**2, 32 * 1024**2
 
 
 class Copy(Protocol):
@@ -177,21 +177,21 @@ def _c_library() -> ctypes.CDLL | None:
     return library if hasattr(library, "malloc_trim") and hasattr(library, "mallopt") else None
 
 
-@functools.cache
-def _map_large_blocks() -> None:
-    """Has the GNU C library map every large block by itself from now on.
+def map_large_blocks(wanted: bool) -> None:
+    """Whether the GNU C library is to map every block of a mebibyte and more by itself, so that freed ones go at once.
 
-    By default it raises the size from which it does so, up to 32 MiB, whenever such a block is freed. Blocks below it
-    are cut from a heap, and free space in the middle of a heap stays counted as data of the process.
+    By default it raises that size, up to 32 MiB, whenever such a block is freed. Blocks below it are cut from a heap,
+    which is faster, but free space in the middle of a heap stays counted as data of the process.
     """
     library = _c_library()
     if library is not None:
-        library.mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)
+        size = _MAPPED_BYTES if wanted else _MOST_MAPPED_BYTES
+        library.mallopt(_MMAP_THRESHOLD, size)
+        library.mallopt(_TRIM_THRESHOLD, 2 * size)
 
 
 def give_back() -> None:
     """Returns to the system what was freed."""
-    _map_large_blocks()
     library = _c_library()
     if library is not None:
         library.malloc_trim(0)

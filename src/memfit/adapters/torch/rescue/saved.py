@@ -97,7 +97,8 @@ class Block:
     def bring_back(self, number: int, rerun: Rerun) -> torch.Tensor:
         """The tensor of this number, on its device."""
         if self._copy is None:
-            return self.tensors[number]
+            # Not the alias itself, which loses its elements if it is moved: another one counts as a user of the storage.
+            return self.tensors[number].detach()
         return self._layouts[number].on(rerun(self._copy.storage))
 
 

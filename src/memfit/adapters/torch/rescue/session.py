@@ -91,6 +91,7 @@ class Rescue:
             torch._C._autograd._push_saved_tensors_default_hooks(self._shelf.pack, self._shelf.unpack)
             self._has_hooks = True
         if not self._has_mode and _get_current_dispatch_mode() is None:
+            copies.map_large_blocks(True)
             self._mode.__enter__()
             self._has_mode = True
 
@@ -102,6 +103,7 @@ class Rescue:
         if self._has_mode and _get_current_dispatch_mode() is self._mode:
             self._mode.__exit__(None, None, None)
             self._has_mode = False
+            copies.map_large_blocks(False)
         if self._has_hooks and _is_hook_of(self._shelf, _top_hooks()):
             torch._C._autograd._pop_saved_tensors_default_hooks()
             self._has_hooks = False

@@ -115,6 +115,18 @@ def test_a_copy_is_a_model_of_its_own():
     assert not torch.equal(other(inputs()), before)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_model_with_adapters_can_be_saved_whole(tmp_path, quantized):
+    model = make_model(torch.float32)
+    add_adapters(model, 2, quantized=quantized)
+    torch.save(model, tmp_path / "model.pt")
+
+    other = torch.load(tmp_path / "model.pt", weights_only=False)
+
+    assert [type(module) for module in other] == [type(module) for module in model]
+    assert torch.equal(other(inputs(dtype=torch.float32)), model(inputs(dtype=torch.float32)))
+
+
 def test_layers_that_share_a_weight_are_left_alone():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     model[1].weight = model[0].weight

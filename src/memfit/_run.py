@@ -1,0 +1,84 @@
+"""`memfit.run`: a training script that goes on when memory runs out."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from memfit.core import supervised
+from memfit.core.errors import BadFile, BadInput
+from memfit.core.supervised import SupervisedRun
+from memfit.core.units import parse_size
+from memfit.reports.page import write_supervised_page
+from memfit.reports.supervised_text import format_supervised
+from memfit.runs.supervise import Supervisor, Task
+from memfit.runs.target import check_module, check_script
+
+supervised.use_reporters(format_supervised, write_supervised_page)
+
+
+def run(
+    script: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    *,
+    budget: str | int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    retries: int = 5,
+    rescue: bool = False,
+    module: bool = False,
+    quiet_output: bool = False,
+) -> SupervisedRun:
+    """Runs a script, unmodified, in a process of its own, and starts it again when memory runs out.
+
+    Its input and output are ours. Under the container's limit, or the budget, a request that goes too far fails with
+    an exception instead of a kill; where the kernel kills all the same, that is noticed and explained. The next
+    attempt goes on from the last checkpoint and is told to use less; no two attempts are told the same. A script that
+    fails for another reason isn't started again.
+
+    Args:
+        script: path of the file, or the name of the module.
+        arguments: what it is given.
+        budget: memory that it may take, such as "8GiB"; by default all that there is.
+        checkpoint: folder for checkpoints of a guard; by default the script's own, if it has one.
+        retries: how often it may be started again.
+        rescue: rescue operations that run out of memory from the first attempt on.
+        module: whether `script` is the name of a module, as for `python -m`.
+        quiet_output: what the script prints goes to standard error.
+
+    Returns:
+        How it went: every attempt, why it ended, memory over time. `exit_code` is what `memfit run` returns.
+    """
+    name, given = os.fspath(script), tuple(map(str, arguments))
+    if isinstance(arguments, str):
+        raise BadInput(f"arguments must be a list of words, but the text {arguments!r} was given.")
+    if retries < 0:
+        raise BadInput(f"retries must be at least 0, but {retries} was given.")
+    budget_bytes = None if budget is None else parse_size(budget)
+    (check_module if module else check_script)(name)
+    task = Task(
+        script=name,
+        module=module,
+        arguments=given,
+        budget_bytes=budget_bytes,
+        checkpoint=None if checkpoint is None else _folder(os.fspath(checkpoint)),
+        retries=retries,
+        rescue=rescue,
+        stdout_to_stderr=quiet_output,
+    )
+    return Supervisor(task, _announce).run()
+
+
+def _announce(text: str) -> None:
+    print(f"memfit: {text}", file=sys.stderr, flush=True)
+
+
+def _folder(path: str) -> str:
+    """The full path of a folder that can be written to, which is made where it is missing."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except FileExistsError:
+        raise BadFile(f"{path!r} is not a folder. Give the path of one for checkpoints.") from None
+    except OSError as error:
+        raise BadFile(f"the folder {path!r} can't be made: {error.strerror}. Name another for checkpoints.") from None
+    if not os.access(path, os.W_OK):
+        raise BadFile(f"the folder {path!r} can't be written to. Name another for checkpoints.")
+    return os.path.abspath(path)

@@ -1,0 +1,146 @@
+"""The process of a supervised script: `python -m memfit._supervised REQUEST.json [DESCRIPTOR]`.
+
+Divides into the keeper and the script, limits the script's data, and runs it as Python would: as `__main__`, with its
+own arguments and its own folder first on the path. No framework is loaded before the script loads it; what memfit has
+to do in one is done when it has been imported. An exception that ends the script is told to the supervisor and shown
+as Python would show it.
+"""
+
+import builtins
+import importlib.machinery
+import io
+import os
+import runpy
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from memfit.adapters.torch import imports
+from memfit.core.guarding import CannotFit, OutOfMemory, Where
+from memfit.core.run_events import RunRequest, note
+from memfit.runs import exhaustion, keeper, limits
+
+_MAX_TEXT = 500
+
+
+def main(request_path: str, descriptor: str | None = None) -> None:
+    """Runs what the file asks for; the script's end is this process's."""
+    request = RunRequest.from_json(Path(request_path).read_text(encoding="utf-8"))
+    keeper.divide(None if descriptor is None else int(descriptor))
+    if request.data_limit_bytes is not None:
+        limits.set_data_limit(request.data_limit_bytes)
+    imports.watch_imports({"torch": lambda module: _install(request)})
+    run_script(request)
+
+
+def _install(request: RunRequest) -> None:
+    from memfit import integrations
+    from memfit.adapters.torch import supervised
+
+    supervised.install(request, integrations.TRAINERS)
+
+
+def run_script(request: RunRequest) -> None:
+    """Runs the script in this process; an exception that ends it is told and shown, and ends the process."""
+    sys.argv = [request.script, *request.arguments]
+    try:
+        if request.module:
+            _run_module(request.script)
+        else:
+            _run_file(request.script)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # Our own frames are no part of the script.
+        traceback = _of_script(error.__traceback__)
+        tell(error.with_traceback(traceback))
+        sys.excepthook(type(error), error, traceback)
+        if isinstance(error, KeyboardInterrupt):
+            # Python ends a program that was interrupted by the signal itself, after its usual end.
+            sys.excepthook = lambda *details: None
+            raise
+        sys.exit(1)
+
+
+def _run_file(path: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    # Python gives the arguments the path as it was written, and the program its whole.
+    path = os.path.abspath(path)
+    with io.open_code(path) as file:
+        source = file.read()
+    module = _new_main()
+    # What a program finds in its own namespace when Python has started it.
+    module.__file__ = path
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    module.__dict__["__cached__"] = None
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+
+
+def _run_module(name: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()
+    _new_main()
+    # What `python -m` itself calls. Unlike `runpy.run_module` it leaves the module in place for threads and functions
+    # that run after it.
+    runpy._run_module_as_main(name, alter_argv=True)  # type: ignore[attr-defined]
+
+
+def _new_main() -> ModuleType:
+    module = ModuleType("__main__")
+    module.__dict__.update({"__builtins__": builtins, "__annotations__": {}})
+    sys.modules["__main__"] = module
+    return module
+
+
+def tell(error: BaseException) -> None:
+    """Tells the supervisor of the exception that ends the script."""
+    if isinstance(error, KeyboardInterrupt):
+        return
+    failure = _recognise(error)
+    if failure is not None:
+        # Whoever shows the exception, and whoever clears up, needs memory too.
+        limits.lift_data_limit()
+    lines = str(error).strip().splitlines() or [""]
+    note(
+        "error",
+        type=type(error).__name__,
+        text=lines[0][:_MAX_TEXT],
+        memory=failure is not None,
+        source="" if failure is None else failure.source,
+        requested_bytes=None if failure is None else failure.requested_bytes,
+        importing="" if failure is None else exhaustion.importing(error),
+    )
+
+
+def _recognise(error: BaseException) -> OutOfMemory | None:
+    """What ran out; None where the exception is about something else."""
+    if isinstance(error, CannotFit):
+        return error.failure or OutOfMemory(Where.HOST, "guard", text=str(error))
+    if "torch" in sys.modules and hasattr(sys.modules["torch"], "OutOfMemoryError"):
+        from memfit.adapters.torch.oom import recognise
+
+        failure = recognise(error)
+        if failure is not None:
+            return failure
+    return OutOfMemory(Where.HOST, "python") if exhaustion.is_about_memory(error) else None
+
+
+def _of_script(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback without our own frames: those that start the script, and those that see what it imports."""
+    ours = (os.path.abspath(__file__), os.path.abspath(imports.__file__))
+    frames = []
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        if os.path.abspath(name) not in ours and not name.startswith("<frozen runpy"):
+            frames.append(traceback)
+        traceback = traceback.tb_next
+    # A mistake in the script's syntax has no frame of the script.
+    for first, second in pairwise(frames):
+        first.tb_next = second
+    return frames[0] if frames else None
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

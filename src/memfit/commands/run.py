@@ -1,0 +1,79 @@
+"""A training script that goes on when memory runs out.
+
+Examples:
+  memfit run train.py --batch-size 64
+  memfit run --budget 8GiB --checkpoint runs/first --html memory.html train.py
+  memfit run --rescue -m my_package.train --config large.yaml
+
+Everything after SCRIPT, or after the name of the module, belongs to the script. It runs unmodified in a process of its
+own, under a limit just below the container's, so that a silent kill becomes an exception where that is possible. When
+memory runs out all the same, it is started again from its last checkpoint and told to use less.
+
+Exit codes: the script's own when it ends by itself, 3 memory ran out and nothing is left to try, 2 bad usage or input,
+130 interrupted, 128 and the number of the signal when another ended it
+"""
+
+import argparse
+import sys
+
+from memfit import _run
+from memfit.commands import output, targets
+from memfit.core.errors import BadInput
+from memfit.core.supervised import Outcome, SupervisedRun
+from memfit.reports import supervised_figures
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    # The script's own options must not be taken for short forms of ours.
+    parser.allow_abbrev = False
+    parser.usage = "memfit run [OPTIONS] SCRIPT ARGS... | memfit run [OPTIONS] -m MODULE ARGS..."
+    parser.add_argument(
+        "--budget", metavar="SIZE", help="memory that it may take, such as 8GiB; all there is by default"
+    )
+    parser.add_argument(
+        "--checkpoint", metavar="FOLDER", help="where a guard's checkpoints go, and an attempt goes on from"
+    )
+    parser.add_argument(
+        "--retries", type=int, default=5, metavar="N", help="how often it may be started again; default 5"
+    )
+    parser.add_argument(
+        "--rescue", action="store_true", help="rescue operations that run out of memory, from the first attempt on"
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
+    parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
+    targets.add_script_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the script, reports, and returns its exit code."""
+    script, given = targets.script_of(arguments)
+    if arguments.retries < 0:
+        raise BadInput(f"--retries must be at least 0, but {arguments.retries} was given.")
+    if arguments.html:
+        output.check_writable(arguments.html)
+    result = _run.run(
+        script,
+        given,
+        budget=arguments.budget,
+        checkpoint=arguments.checkpoint,
+        retries=arguments.retries,
+        rescue=arguments.rescue,
+        module=arguments.module is not None,
+        quiet_output=arguments.json,
+    )
+    _report(result, arguments)
+    return result.exit_code
+
+
+def _report(result: SupervisedRun, arguments: argparse.Namespace) -> None:
+    # Standard output is the script's.
+    if arguments.json:
+        output.print_json(result.to_json())
+    elif len(result.attempts) > 1 or result.outcome is Outcome.OUT_OF_MEMORY:
+        output.print_supervised(result)
+    elif result.outcome is not Outcome.INTERRUPTED:
+        print(f"memfit: {supervised_figures.verdict(result)}", file=sys.stderr)
+    if arguments.html:
+        result.report(arguments.html)
+        print(f"memfit: page written to {arguments.html}", file=sys.stderr)

@@ -1,0 +1,528 @@
+"""A run that is interrupted anywhere goes on with the batches that would have come next."""
+
+import gc
+import random
+import warnings
+import weakref
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
+
+from memfit.adapters.torch.guarding.batches import Batches
+from memfit.adapters.torch.guarding.snapshot import RandomState
+
+EPOCHS = 3
+
+
+class Numbers(Dataset):
+    """Samples that say which they are; `loaded` counts how many were read in this process."""
+
+    def __init__(self, length=23):
+        self.length = length
+        self.loaded = 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.loaded += 1
+        return torch.tensor(index)
+
+
+class Noisy(Numbers):
+    """Draws a random number for each sample, as an augmentation does."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) + torch.rand(()) / 2
+
+
+class Stream(IterableDataset):
+    def __init__(self, shuffled=True):
+        self.shuffled = shuffled
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        order = torch.randperm(23) if self.shuffled else torch.arange(23)
+        yield from (torch.tensor(n) for n in order[start::step].tolist())
+
+
+class StatefulStream(IterableDataset):
+    def __init__(self):
+        self.at = 0
+        self.read = 0
+
+    def __iter__(self):
+        while self.at < 23:
+            self.at += 1
+            self.read += 1
+            yield torch.tensor(self.at)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class StatefulLoader:
+    """As torchdata's: a state that is loaded applies to the next iteration."""
+
+    def __init__(self):
+        self.given = 0
+        self.order = []
+
+    def __iter__(self):
+        if not self.given:
+            self.order = torch.randperm(8).tolist()
+        while self.given < len(self.order):
+            self.given += 1
+            yield self.order[self.given - 1]
+        self.given = 0
+
+    def state_dict(self):
+        return {"given": self.given, "order": list(self.order)}
+
+    def load_state_dict(self, state):
+        self.given, self.order = state["given"], list(state["order"])
+
+
+class Reshuffled:
+    """Any object that gives its batches in a new order each time."""
+
+    def __iter__(self):
+        order = list(range(9))
+        random.shuffle(order)
+        numpy.random.shuffle(order)
+        yield from order
+
+
+class OwnRandom(Sampler):
+    """A sampler with a generator of NumPy's and one of Python's, which draws at once rather than lazily."""
+
+    def __init__(self, length):
+        self.length = length
+        self.array_generator = numpy.random.default_rng(3)
+        self.plain_generator = random.Random(4)
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        order = self.array_generator.permutation(self.length).tolist()
+        self.plain_generator.shuffle(order)
+        return iter(order)
+
+
+class EagerGlobal(Sampler):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(torch.randperm(self.length).tolist())
+
+
+class SelfCounting(Sampler):
+    """Counts its own epochs, and is never told."""
+
+    def __init__(self, length):
+        self.length = length
+        self.epoch = 0
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        generator = torch.Generator()
+        generator.manual_seed(self.epoch)
+        self.epoch += 1
+        return iter(torch.randperm(self.length, generator=generator).tolist())
+
+
+def seeded(seed=5):
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    return generator
+
+
+def with_workers(dataset, workers=2, **options):
+    return DataLoader(dataset, num_workers=workers, multiprocessing_context="fork", **options)
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(Numbers(), batch_size=4),
+    "shuffled": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True),
+    "last dropped": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, drop_last=True),
+    "generator": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, generator=seeded()),
+    "augmented": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True),
+    "no batches": lambda: DataLoader(Numbers(7), batch_size=None, shuffle=True),
+    "no batches, eager": lambda: DataLoader(Numbers(7), batch_size=None, sampler=EagerGlobal(7)),
+    "replacement": lambda: DataLoader(
+        Numbers(), batch_size=4, sampler=RandomSampler(Numbers(), replacement=True, num_samples=40, generator=seeded())
+    ),
+    "several passes": lambda: DataLoader(Numbers(), batch_size=4, sampler=RandomSampler(Numbers(), num_samples=50)),
+    "weighted": lambda: DataLoader(Numbers(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 23, 23)),
+    "batch sampler": lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(RandomSampler(Numbers()), 5, False)),
+    "own random": lambda: DataLoader(Numbers(), batch_size=4, sampler=OwnRandom(23)),
+    "self-counting": lambda: DataLoader(Numbers(), batch_size=4, sampler=SelfCounting(23)),
+    "distributed": lambda: DataLoader(Numbers(), batch_size=4, sampler=DistributedSampler(Numbers(), 2, 1, seed=3)),
+    "iterable": lambda: DataLoader(Stream(), batch_size=4),
+    "stateful dataset": lambda: DataLoader(StatefulStream(), batch_size=4),
+    "stateful loader": StatefulLoader,
+    "list": lambda: list(range(6)),
+    "object": Reshuffled,
+}
+WITH_WORKERS = {
+    "workers": lambda: with_workers(Numbers(), batch_size=4, shuffle=True),
+    "kept workers": lambda: with_workers(Numbers(), batch_size=4, shuffle=True, persistent_workers=True),
+    "kept workers, generator": lambda: with_workers(
+        Numbers(), batch_size=4, shuffle=True, persistent_workers=True, generator=seeded()
+    ),
+    "kept workers, eager": lambda: with_workers(
+        Numbers(7), batch_size=None, sampler=EagerGlobal(7), persistent_workers=True
+    ),
+    "iterable, workers": lambda: with_workers(Stream(), batch_size=4),
+    "iterable, kept workers": lambda: with_workers(Stream(shuffled=False), batch_size=4, persistent_workers=True),
+}
+
+
+class Run:
+    """A training loop with dropout: every step draws a random number."""
+
+    def __init__(self, make):
+        self.batches = Batches(lambda: None)
+        self.loader = make()
+        self.seen = []
+
+    def train(self, stop_at=None, save_at=None):
+        """Runs to the end, or stops after some steps; gives the state after `save_at` steps, and how many followed."""
+        saved, num_steps = None, 0
+        if save_at == 0:
+            saved = self.batches.state(), RandomState.now()
+        for _ in range(EPOCHS):
+            for batch in self.batches.over(self.loader):
+                self.seen.append((torch.as_tensor(batch).tolist(), torch.rand(()).item(), random.random()))
+                num_steps += 1
+                if num_steps == save_at:
+                    saved = self.batches.state(), RandomState.now()
+                if num_steps == stop_at:
+                    return saved
+            # Code between epochs, such as a validation, which is run again for epochs that are over.
+            torch.rand(3)
+        return saved
+
+
+def interrupted(make, save_at, stop_at=None):
+    """What a run sees after it was resumed from `save_at`, in a program that has begun anew."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    first = Run(make)
+    position, random_state = first.train(save_at=save_at, stop_at=stop_at)
+    del first  # its workers end
+    torch.manual_seed(99)
+    random.seed(99)
+    second = Run(make)
+    random_state.restore()
+    second.batches.load(position)
+    torch.rand(5)  # whatever a program draws before its loop
+    second.train()
+    return second
+
+
+def uninterrupted(make):
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    run = Run(make)
+    run.train()
+    return run.seen
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_resumed_anywhere_the_rest_is_the_same(name):
+    make = LOADERS[name]
+    whole = uninterrupted(make)
+    per_epoch = len(whole) // EPOCHS
+    for save_at in {0, 1, per_epoch - 1, per_epoch, per_epoch + 1, 2 * per_epoch, len(whole) - 1, len(whole)}:
+        # WHEN the run dies some steps after a checkpoint, or at once
+        resumed = interrupted(make, save_at, stop_at=min(len(whole), save_at + 1))
+
+        # THEN data and random numbers are those that would have come
+        assert resumed.seen == whole[save_at:], save_at
+        assert resumed.batches.epoch == EPOCHS
+
+
+@pytest.mark.parametrize("name", WITH_WORKERS)
+def test_with_workers_what_was_fetched_ahead_is_not_lost(name):
+    make = WITH_WORKERS[name]
+    whole = uninterrupted(make)
+    per_epoch = len(whole) // EPOCHS
+    for save_at in (2, per_epoch, per_epoch + 1):
+        assert interrupted(make, save_at, stop_at=save_at).seen == whole[save_at:], save_at
+
+
+@examples(max_examples=25)
+@given(st.sampled_from(sorted(LOADERS)), st.integers(min_value=0, max_value=21), st.integers(min_value=0, max_value=4))
+def test_random_points(name, save_at, later):
+    make = LOADERS[name]
+    whole = uninterrupted(make)
+    save_at = min(save_at, len(whole))
+
+    assert interrupted(make, save_at, stop_at=min(len(whole), save_at + later) or None).seen == whole[save_at:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_WORKERS)
+def test_random_points_with_workers(name):
+    make = WITH_WORKERS[name]
+    whole = uninterrupted(make)
+    for save_at in range(len(whole) + 1):
+        assert interrupted(make, save_at).seen == whole[save_at:], save_at
+
+
+def test_a_run_may_be_interrupted_again_and_again():
+    # GIVEN a run that dies after every two batches
+    make = LOADERS["shuffled"]
+    whole = uninterrupted(make)
+    torch.manual_seed(0)
+    random.seed(0)
+    position, random_state, seen = None, RandomState.now(), []
+
+    for _ in range(len(whole) // 2 + 1):
+        run = Run(make)
+        random_state.restore()
+        if position is not None:
+            run.batches.load(position)
+        saved = run.train(stop_at=2, save_at=2)
+        seen += run.seen
+        if saved is None:
+            break
+        position, random_state = saved
+
+    # THEN it sees what it would have seen
+    assert seen == whole
+
+
+def test_a_state_that_was_loaded_can_be_saved_again_before_the_first_batch():
+    batches = Batches(lambda: None)
+    state = {"epoch": 2, "batch": 3, "is_running": True, "told": {}, "begin": {}, "order": None}
+    batches.load(state)
+
+    assert batches.state() == state
+
+
+def test_left_out_batches_are_not_loaded():
+    # GIVEN a run that died after 4 batches of 4 samples
+    loader = DataLoader(Numbers(), batch_size=4, shuffle=True)
+    batches = Batches(lambda: None)
+    iterator = iter(batches.over(loader))
+    for _ in range(4):
+        next(iterator)
+    position = batches.state()
+
+    # WHEN it goes on
+    fresh = DataLoader(Numbers(), batch_size=4, shuffle=True)
+    resumed = Batches(lambda: None)
+    resumed.load(position)
+    rest = list(resumed.over(fresh))
+
+    # THEN only what is left is read
+    assert fresh.dataset.loaded == 23 - 16
+    assert sum(len(batch) for batch in rest) == 7
+
+
+def test_a_dataset_with_a_state_reads_nothing_again():
+    loader = LOADERS["stateful dataset"]()
+    batches = Batches(lambda: None)
+    iterator = iter(batches.over(loader))
+    for _ in range(4):
+        next(iterator)
+
+    fresh = LOADERS["stateful dataset"]()
+    resumed = Batches(lambda: None)
+    resumed.load(batches.state())
+
+    assert [batch.tolist() for batch in resumed.over(fresh)] == [[17, 18, 19, 20], [21, 22, 23]]
+    assert fresh.dataset.read == 7
+
+
+def test_the_loader_is_left_as_it_was():
+    loader = DataLoader(Numbers(), batch_size=4, shuffle=True)
+    before = dict(vars(loader))
+
+    list(Batches(lambda: None).over(loader))
+
+    assert vars(loader) == before
+
+
+def test_workers_end_with_their_loader_though_the_guard_lives_on():
+    # GIVEN loaders whose workers are kept, and no garbage collector
+    batches = Batches(lambda: None)
+    gc.collect()
+    gc.disable()
+    try:
+        loader = WITH_WORKERS["kept workers"]()
+        for _ in range(2):
+            list(batches.over(loader))
+        watched = weakref.ref(loader._iterator)
+
+        # WHEN the user's code lets go of it
+        del loader
+
+        # THEN it is gone
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+def test_a_generator_is_said_to_be_lost():
+    position = state_after(iter(range(9)), 4)
+    resumed = Batches(lambda: None)
+    resumed.load(position)
+
+    with pytest.warns(RuntimeWarning, match=r"a range_iterator, which can't be begun again: its first 4 items"):
+        assert list(resumed.over(iter(range(9)))) == [4, 5, 6, 7, 8]
+
+
+def state_after(loader, num_batches):
+    batches = Batches(lambda: None)
+    iterator = iter(batches.over(loader))
+    for _ in range(num_batches):
+        next(iterator)
+    return batches.state()
+
+
+def test_augmentation_in_workers_is_noted():
+    loader = with_workers(Noisy(), workers=1, batch_size=4)
+    resumed = Batches(lambda: None)
+    resumed.load(state_after(loader, 2))
+    list(resumed.over(with_workers(Noisy(), workers=1, batch_size=4)))
+
+    assert resumed.notes == [
+        "random numbers that are drawn in workers, such as for augmentation, aren't those of the uninterrupted run for "
+        "the rest of epoch 0; the samples and their order are"
+    ]
+
+
+def test_workers_that_are_not_kept_after_all_are_noted():
+    def make():
+        return with_workers(Stream(shuffled=False), workers=1, batch_size=4, persistent_workers=True)
+
+    for save_at in (6, 8):
+        notes = interrupted(make, save_at).batches.notes
+        assert len(notes) == (save_at > 6) * 2
+        assert not notes or notes[0].endswith("aren't those of the uninterrupted run from here on")
+
+
+def test_another_loader_is_said():
+    said = []
+    resumed = Batches(lambda: None, said.append)
+    resumed.load(state_after(DataLoader(Numbers(), batch_size=4), 2))
+    list(resumed.over(DataLoader(Numbers(), batch_size=2)))
+
+    assert "it had 6 batches (ordered), and now has 12 batches (ordered)" in said[0]
+    assert "the order of the data can't be restored" in said[1]
+
+
+def test_another_kind_of_loader_is_said():
+    said = []
+    resumed = Batches(lambda: None, said.append)
+    resumed.load(state_after([1, 2, 3, 4, 5, 6, 7, 8], 3))
+    loader = StatefulLoader()
+
+    assert len(list(resumed.over(loader))) == 5
+    assert "8 batches (sequence), and now has an unknown number of batches (stateful)" in said[0]
+
+
+def test_a_sampler_that_draws_in_the_middle_of_an_epoch_is_found_out():
+    class Drawing(EagerGlobal):
+        def __iter__(self):
+            for _ in range(self.length):
+                yield int(torch.randint(self.length, ()))
+
+    def make():
+        return DataLoader(Numbers(), batch_size=4, sampler=Drawing(23))
+
+    with pytest.warns(RuntimeWarning, match="draws random numbers in the middle of an epoch"):
+        interrupted(make, 4)
+
+
+def test_distributed_samplers_are_told_the_epoch_unless_the_user_tells_them():
+    quiet = DataLoader(Numbers(), batch_size=4, sampler=DistributedSampler(Numbers(), 2, 0))
+    batches = Batches(lambda: None)
+    for epoch in range(3):
+        list(batches.over(quiet))
+        assert quiet.sampler.epoch == epoch
+
+    told = DataLoader(Numbers(), batch_size=4, sampler=DistributedSampler(Numbers(), 2, 0))
+    batches = Batches(lambda: None)
+    for epoch in range(3):
+        told.sampler.set_epoch(epoch + 40)
+        list(batches.over(told))
+        assert told.sampler.epoch == epoch + 40
+
+
+def test_the_window_is_finished_at_the_end_of_each_epoch_and_where_one_is_left():
+    calls = []
+    batches = Batches(lambda: calls.append((batches.epoch, batches.batch)))
+    list(batches.over([1, 2, 3]))
+    for _ in batches.over([1, 2, 3]):
+        break
+    list(batches.over([1, 2, 3]))
+
+    # An epoch that was left is over when the next begins.
+    assert calls == [(0, 3), (1, 1), (2, 3)]
+    assert (batches.epoch, batches.batch) == (3, 0)
+
+
+def test_one_object_can_serve_all_epochs():
+    batches = Batches(lambda: None)
+    train = batches.over([1, 2])
+
+    assert [list(train), list(train)] == [[1, 2], [1, 2]]
+    assert batches.epoch == 2
+
+
+def test_length_is_what_is_left():
+    resumed = Batches(lambda: None)
+    assert len(resumed.over([1, 2, 3])) == 3
+    resumed.load({**state_after([1, 2, 3], 1), "epoch": 1})
+    assert len(resumed.over([1, 2, 3])) == 0
+    assert list(resumed.over([1, 2, 3])) == []
+    assert len(resumed.over([1, 2, 3])) == 2
+    assert next(resumed.over([1, 2, 3])) == 2
+
+
+def test_epochs_that_are_over_can_be_left_out_of_the_loop():
+    position = {**state_after([1, 2, 3], 1), "epoch": 2}
+    resumed = Batches(lambda: None)
+    resumed.load(position)
+
+    assert [(epoch, list(resumed.over([1, 2, 3]))) for epoch in resumed.epochs(4)] == [(2, [2, 3]), (3, [1, 2, 3])]
+
+
+def test_nothing_is_said_where_nothing_is_lost():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed = interrupted(LOADERS["shuffled"], 3)
+
+    assert resumed.batches.notes == []

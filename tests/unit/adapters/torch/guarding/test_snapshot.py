@@ -1,0 +1,105 @@
+"""What a replay needs back."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from memfit.adapters.torch.guarding.snapshot import Buffers, RandomState
+from memfit.core.guarding import BrokenUpdate
+
+
+class Counting(nn.Module):
+    """A buffer that changes in place, one that is replaced, and one that stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(2))
+        self.register_buffer("constant", torch.arange(1000.0))
+
+    def forward(self, values):
+        self.count += 1
+        self.replaced = self.replaced + 1
+        return self.norm(values)
+
+
+def draws():
+    return random.random(), float(torch.rand(())), float(np.random.rand())
+
+
+def test_random_states_come_back():
+    state = RandomState.now()
+    first = draws()
+    assert draws() != first
+
+    state.restore()
+
+    assert draws() == first
+
+
+def test_buffers_come_back():
+    # GIVEN a step that failed after it changed buffers, in place and by others
+    model = Counting()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = Buffers([model])
+    for _ in range(3):
+        buffers.remember()
+        model(torch.randn(4, 3))
+
+        # WHEN
+        buffers.restore()
+
+        # THEN
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, before[name]), name
+
+
+def test_only_buffers_that_change_are_copied_once_a_step_went_well():
+    model = Counting()
+    buffers = Buffers([model])
+    buffers.remember()
+    everything = buffers.size_bytes
+    model(torch.randn(4, 3))
+    buffers.forget()
+
+    buffers.remember()
+
+    assert everything > 4000
+    assert 0 < buffers.size_bytes < 100
+
+
+def test_norms_are_copied_although_their_writes_are_not_counted():
+    # GIVEN a norm in evaluation mode, which changes nothing, so that nothing is known to change
+    model = nn.BatchNorm1d(3).eval()
+    buffers = Buffers([model])
+    buffers.remember()
+    buffers.forget()
+    model.train()
+    before = model.running_mean.clone()
+
+    buffers.remember()
+    model(torch.randn(4, 3))
+    buffers.restore()
+
+    assert torch.equal(model.running_mean, before)
+
+
+def test_a_buffer_that_never_changed_before_can_not_come_back_and_says_so():
+    model = Counting()
+    buffers = Buffers([model])
+    buffers.remember()
+    buffers.forget()
+    buffers.remember()
+    model.constant += 1
+
+    with pytest.raises(BrokenUpdate, match="constant"):
+        buffers.restore()
+    # From then on it is kept.
+    buffers.remember()
+    model.constant += 1
+    buffers.restore()
+    assert model.constant[0] == 1

@@ -1,0 +1,528 @@
+"""The newest whole checkpoint is always found, whatever happened to the process, the disk or the files."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from memfit.core.errors import BadFile, BadInput
+from memfit.guard import checkpoints
+from memfit.guard.checkpoints import Folder
+
+SOURCE = str(Path(__file__).parents[3] / "src")
+
+
+def fill(directory, step=0):
+    (directory / "model.bin").write_bytes(bytes([step % 256]) * 5000)
+    (directory / "sub").mkdir()
+    (directory / "sub" / "state.json").write_text(f"{step}")
+
+
+def write(folder, step, **options):
+    return folder.write(step, lambda directory: fill(directory, step), **options)
+
+
+def names(path):
+    return sorted(entry.name for entry in Path(path).iterdir() if entry.name != ".lock")
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def folder(tmp_path, said):
+    folder = Folder(tmp_path / "run", announce=said.append)
+    yield folder
+    folder.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_is_written_and_found(folder, asynchronous):
+    # GIVEN an empty folder
+    assert folder.latest() is None
+
+    # WHEN a checkpoint is written
+    assert write(folder, 123, info={"note": "ä", "nested": [1]}, asynchronous=asynchronous)
+
+    # THEN it is the latest
+    latest = folder.latest()
+    assert latest.path == folder.path / "step-000000123"
+    assert (latest.step, latest.number, latest.info) == (123, 1, {"note": "ä", "nested": [1]})
+    assert (latest.path / "sub" / "state.json").read_text() == "123"
+    assert names(folder.path) == ["step-000000123"]
+
+
+def test_the_last_few_are_kept(tmp_path):
+    folder = Folder(tmp_path, keep=2)
+    for step in range(0, 50, 10):
+        write(folder, step, asynchronous=True)
+    folder.wait()
+
+    assert names(tmp_path) == ["step-000000030", "step-000000040"]
+    assert folder.latest().step == 40
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_step_can_be_written_again(tmp_path, keep):
+    # A run that was resumed from an older checkpoint comes by the same step again.
+    folder = Folder(tmp_path, keep=keep)
+    write(folder, 5, info={"try": 1})
+    write(folder, 5, info={"try": 2})
+
+    assert folder.latest().info == {"try": 2}
+    assert len(names(tmp_path)) == keep
+
+
+def test_the_newest_is_the_one_written_last_not_the_highest_step(tmp_path):
+    folder = Folder(tmp_path, keep=3)
+    write(folder, 140)
+    write(folder, 120)
+
+    assert folder.latest().step == 120
+
+
+def test_keep_below_one_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="keep = 0 was given"):
+        Folder(tmp_path, keep=0)
+
+
+# Damage.
+
+
+@examples(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damage_is_noticed_and_the_one_before_is_used(tmp_path_factory, data):
+    # GIVEN two checkpoints
+    path = tmp_path_factory.mktemp("damage")
+    said = []
+    folder = Folder(path, announce=said.append)
+    write(folder, 1)
+    write(folder, 2)
+
+    # WHEN a file of the newer is cut anywhere or any bit of it flips
+    name = data.draw(st.sampled_from(["model.bin", "sub/state.json", "manifest.json"]))
+    file = path / "step-000000002" / name
+    content = bytearray(file.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        del content[position:]
+    else:
+        content[position] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(content)
+
+    # THEN the older is used, and the reason is told
+    assert folder.latest().step == 1
+    assert len(folder.skipped) == len(said) == 1
+    assert folder.skipped[0].startswith("step-000000002: ")
+    assert name in folder.skipped[0]
+    folder.close()
+    shutil.rmtree(path)
+
+
+def test_what_was_skipped_is_told_with_reasons(folder, said):
+    for step in (20, 30, 40):
+        write(folder, step)
+    with (folder.path / "step-000000040" / "model.bin").open("r+b") as file:
+        file.truncate(3976)
+    (folder.path / "step-000000030" / "manifest.json").unlink()
+
+    assert folder.latest().step == 20
+    assert folder.skipped == (
+        "step-000000030: it has no manifest.json: it was never finished",
+        "step-000000040: model.bin is 1024 bytes shorter than its manifest says",
+    )
+    assert "step-000000020 is used" in said[0]
+
+
+def test_nothing_whole_is_none(folder, said):
+    write(folder, 1)
+    (folder.path / "step-000000001" / "model.bin").unlink()
+
+    assert folder.latest() is None
+    assert "there is no other" in said[0]
+
+
+def test_damaged_ones_go_and_never_count_as_kept(tmp_path, said):
+    # GIVEN a folder that keeps one checkpoint, and that one has a bad byte
+    folder = Folder(tmp_path, keep=1, announce=said.append)
+    write(folder, 140)
+    (tmp_path / "step-000000140" / "model.bin").write_bytes(b"x" * 5000)
+    assert folder.latest() is None
+
+    # WHEN the run has begun again and writes a lower step
+    write(folder, 20)
+
+    # THEN that is what stays
+    assert names(tmp_path) == ["step-000000020"]
+    assert folder.latest().step == 20
+
+
+def test_files_of_others_stay(folder):
+    folder.path.mkdir()
+    (folder.path / "notes.txt").write_text("mine")
+    (folder.path / "step-latest").mkdir()
+    for step in range(6):
+        write(folder, step)
+
+    assert names(folder.path)[:1] == ["notes.txt"]
+    assert "step-latest" in names(folder.path)
+
+
+# Failures to write.
+
+
+def test_a_full_disk_is_announced_once_and_the_last_one_survives(folder, said, monkeypatch):
+    # GIVEN a checkpoint
+    write(folder, 1)
+
+    # WHEN the disk is full from then on
+    def full(directory):
+        (directory / "half").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    results = [folder.write(step, full) for step in (2, 3)]
+
+    # THEN training can go on, nothing half-written stays, and it is said once
+    assert results == [False, False]
+    assert names(folder.path) == ["step-000000001"]
+    assert len(said) == 1
+    assert "step 2 can't be written" in said[0]
+    assert "the disk is full" in said[0]
+
+    # AND said again if it happens again after all was well
+    assert write(folder, 4)
+    assert not folder.write(5, full)
+    assert len(said) == 2
+
+
+def test_a_failure_in_the_thread_is_announced_at_the_next_call(folder, said, monkeypatch):
+    write(folder, 1)
+    thread = []
+
+    def broken(path):
+        thread.append(threading.current_thread())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "describe", broken)
+    assert write(folder, 2, asynchronous=True)
+    folder.wait()
+    monkeypatch.undo()
+
+    assert thread[0] is not threading.main_thread()
+    assert len(said) == 1
+    assert folder.latest().step == 1
+    assert names(folder.path) == ["step-000000001"]
+
+
+def test_without_a_thread_the_work_is_done_at_once(folder, monkeypatch):
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+
+    assert write(folder, 2, asynchronous=True)
+    assert folder.latest().step == 2
+
+
+def test_only_one_is_finished_at_a_time(folder, monkeypatch):
+    # GIVEN a slow disk
+    running, most = [], []
+    plain = checkpoints.describe
+
+    def slow(path):
+        running.append(path)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.pop()
+        return plain(path)
+
+    monkeypatch.setattr(checkpoints, "describe", slow)
+    write(folder, 1, asynchronous=True)
+    assert folder.is_busy
+
+    # WHEN the next checkpoint is due before the last is on disk
+    for step in (2, 3):
+        write(folder, step, asynchronous=True)
+    folder.wait()
+
+    # THEN it waits
+    assert max(most) == 1
+    assert not folder.is_busy
+    assert len(names(folder.path)) == 3
+
+
+def test_an_error_of_the_writer_is_its_own(folder):
+    def broken(directory):
+        (directory / "half").write_bytes(b"half")
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        folder.write(1, broken)
+    with pytest.raises(TypeError):
+        write(folder, 1, info={"bad": object()})
+    assert names(folder.path) == []
+
+
+def test_a_folder_that_is_a_file(tmp_path, said):
+    path = tmp_path / "file"
+    path.write_text("not a folder")
+    folder = Folder(path, announce=said.append)
+
+    assert not write(folder, 1)
+    assert "it is a file, and a folder is needed" in said[0]
+    with pytest.raises(BadFile, match="it is a file, and a folder is needed"):
+        folder.claim()
+    with pytest.raises(BadFile, match="a part of the path is a file"):
+        Folder(path / "below").claim()
+    assert folder.latest() is None
+
+
+def test_a_warning_is_the_default(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("not a folder")
+
+    with pytest.warns(RuntimeWarning, match="The training goes on"):
+        write(Folder(path), 1)
+
+
+def run_in_mount(tmp_path, options, code):
+    """Runs code in a process that sees a file system of its own, with `path` in it; skips where that isn't possible."""
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    script = f"mount -t tmpfs -o {options} none {mount} || exit 77; {sys.executable} -c '{code}' {mount}"
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare, so no file system of its own")
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": SOURCE}
+    )
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"no file system of its own: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+FULL = """
+import sys
+from memfit.guard.checkpoints import Folder
+said = []
+folder = Folder(sys.argv[1] + "/run", announce=said.append)
+def fill(size):
+    def do(directory):
+        with (directory / "model.bin").open("wb") as file:
+            for _ in range(size):
+                file.write(b"x" * 1024)
+    return do
+for asynchronous in (False, True):
+    print(folder.write(1, fill(300), asynchronous=asynchronous), end=" ")
+    print(folder.write(2, fill(900), asynchronous=asynchronous), end=" ")
+    folder.wait()
+    print(folder.latest().step, end=" ")
+print(len(said), "the disk is full" in said[0], sorted(p.name for p in folder.path.iterdir()))
+print(folder.write(3, fill(10)), folder.latest().step)
+"""
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    output = run_in_mount(tmp_path, "size=1m", FULL)
+
+    first, second = output.splitlines()
+    assert first == "True False 1 True False 1 2 True ['.lock', 'step-000000001', 'step-000000001-2']"
+    assert second == "True 3"
+
+
+READ_ONLY = """
+import subprocess, sys
+from memfit.core.errors import BadFile
+from memfit.guard.checkpoints import Folder
+said = []
+first = Folder(sys.argv[1])
+first.write(1, lambda directory: (directory / "a").write_text("a"))
+first.close()
+subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
+folder = Folder(sys.argv[1], announce=said.append)
+print(folder.latest().step, folder.write(2, lambda directory: None), "the file system is read-only" in said[0])
+try:
+    folder.claim()
+except BadFile as error:
+    print("refused")
+"""
+
+
+def test_a_file_system_that_is_really_read_only(tmp_path):
+    assert run_in_mount(tmp_path, "size=1m", READ_ONLY) == "1 False True\nrefused\n"
+
+
+# Other processes.
+
+HOLD = """
+import sys
+from memfit.guard.checkpoints import Folder
+folder = Folder(sys.argv[1])
+folder.claim()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def child(code, *arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        **options,
+    )
+
+
+@pytest.mark.skipif(checkpoints.fcntl is None, reason="no locks on this system")
+def test_the_folder_of_a_living_run_is_refused_and_of_a_dead_one_taken_over(tmp_path, said):
+    # GIVEN another run that writes to the folder
+    folder = Folder(tmp_path, announce=said.append)
+    with child(HOLD, tmp_path, stdin=subprocess.PIPE) as other:
+        assert other.stdout.readline() == "ready\n"
+
+        # THEN this one doesn't
+        with pytest.raises(BadFile, match="in use by another run that is still alive"):
+            folder.claim()
+        assert not write(folder, 1)
+        assert "in use by another run" in said[0]
+
+        # AND does once the other has been killed
+        other.kill()
+    folder.claim()
+    assert write(folder, 1)
+
+
+def test_what_dead_writers_left_goes(folder):
+    folder.path.mkdir()
+    for name in (".step-000000009.tmp-999999-abcd1234", f".step-000000009.tmp-{os.getpid()}-abcd1234"):
+        (folder.path / name).mkdir()
+        (folder.path / name / "half").write_bytes(b"half")
+    (folder.path / ".step-000000003.old-1-00ff").mkdir()
+
+    write(folder, 10)
+
+    assert names(folder.path) == ["step-000000010"]
+
+
+def test_a_temporary_that_is_in_use_stays(folder):
+    writer = folder.begin(1)
+    write(folder, 2)
+    assert writer.directory.is_dir()
+    writer.abandon()
+    assert names(folder.path) == ["step-000000002"]
+
+
+def test_without_locks_only_the_dead_are_cleaned_up(folder, monkeypatch):
+    monkeypatch.setattr(checkpoints, "fcntl", None)
+    folder.path.mkdir()
+    alive = f".step-000000001.tmp-{os.getppid()}-abcd1234"
+    (folder.path / alive).mkdir()
+    (folder.path / ".step-000000001.tmp-999999999-abcd1234").mkdir()
+
+    write(folder, 2)
+
+    assert names(folder.path) == [alive, "step-000000002"]
+
+
+LEAVE = """
+import sys
+from memfit.guard.checkpoints import Folder
+folder = Folder(sys.argv[1])
+folder.write(7, lambda directory: (directory / "a").write_bytes(b"a" * 30_000_000), asynchronous=True)
+"""
+
+
+def test_the_end_of_the_process_waits_for_the_last_checkpoint(tmp_path):
+    with child(LEAVE, tmp_path) as process:
+        assert process.wait() == 0
+
+    assert Folder(tmp_path).latest().step == 7
+
+
+FAIL_LATE = """
+import sys
+from memfit.guard import checkpoints
+def broken(path):
+    raise OSError(28, "No space left on device")
+checkpoints.describe = broken
+folder = checkpoints.Folder(sys.argv[1], announce=print)
+folder.write(7, lambda directory: None, asynchronous=True)
+"""
+
+
+def test_a_failure_after_the_last_line_of_the_program_is_announced(tmp_path):
+    with child(FAIL_LATE, tmp_path) as process:
+        assert "the checkpoint of step 7 can't be written" in process.stdout.read()
+
+
+WRITE_FOREVER = """
+import itertools, sys
+from memfit.guard.checkpoints import Folder
+folder = Folder(sys.argv[1], keep=int(sys.argv[2]), announce=lambda text: None)
+latest = folder.latest()
+for step in itertools.count(1 if latest is None else latest.step + 1):
+    def fill(directory):
+        (directory / "a.bin").write_bytes(bytes([step % 256]) * 300_000)
+        (directory / "b.bin").write_bytes(str(step).encode())
+    folder.write(step, fill, asynchronous=step % 2 == 0)
+    if step % 2:
+        print(step, flush=True)
+"""
+
+
+def check_killed_writers(path, num_kills, keep):
+    """Kills writers at random moments; after each, what was reported as written is there and whole."""
+    generator = random.Random(num_kills)
+    for _ in range(num_kills):
+        with child(WRITE_FOREVER, path, keep) as process:
+            first = process.stdout.readline()
+            time.sleep(generator.random() * 0.1)
+            os.kill(process.pid, signal.SIGKILL)
+            reported = int((first + process.stdout.read()).split()[-1])
+        said = []
+        latest = Folder(path, announce=said.append).latest()
+        assert said == []
+        assert latest.step >= reported
+        assert (latest.path / "b.bin").read_text() == str(latest.step)
+        assert (latest.path / "a.bin").read_bytes() == bytes([latest.step % 256]) * 300_000
+    visible = [name for name in names(path) if not name.startswith(".")]
+    assert len(visible) <= keep + 1, "one more than is kept, where the kill came before the oldest was removed"
+    assert len(names(path)) <= keep + 4, "what the killed ones left doesn't pile up"
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_killed_at_random_moments(tmp_path, keep):
+    check_killed_writers(tmp_path, 10, keep)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [1, 3])
+def test_killed_at_many_random_moments(tmp_path, keep):
+    check_killed_writers(tmp_path, 100, keep)
+
+
+def test_a_system_without_directories_that_can_be_opened(folder, monkeypatch):
+    plain = os.open
+
+    def refusing(path, flags, *arguments):
+        if os.path.isdir(path):
+            raise PermissionError(13, "Permission denied")
+        return plain(path, flags, *arguments)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+    assert write(folder, 1)
+    assert folder.latest().step == 1

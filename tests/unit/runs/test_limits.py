@@ -1,0 +1,167 @@
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from memfit.core.units import GIB, MIB
+from memfit.runs import limits
+from memfit.runs.groups import Room
+from memfit.runs.limits import Ceiling, FollowingLimit, ceiling, margin
+from memfit.runs.processes import Held
+
+
+def room(free_bytes, limit_bytes=4 * GIB, of="container"):
+    return Room(free_bytes, limit_bytes, limit_bytes - free_bytes, of)
+
+
+def test_what_others_use_and_a_margin_are_left_out():
+    assert ceiling(room(3 * GIB), None) == Ceiling(3 * GIB - margin(4 * GIB), 4 * GIB, "container")
+
+
+def test_the_margin_grows_with_the_limit():
+    assert margin(100 * MIB) == 32 * MIB
+    assert margin(100 * GIB) == 2 * GIB
+
+
+def test_a_budget_that_fits_is_the_limit():
+    assert ceiling(room(3 * GIB), GIB) == Ceiling(GIB, GIB, "budget")
+    assert ceiling(None, GIB) == Ceiling(GIB, GIB, "budget")
+
+
+def test_a_budget_above_what_there_is_gives_way():
+    assert ceiling(room(3 * GIB), 8 * GIB).limit_of == "container"
+
+
+def test_where_nothing_is_known_nothing_is_limited():
+    assert ceiling(None, None) == Ceiling(None, None, "")
+
+
+def test_a_full_container_gives_nothing():
+    assert ceiling(room(MIB), None).data_bytes == 0
+
+
+def following(start=2 * GIB, budget=None):
+    return FollowingLimit(0, Ceiling(start, 4 * GIB, "container"), budget)
+
+
+def test_processes_that_come_lower_the_limit():
+    limit = following()
+    held = Held(GIB, GIB)
+
+    assert limit.wanted(held, room(2 * GIB)) == 3 * GIB - margin(4 * GIB)
+    assert limit.wanted(held, room(GIB)) == 2 * GIB - margin(4 * GIB)
+
+
+def test_a_process_keeps_what_it_has():
+    # GIVEN a container with nothing left
+    assert following().wanted(Held(GIB, 3 * GIB), room(0)) == 3 * GIB
+
+
+def test_a_budget_is_never_exceeded():
+    assert following(budget=GIB).wanted(Held(100, 100), room(4 * GIB)) == GIB
+
+
+def test_a_limit_that_was_there_before_is_never_exceeded(monkeypatch):
+    monkeypatch.setattr(limits, "inherited_limit", lambda: 5 * MIB)
+
+    assert following().wanted(Held(100, 100), room(4 * GIB)) == 5 * MIB
+
+
+def test_memory_that_stays_unused_counts_as_free_in_the_end():
+    # GIVEN a process with a GiB of stacks that it never uses
+    limit, held = following(), Held(GIB, 2 * GIB)
+    first = limit.wanted(held, room(2 * GIB))
+    for _ in range(20):
+        last = limit.wanted(held, room(2 * GIB))
+
+    # THEN it is counted as used at first, and not later
+    assert first == 3 * GIB - margin(4 * GIB)
+    assert last == first + GIB
+
+
+def test_memory_that_was_just_mapped_is_about_to_be_used():
+    limit = following()
+    for _ in range(20):
+        limit.wanted(Held(GIB, GIB), room(2 * GIB))
+
+    assert limit.wanted(Held(GIB, 2 * GIB), room(2 * GIB)) == 3 * GIB - margin(4 * GIB)
+
+
+def test_following_tells_the_kernel_only_of_changes(monkeypatch):
+    told = []
+    monkeypatch.setattr(limits, "set_data_limit", lambda size, pid: told.append((size, pid)) or True)
+    limit = FollowingLimit(77, Ceiling(2 * GIB, 4 * GIB, "container"), None)
+    held = Held(100 * MIB, 100 * MIB)
+    exact = 2 * GIB + margin(4 * GIB) - 100 * MIB
+
+    limit.follow(held, room(exact))
+    limit.follow(held, room(exact - MIB))
+    limit.follow(held, room(exact - GIB))
+    limit.follow(held, None)
+
+    assert told == [(GIB, 77)]
+    assert limit.data_bytes == GIB
+
+
+def test_a_system_that_refuses_is_asked_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(limits, "set_data_limit", lambda size, pid: asked.append(size))
+    limit = following()
+
+    limit.follow(Held(1, 1), room(GIB))
+    limit.follow(Held(1, 1), room(GIB // 2))
+
+    assert len(asked) == 1
+    assert limit.data_bytes == 2 * GIB
+
+
+def test_without_a_limit_there_is_none_to_follow():
+    limit = FollowingLimit(0, Ceiling(None, None, ""), None)
+    limit.follow(Held(1, 1), room(GIB))
+
+    assert limit.data_bytes is None
+
+
+PROGRAM = """
+import sys
+from memfit.runs.limits import inherited_limit, lift_data_limit, set_data_limit
+
+assert set_data_limit(int(sys.argv[1]))
+print(inherited_limit())
+try:
+    bytearray(400_000_000)
+    print("allocated")
+except MemoryError:
+    print("refused")
+lift_data_limit()
+len(bytearray(400_000_000))
+set_data_limit(int(sys.argv[1]) * 2)
+print(inherited_limit())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA counts mappings on Linux only")
+def test_a_real_limit_refuses_and_can_be_lifted():
+    done = subprocess.run([sys.executable, "-c", PROGRAM, "300000000"], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["300000000", "refused", "600000000"]
+
+
+def test_a_tighter_limit_of_the_users_stays(monkeypatch):
+    calls = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1000, 5000))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: calls.append(pair))
+
+    assert limits.set_data_limit(3000)
+    assert calls == [(1000, 5000)]
+
+
+def test_another_process_can_be_limited():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert limits.set_data_limit(123 * MIB, process.pid)
+        found = resource.prlimit(process.pid, resource.RLIMIT_DATA)
+        process.communicate(b"\n")
+
+    assert found[0] == 123 * MIB
+    assert not limits.set_data_limit(123 * MIB, process.pid)

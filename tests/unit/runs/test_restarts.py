@@ -1,0 +1,53 @@
+from memfit.core.supervised import Configuration
+from memfit.runs.restarts import next_configuration
+
+PLAIN = Configuration()
+
+
+def all_of(first, sizes):
+    """What attempts are told one after another, where each uses what `sizes` says."""
+    tried = [first]
+    for size in sizes:
+        following = next_configuration(tried, size(tried[-1]))
+        if following is None:
+            break
+        tried.append(following)
+    return tried
+
+
+def test_a_guard_is_told_half_of_what_it_used():
+    assert next_configuration([PLAIN], 12) == Configuration(6)
+    assert next_configuration([PLAIN, Configuration(6)], 5) == Configuration(2)
+
+
+def test_a_guard_is_taken_down_to_one_sample_and_then_rescued():
+    tried = all_of(PLAIN, [lambda told: told.micro_batch_size or 8] * 20)
+
+    assert tried == [
+        PLAIN,
+        Configuration(4),
+        Configuration(2),
+        Configuration(1),
+        Configuration(1, rescue=True),
+        Configuration(1, rescue=True, eager=True),
+    ]
+
+
+def test_without_a_guard_there_is_only_the_rescue():
+    tried = all_of(PLAIN, [lambda told: None] * 20)
+
+    assert tried == [PLAIN, Configuration(rescue=True), Configuration(rescue=True, eager=True)]
+
+
+def test_a_rescue_that_was_wanted_from_the_start_becomes_eager():
+    tried = all_of(Configuration(rescue=True), [lambda told: None] * 20)
+
+    assert tried == [Configuration(rescue=True), Configuration(rescue=True, eager=True)]
+
+
+def test_nothing_is_told_twice_even_to_a_script_that_does_not_listen():
+    # GIVEN a guard that uses 16 whatever it is told
+    tried = all_of(PLAIN, [lambda told: 16] * 20)
+
+    assert len(set(tried)) == len(tried)
+    assert len(tried) < 20

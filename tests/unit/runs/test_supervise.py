@@ -1,0 +1,205 @@
+"""The supervisor with real scripts that say by events what a guard in them would say."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from memfit.core.supervised import Cause, Configuration, Outcome
+from memfit.runs import processes, supervise
+from memfit.runs.supervise import Supervisor, Task, has_devices
+
+pytestmark = pytest.mark.skipif(not processes.IS_LINUX, reason="keepers are Linux's")
+
+GUARDED = """
+import sys
+from memfit.core.run_events import current, note
+
+request = current()
+size = request.micro_batch_size or 16
+note("guard", model="Net")
+note("step", step=1, micro_batch_size=size)
+if request.attempt > 1:
+    note("resume", step=4, path="runs/step-4")
+if size > int(sys.argv[1]):
+    note("checkpoint", update=4, path="runs/step-4")
+    raise MemoryError
+note("step", step=9, micro_batch_size=size)
+"""
+
+
+@pytest.fixture
+def supervised(tmp_path, capfd):
+    """Runs a script's text under supervision; gives the result and what was announced."""
+
+    def run(text, *arguments, **options):
+        script = tmp_path / "train.py"
+        script.write_text(text)
+        said = []
+        result = Supervisor(Task(str(script), arguments=arguments, **options), said.append).run()
+        return result, said
+
+    return run
+
+
+def test_a_script_that_gets_through(supervised):
+    run, said = supervised("import time; held = bytearray(30_000_000); time.sleep(0.5)")
+
+    assert (run.outcome, run.exit_code, said) == (Outcome.COMPLETED, 0, [])
+    (attempt,) = run.attempts
+    assert attempt.configuration == Configuration()
+    assert attempt.peak.held_bytes > 30_000_000
+    assert run.history and run.limit_bytes
+    assert [mark.kind for mark in run.marks] == ["start", "end"]
+
+
+def test_a_failure_of_its_own_is_not_repeated(supervised):
+    run, said = supervised("raise SystemExit(5)")
+
+    assert (run.outcome, run.exit_code, len(run.attempts), said) == (Outcome.FAILED, 5, 1, [])
+
+
+def test_a_guard_is_told_less_until_it_fits(supervised):
+    run, said = supervised(GUARDED, "4", checkpoint="runs")
+
+    assert run.outcome is Outcome.COMPLETED
+    assert [attempt.configuration.micro_batch_size for attempt in run.attempts] == [None, 8, 4]
+    assert [attempt.resumed_from for attempt in run.attempts] == ["", "runs/step-4", "runs/step-4"]
+    assert [attempt.steps for attempt in run.attempts] == [4, 4, 9]
+    assert all(attempt.guarded for attempt in run.attempts)
+    assert len(said) == 4
+    assert said[0].startswith("memory ran out in attempt 1: an allocation failed (MemoryError)")
+    assert said[1] == (
+        "starting it again from the checkpoint runs/step-4, update 4, with micro-batches of at most 8 (attempt 2 of 6)"
+    )
+    kinds = [mark.kind for mark in run.marks]
+    assert (kinds.count("checkpoint"), kinds.count("out of memory"), kinds.count("restart")) == (4, 2, 2)
+
+
+def test_retries_bound_the_number_of_attempts(supervised):
+    run, said = supervised(GUARDED, "1", retries=1)
+
+    assert (run.outcome, run.exit_code, len(run.attempts)) == (Outcome.OUT_OF_MEMORY, 3, 2)
+    assert said[-1] == "giving up: it has been started 2 times, and --retries is 1"
+
+
+def test_a_guard_that_does_not_listen_is_named(supervised):
+    text = GUARDED.replace("size = request.micro_batch_size or 16", "size = 16")
+    run, said = supervised(text, "1", retries=2)
+
+    assert run.outcome is Outcome.OUT_OF_MEMORY
+    assert "attempt 2 was told micro-batches of at most 8 and used 16" in run.notes
+    configurations = [attempt.configuration for attempt in run.attempts]
+    assert len(set(configurations)) == len(configurations)
+
+
+RESCUED = """
+from memfit.core.run_events import current, note
+note("torch")
+request = current()
+if not (request.rescue and request.eager):
+    raise MemoryError
+"""
+
+
+def test_without_a_guard_the_rescue_is_tried(supervised):
+    run, said = supervised(RESCUED)
+
+    assert run.outcome is Outcome.COMPLETED
+    assert [str(attempt.configuration) for attempt in run.attempts] == ["as it is", "rescue", "rescue of everything"]
+    assert "from its beginning, unless it resumes by itself" in said[1]
+
+
+def test_a_script_that_can_not_be_helped_is_told_so(supervised):
+    run, said = supervised("from memfit.core.run_events import note; note('torch'); raise MemoryError")
+
+    assert (run.exit_code, len(run.attempts)) == (3, 3)
+    assert said[-1].startswith("giving up: the script uses no guard (memfit.Guard, or a trainer that memfit knows)")
+
+
+def test_nothing_is_tried_that_could_have_no_effect(supervised):
+    run, said = supervised("raise MemoryError")
+
+    assert (run.exit_code, len(run.attempts)) == (3, 1)
+    assert "had not imported PyTorch when memory ran out" in said[-1]
+
+
+def test_a_budget_below_what_the_libraries_take(supervised):
+    text = "import importlib\nfor name in ('json', 'numpy', 'numpy.random'):\n    importlib.import_module(name)"
+    run, said = supervised(text, budget_bytes=2_000_000)
+
+    assert (run.outcome, run.exit_code, run.limit_of) == (Outcome.OUT_OF_MEMORY, 3, "budget")
+    assert len(run.attempts) == 1
+    assert "1.91 MiB" in said[-1]
+
+
+def test_a_budget_is_a_limit(supervised):
+    run, _ = supervised("bytearray(400_000_000)", budget_bytes=200_000_000)
+
+    assert run.attempts[0].ending.cause is Cause.EXCEPTION
+    assert run.attempts[0].ending.limit_bytes == 200_000_000
+
+
+def test_a_signal_of_somebody_else(supervised):
+    run, said = supervised("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+
+    assert (run.outcome, run.exit_code, said) == (Outcome.SIGNALLED, 128 + signal.SIGTERM, [])
+
+
+def test_a_script_that_is_asked_to_end_is_not_started_again(supervised):
+    # GIVEN a script that runs out of memory while it ends as it was asked to
+    text = (
+        "import os, signal, time\n"
+        "def stop(number, frame):\n    raise MemoryError\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "from memfit.core.run_events import note; note('torch')\n"
+        "supervisor = int(open(f'/proc/{os.getppid()}/stat').read().rsplit(')')[-1].split()[1])\n"
+        "os.kill(supervisor, signal.SIGTERM)\n"
+        "time.sleep(60)"
+    )
+    run, said = supervised(text)
+
+    assert (len(run.attempts), run.outcome, said) == (1, Outcome.OUT_OF_MEMORY, [])
+
+
+def test_a_kill_that_nobody_explains(supervised):
+    run, _ = supervised("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+
+    assert (run.outcome, run.exit_code) == (Outcome.SIGNALLED, 137)
+
+
+def test_processes_of_a_script_whose_keeper_was_killed_are_ended(supervised, tmp_path):
+    text = (
+        "import os, signal, subprocess, sys, time\n"
+        "left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(left.pid))\n"
+        "time.sleep(1.5)\n"
+        "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
+    )
+    run, _ = supervised(text)
+
+    assert run.exit_code == 137
+    left = int((tmp_path / "pid").read_text())
+    while processes.held_by(left) is not None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("visible", "files", "found"),
+    [(None, ["nvidia0"], True), (None, ["nvidiactl"], False), ("", ["nvidia0"], False), ("0", ["kfd"], True)],
+)
+def test_devices(monkeypatch, tmp_path, visible, files, found):
+    monkeypatch.setattr(supervise.env, "visible_cuda_devices", lambda: visible)
+    for name in files:
+        Path(tmp_path, name).touch()
+
+    assert has_devices(tmp_path) is found
+
+
+def test_on_a_machine_with_devices_the_budget_is_theirs(supervised, monkeypatch):
+    monkeypatch.setattr(supervise, "has_devices", lambda: True)
+    text = "from memfit.core.run_events import current; assert current().budget_bytes == 9; bytearray(50_000_000)"
+    run, _ = supervised(text, budget_bytes=9)
+
+    assert run.outcome is Outcome.COMPLETED
+    assert run.limit_of != "budget"
