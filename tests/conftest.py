@@ -4,12 +4,16 @@ import functools
 import importlib.util
 import os
 import shutil
+import tempfile
 
 import pytest
 from hypothesis import settings
 
 # Before any framework is imported: a test that would download weights fails at once and says why.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# What guards find out about this machine's memory must not last from one test to the next.
+os.environ["MEMFIT_CACHE"] = tempfile.mkdtemp(prefix="memfit-tests-")
 
 # No deadlines: a shared machine stalls for longer than any example takes.
 settings.register_profile("memfit", deadline=None)

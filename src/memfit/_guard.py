@@ -24,6 +24,8 @@ from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.settings import Settings, Weighting
 from memfit.core.units import parse_size
 from memfit.guard.attempts import Attempts
+from memfit.guard.best import Best
+from memfit.guard.checkpoints import Folder
 from memfit.guard.ceilings import Ceilings, key_of
 
 _log = logging.getLogger("memfit")
@@ -98,6 +100,7 @@ class Guard:
         self._plans = plan == AUTO
         self._budget = parse_size(budget) if budget is not None else request.budget_bytes if request else None
         self._approximate = approximate
+        self._first_size = micro_batch_size
         self._loop = TorchLoop(
             model,
             optimizer,
@@ -113,7 +116,7 @@ class Guard:
         first = plan.settings if isinstance(plan, Plan) else Settings()
         self._weighting_known = isinstance(plan, Plan) and plan.settings.micro_batches > 1
         self._attempts = Attempts(
-            first if micro_batch_size is None else replace(first, micro_batches=2, micro_batch_size=micro_batch_size),
+            first,
             stronger=self._loop.stronger_moves(first),
             whole_first=self._loop.mixes_samples_in_norms,
             grow_after=grow_after,
@@ -132,7 +135,7 @@ class Guard:
         asked = request.checkpoint if request and self._keeps_checkpoints else None
         folder = checkpoint if checkpoint is not None else asked
         self._checkpointing = Checkpointing(self._loop, folder, keep)
-        self._best: Any = None
+        self._best: Best | None = None
         self._resume()
         run_events.note("guard", model=type(model).__name__, update=self.num_updates)
 
@@ -191,9 +194,13 @@ class Guard:
         self._last_saved = time.monotonic()
 
     @property
-    def best(self) -> Any:
-        """The best parameters so far: `guard.best.offer(score)` keeps them where the score is better."""
-        return self._loop.best
+    def best(self) -> Best:
+        """The best parameters so far, not the best model: `guard.best.offer(score, higher_is_better=True)`."""
+        if self._best is None:
+            path = self._checkpointing.path
+            folder = None if path is None or not self._loop.is_first else Folder(path / "best", 1, _log.warning)
+            self._best = Best(self._loop.kept_parameters(), lambda: self.num_updates, folder)
+        return self._best
 
     @property
     def epoch(self) -> int:
@@ -233,8 +240,9 @@ class Guard:
             self._attempts.plan_with(lambda: self._replan(host))
             if self._budget is not None:
                 self._attempts.adopt(self._planned(loss, batch, self._budget), size)
-        if self._request is not None and self._request.micro_batch_size and size.num_samples:
-            self._attempts.bound(size, self._request.micro_batch_size)
+        for most in (self._first_size, self._request.micro_batch_size if self._request else None):
+            if most and size.num_samples:
+                self._attempts.bound(size, most)
         self._agree()
 
     def _run(self, size: BatchSize, *, due: bool) -> tuple[list[OutOfMemory], bool | None]:

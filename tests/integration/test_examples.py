@@ -261,6 +261,31 @@ def test_plan_script_trains_for_real(tmp_path):
     assert re.search(r"^step 0: loss \d", done.stdout, re.MULTILINE)
 
 
+def test_search_takes_no_more_memory_for_more_trials(tmp_path):
+    first = run("examples/search/search.py", "3", str(tmp_path))
+    shown = run("examples/search/search.py", "6", str(tmp_path))
+
+    rows = [line.split()[:4] for line in shown.splitlines() if re.match(r" +\d+ ", line)]
+    assert len(rows) == 6
+    assert all(" ".join(row) in " ".join(first.split()) for row in rows[:3]), "finished trials were run again"
+    searched, kept = re.findall(r"after the first trial (\d+) MiB, after the last (\d+) MiB", shown)
+    # The last one's parameters are read back; what a loop keeps is five more models.
+    assert int(kept[1]) - int(kept[0]) > max(0, int(searched[1]) - int(searched[0])) + 10
+    best, loaded = re.search(r"lowest score (\S+) in trial", shown)[1], re.search(r"loaded: score (\S+)", shown)[1]
+    assert best == loaded
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+def test_ensemble_takes_the_memory_of_one_member(tmp_path):
+    shown = run("examples/ensemble/ensemble.py", "5", str(tmp_path))
+
+    one, within, all_of_them = map(float, re.findall(r": +([\d.]+) MiB more than before", shown))
+    assert max(one, within) < all_of_them
+    assert [float(found) for found in re.findall(r"largest difference .*: (\S+)", shown)] == pytest.approx(
+        [0, 0], abs=1e-6
+    )
+
+
 def test_dryrun_distributed_fits_on_four_devices(tmp_path):
     options = ("--device", "rtx-3090", "--count", "4")
 

@@ -99,6 +99,17 @@ def test_the_plan_is_proven_by_a_run_with_its_moves(script, children, capsys):
     assert "running the script once more with the plan's moves (2 micro-batches)" in capsys.readouterr().err
 
 
+def test_dropout_in_micro_batches_is_said(script, children):
+    assert "dropout" not in str(planned(script, 0.7))
+    children.timeline = stack(hidden=128 * MIB, op="aten.native_dropout")
+
+    plan = planned(script, 0.7)
+
+    (move,) = plan.moves
+    assert (move.name, move.caveat) == ("micro-batch", "dropout masks are drawn for each part anew")
+    assert "equal to rounding but for the masks of dropout" in str(plan)
+
+
 def test_each_move_says_what_it_saves_and_costs(script, children):
     plan = planned(script, 0.7)
 
@@ -270,7 +281,7 @@ def test_a_script_that_does_not_train_has_no_plan(script, children, outcome, exi
         ({"device": "t4", "steps": 0}, "steps must be at least 1, but 0 was given"),
         ({"device": "t4", "count": 0}, "count must be at least 1, but 0 was given"),
         ({"device": "t4", "arguments": "--lr 1"}, r"arguments must be a list such as \['--lr', '1'\]"),
-        ({"device": "t4", "allow": ["magic"]}, "'magic' was given"),
+        ({"device": "t4", "allow": ["magic"]}, "'magic' is nothing that can be allowed"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(script, children, options, text):

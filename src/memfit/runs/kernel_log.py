@@ -10,8 +10,8 @@ _LOG = Path("/dev/kmsg")
 _RECORD_BYTES = 8192
 _MAX_RECORDS = 100_000
 _KILLED = re.compile(
-    r"(?P<group>Memory cgroup out of memory|Out of memory)[^:]*: Killed process (?P<pid>\d+) \((?P<name>.*)\),? (?:UID|total-vm)"
-    r".*?anon-rss:(?P<anonymous>\d+)kB(?:.*?shmem-rss:(?P<shared>\d+)kB)?"
+    r"(?P<group>Memory cgroup out of memory|Out of memory)[^:]*: Killed process (?P<pid>\d+) "
+    r"\((?P<name>.*)\),? (?:UID|total-vm).*?anon-rss:(?P<anonymous>\d+)kB(?:.*?shmem-rss:(?P<shared>\d+)kB)?"
 )
 
 

@@ -1,8 +1,9 @@
-"""Runs schedules of failures: `random_faults.py KIND FIRST_SEED LAST_SEED STEPS DIRECTORY`.
+"""Runs schedules of failures: `random_faults.py FIRST_SEED LAST_SEED STEPS DIRECTORY KIND...`.
 
 Each process writes a line of JSON for each schedule into a file of its own: what all of them print may be mixed up.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -10,26 +11,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.integration.guard_scripts.training import Disturbed, digest, undisturbed
+from tests.integration.guard_scripts.training import Disturbed, difference_from_plain_loop, digest, undisturbed
 
 
 def main():
-    kind, first, last, num_steps = sys.argv[1], *map(int, sys.argv[2:5])
+    first, last, num_steps = map(int, sys.argv[1:4])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    for seed in range(first, last):
+    for kind, seed in itertools.product(sys.argv[5:], range(first, last)):
         run = Disturbed(kind, seed, rank, num_ranks, num_steps)
-        reference = undisturbed(kind, rank, run.settings)
         found = {
+            "kind": kind,
             "seed": seed,
-            "rank": rank,
             "raised": run.raised,
             "parts": [setting.micro_batches for setting in run.settings],
             "digest": digest(run.model),
-            "reference": digest(reference),
+            "reference": digest(undisturbed(kind, rank, run.settings)),
+            "difference": difference_from_plain_loop(kind, rank) if seed == first else 0.0,
         }
-        with (Path(sys.argv[5]) / f"{rank}.jsonl").open("a") as file:
+        with (Path(sys.argv[4]) / f"{rank}.jsonl").open("a") as file:
             file.write(json.dumps(found) + "\n")
     dist.barrier()
     dist.destroy_process_group()

@@ -145,6 +145,30 @@ def undisturbed(kind, rank, settings):
     return model
 
 
+def difference_from_plain_loop(kind, rank):
+    """Of the parameters after three updates in micro-batches, from those of an ordinary loop with whole batches."""
+    # Batches of one size: an ordinary loop takes the mean over processes, whatever the sizes of their batches.
+    batches = make_batches(rank, 4, torch.float64)[1:]
+    found = []
+    for is_guarded in (True, False):
+        model = make_model(kind, torch.float64)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        guard = memfit.Guard(model, optimizer, plan=None, micro_batch_size=3, clip_norm=0.5, remember=False)
+        for batch in batches:
+            if is_guarded:
+                assert guard.step(mean_loss, batch).micro_batches == 3
+                continue
+            optimizer.zero_grad()
+            mean_loss(model, batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        found.append([whole(parameter.detach()).clone() for parameter in model.parameters()])
+    return max(float((left - right).abs().max() / right.abs().max()) for left, right in zip(*found, strict=True))
+
+
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

@@ -85,7 +85,7 @@ def test_retries_bound_the_number_of_attempts(supervised):
 
 def test_a_guard_that_does_not_listen_is_named(supervised):
     text = GUARDED.replace("size = request.micro_batch_size or 16", "size = 16")
-    run, said = supervised(text, "1", retries=2)
+    run, _ = supervised(text, "1", retries=2)
 
     assert run.outcome is Outcome.OUT_OF_MEMORY
     assert "attempt 2 was told micro-batches of at most 8 and used 16" in run.notes

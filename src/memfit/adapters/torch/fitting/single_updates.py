@@ -143,7 +143,7 @@ def check_independent(optimizer: torch.optim.Optimizer, purpose: str) -> None:
             f"{purpose} updates parameters one by one, but {name} computes the loss again in each step and needs all "
             "gradients at once. Use another optimizer, such as torch.optim.AdamW, or leave this move out."
         )
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if f"{type(optimizer).__module__}.".startswith("torch.optim."):
         return
     try:
         # Real numbers, also where the parameters are simulated.

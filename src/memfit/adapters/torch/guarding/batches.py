@@ -187,8 +187,8 @@ class Batches:
     def _iterator(self, loader: Any, kind: str, skip: int, *, warm: bool, sources: Sources) -> Iterator[Any]:
         self._indices = None
         if kind == ORDERED:
-            iterator, self._indices = open_at(loader, skip, warm=warm, sources=sources)
-            return iter(iterator)
+            ordered, self._indices = open_at(loader, skip, warm=warm, sources=sources)
+            return iter(ordered)
         if kind == SEQUENCE:
             return itertools.islice(loader, skip, None)
         states = sources.read() if warm and not is_warm(loader) else None

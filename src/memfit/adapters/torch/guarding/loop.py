@@ -243,6 +243,12 @@ class TorchLoop:
                 value.load_state_dict(progress["extra"][name])
         return progress
 
+    def kept_parameters(self) -> Any:
+        """What `guard.best` keeps of the model."""
+        from memfit.adapters.torch.guarding.state import Parameters
+
+        return Parameters(self.plain_model)
+
     def share(self, text: str) -> str:
         """The text of the first process."""
         if self.num_ranks == 1:

@@ -7,11 +7,11 @@ PyTorch doesn't count.
 """
 
 import random
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -31,9 +31,7 @@ class RandomState:
     def now(cls) -> "RandomState":
         """The states at this moment."""
         cuda = tuple(torch.cuda.get_rng_state_all()) if _has_cuda() else ()
-        numpy_random = sys.modules.get("numpy.random")
-        numpy_state = None if numpy_random is None else numpy_random.get_state()
-        return cls(random.getstate(), torch.get_rng_state(), cuda, numpy_state)
+        return cls(random.getstate(), torch.get_rng_state(), cuda, numpy.random.get_state())
 
     def restore(self) -> None:
         """Sets all generators back."""
@@ -41,8 +39,7 @@ class RandomState:
         torch.set_rng_state(self.torch_cpu)
         if self.cuda:
             torch.cuda.set_rng_state_all(list(self.cuda))
-        if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
+        numpy.random.set_state(self.numpy)
 
 
 def _has_cuda() -> bool:

@@ -15,8 +15,9 @@ import functools
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -45,11 +46,12 @@ class MappedFile:
         num_bytes = storage.nbytes()
         with _unnamed_file(folder) as (file, path):
             _write(file, storage)
-            self._mapping = torch.UntypedStorage.from_file(path, True, num_bytes)
+            self._mapping: Any = torch.UntypedStorage.from_file(path, True, num_bytes)
 
     def storage(self) -> torch.UntypedStorage:
         """The mapping."""
-        return self._mapping
+        mapping: torch.UntypedStorage = self._mapping
+        return mapping
 
 
 class ReadFile:
@@ -80,7 +82,7 @@ class ReadFile:
         self._file.seek(0)
         done = 0
         while done < self._num_bytes:
-            count = self._file.readinto(view[done:])  # type: ignore[attr-defined]
+            count = self._file.readinto(view[done:])
             if not count:
                 raise OSError("the file of a saved activation has become shorter than what was written to it")
             done += count
@@ -127,7 +129,7 @@ def _still_there(reference: StorageWeakRef | None) -> torch.UntypedStorage | Non
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return tensor.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
+    return tensor.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -152,7 +154,7 @@ def _write(file: IO[bytes], storage: torch.UntypedStorage) -> None:
 
 
 @contextlib.contextmanager
-def _unnamed_file(folder: Path):  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _unnamed_file(folder: Path) -> Iterator[tuple[IO[bytes], str]]:
     """(file, path that leads to it while it is open); its space is free again when the last mapping is gone."""
     if sys.platform.startswith("linux") and os.path.isdir("/proc/self/fd"):
         # Never has a name, so that not even a kill leaves it behind.

@@ -41,26 +41,39 @@ _OVERWRITING = frozenset(
 )
 
 
-def rerun(call: Callable[[], Result], make_room: MakeRoom, name: str, undo: Callable[[], None] | None = None) -> Result:
+def rerun(
+    call: Callable[[], Result],
+    make_room: MakeRoom,
+    name: str,
+    count: Callable[[], None],
+    undo: Callable[[], None] | None = None,
+) -> Result:
     """What `call` gives; when it runs out of memory, room is made and it is called again, until nothing more is free.
 
     Args:
         call: has no effect if it fails, other than what `undo` takes back.
         make_room: makes room.
         name: of the operation.
+        count: called when an operation has worked at last.
         undo: takes back what a failed call may have done.
     """
     first: BaseException | None = None
     failures = 0
     while True:
         try:
-            return call()
+            result = call()
         except Exception as error:
             failure = oom.recognise(error)
             if failure is None:
                 raise
             if first is None:
                 first = error
+            else:
+                oom.clear_frames(error)
+        else:
+            if failures:
+                count()
+            return result
         # Outside of the handler, and with the frames of the failed call cleared: they would keep its tensors.
         oom.clear_frames(first)
         if not make_room(failure, failures, name):
@@ -79,13 +92,15 @@ class Retrying(TorchDispatchMode):
 
     Args:
         make_room: makes room.
+        count: called when an operation has worked at last.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, make_room: MakeRoom) -> None:
-        super().__init__()
+    def __init__(self, make_room: MakeRoom, count: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._make_room = make_room
+        self._count = count
         self._rules: dict[Any, _Rule] = {}
 
     @classmethod
@@ -106,7 +121,7 @@ class Retrying(TorchDispatchMode):
         undo = _undo(rule, args, kwargs) if rule.draws or rule.writes else None
         if undo is _CANNOT:
             return func(*args, **kwargs)
-        return rerun(lambda: func(*args, **kwargs), self._make_room, rule.name, undo)
+        return rerun(lambda: func(*args, **kwargs), self._make_room, rule.name, self._count, undo)
 
 
 @dataclass(frozen=True, slots=True)

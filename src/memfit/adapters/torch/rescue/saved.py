@@ -45,7 +45,7 @@ class _Layout:
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return tensor.set_(storage, self.offset, self.shape, self.strides)  # type: ignore[call-overload, no-any-return]
+        return tensor.set_(storage, self.offset, self.shape, self.strides)
 
 
 class Block:
@@ -70,7 +70,8 @@ class Block:
     @property
     def key(self) -> int:
         """Address of the storage's record, which is its own until this object is gone."""
-        return self._reference.cdata
+        address: int = self._reference.cdata
+        return address
 
     @property
     def is_away(self) -> bool:
@@ -97,7 +98,7 @@ class Block:
     def bring_back(self, number: int, rerun: Rerun) -> torch.Tensor:
         """The tensor of this number, on its device."""
         if self._copy is None:
-            # Not the alias itself, which loses its elements if it is moved: another one counts as a user of the storage.
+            # Not the alias itself, which loses its elements if it is moved; another one counts as a user of the storage.
             return self.tensors[number].detach()
         return self._layouts[number].on(rerun(self._copy.storage))
 

@@ -13,7 +13,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from memfit.adapters.torch import oom
 from memfit.adapters.torch.rescue import copies
 from memfit.adapters.torch.rescue.folders import choose_folder
 from memfit.adapters.torch.rescue.retry import Retrying, rerun
@@ -57,18 +58,21 @@ class Rescue:
         self._folder = _folder(folder)
         self._usage = Usage(limit_bytes)
         self._shelf = Shelf(self._make_copy, self._bring_back, eager=eager)
-        self._mode = Retrying(self._make_room)
+        self._mode = Retrying(self._make_room, self._count)
         self._eager = eager
         self._owner = (os.getpid(), threading.get_ident())
         self._has_hooks = False
         self._has_mode = False
-        self._wanted = False
         self._num_steps = 0
         self._ballast: bytearray | None = bytearray(_BALLAST_BYTES)
+        self._has_released = False
         self._said: set[str] = set()
         self.num_retried = 0
         """Operations that ran out of memory and were run again."""
         self._handle = register_optimizer_step_post_hook(self._after_step)
+        # Transformations such as torch.func.grad refuse to run while there are hooks.
+        self._disable_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+        torch.autograd.graph.disable_saved_tensors_hooks = self._without_hooks
         atexit.register(self._sum_up)
         self.arm()
 
@@ -84,36 +88,61 @@ class Rescue:
 
     def arm(self) -> None:
         """Watches from now on, unless somebody else's hooks or modes are in charge at the moment."""
-        self._wanted = True
         if not self._is_owner():
             return
         if not self._has_hooks and _top_hooks() is None:
-            torch._C._autograd._push_saved_tensors_default_hooks(self._shelf.pack, self._shelf.unpack)
-            self._has_hooks = True
+            self._push_hooks()
         if not self._has_mode and _get_current_dispatch_mode() is None:
             copies.map_large_blocks(True)
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
             self._has_mode = True
 
     def disarm(self) -> None:
         """Watches no more, unless somebody else's hooks or modes are on top; what is saved stays saved."""
-        self._wanted = False
         if not self._is_owner():
             return
         if self._has_mode and _get_current_dispatch_mode() is self._mode:
-            self._mode.__exit__(None, None, None)
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._has_mode = False
             copies.map_large_blocks(False)
-        if self._has_hooks and _is_hook_of(self._shelf, _top_hooks()):
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            self._has_hooks = False
+        self._pop_hooks()
 
     def close(self) -> None:
         """Ends the rescue; activations that wait come back when they are needed all the same."""
         self.disarm()
+        torch.autograd.graph.disable_saved_tensors_hooks = self._disable_hooks
         self._handle.remove()
         atexit.unregister(self._sum_up)
         self._sum_up()
+
+    def _push_hooks(self) -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(self._shelf.pack, self._shelf.unpack)
+        self._has_hooks = True
+
+    def _pop_hooks(self) -> bool:
+        """Takes the hooks off if they are on top; whether they were."""
+        hooks = _top_hooks() if self._has_hooks and self._is_owner() else None
+        if hooks is None or getattr(hooks[0], "__self__", None) is not self._shelf:
+            return False
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._has_hooks = False
+        return True
+
+    def _without_hooks(self, error_message: str) -> Any:
+        """PyTorch's `disable_saved_tensors_hooks`, with these hooks taken off meanwhile; the compiler sees its own."""
+        if torch.compiler.is_compiling():
+            return self._disable_hooks(error_message)
+        return self._step_aside(error_message)
+
+    @contextlib.contextmanager
+    def _step_aside(self, error_message: str) -> Iterator[None]:
+        had_hooks = self._pop_hooks()
+        try:
+            with self._disable_hooks(error_message):
+                yield
+        finally:
+            if had_hooks:
+                self._push_hooks()
 
     def _after_step(self, *_: Any) -> None:
         self._num_steps += 1
@@ -135,15 +164,26 @@ class Rescue:
         except OSError as error:
             self._say("disk", f"activations can't be moved any more: {error.strerror or error} ({self._folder})")
             return False
-        if not freed:
+        if num_failures == 0:
+            self._has_released = False
+        if freed:
+            copies.give_back()
+        elif self._has_released:
             return False
-        copies.give_back()
-        if not num_failures:
-            self.num_retried += 1
+        else:
+            # The last chance: cycles of dead objects may hold tensors.
+            self._has_released = True
+            oom.release()
         return True
 
-    def _bring_back(self, call: Any) -> torch.UntypedStorage:
-        return rerun(call, self._make_room, "saved activation")
+    def _bring_back(self, call: Callable[[], torch.UntypedStorage]) -> torch.UntypedStorage:
+        return rerun(call, self._make_room, "saved activation", self._count)
+
+    def _count(self) -> None:
+        self.num_retried += 1
+        # Freed for the handling of a failure; the next one may need it again.
+        with contextlib.suppress(MemoryError):
+            self._ballast = self._ballast or bytearray(_BALLAST_BYTES)
 
     def _make_copy(self, storage: torch.UntypedStorage) -> copies.Copy:
         if storage.device.type != "cpu":
@@ -216,7 +256,3 @@ def _folder(folder: str | None) -> Path | None:
 
 def _top_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def _is_hook_of(shelf: Shelf, hooks: Any) -> bool:
-    return hooks is not None and getattr(hooks[0], "__self__", None) is shelf

@@ -1,0 +1,404 @@
+"""The guard as its users see it."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memfit
+from benchmarks.guard_cases import MESSAGE, Case, guarded_loop, largest_difference, make
+from memfit.adapters.torch.fitting.recomputation import ReplacedForward
+from memfit.adapters.torch.guarding.transaction import Clipping
+from memfit.core.errors import BadOptimizer
+from memfit.core.guarding import BadCheckpoint
+from memfit.core.settings import OptimizerKernels, Settings
+
+
+def small(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"plan": None, "remember": False, **options}
+    return memfit.Guard(model, optimizer, **options), model
+
+
+def mean(model, batch):
+    return model(batch).square().mean()
+
+
+def limited(most, loss=mean):
+    """A loss that finds memory for so many samples only, more where modules are computed again."""
+
+    def compute(model, batch):
+        recomputed = any(isinstance(vars(module).get("forward"), ReplacedForward) for module in model.modules())
+        if len(batch) > most * (2 if recomputed else 1):
+            raise RuntimeError(MESSAGE.format(size=1000 * len(batch)))
+        return loss(model, batch)
+
+    return compute
+
+
+BATCH = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_step_that_fits_is_a_plain_step():
+    guard, model = small()
+
+    result = guard.step(mean, BATCH)
+
+    assert (result.micro_batches, result.retries, result.updated, result.skipped) == (1, 0, True, False)
+    assert result.settings == Settings()
+    assert result.approximate == ""
+    assert not result.loss.requires_grad
+    assert guard.num_updates == 1
+
+
+@pytest.mark.parametrize(("most", "retries"), [(4, 1), (2, 2), (1, 3)])
+def test_no_more_than_three_steps_are_wasted_on_a_batch_eight_times_too_large(most, retries):
+    guard, _ = small()
+
+    first, second = guard.step(limited(most), BATCH), guard.step(limited(most), BATCH)
+
+    assert first.retries == len(first.failures) == retries
+    assert first.failures[0].requested_bytes == 8000
+    assert first.micro_batches == 8 // most
+    # What was found is not found out again.
+    assert second.retries == 0
+
+
+def test_a_plan_is_put_into_practice_from_the_first_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = torch.randn(512, 64)
+    plan = memfit.plan(
+        model, mean, batch, optimizer=optimizer, device="cpu", budget="1MiB", measure=False, allow=["micro-batch"]
+    )
+    with memfit.Guard(model, optimizer, plan=plan, remember=False) as guard:
+        result = guard.step(mean, batch)
+
+    assert result.retries == 0
+    assert result.micro_batches == plan.settings.micro_batches > 1
+
+
+def test_a_budget_is_planned_for_before_the_first_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+    guard = memfit.Guard(model, torch.optim.SGD(model.parameters(), lr=0.01), budget="1MiB", remember=False)
+
+    result = guard.step(mean, torch.randn(512, 64))
+
+    assert result.retries == 0
+    assert result.micro_batches > 1 or result.settings.checkpoint
+
+
+def test_a_budget_below_what_is_needed_is_refused():
+    model = nn.Linear(512, 512)
+    guard = memfit.Guard(model, torch.optim.SGD(model.parameters()), budget="10KiB", remember=False)
+
+    with pytest.raises(memfit.CannotFit, match="below the fixed cost"):
+        guard.step(mean, torch.randn(4, 512))
+
+
+def test_stronger_moves_come_when_a_single_sample_does_not_fit():
+    guard, model = small()
+
+    result = guard.step(limited(0.5), BATCH)
+
+    assert result.settings.checkpoint == ("0", "1", "2")
+    assert result.micro_batches == 8
+    guard.close()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_where_nothing_is_left_everything_is_as_before_and_said():
+    guard, model = small()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+
+    with pytest.raises(memfit.CannotFit) as caught:
+        guard.step(limited(0), BATCH)
+
+    assert caught.value.exit_code == 3
+    text = str(caught.value)
+    assert "nothing is left to try after micro-batches of 1 with 3 modules recomputed" in text
+    assert "240 B" in text, text
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    # And the guard can be used again.
+    assert guard.step(mean, BATCH[:1]).updated
+
+
+def test_a_batch_that_can_not_be_split_says_which_tensor():
+    guard, _ = small()
+
+    def compute(model, batch):
+        raise RuntimeError(MESSAGE.format(size=1000))
+
+    with pytest.raises(memfit.CannotFit, match=r"first dimension of the tensor at \[1\] of shape \(3,\) is 3"):
+        guard.step(compute, (BATCH, torch.zeros(3), torch.zeros(8)))
+
+
+def contrastive(model, batch):
+    features = F.normalize(model(batch))
+    return F.cross_entropy(features @ features.T, torch.arange(len(batch)))
+
+
+def test_a_loss_that_mixes_samples_is_not_split():
+    guard, _ = small()
+
+    with pytest.raises(memfit.CannotFit, match="The batch was not split"):
+        guard.step(limited(2, contrastive), BATCH)
+
+
+def test_a_loss_that_mixes_samples_is_split_where_that_is_allowed():
+    guard, _ = small(approximate=True)
+
+    assert guard.step(limited(2, contrastive), BATCH).micro_batches == 4
+
+
+def test_losses_of_micro_batches_add_up_as_the_loss_function_says():
+    def total(model, batch):
+        return model(batch).square().sum()
+
+    done = []
+    for loss in (total, limited(2, total)):
+        guard, model = small()
+        model.double()
+        guard.step(loss, BATCH.double())
+        done.append(model)
+
+    assert largest_difference(*done) <= 1e-12
+
+
+def test_batch_norm_is_recomputed_before_it_is_split():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)))
+    guard = memfit.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=None, remember=False)
+
+    exact = guard.step(limited(4), BATCH)
+    split = guard.step(limited(2), BATCH)
+
+    assert (exact.micro_batches, exact.approximate) == (1, "")
+    assert exact.settings.checkpoint
+    assert split.micro_batches == 2
+    assert "batch norm" in split.approximate
+
+
+def test_an_update_that_runs_out_gets_smaller_kernels():
+    guard, model = small()
+    left = [2]
+
+    def clip(model):
+        if left[0]:
+            left[0] -= 1
+            raise MemoryError
+
+    guard._loop.transaction._clipping = Clipping(function=clip)
+    result = guard.step(mean, BATCH)
+
+    assert result.retries == 2
+    assert result.settings.kernels is OptimizerKernels.SINGLE
+
+
+def test_findings_are_remembered_from_run_to_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    for wasted in (2, 0):
+        guard, _ = small(remember=True)
+        assert guard.step(limited(2), BATCH).retries == wasted
+        guard.close()
+    other, _ = small(remember=True)
+    assert other.step(limited(2, mean), BATCH[:, :4].double().float()[:6]).retries == 0
+
+
+def test_the_last_window_is_an_update_too():
+    guard, model = small(accumulate=3)
+
+    results = [guard.step(mean, batch) for batch in guard.batches([BATCH] * 5)]
+
+    assert [result.updated for result in results] == [False, False, True, False, False]
+    assert guard.num_updates == 2
+
+
+def test_schedulers_and_averages_follow_real_updates():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    guard = memfit.Guard(
+        model, optimizer, scheduler=scheduler, ema=average, scaler=scaler, accumulate=2, plan=None, remember=False
+    )
+
+    for factor in (1.0, float("inf"), 1.0):
+        for _ in range(2):
+            result = guard.step(lambda model, batch, factor=factor: mean(model, batch) * factor, BATCH)
+        assert (result.updated, result.skipped) == ((True, False) if factor == 1.0 else (False, True))
+
+    assert scheduler.get_last_lr() == [0.25]
+    assert int(average.n_averaged) == 2
+    assert guard.num_updates == 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_resumed_run_comes_to_the_same_bits(tmp_path, optimizer):
+    case = Case("transformer", optimizer, scaled=True)
+
+    def train(folder, stop=None):
+        made = make(case, 12)
+        torch.manual_seed(5)
+        loader = torch.utils.data.DataLoader(
+            list(zip(*map(torch.cat, zip(*made.batches, strict=True)), strict=True)), 8, shuffle=True
+        )
+        guard = memfit.Guard(
+            made.model,
+            made.optimizer,
+            scheduler=made.scheduler,
+            scaler=made.scaler,
+            checkpoint=folder,
+            checkpoint_every=2,
+            plan=None,
+            remember=False,
+            accumulate=2,
+        )
+        with guard:
+            for _ in range(2):
+                for batch in guard.batches(loader):
+                    guard.step(made.loss, batch)
+                    if guard.num_updates == stop:
+                        return made.model, guard
+        return made.model, guard
+
+    expected, _ = train(tmp_path / "whole")
+    for stop in (3, 7, 8):
+        train(tmp_path / "parts", stop)
+    found, guard = train(tmp_path / "parts")
+
+    assert guard.resumed_from == 8
+    assert guard.num_updates == 12
+    assert largest_difference(found, expected) == 0
+
+
+def test_a_checkpoint_of_another_model_names_the_difference(tmp_path):
+    guard, _ = small(checkpoint=tmp_path)
+    guard.step(mean, BATCH)
+    guard.save()
+    guard.close()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4 if i < 2 else 5), nn.Tanh()) for i in range(3)))
+
+    with pytest.raises(BadCheckpoint, match=r"2\.0\.weight"):
+        memfit.Guard(model, torch.optim.AdamW(model.parameters()), checkpoint=tmp_path)
+
+
+def test_a_checkpoint_in_the_middle_of_a_window_is_refused(tmp_path):
+    guard, _ = small(checkpoint=tmp_path, accumulate=2)
+    guard.step(mean, BATCH)
+
+    with pytest.raises(memfit.BadInput, match="end of an accumulation window"):
+        guard.save()
+
+
+def test_the_best_parameters_are_kept(tmp_path):
+    for folder in (None, tmp_path):
+        guard, model = small(checkpoint=folder)
+        guard.step(mean, BATCH)
+        best = {name: value.clone() for name, value in model.state_dict().items()}
+        assert guard.best.offer(0.5, higher_is_better=True)
+        guard.step(mean, BATCH)
+        assert not guard.best.offer(0.4, higher_is_better=True)
+
+        guard.best.load_into()
+
+        assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
+        guard.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate": 0}, "accumulate must be a whole number from 1 up, but 0"),
+        ({"keep": True}, "keep must be a whole number"),
+        ({"plan": "yes"}, "plan must be 'auto', a Plan or None, but 'yes'"),
+        ({"budget": "much"}, "'much' is not a size"),
+        ({"micro_batch_size": -1}, "micro_batch_size must be"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(memfit.BadInput, match=message):
+        small(**options)
+
+
+def test_objects_that_are_none_of_the_models_are_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(memfit.BadInput, match="needs an nn.Module, but int"):
+        memfit.Guard(3, None)
+    with pytest.raises(BadOptimizer, match="needs the optimizer of the model, but NoneType"):
+        memfit.Guard(model, None)
+    with pytest.raises(BadOptimizer, match="none of the model's parameters"):
+        memfit.Guard(model, torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    with pytest.raises(BadOptimizer, match="LBFGS"):
+        memfit.Guard(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_sparse_gradients_and_shared_parameters_are_replayed():
+    done = []
+    for most in (8, 2):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(20, 4, sparse=True, dtype=torch.double)
+        model = nn.Sequential(embedding, embedding_mean())
+        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+        guard = memfit.Guard(model, optimizer, plan=None, remember=False)
+        tokens = torch.arange(40).view(8, 5) % 20
+        for _ in range(3):
+            guard.step(limited(most), tokens)
+        done.append(model)
+
+    assert largest_difference(*done) <= 1e-12
+
+
+def embedding_mean():
+    class Mean(nn.Module):
+        def forward(self, values):
+            return values.mean(1)
+
+    return Mean()
+
+
+def test_a_compiled_model_is_guarded():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    compiled = torch.compile(model, backend="eager")
+    guard = memfit.Guard(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), plan=None, remember=False)
+
+    result = guard.step(limited(4), BATCH)
+
+    assert result.micro_batches == 2
+
+
+def test_a_failed_replay_of_a_window_at_the_end_of_an_epoch():
+    counts = itertools.count()
+
+    def sometimes(model, batch):
+        if next(counts) == 2:
+            raise RuntimeError(MESSAGE.format(size=10))
+        return mean(model, batch)
+
+    guard, _ = small(accumulate=4)
+    results = [guard.step(sometimes, batch) for batch in guard.batches([BATCH] * 3)]
+
+    assert [result.retries for result in results] == [0, 0, 1]
+    assert guard.num_updates == 1
+
+
+def test_growing_back_costs_a_replay_and_no_bits():
+    case = Case("cnn", "sgd", dropout=0.0)
+    plain = guarded_loop(case, 20)
+    grown = guarded_loop(case, 20, micro_batch_size=2, grow_after=3)
+
+    assert grown.parts[0] == 4
+    assert grown.parts[-1] == 1
+    assert sorted(grown.parts, reverse=True) == grown.parts
+    assert largest_difference(grown.model, plain.model) < 1e-3
