@@ -7,6 +7,7 @@ from memfit._api import MaxBatch, compare, dryrun, estimate, max_batch, named_jo
 from memfit._guard import Guard
 from memfit._plan import load_plan, plan
 from memfit._run import run
+from memfit._search import ensemble, search
 from memfit._simulate import SimulatedDevice, simulate
 from memfit.catalogue import find_device, list_devices
 from memfit.core.device import Device
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "compare",
     "dryrun",
+    "ensemble",
     "estimate",
     "find_device",
     "list_devices",
@@ -51,6 +53,7 @@ __all__ = [
     "max_batch",
     "named_job",
     "plan",
+    "search",
     "run",
     "simulate",
 ]

@@ -202,6 +202,14 @@ class Guard:
             self._best = Best(self._loop.kept_parameters(), lambda: self.num_updates, folder)
         return self._best
 
+    def epochs(self, total: int) -> Iterator[int]:
+        """Numbers of the epochs that are left of `total`: none that was over before a resume.
+
+        Args:
+            total: epochs of the whole run.
+        """
+        return self._loop.batches.epochs(total)
+
     @property
     def epoch(self) -> int:
         """The epoch in progress, counted from 0."""
@@ -209,6 +217,8 @@ class Guard:
 
     def close(self) -> None:
         """Waits for the last checkpoint and leaves model and optimizer as they were without a guard."""
+        if self._best is not None:
+            self._best.close()
         self._checkpointing.close()
         self._loop.close()
         self._remember()

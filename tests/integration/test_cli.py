@@ -60,6 +60,7 @@ FLAGS = {
         "--code",
         "--script",
     ],
+    "run": ["--budget", "--checkpoint", "--retries", "--rescue", "--json", "--html", "-m", "SCRIPT", "ARGS"],
     "max-batch": ["TARGET", *(f for f in JOB_FLAGS if f[:6] not in ("--batc", "--work")), "--candidates"],
     "compare": ["TARGET", *JOB_FLAGS],
     "devices": ["NAME", "--json"],

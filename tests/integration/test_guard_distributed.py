@@ -1,7 +1,9 @@
 """Several processes under torchrun: one that runs out of memory makes all of them replay, and none waits for ever."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ SCRIPTS = Path(__file__).parent / "guard_scripts"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo over the loopback device of Linux")
 
 
-def launch(script, num_processes, *arguments, timeout=240):
+def launch(script, num_processes, *arguments, timeout=120):
     """The finished processes; a deadlock ends in an exception."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     environment = {
@@ -23,17 +25,25 @@ def launch(script, num_processes, *arguments, timeout=240):
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    return subprocess.run(
+    process = subprocess.Popen(
         [*command, str(SCRIPTS / script), *map(str, arguments)],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
         env=environment,
         cwd=ROOT,
+        start_new_session=True,
     )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    finally:
+        # Workers outlive a launcher that is killed.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
-def run_schedules(directory, num_processes, kinds, seeds, num_steps, timeout=240):
+def run_schedules(directory, num_processes, kinds, seeds, num_steps, timeout=120):
     """For each schedule what the processes found, each for itself."""
     ended = launch(
         "random_faults.py", num_processes, seeds.start, seeds.stop, num_steps, directory, *kinds, timeout=timeout

@@ -163,7 +163,7 @@ def test_micro_batches_of_a_trainer_give_the_gradient_of_the_batch(transformers,
         assert loss == pytest.approx(plain_loss, rel=1e-6)
 
 
-@pytest.mark.parametrize(("dtype", "schedule"), zip([torch.float32, torch.float64], SCHEDULES, strict=True))
+@pytest.mark.parametrize(("dtype", "schedule"), [(torch.float32, SCHEDULES[0]), (torch.float64, SCHEDULES[1])])
 def test_failures_leave_no_trace_in_the_weights_of_a_trainer(transformers, tmp_path, monkeypatch, schedule, dtype):
     # GIVEN a run with dropout in which memory runs out in passes and updates
     faults = Faults(schedule)
@@ -276,7 +276,7 @@ def test_micro_batches_of_lightning_give_the_gradient_of_the_batch(lightning):
         assert guarded.epochs == plain.epochs
 
 
-@pytest.mark.parametrize(("precision", "schedule"), zip([None, "16-mixed"], SCHEDULES, strict=True))
+@pytest.mark.parametrize(("precision", "schedule"), [(None, SCHEDULES[0]), ("16-mixed", SCHEDULES[1])])
 def test_failures_leave_no_trace_in_the_weights_of_lightning(lightning, monkeypatch, schedule, precision):
     # GIVEN a run with dropout, with and without a gradient scaler, in which memory runs out in passes and updates
     options = {"dtype": torch.float32, "dropout": 0.1, "precision": precision}
@@ -401,3 +401,53 @@ def test_a_training_that_dies_under_a_real_limit_is_finished_by_the_guard(script
 
     assert "can't allocate memory" in result["plain under the limit"]
     assert result["guarded under the limit"] == pytest.approx(result["plain"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["trainer_on_two_ranks.py", "lightning_on_two_ranks.py"])
+def test_one_process_of_several_that_runs_out_of_memory_makes_all_replay(script, tmp_path):
+    pytest.importorskip("transformers" if script.startswith("trainer") else "lightning")
+    environment = {
+        **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPTS / script)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+
+    assert len(answers) == 2
+    assert sum(answer["failures"] for answer in answers) >= 2
+    for answer in answers:
+        assert answer["without failures"] < 1e-13
+        assert 0 < answer["with failures"] < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["trainer", "lightning"])
+def test_a_script_without_edits_is_guarded_and_resumed_under_memfit_run(library, tmp_path):
+    pytest.importorskip("transformers" if library == "trainer" else "lightning")
+    environment = {
+        **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1",
+        "MEMFIT_CACHE": str(tmp_path),
+    }  # fmt: skip
+
+    def run(folder, *arguments):
+        folder.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-m", "memfit", "run", str(SCRIPTS / f"unedited_{library}.py"), *arguments],
+            cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return next(line for line in done.stdout.splitlines() if line.startswith("finished")), done.stderr
+
+    # GIVEN a script that runs to its end, and the same one, which memory ends once outside of a step
+    whole, _ = run(tmp_path / "whole")
+    resumed, shown = run(tmp_path / "resumed", "--fail")
+
+    # THEN it is started again from the library's own last checkpoint, and comes to the same weights
+    assert "guarded" in whole
+    assert "from the checkpoint" in shown
+    assert resumed == whole

@@ -393,12 +393,12 @@ def test_a_failed_replay_of_a_window_at_the_end_of_an_epoch():
     assert guard.num_updates == 1
 
 
-def test_growing_back_costs_a_replay_and_no_bits():
-    case = Case("cnn", "sgd", dropout=0.0)
+def test_growing_back_changes_nothing_but_rounding():
+    case = Case("cnn", "sgd", dropout=0.0, dtype=torch.float64)
     plain = guarded_loop(case, 20)
     grown = guarded_loop(case, 20, micro_batch_size=2, grow_after=3)
 
     assert grown.parts[0] == 4
     assert grown.parts[-1] == 1
     assert sorted(grown.parts, reverse=True) == grown.parts
-    assert largest_difference(grown.model, plain.model) < 1e-3
+    assert largest_difference(grown.model, plain.model) < 1e-10

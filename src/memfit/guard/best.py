@@ -99,6 +99,11 @@ class Best:
             raise BadCheckpoint(f"the best parameters, of step {self.step}, are gone from {self._folder.path}")
         self._parameters.read(found.path, model)
 
+    def close(self) -> None:
+        """Gives up possession of the folder."""
+        if self._folder is not None:
+            self._folder.close()
+
     def _is_better(self, score: float, higher: bool) -> bool:
         if self.score is None:
             return True

@@ -211,9 +211,9 @@ class Loop:
         return other is None or (score > other if self.maximize else score < other)
 
     def _tidy(self, results: Trials) -> None:
-        """Removes parameters that are no longer those of the best trial."""
+        """Removes parameters that are no longer those of the best trial, and what a killed process left of a file."""
         best = best_of(results.records, maximize=self.maximize)
-        for path in self.folder.glob("trial-*.safetensors*"):
+        for path in (*self.folder.glob("trial-*.safetensors"), *self.folder.glob(".trial-*.tmp")):
             if best is None or path.name != best.weights:
                 path.unlink(missing_ok=True)
 

@@ -31,13 +31,15 @@ class Child:
     Args:
         process: what was started, which is the script or its keeper.
         report: where the keeper tells; None without one.
+        group: of processes, which it leads; None where it is in ours, because the terminal is.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", report: int | None) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", report: int | None, group: int | None = None) -> None:
         self._process = process
         self._report = report
         self._told = b""
         self.pid = process.pid
+        self.group = group
         self.lost_keeper = False
         line = self._line()
         if line.startswith("pid "):
@@ -111,7 +113,7 @@ def started(
     finally:
         if theirs is not None:
             os.close(theirs)
-    child = Child(process, ours)
+    child = Child(process, ours, process.pid if "process_group" in options else None)
     try:
         yield child
     finally:
@@ -125,10 +127,12 @@ class Signals:
     Args:
         names: of all of them.
         pid: the process that gets them; None while there is none.
+        group: the processes that get an interruption, as they would from a terminal; None where that sends them.
     """
 
     names: set[str] = field(default_factory=set)
     pid: int | None = None
+    group: int | None = None
     _num_interrupts: int = 0
 
     @property
@@ -136,12 +140,12 @@ class Signals:
         """Whether any of them asks a program to end: then it isn't started again."""
         return bool(self.names & _ENDING)
 
-    def become(self, pid: int | None) -> None:
-        """From now on `pid` gets the signals; those that ask to end also if they came before it was there."""
-        self.pid = pid
-        if pid is not None:
+    def become(self, child: Child | None) -> None:
+        """From now on the child gets the signals; those that ask to end also if they came before it was there."""
+        self.pid, self.group = (None, None) if child is None else (child.pid, child.group)
+        if child is not None:
             for name in sorted(self.names & _ENDING):
-                processes.send_to(pid, getattr(signal, name))
+                self._send(getattr(signal, name))
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on."""
@@ -152,12 +156,19 @@ class Signals:
         if name == "SIGINT":
             self._num_interrupts += 1
             if self._num_interrupts >= _IMPATIENT:
-                processes.send_to(self.pid, _KILL)
-                return
-            if processes.is_terminal(0):
-                # The terminal has sent it to the script as well.
-                return
-        processes.send_to(self.pid, number)
+                number = _KILL
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        if self.pid is None:
+            return
+        if number != signal.SIGINT:
+            processes.send_to(self.pid, number)
+        elif self.group is not None:
+            processes.send_to_group(self.group, number)
+        elif not processes.is_terminal(0):
+            processes.send_to(self.pid, number)
+        # Else the terminal has sent it to the script as well.
 
 
 @contextlib.contextmanager

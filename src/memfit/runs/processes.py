@@ -75,6 +75,12 @@ def send_to(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
+def send_to_group(group: int, number: int) -> None:
+    """Sends a signal to a group of processes; one that is gone gets none."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
 def die_with_parent(number: int) -> bool:
     """Has the kernel send us a signal when the thread that started us ends; whether it will."""
     return _prctl(_PR_SET_PDEATHSIG, number)

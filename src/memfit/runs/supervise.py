@@ -120,7 +120,7 @@ class Supervisor:
             with child.started(request, place, stdout_to_stderr=self._task.stdout_to_stderr) as running:
                 limit = limits.FollowingLimit(running.pid, self._ceiling, self._host_budget())
                 with Watch(running.pid, self._groups, limit, self._history, self._origin) as watch:
-                    signals.become(running.pid)
+                    signals.become(running)
                     status = running.wait()
                     signals.become(None)
                 seen = watch.seen

@@ -161,6 +161,7 @@ def test_what_was_written_by_a_trial_that_never_ended_is_removed(tmp_path):
     with pytest.raises(SystemExit):
         run(tmp_path, killed)
     assert (tmp_path / "trial-0000.safetensors").exists()
+    (tmp_path / ".trial-0000.safetensors.x.tmp").write_text("half")
 
     assert run(tmp_path, score_of).load_best({}) == {"x": 1}
     assert len(list(tmp_path.iterdir())) == 2

@@ -3,6 +3,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_signals_reach_the_script(tmp_path, name):
     script.write_text(text)
     number = getattr(signal, name)
     with passing_on_signals() as signals, started(RunRequest(script=str(script)), tmp_path) as running:
-        signals.become(running.pid)
+        signals.become(running)
         while not ready.exists():
             pass
 
@@ -137,7 +138,7 @@ def test_a_signal_that_comes_too_early_is_kept_for_the_script(monkeypatch):
     signals.handle(signal.SIGTERM, None)
     signals.handle(signal.SIGUSR1, None)
 
-    signals.become(77)
+    signals.become(SimpleNamespace(pid=77, group=None))
 
     assert sent == [(77, signal.SIGTERM)]
 

@@ -219,6 +219,11 @@ class Fitted:
         self._undo.close()
         self.optimizer = self._original
 
+    def __repr__(self) -> str:
+        parts = f", {self.settings.micro_batches} micro-batches" if self.settings.micro_batches > 1 else ""
+        optimizer = "" if self.optimizer is None else f" with {type(self.optimizer).__name__}"
+        return f"<Fitted {type(self.model).__name__}{optimizer}{parts}>"
+
     def __enter__(self) -> "Fitted":
         return self
 

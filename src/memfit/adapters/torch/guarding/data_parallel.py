@@ -49,7 +49,7 @@ class DataParallel:
             )
         # Only synchronized batch norm communicates within a pass.
         self.communicates = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
-        self._accompanied = Accompanied(self._meeting, model, reset=lambda: None) if self.communicates else None
+        self._accompanied = Accompanied(self._meeting, model, _nothing, _nothing) if self.communicates else None
 
     @staticmethod
     def _bucket_length(parameters: list[torch.nn.Parameter], device: torch.device, dtype: torch.dtype) -> int:
@@ -215,6 +215,10 @@ class DataParallel:
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 surely(partial(gather, all_of_them, own, group=self._meeting.group), self._meeting.group)
             self._meeting.together(add_up)
+
+
+def _nothing() -> None:
+    """Modules that keep no state of a pass need nothing before the next."""
 
 
 def _complete(parameters: list[torch.nn.Parameter], kinds: list[int]) -> None:

@@ -41,7 +41,7 @@ class FullySharded:
         self._meeting = Meeting(None, device)
         self.num_ranks = self._meeting.num_ranks
         self.is_first = self._meeting.rank == 0
-        self._accompanied = Accompanied(self._meeting, model, self.reset)
+        self._accompanied = Accompanied(self._meeting, model, self.ready, self.reset)
 
     def begin(self) -> None:
         """Nothing is shared before a pass: `fully_shard` leaves buffers alone."""
@@ -94,29 +94,34 @@ class FullySharded:
                     if parameter.grad is not None:
                         _local(parameter.grad).mul_(factor)
 
-    def reset(self) -> None:
-        """Sets the modules back to the state between two steps, whatever they were in the middle of.
+    def ready(self) -> None:
+        """Before a pass: brings the modules into the one state that all passes begin in.
 
-        PyTorch 2.13 has a method for most of it; it leaves the gradients of whole parameters that a backward pass
-        had computed and not yet scattered, which would be added to those of the next one.
+        What a pass gathers depends on what earlier ones left: after an evaluation parameters of the outermost module
+        stay whole, and PyTorch gathers ahead by the order of forward passes that no backward pass followed. A ghost
+        begins with nothing of that, so no pass may. What a failed backward pass had computed and not yet scattered
+        goes as well: PyTorch's own recovery leaves it, and the next backward pass would add to it.
         """
-        if not self._states:
-            return
-        _synchronize()
         for state in self._states:
-            official = getattr(state, "_reset_iter_state", None)
-            if official is not None and state._is_root:
-                official()
-        for state in self._states:
-            idle = type(state._training_state).IDLE
             _clear(state._state_ctx, iter_forward_root=None, post_backward_final_callback_queued=False)
             _clear(state._comm_ctx, all_gather_state=None, reduce_scatter_state=None)
             for name in ("post_forward_order", "reduce_scatter_states", "_last_post_reduce_events"):
                 getattr(state._comm_ctx, name, []).clear()
-            state._training_state = idle
+            state._training_state = type(state._training_state).IDLE
             getattr(state, "_modules_to_run_forward", set()).clear()
         for group in self._groups():
             _reset_group(group)
+
+    def reset(self) -> None:
+        """After a pass that failed: waits for what it left under way, and makes the modules ready."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        for state in self._states:
+            # Since 2.13.
+            official = getattr(state, "_reset_iter_state", None)
+            if official is not None and state._is_root:
+                official()
+        self.ready()
 
     def _groups(self) -> Iterator[Any]:
         for state in self._states:
@@ -187,11 +192,6 @@ def _clear(holder: Any, **values: Any) -> None:
     for name, value in values.items():
         if hasattr(holder, name):
             setattr(holder, name, value)
-
-
-def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

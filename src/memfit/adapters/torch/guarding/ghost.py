@@ -111,12 +111,16 @@ class Accompanied:
     Args:
         meeting: the processes.
         model: what is run.
-        reset: makes the model ready for a new pass after one that failed.
+        ready: called before each pass; afterwards the model is in the same state before all of them.
+        reset: the same after a pass that failed.
     """
 
-    def __init__(self, meeting: Meeting, model: torch.nn.Module, reset: Callable[[], None]) -> None:
+    def __init__(
+        self, meeting: Meeting, model: torch.nn.Module, ready: Callable[[], None], reset: Callable[[], None]
+    ) -> None:
         self._meeting = meeting
         self._model = model
+        self._ready = ready
         self._reset = reset
 
     def run(self, num_passes: int, one: Callable[[int], None], smallest: Callable[[], None]) -> None:
@@ -129,6 +133,7 @@ class Accompanied:
         index, failure = 0, None
         while self._is_another_due(index < num_passes, failure is not None):
             counter = Counter()
+            self._ready()
             try:
                 with counter.counting():
                     if index < num_passes:

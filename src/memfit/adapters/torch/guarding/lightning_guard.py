@@ -67,7 +67,7 @@ class LightningLoop:
             return _step(guard, functools.partial(optimizer_step, optimizer, model=model, **named), closure)
 
         replace_attribute(self._undo, plugin, "optimizer_step", guarded_step)
-        replace_attribute(self._undo, trainer, "save_checkpoint", _told(trainer.save_checkpoint))
+        replace_attribute(self._undo, trainer, "save_checkpoint", _told(trainer, trainer.save_checkpoint))
 
     def detach(self) -> None:
         """Leaves the trainer as it was."""
@@ -138,12 +138,13 @@ def _step(guard: StepGuard, step: Callable[..., Any], closure: Callable[[], Any]
     return outcome[0]
 
 
-def _told(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def _told(trainer: Any, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save_checkpoint)
     def told(filepath: Any, weights_only: Any = False, *arguments: Any, **named: Any) -> Any:
         result = save_checkpoint(filepath, weights_only, *arguments, **named)
         if not weights_only:
-            run_events.note("checkpoint", path=os.path.abspath(filepath))
+            step = trainer.global_step
+            run_events.note("checkpoint", step=step, update=step, path=os.path.abspath(filepath))
         return result
 
     return told

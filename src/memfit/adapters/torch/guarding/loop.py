@@ -1,6 +1,7 @@
 """The objects of one PyTorch training loop, as its guard handles them."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -26,6 +27,8 @@ from memfit.core.errors import BadBatch, BadModel, BadOptimizer
 from memfit.core.guarding import BatchSize, OutOfMemory
 from memfit.core.settings import Settings, Weighting
 from memfit.core.units import format_size
+
+_log = logging.getLogger("memfit")
 
 
 class TorchLoop:
@@ -74,7 +77,7 @@ class TorchLoop:
             clipping=Clipping(clip_norm, clip_value, clip),
             after_update=self._after_update,
         )
-        self.batches = Batches(finish_window)
+        self.batches = Batches(finish_window, _log.warning)
         self._parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
         self._extra = state
         self.assumed_weighting = Weighting()
@@ -130,6 +133,9 @@ class TorchLoop:
 
     def find_weighting(self, loss: Callable[[Any, Any], Any], batch: Any) -> tuple[Weighting | None, str]:
         """(how the losses of micro-batches add up, why they don't); an assumption where it can't be tried out."""
+        if self.ranks.communicates:
+            # How many passes it takes to find out depends on the batch and on time, and all would have to run as many.
+            return self.assumed_weighting, "the passes of a sharded model can't be tried out by one process"
         weighting, reason = self._found_weighting(loss, batch)
         if self.num_ranks == 1:
             return weighting, reason

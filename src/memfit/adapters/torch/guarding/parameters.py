@@ -5,13 +5,13 @@ A file appears whole or not at all. Tensors that share memory are written once, 
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from memfit.core.errors import BadFile, BadModel, MissingDependency
+from memfit.adapters.torch.guarding.checkpoint_tensors import TensorFile, write_tensors
+from memfit.core.errors import BadFile, BadModel
 from memfit.core.guarding import BadCheckpoint
 
 _SHARED = "memfit.shared"
@@ -24,24 +24,21 @@ def write(model: Any, path: Path) -> None:
         BadModel: it isn't one, or it holds something that isn't a plain tensor.
         BadFile: the file can't be written.
     """
-    safetensors = _safetensors()
     tensors, shared = _distinct(_state(model))
-    handle = -1
-    temporary = ""
+    if shared:
+        tensors[_SHARED] = torch.tensor(list(json.dumps(shared).encode()), dtype=torch.uint8)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        os.close(handle)
-        safetensors.save_file(tensors, temporary, metadata={_SHARED: json.dumps(shared)})
-        with open(temporary, "rb+") as file:
+        write_tensors(temporary, tensors)
+        with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except (OSError, _write_errors()) as error:
+    except OSError as error:
         raise BadFile(
             f"the parameters can't be written to {str(path)!r}: {error}. What was there before stays."
         ) from error
     finally:
-        if temporary and os.path.exists(temporary):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
 
 
 def read(model: Any, path: Path) -> None:
@@ -50,21 +47,20 @@ def read(model: Any, path: Path) -> None:
     Raises:
         BadCheckpoint: the file is damaged or of another model; nothing has changed then.
     """
-    safetensors = _safetensors()
     state = _state(model)
-    try:
-        with safetensors.safe_open(os.fspath(path), framework="pt") as file:
-            names = set(file.keys())
-            shared = json.loads((file.metadata() or {}).get(_SHARED, "{}"))
-            sources = {name: name for name in names} | {name: source for name, source in shared.items()}
-            _check(path, state, {name: tuple(file.get_slice(source).get_shape()) for name, source in sources.items()})
-            with torch.no_grad():
-                for name, tensor in state.items():
-                    tensor.copy_(file.get_tensor(sources[name]))
-    except (OSError, _write_errors(), ValueError) as error:
-        if isinstance(error, BadCheckpoint):
-            raise
-        raise BadCheckpoint(f"the file {str(path)!r} can't be read as parameters (safetensors): {error}.") from error
+    file = TensorFile(path)
+    sources = {name: name for name in file.names() if name != _SHARED}
+    if _SHARED in file:
+        held = torch.empty(file.shape(_SHARED), dtype=torch.uint8)
+        file.copy_into(_SHARED, held)
+        try:
+            sources |= json.loads(bytes(held.tolist()))
+        except (ValueError, TypeError) as error:
+            raise BadCheckpoint(f"{str(path)!r} is damaged: {error}") from None
+    _check(path, state, {name: file.shape(source) for name, source in sources.items() if source in file})
+    with torch.no_grad():
+        for name, tensor in state.items():
+            file.copy_into(sources[name], tensor)
 
 
 def _check(path: Path, state: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
@@ -100,44 +96,12 @@ def _distinct(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
     tensors: dict[str, torch.Tensor] = {}
     shared: dict[str, str] = {}
     names: dict[Any, str] = {}
-    storages: set[int] = set()
     for name, tensor in state.items():
         storage = tensor.untyped_storage().data_ptr()
         key = (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
         if tensor.numel() and key in names:
             shared[name] = names[key]
-            continue
-        names[key] = name
-        # Two parts of one storage would be refused; a part that isn't contiguous, too.
-        plain = tensor.detach().contiguous()
-        overlapping = bool(tensor.numel()) and storage in storages
-        tensors[name] = plain.clone() if overlapping and plain.untyped_storage().data_ptr() == storage else plain
-        storages.add(storage)
+        else:
+            names[key] = name
+            tensors[name] = tensor
     return tensors, shared
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError:
-        raise MissingDependency(
-            "safetensors is not installed, and parameters are kept in its files. Install it with "
-            "`pip install 'memfit[torch]'`."
-        ) from None
-    return _Functions(safetensors.torch.save_file, safetensors.safe_open)
-
-
-class _Functions:
-    """What is used of safetensors."""
-
-    def __init__(self, save_file: Any, safe_open: Any) -> None:
-        self.save_file = save_file
-        self.safe_open = safe_open
-
-
-def _write_errors() -> type[Exception]:
-    import safetensors
-
-    found: type[Exception] = safetensors.SafetensorError
-    return found

@@ -118,10 +118,26 @@ class Retrying(TorchDispatchMode):
             rule = self._rules[func] = _rule_of(func)
         if not rule.retry:
             return func(*args, **kwargs)
-        undo = _undo(rule, args, kwargs) if rule.draws or rule.writes else None
-        if undo is _CANNOT:
-            return func(*args, **kwargs)
+        undo = None
+        if rule.draws or rule.writes:
+            written = _written(rule, args, kwargs)
+            if sum(tensor.numel() * tensor.element_size() for tensor in written) > _SMALL_BYTES:
+                return func(*args, **kwargs)
+            undo = self._undo(written, _states(args, kwargs) if rule.draws else [])
         return rerun(lambda: func(*args, **kwargs), self._make_room, rule.name, self._count, undo)
+
+    def _undo(
+        self, written: list[torch.Tensor], states: list[tuple[torch.Generator, torch.Tensor]]
+    ) -> Callable[[], None]:
+        copies = [(tensor, rerun(tensor.clone, self._make_room, "aten.clone", self._count)) for tensor in written]
+
+        def undo() -> None:
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+            for generator, state in states:
+                generator.set_state(state)
+
+        return undo
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +148,7 @@ class _Rule:
         name: such as "aten.convolution".
         retry: whether it may be.
         draws: whether it draws random numbers.
-        writes: arguments that it writes beside its result, as (position, name); they are put back.
+        writes: arguments that have to be put back before another try, as (position, name).
     """
 
     name: str
@@ -162,32 +178,14 @@ def _rule_of(func: Any) -> _Rule:
     return _Rule(name, True, draws, written)
 
 
-def _no_undo() -> None:
-    raise AssertionError("never called")
-
-
-_CANNOT = _no_undo
-"""Stands for what can't be undone."""
-
-
-def _undo(rule: _Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], None] | None:
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+def _written(rule: _Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that have to be put back before another try."""
+    found: list[torch.Tensor] = []
     for index, name in rule.writes:
         value = args[index] if index < len(args) else kwargs.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, torch.Tensor) or value.numel() * value.element_size() > _SMALL_BYTES:
-            return _CANNOT
-        copies.append((value, value.clone()))
-    states = _states(args, kwargs) if rule.draws else []
-
-    def undo() -> None:
-        for tensor, copy in copies:
-            tensor.copy_(copy)
-        for generator, state in states:
-            generator.set_state(state)
-
-    return undo
+        values = value if isinstance(value, list | tuple) else [value]
+        found += [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
+    return found
 
 
 def _states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[torch.Generator, torch.Tensor]]:

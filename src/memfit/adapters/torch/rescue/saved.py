@@ -98,7 +98,7 @@ class Block:
     def bring_back(self, number: int, rerun: Rerun) -> torch.Tensor:
         """The tensor of this number, on its device."""
         if self._copy is None:
-            # Not the alias itself, which loses its elements if it is moved; another one counts as a user of the storage.
+            # Not the alias itself, which loses its elements when it is moved; another one is a user of the storage.
             return self.tensors[number].detach()
         return self._layouts[number].on(rerun(self._copy.storage))
 

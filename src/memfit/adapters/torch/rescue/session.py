@@ -72,9 +72,11 @@ class Rescue:
         self._handle = register_optimizer_step_post_hook(self._after_step)
         # Transformations such as torch.func.grad refuse to run while there are hooks.
         self._disable_hooks = torch.autograd.graph.disable_saved_tensors_hooks
-        torch.autograd.graph.disable_saved_tensors_hooks = self._without_hooks
+        torch.autograd.graph.disable_saved_tensors_hooks = self._step_aside
         atexit.register(self._sum_up)
-        self.arm()
+        # Whoever enables it inside of other hooks and modes closes it there too.
+        self._push_hooks()
+        self._push_mode()
 
     @property
     def is_armed(self) -> bool:
@@ -93,9 +95,7 @@ class Rescue:
         if not self._has_hooks and _top_hooks() is None:
             self._push_hooks()
         if not self._has_mode and _get_current_dispatch_mode() is None:
-            copies.map_large_blocks(True)
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
-            self._has_mode = True
+            self._push_mode()
 
     def disarm(self) -> None:
         """Watches no more, unless somebody else's hooks or modes are on top; what is saved stays saved."""
@@ -115,6 +115,11 @@ class Rescue:
         atexit.unregister(self._sum_up)
         self._sum_up()
 
+    def _push_mode(self) -> None:
+        copies.map_large_blocks(True)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._has_mode = True
+
     def _push_hooks(self) -> None:
         torch._C._autograd._push_saved_tensors_default_hooks(self._shelf.pack, self._shelf.unpack)
         self._has_hooks = True
@@ -128,14 +133,9 @@ class Rescue:
         self._has_hooks = False
         return True
 
-    def _without_hooks(self, error_message: str) -> Any:
-        """PyTorch's `disable_saved_tensors_hooks`, with these hooks taken off meanwhile; the compiler sees its own."""
-        if torch.compiler.is_compiling():
-            return self._disable_hooks(error_message)
-        return self._step_aside(error_message)
-
     @contextlib.contextmanager
     def _step_aside(self, error_message: str) -> Iterator[None]:
+        """PyTorch's `disable_saved_tensors_hooks`, with these hooks taken off meanwhile."""
         had_hooks = self._pop_hooks()
         try:
             with self._disable_hooks(error_message):

@@ -212,12 +212,12 @@ class Run:
         self.loader = make()
         self.seen = []
 
-    def train(self, stop_at=None, save_at=None):
-        """Runs to the end, or stops after some steps; gives the state after `save_at` steps, and how many followed."""
+    def train(self, stop_at=None, save_at=None, save_after=None):
+        """Runs to the end, or stops after some steps; gives the state after `save_at` steps, or after an epoch."""
         saved, num_steps = None, 0
         if save_at == 0:
             saved = self.batches.state(), RandomState.now()
-        for _ in range(EPOCHS):
+        for epoch in range(EPOCHS):
             for batch in self.batches.over(self.loader):
                 self.seen.append((torch.as_tensor(batch).tolist(), torch.rand(()).item(), random.random()))
                 num_steps += 1
@@ -227,16 +227,18 @@ class Run:
                     return saved
             # Code between epochs, such as a validation, which is run again for epochs that are over.
             torch.rand(3)
+            if epoch == save_after:
+                return self.batches.state(), RandomState.now()
         return saved
 
 
-def interrupted(make, save_at, stop_at=None):
-    """What a run sees after it was resumed from `save_at`, in a program that has begun anew."""
+def interrupted(make, save_at=None, stop_at=None, save_after=None):
+    """What a run sees after it was resumed from where it was saved, in a program that has begun anew."""
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
     first = Run(make)
-    position, random_state = first.train(save_at=save_at, stop_at=stop_at)
+    position, random_state = first.train(stop_at, save_at, save_after)
     del first  # its workers end
     torch.manual_seed(99)
     random.seed(99)
@@ -269,6 +271,15 @@ def test_resumed_anywhere_the_rest_is_the_same(name):
         # THEN data and random numbers are those that would have come
         assert resumed.seen == whole[save_at:], save_at
         assert resumed.batches.epoch == EPOCHS
+
+
+@pytest.mark.parametrize("name", [*LOADERS, "kept workers", "kept workers, generator"])
+def test_resumed_between_epochs_the_rest_is_the_same(name):
+    make = {**LOADERS, **WITH_WORKERS}[name]
+    whole = uninterrupted(make)
+    per_epoch = len(whole) // EPOCHS
+    for epoch in range(EPOCHS):
+        assert interrupted(make, save_after=epoch).seen == whole[(epoch + 1) * per_epoch :], epoch
 
 
 @pytest.mark.parametrize("name", WITH_WORKERS)
@@ -453,6 +464,19 @@ def test_another_kind_of_loader_is_said():
 
     assert len(list(resumed.over(loader))) == 5
     assert "8 batches (sequence), and now has an unknown number of batches (stateful)" in said[0]
+
+
+def test_a_loader_in_a_wrapper_without_a_state_is_one_without():
+    class Wrapper(Reshuffled):
+        def state_dict(self):
+            raise AttributeError("what is wrapped has none")
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    whole = uninterrupted(Wrapper)
+
+    assert interrupted(Wrapper, 4).seen == whole[4:]
 
 
 def test_a_sampler_that_draws_in_the_middle_of_an_epoch_is_found_out():

@@ -120,6 +120,21 @@ def test_a_reset_frees_whole_parameters():
         assert all(t.untyped_storage().size() == 0 for p in group.fsdp_params for t in p.all_gather_outputs)
 
 
+def test_an_evaluation_leaves_nothing_that_changes_what_a_pass_gathers():
+    model = make()
+    ranks = FullySharded(model)
+    with torch.no_grad():
+        model(torch.randn(2, 3))
+    group = next(ranks._groups())
+    assert group.comm_ctx.post_forward_order
+    assert not group.is_sharded
+
+    ranks.ready()
+
+    assert not group.comm_ctx.post_forward_order
+    assert group.is_sharded
+
+
 def test_a_reset_before_the_first_pass_does_nothing():
     model = make()
 

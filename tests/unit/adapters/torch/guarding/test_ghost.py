@@ -22,13 +22,16 @@ class Passes:
         self.begun = []
         self.fails_after = None
         self.smallest_failures = 0
-        self.resets = 0
+        self.resets = self.times_ready = 0
         self.norm = nn.BatchNorm1d(3)
         self.was_training = []
 
     def run(self, num_passes=1):
         meeting = Meeting(None, torch.device("cpu"))
-        Accompanied(meeting, self.norm, self._reset).run(num_passes, self._one, self._smallest)
+        Accompanied(meeting, self.norm, self._get_ready, self._reset).run(num_passes, self._one, self._smallest)
+
+    def _get_ready(self):
+        self.times_ready += 1
 
     def _reset(self):
         self.resets += 1
@@ -60,6 +63,7 @@ def test_passes_run_one_after_another():
     passes.run(2)
 
     assert passes.begun == [f"{index}.{number}" for index in range(2) for number in range(4)]
+    assert passes.times_ready == 2
 
 
 @pytest.mark.parametrize("fails_after", range(4))
@@ -117,7 +121,7 @@ def test_an_ordinary_exception_is_raised_at_once():
 
     ran = []
     with pytest.raises(KeyError):
-        Accompanied(Meeting(None, torch.device("cpu")), nn.Linear(1, 1), lambda: None).run(
+        Accompanied(Meeting(None, torch.device("cpu")), nn.Linear(1, 1), lambda: None, lambda: None).run(
             1, one, lambda: ran.append(None)
         )
 

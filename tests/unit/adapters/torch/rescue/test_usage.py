@@ -1,0 +1,44 @@
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+from memfit.adapters.torch.rescue import usage
+
+STATUS = """Name:\tpython
+VmPeak:\t  4000 kB
+VmHWM:\t    1000 kB
+VmRSS:\t     400 kB
+VmData:\t    800 kB
+"""
+
+
+@pytest.fixture
+def status(tmp_path):
+    path = tmp_path / "status"
+    path.write_text(STATUS)
+    return path
+
+
+def test_sizes_are_read(status, tmp_path):
+    assert usage.read_sizes(status) == tuple(size * 1024 for size in (4000, 1000, 400, 800))
+    assert usage.read_sizes(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "share"),
+    [((None, None), 0.5), ((2000 * 1024, None), 0.7), ((None, 4400 * 1024), 4000 / 4400)],
+)
+def test_the_greatest_share_counts(status, monkeypatch, limits, share):
+    monkeypatch.setattr(usage, "limits", lambda: limits)
+    assert usage.Usage(2000 * 1024, status).host_share() == pytest.approx(share)
+
+
+def test_nothing_known_counts_as_full(tmp_path):
+    assert usage.Usage(1, tmp_path / "missing").peak_share() == 1
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+def test_this_process_has_a_share():
+    assert 0 < usage.Usage().peak_share() < 1
