@@ -1,5 +1,10 @@
-"""A training loop that goes on when memory runs out: `python examples/guard/train.py [LIMIT_MIB]`."""
+"""A training loop that goes on when memory runs out: `python examples/guard/train.py [LIMIT_MIB]`.
 
+`train.py plain 0` and `train.py guard LIMIT_MIB` run one loop in this process; LIMIT_MIB is what it may take beyond
+what the process holds when the loop begins, 0 for as much as there is.
+"""
+
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +20,7 @@ except ImportError:
     # Windows has no such limits.
     resource = None
 
-VOCABULARY, LENGTH, WIDTH, DEPTH, BATCH_SIZE, NUM_STEPS = 256, 128, 128, 4, 32, 6
+VOCABULARY, LENGTH, WIDTH, DEPTH, BATCH_SIZE, NUM_STEPS = 256, 128, 128, 4, 32, 4
 
 
 class LanguageModel(nn.Module):
@@ -48,79 +53,77 @@ def make():
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader
 
 
-def train_plainly():
-    model, optimizer, loader = make()
+def train_plainly(model, optimizer, loader):
     for step, batch in enumerate(loader):
         optimizer.zero_grad()
         value = loss(model, batch)
         value.backward()
         optimizer.step()
         print(f"  step {step}: loss {value.item():.4f}")
-    return model
 
 
-def train_guarded():
-    model, optimizer, loader = make()
+def train_guarded(model, optimizer, loader):
     guard = memfit.Guard(model, optimizer, remember=False)
     for step, batch in enumerate(guard.batches(loader)):
         result = guard.step(loss, batch)
-        print(f"  step {step}: loss {result.loss.item():.4f}, {told(result)}")
+        print(f"  step {step}: loss {result.loss.item():.4f}, {describe(result)}")
     guard.close()
-    return model
 
 
-def told(result):
-    settings = result.settings
-    moves = [f"{result.micro_batches} micro-batches" if result.micro_batches > 1 else "whole batch"]
-    moves += [f"{len(settings.checkpoint)} modules recomputed"] if settings.checkpoint else []
-    return f"{' and '.join(moves)}, retries: {result.retries}"
+def describe(result):
+    parts = f"{result.micro_batches} micro-batches" if result.micro_batches > 1 else "whole batch"
+    recomputed = len(result.settings.checkpoint)
+    return parts + (f", {recomputed} modules recomputed" if recomputed else "") + f", retries: {result.retries}"
 
 
-def data_bytes():
-    """The private memory of this process, as RLIMIT_DATA counts it; None where the system doesn't tell."""
+def limit_memory(limit_mib):
+    """From now on, more memory than this can't be had: a request that goes too far fails."""
+    status = Path("/proc/self/status")
+    if resource is None or not status.exists():
+        sys.exit("this example needs a limit on a process's data, which Linux has")
+    held = next(line for line in status.read_text().splitlines() if line.startswith("VmData:"))
+    limit_bytes = int(held.split()[1]) * 1024 + limit_mib * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.RLIM_INFINITY))
+
+
+def run_one(how, limit_mib):
+    torch.set_num_threads(1)
+    model, optimizer, loader = make()
+    # Libraries take memory when they are first used.
+    loss(model, next(iter(loader))[:1]).backward()
+    if limit_mib:
+        limit_memory(limit_mib)
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+        {"plain": train_plainly, "guard": train_guarded}[how](model, optimizer, loader)
+    except memfit.CannotFit as error:
+        print("\n".join(f"  {line}" for line in str(error).splitlines()))
+        return error.exit_code
+    return 0
 
 
-def limit_data(limit_bytes):
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+def run_in_a_process(how, limit_mib):
+    """The exit code; what the loop prints is shown, and of an error the last line."""
+    words = [sys.executable, __file__, how, str(limit_mib)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    print(done.stdout, end="")
+    if done.returncode == 1:
+        print(f"  {done.stderr.rstrip().splitlines()[-1]}")
+    return done.returncode
 
 
 def main():
+    if sys.argv[1:2] in (["plain"], ["guard"]):
+        return run_one(sys.argv[1], int(sys.argv[2]))
     limit_mib = int(sys.argv[1]) if len(sys.argv) > 1 else 120
-    torch.set_num_threads(1)
-    model, _, loader = make()
-    # Libraries take memory when they are first used.
-    loss(model, next(iter(loader))[:1]).backward()
-    del model, loader
-    held = data_bytes()
-    if resource is None or held is None:
-        sys.exit("this example needs RLIMIT_DATA and /proc, which Linux has")
-    before = resource.getrlimit(resource.RLIMIT_DATA)[0]
-
-    limit_data(held + limit_mib * 2**20)
-    print(f"a plain loop that may take {limit_mib} MiB:")
-    try:
-        train_plainly()
-    except RuntimeError as error:
-        print(f"  RuntimeError: {str(error).partition('] ')[2] or error}")
-
-    print(f"the same loop with a guard, within the same {limit_mib} MiB:")
-    try:
-        guarded = train_guarded()
-    except memfit.CannotFit as error:
-        print(f"  {error}")
-        sys.exit(error.exit_code)
-
-    limit_data(before)
-    print("the plain loop without a limit:")
-    plain = train_plainly()
-    pairs = zip(guarded.parameters(), plain.parameters(), strict=True)
-    print(f"largest difference of the weights: {max((a - b).abs().max().item() for a, b in pairs):.1e}")
+    print(f"a plain loop that may take {limit_mib} MiB:", flush=True)
+    run_in_a_process("plain", limit_mib)
+    print(f"the same loop with a guard, within the same {limit_mib} MiB:", flush=True)
+    code = run_in_a_process("guard", limit_mib)
+    if code == 0:
+        print("the plain loop with as much memory as there is:", flush=True)
+        run_in_a_process("plain", 0)
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

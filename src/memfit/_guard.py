@@ -4,11 +4,13 @@ Puts the parts together: what to try next (`guard.attempts`), the step that can 
 the checkpoints it resumes from, and what a supervisor or an earlier run has found out.
 """
 
+import json
 import logging
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -25,8 +27,8 @@ from memfit.core.settings import Settings, Weighting
 from memfit.core.units import parse_size
 from memfit.guard.attempts import Attempts
 from memfit.guard.best import Best
-from memfit.guard.checkpoints import Folder
 from memfit.guard.ceilings import Ceilings, key_of
+from memfit.guard.checkpoints import Folder
 
 _log = logging.getLogger("memfit")
 
@@ -34,6 +36,8 @@ AUTO = "auto"
 # Of the time of training, what checkpoints may cost where no interval is given; and the least time between two.
 _CHECKPOINT_SHARE = 0.01
 _CHECKPOINT_SECONDS = 60.0
+# What batch norms of PyTorch say to a single value.
+_OF_ONE_SAMPLE = "Expected more than 1 value per channel"
 
 
 class Guard:
@@ -114,6 +118,11 @@ class Guard:
             finish_window=self._finish_epoch,
         )
         first = plan.settings if isinstance(plan, Plan) else Settings()
+        # An update that happens inside of the backward pass can't be undone when that fails.
+        first = replace(first, step_in_backward=False)
+        self._asked = json.loads(json.dumps([plan == AUTO, self._budget, first.to_json()]))
+        if first.precision == "amp-fp16":
+            self._loop.need_scaler()
         self._weighting_known = isinstance(plan, Plan) and plan.settings.micro_batches > 1
         self._attempts = Attempts(
             first,
@@ -160,6 +169,8 @@ class Guard:
                 loss was divided by, such as the number of tokens; without it each sample counts the same.
             batch: any nesting of tensors.
 
+        Any other exception leaves the guard without this batch; the rest of its window is run again with the next.
+
         Raises:
             CannotFit: memory ran out and nothing is left to try; everything is as it was before the step.
         """
@@ -170,8 +181,9 @@ class Guard:
             transaction.open(self._accumulate)
         entry = transaction.add(loss, batch)
         size = self._loop.size_of(batch)
-        self._begin(loss, batch, size)
-        failures, happened = self._run(size, due=transaction.is_due)
+        with self._dropped_at_exceptions(entry):
+            self._begin(loss, batch, size)
+            failures, happened = self._run(size, due=transaction.is_due)
         return StepResult(
             loss=entry.value if entry.value is not None else float("nan"),
             micro_batches=entry.num_parts,
@@ -189,7 +201,7 @@ class Guard:
         if self._loop.transaction.entries:
             raise BadInput("a checkpoint is written at the end of an accumulation window, and this one is not over.")
         started = time.perf_counter()
-        self._checkpointing.save(self.num_updates, {"attempts": self._attempts.to_json()})
+        self._checkpointing.save(self.num_updates, {"attempts": self._attempts.to_json(), "asked": self._asked})
         self._save_seconds = time.perf_counter() - started
         self._last_saved = time.monotonic()
 
@@ -233,13 +245,26 @@ class Guard:
 
     # One update.
 
+    @contextmanager
+    def _dropped_at_exceptions(self, entry: Any) -> Iterator[None]:
+        """A batch whose passes end in an exception must not count in a later update."""
+        try:
+            yield
+        except BaseException:
+            if not self._broken:
+                try:
+                    self._loop.transaction.drop(entry)
+                except BrokenUpdate as error:
+                    self._broken = str(error)
+            raise
+
     def _begin(self, loss: Any, batch: Any, size: BatchSize) -> None:
         """Before the first step: what earlier runs, a supervisor or a budget say."""
         if self._key is not None:
             return
         host = host_memory_bytes()
-        self._key = key_of((*self._loop.identity(batch, host), self._accumulate))
-        known = self._ceilings.get(self._key)
+        key = key_of((*self._loop.identity(batch, host), self._accumulate, self._asked))
+        known = self._ceilings.get(key)
         if known is not None and self.resumed_from is None:
             try:
                 self._attempts.load(known)
@@ -254,18 +279,31 @@ class Guard:
             if most and size.num_samples:
                 self._attempts.bound(size, most)
         self._agree()
+        self._key = key
+        self._note_size(size)
 
-    def _run(self, size: BatchSize, *, due: bool) -> tuple[list[OutOfMemory], bool | None]:
-        """Runs until it fits; (what ran out on the way, whether the update happened, None where none was due)."""
+    def _run(self, size: BatchSize, *, due: bool, passed: bool = False) -> tuple[list[OutOfMemory], bool | None]:
+        """Runs until it fits; (what ran out on the way, whether the update happened, None where none was due).
+
+        Args:
+            size: of the last batch.
+            due: whether an update follows.
+            passed: whether the passes of all batches have been run.
+        """
         transaction = self._loop.transaction
         failures: list[OutOfMemory] = []
-        if not self._weighting_known and self._loop.agreed_parts(self._attempts.settings(size).micro_batches) > 1:
-            # Micro-batches that an earlier run, a supervisor or the user asks for are weighed like any others.
+        if not self._weighting_known and (
+            self._is_weighed_in_window or self._loop.agreed_parts(self._attempts.settings(size).micro_batches) > 1
+        ):
+            # Micro-batches that an earlier run, a supervisor or the user asks for are weighed like any others, and so
+            # are the batches of a window: running out of memory must not change how they are.
             self._splittable(size)
         while True:
             in_update = False
             try:
-                failure = transaction.run(self._settings_of, again=bool(failures))
+                failure = None
+                if failures or not passed:
+                    failure = transaction.run(self._settings_of, again=bool(failures))
                 if failure is None and due:
                     in_update = True
                     failure = transaction.finish()
@@ -273,6 +311,11 @@ class Guard:
                 if not failures or not self._attempts.without_level():
                     raise
                 self._say(f"{error} It goes on without.")
+                transaction.roll_back()
+                continue
+            except ValueError as error:
+                if not self._needs_more_samples(error):
+                    raise
                 transaction.roll_back()
                 continue
             if failure is None:
@@ -284,6 +327,15 @@ class Guard:
         if failures:
             self._tell_size(size)
         return failures, happened
+
+    @property
+    def _is_weighed_in_window(self) -> bool:
+        return self._accumulate > 1 and self._loop.num_ranks == 1
+
+    def _needs_more_samples(self, error: ValueError) -> bool:
+        """Whether a batch norm was given a micro-batch of one sample, which it can't normalise."""
+        is_split = any(entry.num_parts > 1 for entry in self._loop.transaction.entries)
+        return is_split and _OF_ONE_SAMPLE in str(error) and self._attempts.need_samples(2)
 
     def _recover(self, size: BatchSize, failure: OutOfMemory, in_update: bool) -> None:
         """Everything back, and what to try next; raises where nothing is left."""
@@ -304,19 +356,23 @@ class Guard:
         if not left:
             settings = self._settings_of(transaction.entries[-1].batch)
             transaction.forget()
-            raise CannotFit(self._loop.explain(failure, settings, self._why_whole), failure)
+            text = self._loop.explain(failure, settings, self._why_whole)
+            run_events.note("cannot fit", text=text)
+            raise CannotFit(text, failure)
         self._agree()
 
     def _commit(self) -> bool:
         try:
             happened = self._loop.commit()
-        except BrokenUpdate as error:
-            self._broken = str(error)
+        except BaseException as error:
+            if self._loop.transaction.entries:
+                # The update was under way.
+                self._broken = str(error) if isinstance(error, BrokenUpdate) else _interrupted(error)
             raise
         self.num_updates += happened
         if self._attempts.changed:
             self._remember()
-        if self._is_time_to_save():
+        if happened and self._is_time_to_save():
             self.save()
         return happened
 
@@ -333,14 +389,7 @@ class Guard:
         transaction = self._loop.transaction
         if not transaction.entries:
             return
-        size = self._loop.size_of(transaction.entries[-1].batch)
-        failures: list[OutOfMemory] = []
-        while (failure := transaction.finish()) is not None:
-            failures.append(failure)
-            self._recover(size, failure, in_update=True)
-            while (failure := transaction.run(self._settings_of, again=True)) is not None:
-                self._recover(size, failure, in_update=False)
-        self._commit()
+        self._run(self._loop.size_of(transaction.entries[-1].batch), due=True, passed=not transaction.is_stale)
 
     # Settings.
 
@@ -377,8 +426,8 @@ class Guard:
             return None
         try:
             return self._planned(entry.loss, entry.batch, room)
-        except (MemfitError, RuntimeError, MemoryError):
-            # What can't be planned is found out step by step.
+        except (MemfitError, RuntimeError, MemoryError, ImportError, OSError):
+            # What can't be planned, or for whose libraries there is no room, is found out step by step.
             return None
 
     def _planned(self, loss: Any, batch: Any, budget: int) -> Settings:
@@ -393,6 +442,8 @@ class Guard:
                     device=self._loop.device_name(),
                     budget=budget,
                     measure=False,
+                    # Nothing that an update inside of the backward pass changes could be undone.
+                    allow=["-step-in-backward"],
                 )
             except PlanNotFound as error:
                 raise CannotFit(str(error)) from error
@@ -411,14 +462,20 @@ class Guard:
         if found is None:
             return
         self.num_updates = self.resumed_from = int(found["update"])
-        self._attempts.load(found["attempts"])
+        if found.get("asked", self._asked) == self._asked:
+            self._attempts.load(found["attempts"], resumes=True)
         self._say(f"resumed after update {self.num_updates}")
 
     # Words.
 
+    def _note_size(self, size: BatchSize) -> None:
+        """A supervisor that has to start the run again begins with less than this."""
+        most = self._attempts.settings(size).micro_batch_size or size.num_samples
+        run_events.note("step", update=self.num_updates, micro_batch_size=most)
+
     def _tell_size(self, size: BatchSize) -> None:
         settings = self._attempts.settings(size)
-        run_events.note("step", update=self.num_updates, micro_batch_size=settings.micro_batch_size or size.num_samples)
+        self._note_size(size)
         parts = f"{settings.micro_batches} micro-batches" if settings.micro_batches > 1 else "whole batches"
         extra = f", {len(settings.checkpoint)} modules recomputed" if settings.checkpoint else ""
         differs = self._loop.transaction.differences(settings.micro_batches)
@@ -428,6 +485,13 @@ class Guard:
         if text not in self._told and self._loop.is_first:
             self._told.add(text)
             _log.warning(text)
+
+
+def _interrupted(error: BaseException) -> str:
+    return (
+        f"an update was interrupted by {type(error).__name__}, so that parameters may be between two steps. Resume "
+        "from the last checkpoint."
+    )
 
 
 def _check_counts(**counts: int | None) -> None:

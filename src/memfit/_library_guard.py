@@ -48,9 +48,10 @@ class LibraryGuard(Guard):
             transaction.open(self._accumulate)
         entry = transaction.add(loss, batch, run)
         size = loop.size_of(batch)
-        self._begin(loss, batch, size)
-        # Processes that train together add up their gradients before the update, and that can fail, too.
-        self._run(size, due=is_last and loop.num_ranks > 1)
+        with self._dropped_at_exceptions(entry):
+            self._begin(loss, batch, size)
+            # Processes that train together add up their gradients before the update, and that can fail, too.
+            self._run(size, due=is_last and loop.num_ranks > 1)
         return entry.value
 
     def update(self, update: Callable[[], object], *, replay: bool) -> None:

@@ -305,3 +305,31 @@ def test_dryrun_distributed_does_not_fit_on_one(tmp_path):
     assert "would run out of memory on NVIDIA GeForce RTX 3090" in shown
     # Parameters, gradients, two states and the update's temporaries: five times 5.0 GiB.
     assert 25 < peak_gib(shown) < 32
+
+
+# Their libraries import a torchvision that can't be imported everywhere without these.
+WITH_OPERATORS = (
+    "-c",
+    "import runpy, sys; from memfit.adapters.torch.torchvision_operators import define_missing_operators as define; "
+    "define(); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
+@pytest.mark.parametrize(
+    ("package", "script"),
+    [("transformers", "examples/hf_trainer/train.py"), ("lightning", "examples/lightning/train.py")],
+)
+def test_a_trainer_finishes_with_too_little_memory(package, script, tmp_path, monkeypatch):
+    needs(package)
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    guarded = start(*WITH_OPERATORS, script)
+    plain = start(*WITH_OPERATORS, script, "--plain")
+    enough = start(*WITH_OPERATORS, script, "--plain", "--memory", "1GiB")
+
+    assert guarded.returncode == 0, guarded.stderr
+    assert "memory ran out; going on with" in guarded.stderr
+    assert "can't allocate memory" in plain.stderr
+    assert plain.returncode == 1
+    assert guarded.stdout.splitlines()[-1] == enough.stdout.splitlines()[-1]

@@ -1,6 +1,6 @@
 """Trainers of other libraries under a guard come to the weights that they come to without failures."""
 
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -48,6 +48,12 @@ def ragged_samples():
     return samples
 
 
+def needs(package):
+    # Not imported: the libraries import a torchvision that can't be imported everywhere.
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
 class Recorded:
     """How every batch was run in the end; or, played back, how it has to be run."""
 
@@ -90,8 +96,8 @@ SCHEDULES = (
 
 @pytest.fixture(scope="module")
 def transformers():
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
+    needs("transformers")
+    needs("accelerate")
     with quiet():
         define_missing_operators()
         import transformers
@@ -190,7 +196,7 @@ def test_an_unguarded_trainer_dies_of_the_same_failures(transformers, tmp_path):
 
 
 def import_lightning(name):
-    pytest.importorskip(name.partition(".")[0])
+    needs(name.partition(".")[0])
     with quiet():
         define_missing_operators()
         return importlib.import_module(name)
@@ -304,7 +310,7 @@ def test_an_unguarded_lightning_module_dies_of_the_same_failures(lightning):
 
 
 def accelerated(**options):
-    pytest.importorskip("accelerate")
+    needs("accelerate")
     with quiet():
         define_missing_operators()
         from accelerate import Accelerator
@@ -386,7 +392,7 @@ def test_the_scaler_of_an_accelerator_is_used():
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
 @pytest.mark.parametrize("script", ["trainer_under_limit.py", "lightning_under_limit.py"])
 def test_a_training_that_dies_under_a_real_limit_is_finished_by_the_guard(script, tmp_path):
-    pytest.importorskip("transformers" if script.startswith("trainer") else "lightning")
+    needs("transformers" if script.startswith("trainer") else "lightning")
     environment = {
         **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1",
         "MEMFIT_CACHE": str(tmp_path),
@@ -406,7 +412,7 @@ def test_a_training_that_dies_under_a_real_limit_is_finished_by_the_guard(script
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["trainer_on_two_ranks.py", "lightning_on_two_ranks.py"])
 def test_one_process_of_several_that_runs_out_of_memory_makes_all_replay(script, tmp_path):
-    pytest.importorskip("transformers" if script.startswith("trainer") else "lightning")
+    needs("transformers" if script.startswith("trainer") else "lightning")
     environment = {
         **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
@@ -428,7 +434,7 @@ def test_one_process_of_several_that_runs_out_of_memory_makes_all_replay(script,
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["trainer", "lightning"])
 def test_a_script_without_edits_is_guarded_and_resumed_under_memfit_run(library, tmp_path):
-    pytest.importorskip("transformers" if library == "trainer" else "lightning")
+    needs("transformers" if library == "trainer" else "lightning")
     environment = {
         **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1",
         "MEMFIT_CACHE": str(tmp_path),

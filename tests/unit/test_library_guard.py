@@ -172,3 +172,22 @@ def test_checkpoints_stay_the_library_s(tmp_path, monkeypatch):
     Library(Case("cnn"))
 
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_probe_that_runs_out_of_memory_is_tried_again_with_less():
+    # GIVEN a mean over tokens, and memory that runs out in the first look at how losses of parts add up
+    case = Case("transformer", "sgd", dropout=0.0, dtype=torch.float64, ragged=True)
+    plain, guarded = Library(case, guarded=False), Library(case, micro_batch_size=4)
+    seen = []
+
+    def failing_loss(model, batch):
+        seen.append(len(batch[0]))
+        if len(seen) == 1:
+            raise RuntimeError(MESSAGE.format(size=1 << 30))
+        return loss(model, batch)
+
+    guarded.batch = lambda batch, is_last: guarded.guard.passes(failing_loss, batch, guarded.run, is_last=is_last)
+
+    # THEN it is found out all the same
+    assert largest_difference(plain.train(), guarded.train()) < 1e-12
+    assert len(seen) > 1

@@ -4,10 +4,12 @@ Memory of a pass grows with the elements of its micro-batch. So what was found o
 other shapes: the greatest number of elements that went well and the least that failed, for the moves in use. A failure
 halves the micro-batch; when it can't be smaller, the next stronger moves are put on. Where parts of a batch don't
 compute what the whole does (batch norm), the stronger moves come first. After many good steps a larger micro-batch is
-tried once more, at longer and longer intervals where that fails: a replay is all that it costs.
+tried once more, and where whole batches fit, the weaker moves, at longer and longer intervals where that fails: a
+replay is all that it costs.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,6 +62,10 @@ class Attempts:
         self._good_steps = 0
         self._grow_after = grow_after
         self._is_trial = False
+        self._before_trial: tuple[int, _Bounds] | None = None
+        """The level and its bounds, where the trial is one of weaker moves."""
+        self._least = 1
+        """Samples that a micro-batch must have."""
         self._update_failures = 0
         self.changed = False
         """Whether something was found out that is worth remembering."""
@@ -74,7 +80,10 @@ class Attempts:
         most = self._samples(size)
         if size.num_samples is None or most is None or most >= size.num_samples:
             return replace(self.moves, micro_batches=1, micro_batch_size=0)
-        return replace(self.moves, micro_batches=-(-size.num_samples // most), micro_batch_size=most)
+        parts, most_parts = -(-size.num_samples // most), max(1, size.num_samples // self._least)
+        if parts > most_parts:
+            parts, most = most_parts, -(-size.num_samples // most_parts)
+        return replace(self.moves, micro_batches=parts, micro_batch_size=0 if parts == 1 else most)
 
     def succeeded(self, size: BatchSize) -> None:
         """A step with a batch of this size went well."""
@@ -88,8 +97,14 @@ class Attempts:
                 # Others of the machine have given memory back.
                 self._bounds.bad = None
         self._is_trial = False
+        self._before_trial = None
         self._good_steps += 1
-        if self._good_steps >= self._grow_after and self._bounds.most is not None:
+        if self._good_steps < self._grow_after:
+            return
+        if self._level and self.settings(size).micro_batches == 1:
+            self._good_steps = 0
+            self._weaken()
+        elif self._bounds.most is not None:
             self._good_steps = 0
             self._grow()
 
@@ -106,7 +121,10 @@ class Attempts:
             # Back to what is known to be good, and longer until the next trial.
             self._is_trial = False
             self._grow_after *= 2
-            self._bounds.most = self._bounds.good or self._bounds.most
+            if self._before_trial is not None:
+                (self._level, self._bounds), self._before_trial = self._before_trial, None
+            else:
+                self._bounds.most = self._bounds.good or self._bounds.most
             return True
         if self._replan is not None:
             planned, self._replan = self._replan(), None
@@ -128,11 +146,18 @@ class Attempts:
             return self._planned_size
         if self._bounds.most is None:
             return None
-        return max(1, int(self._bounds.most / size.elements_per_sample + 1e-6))
+        return max(self._least, int(self._bounds.most / size.elements_per_sample + 1e-6))
 
     def plan_with(self, replan: Callable[[], Settings | None]) -> None:
         """At the first failure, and only then, `replan` gives settings that are expected to fit, or None."""
         self._replan = replan
+
+    def need_samples(self, least: int) -> bool:
+        """Micro-batches must have so many samples; False where that was known."""
+        if self._least >= least:
+            return False
+        self._least = least
+        return True
 
     def weigh(self, weighting: Weighting) -> None:
         """The losses of micro-batches add up in this way."""
@@ -163,10 +188,10 @@ class Attempts:
         if size.num_samples is None or now is None:
             return False
         now = min(now, size.num_samples)
-        if now <= 1:
+        if now <= self._least:
             return False
         self._planned_size = 0
-        self._bounds.most = -(-now // 2) * size.elements_per_sample
+        self._bounds.most = max(self._least, -(-now // 2)) * size.elements_per_sample
         return True
 
     def _strengthen(self) -> bool:
@@ -176,6 +201,12 @@ class Attempts:
         # What was good with weaker moves is good with these; what was bad need not be.
         self._bounds.bad = None
         return True
+
+    def _weaken(self) -> None:
+        self._before_trial = self._level, self._bounds
+        self._level -= 1
+        self._bounds = _Bounds(self._bounds.most)
+        self._is_trial = True
 
     def _for_update(self) -> bool:
         self._update_failures += 1
@@ -207,25 +238,51 @@ class Attempts:
 
     def to_json(self) -> dict[str, Any]:
         """What was found out, for the next run."""
+        level, bounds = self._before_trial or (self._level, self._bounds)
+        is_larger = self._is_trial and self._before_trial is None
         return {
-            "most": None if self._is_trial else self._bounds.most,
-            "good": self._bounds.good,
-            "bad": self._bounds.bad,
-            "level": self._level,
+            "most": (bounds.good or None) if is_larger else bounds.most,
+            "good": bounds.good,
+            "bad": bounds.bad,
+            "level": level,
+            "planned_size": self._planned_size,
+            "least": self._least,
+            "grow_after": self._grow_after,
+            "good_steps": self._good_steps,
+            "trial": [self._level, self._bounds.most] if self._is_trial else None,
             # Checkpoints hold plain data, and names of enumerations are more than text.
             "base": json.loads(json.dumps(self._base.to_json())),
         }
 
-    def load(self, data: dict[str, Any]) -> None:
-        """Begins with what an earlier run found out."""
+    def load(self, data: dict[str, Any], *, resumes: bool = False) -> None:
+        """Begins with what an earlier run found out.
+
+        Args:
+            data: from `to_json`.
+            resumes: whether this is the same run, which goes on as it would have done.
+        """
         self._base = replace(Settings.from_json(data["base"]), weighting=self._base.weighting)
         self._level = min(int(data["level"]), len(self._stronger))
         most, bad = data["most"], data["bad"]
         self._bounds = _Bounds(
             None if most is None else float(most), float(data["good"]), None if bad is None else float(bad)
         )
-        self._planned_size = 0
+        self._planned_size = int(data.get("planned_size", 0))
+        self._least = int(data.get("least", 1))
         self._replan = None
+        if resumes:
+            self._grow_after = int(data.get("grow_after", self._grow_after))
+            self._good_steps = int(data.get("good_steps", 0))
+            self._go_on_with(data.get("trial"))
+
+    def _go_on_with(self, trial: list[Any] | None) -> None:
+        self._is_trial = trial is not None
+        if trial is None:
+            return
+        if int(trial[0]) < self._level:
+            self._weaken()
+        else:
+            self._bounds.most = float(trial[1])
 
     def bound(self, size: BatchSize, samples: int) -> None:
         """No micro-batch may have more samples than this, as a supervisor says."""
@@ -237,7 +294,7 @@ class Attempts:
 
     def votes(self) -> list[int]:
         """What this process needs, as numbers of which the least counts for all: see `settle`."""
-        most = _ANY if self._bounds.most is None else int(self._bounds.most)
+        most = _ANY if self._bounds.most is None else math.ceil(self._bounds.most)
         return [self._planned_size or _ANY, most, -self._level, self.moves.kernels is not OptimizerKernels.SINGLE]
 
     def settle(self, least: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from memfit.adapters.torch.torchvision_operators import define_missing_operators
 
 define_missing_operators()
 
-from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402, I001
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from memfit.integrations import guard_trainer  # noqa: E402
 

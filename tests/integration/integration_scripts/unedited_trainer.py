@@ -27,11 +27,10 @@ class Fail(TrainerCallback):
 
 
 torch.manual_seed(0)
-model = GPT2LMHeadModel(
-    GPT2Config(
-        n_layer=2, n_head=2, n_embd=16, vocab_size=VOCABULARY, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
-    )  # fmt: skip
-)
+config = GPT2Config(
+    n_layer=2, n_head=2, n_embd=16, vocab_size=VOCABULARY, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
+)  # fmt: skip
+model = GPT2LMHeadModel(config)
 tokens = torch.randint(VOCABULARY, (48, LENGTH), generator=torch.Generator().manual_seed(1))
 arguments = TrainingArguments(
     "out", per_device_train_batch_size=8, num_train_epochs=1, report_to=[], save_steps=1, disable_tqdm=True,

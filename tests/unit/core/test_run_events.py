@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from memfit.core import env
-from memfit.core.run_events import EVENTS, RunRequest, current, note, read_events
+from memfit.core.run_events import EVENTS, RunRequest, current, earlier_events, last_checkpoint, note, read_events
 
 
 @pytest.fixture
@@ -95,3 +95,34 @@ def test_several_writers_leave_whole_lines(supervised):
 
 def test_no_file_has_no_events(tmp_path):
     assert read_events(tmp_path) == []
+
+
+def attempts(tmp_path, monkeypatch, number):
+    """The folders of attempts 1 to `number`, of which the last is this process's."""
+    for attempt in range(1, number + 1):
+        folder = tmp_path / f"attempt-{attempt}"
+        folder.mkdir()
+        (folder / "request.json").write_text(json.dumps(RunRequest(attempt=attempt).to_json()))
+        monkeypatch.setenv(env.RUN_REQUEST, str(folder / "request.json"))
+        yield folder
+
+
+def test_the_last_checkpoint_that_is_still_there_is_found_in_earlier_attempts(tmp_path, monkeypatch):
+    # GIVEN checkpoints of two attempts, of which one was deleted, and one of this attempt
+    assert last_checkpoint() is None
+    kept, gone = tmp_path / "kept", tmp_path / "gone"
+    kept.touch()
+    for folder in attempts(tmp_path, monkeypatch, 3):
+        note("checkpoint", path=str({"1": kept, "2": gone, "3": tmp_path}[folder.name[-1]]))
+
+    # THEN the newest of earlier attempts that exists counts
+    assert [event["path"] for event in earlier_events()] == [str(kept), str(gone)]
+    assert last_checkpoint() == str(kept)
+
+
+def test_a_first_attempt_has_no_checkpoint_to_go_on_from(tmp_path, monkeypatch):
+    for _ in attempts(tmp_path, monkeypatch, 1):
+        note("checkpoint", path=str(tmp_path))
+
+    assert earlier_events() == []
+    assert last_checkpoint() is None

@@ -140,7 +140,9 @@ class FullySharded:
             if isinstance(gradient, DTensor):
                 sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
                 num_alike = self.num_ranks // math.prod(size for placement, size in sizes if placement.is_shard())
-            total += float(torch.linalg.vector_norm(_local(gradient).float())) ** 2 / num_alike
+            local = _local(gradient)
+            precise = torch.promote_types(local.dtype, torch.float32)
+            total += float(torch.linalg.vector_norm(local, dtype=precise)) ** 2 / num_alike
         return total
 
 

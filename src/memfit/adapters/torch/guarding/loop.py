@@ -97,6 +97,12 @@ class TorchLoop:
         """Whether batch norms let the samples of a batch see each other."""
         return any(isinstance(module, _NormBase) and module.training for module in self.model.modules())
 
+    def need_scaler(self) -> None:
+        """A plan runs the passes in float16: gradients need a scaler, a new one where the user has none."""
+        if self.transaction.scaler is None:
+            scaler = torch.amp.GradScaler("cuda" if oom.where_of(self.model) == "device" else "cpu")
+            self.transaction.scaler = self._parts["scaler"] = scaler
+
     def stronger_moves(self, first: Settings) -> list[dict[str, Any]]:
         """Settings that need less memory than micro-batches alone, weakest first."""
         paths = tuple(path for path in blocks(self.model) if not _is_inside(path, first.offload))
@@ -144,7 +150,8 @@ class TorchLoop:
         return None if shared[0] is None else Weighting(**shared[0]), shared[1]
 
     def _found_weighting(self, loss: Callable[[Any, Any], Any], batch: Any) -> tuple[Weighting | None, str]:
-        for tried in (batch, part_of(batch, 0, 2)):
+        # What was left over from the failed step may have been in the way.
+        for tried in (batch, batch, part_of(batch, 0, 2)):
             found = self._probed(loss, tried)
             if found is not None:
                 is_assumed = found.origin is Origin.ASSUMED

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from memfit.adapters.torch.stand_in import tensors_in
 
@@ -85,7 +86,8 @@ class _Layer:
             for number in sorted(self._seen):
                 if tracked is not None:
                     tracked.add_(1)
-                self._update(*_pooled(self._seen[number]))
+                pooled = _averaged if isinstance(norm, _InstanceNorm) else _pooled
+                self._update(*pooled(self._seen[number]))
 
     def _update(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         norm, tracked = self._norm, self._own["num_batches_tracked"]
@@ -99,15 +101,20 @@ class _Layer:
             held.mul_(1 - factor).add_(value.to(held.dtype), alpha=factor)
 
 
+def _averaged(seen: list[tuple[int, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean, variance) where statistics are those of each sample, and running ones their average."""
+    whole = sum(count for count, _, _ in seen)
+    zero = torch.zeros((), dtype=torch.double)
+    mean = sum((mean.double() * (count / whole) for count, mean, _ in seen), start=zero)
+    return mean, sum((variance.double() * (count / whole) for count, _, variance in seen), start=zero)
+
+
 def _pooled(seen: list[tuple[int, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """(mean, unbiased variance) of all elements, from those of the parts."""
     whole = sum(count for count, _, _ in seen)
     mean = sum((part.double() * (count / whole) for count, part, _ in seen), start=torch.zeros((), dtype=torch.double))
     squares = sum(
-        (
-            variance.double() * (count - 1) + (part.double() - mean).square() * count
-            for count, part, variance in seen
-        ),
+        (variance.double() * (count - 1) + (part.double() - mean).square() * count for count, part, variance in seen),
         start=torch.zeros((), dtype=torch.double),
     )
     return mean, squares / max(1, whole - 1)

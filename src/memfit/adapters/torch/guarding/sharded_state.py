@@ -187,12 +187,13 @@ def _load_shards(directory: Path, model: torch.nn.Module, optimizer: Any, others
 def _write_shards(directory: Path, shards: dict[str, torch.Tensor]) -> None:
     try:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    except ImportError:
+
+        writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    except (ImportError, TypeError):
         raise BadInput(
-            f"checkpoints of sharded models need a PyTorch that writes them as safetensors (2.9 or newer), and this is "
-            f"{torch.__version__}. Install a newer one, or train without checkpoints."
+            "checkpoints of sharded models need a PyTorch that writes parts of tensors as safetensors, and "
+            f"{torch.__version__} doesn't. Install a newer one, or train without checkpoints."
         ) from None
-    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
     _distributed("save", shards, storage_writer=writer)
 
 

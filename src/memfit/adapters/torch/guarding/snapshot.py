@@ -1,13 +1,15 @@
-"""What a replay of a step needs back: random states, and the buffers that a forward pass changes.
+"""What a replay of a step needs back: random states, and the buffers and attributes that a forward pass changes.
 
 Parameters and the optimizer's state don't change before the update, gradients are made again, and most buffers are
 constants. So a snapshot is some kilobytes: until a step has gone well, all buffers are copied, for any may be one that
-changes; afterwards those that have changed, by PyTorch's own count of writes, and the statistics of norms, whose writes
-PyTorch doesn't count.
+changes; afterwards those that have changed, the statistics of norms, and of the others as many as cost next to nothing,
+for a buffer may change for the first time late. Whether one has changed is seen by its values in the first step:
+PyTorch's own count of writes misses those of some kernels and those through `.data`.
 """
 
 import random
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,12 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from memfit.core.guarding import BrokenUpdate
+
+# Of the memory of the parameters, what copies of buffers that have not changed so far may take.
+_SPARE_SHARE = 0.002
+_SPARE_BYTES = 64 * 1024
+_CONTAINERS = (list, dict, set, deque)
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.Tensor, tuple, *_CONTAINERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +72,11 @@ class Buffers:
         """A step begins."""
         present = self._present()
         statistics = self._statistics()
+        spare = set() if self._changing is None else self._spare(present)
         self._copies = {
             name: (buffer, buffer.detach().clone())
             for name, buffer in present.items()
-            if self._changing is None or name in self._changing or name in statistics
+            if self._changing is None or name in self._changing or name in statistics or name in spare
         }
         self._versions = {name: (buffer, _version(buffer)) for name, buffer in present.items()}
 
@@ -108,6 +117,8 @@ class Buffers:
             for name, (buffer, version) in self._versions.items()
             if _version(buffer) != version or present.get(name) is not buffer
         }
+        if self._changing is None:
+            changed |= {name for name, (buffer, copy) in self._copies.items() if not _is_equal(buffer, copy)}
         self._changing = changed if self._changing is None else self._changing | changed
         self._copies.clear()
 
@@ -117,6 +128,18 @@ class Buffers:
             for index, model in enumerate(self._models)
             for name, buffer in model.named_buffers()
         }
+
+    def _spare(self, present: dict[str, torch.Tensor]) -> set[str]:
+        """The smallest buffers, as many as are worth their memory."""
+        parameters = sum(p.numel() * p.element_size() for model in self._models for p in model.parameters())
+        left = max(_SPARE_BYTES, parameters * _SPARE_SHARE)
+        found = set()
+        for size, name in sorted((b.numel() * b.element_size(), name) for name, b in present.items()):
+            left -= size
+            if left < 0:
+                break
+            found.add(name)
+        return found
 
     def _statistics(self) -> set[str]:
         return {
@@ -131,6 +154,60 @@ class Buffers:
         index, _, path = name.partition(".")
         owner, _, last = path.rpartition(".")
         self._models[int(index)].get_submodule(owner)._buffers[last] = buffer
+
+
+class Attributes:
+    """Plain attributes of a model's modules: the hidden state of the last batch, a counter, a list of losses.
+
+    Values are kept by reference and containers by what they hold, so that this takes no memory to speak of. PyTorch's
+    own modules have none that a pass changes.
+
+    Args:
+        model: whose modules they are.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._values: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._contents: list[tuple[Any, Any]] = []
+
+    def remember(self) -> None:
+        """A step begins."""
+        self._values = [(vars(module), dict(_plain(vars(module)))) for module in self._modules()]
+        containers = {id(v): v for _, values in self._values for v in values.values() if isinstance(v, _CONTAINERS)}
+        self._contents = [(container, container.copy()) for container in containers.values()]
+
+    def restore(self) -> None:
+        """All attributes have the values they had when the step began."""
+        for own, values in self._values:
+            for name, value in list(_plain(own)):
+                if name not in values:
+                    del own[name]
+                elif values[name] is not value:
+                    own[name] = values[name]
+        for container, contents in self._contents:
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(contents)
+
+    def forget(self) -> None:
+        """The step went well."""
+        self._values, self._contents = [], []
+
+    def _modules(self) -> Iterator[torch.nn.Module]:
+        return (module for module in self._model.modules() if not type(module).__module__.startswith("torch."))
+
+
+def _plain(own: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The attributes of a module that its code may change, without those that belong to every module."""
+    return ((name, value) for name, value in own.items() if name not in _OF_ALL_MODULES and isinstance(value, _PLAIN))
+
+
+_OF_ALL_MODULES = frozenset(vars(torch.nn.Module()))
+
+
+def _is_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    # What can't be compared counts as changed.
+    return left.layout is torch.strided and left.shape == right.shape and torch.equal(left, right)
 
 
 def _version(tensor: torch.Tensor) -> int:

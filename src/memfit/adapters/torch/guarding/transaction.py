@@ -21,7 +21,7 @@ from memfit.adapters.torch.fitting.micro_batches import raw_weights, split
 from memfit.adapters.torch.fitting.probe import part_of
 from memfit.adapters.torch.guarding.pooled_statistics import PooledStatistics
 from memfit.adapters.torch.guarding.ranks import Ranks
-from memfit.adapters.torch.guarding.snapshot import Buffers, RandomState
+from memfit.adapters.torch.guarding.snapshot import Attributes, Buffers, RandomState
 from memfit.adapters.torch.guarding.update import Update, reset_scaler
 from memfit.core.guarding import OutOfMemory, Where
 from memfit.core.settings import Settings
@@ -87,6 +87,8 @@ class _Window:
 
     length: int
     entries: list[Entry] = field(default_factory=list)
+    is_stale: bool = False
+    """Whether its gradients are gone, so that all its batches must be run again."""
 
 
 class Transaction:
@@ -120,6 +122,7 @@ class Transaction:
         self._clipping = clipping or Clipping()
         self._after_update = after_update
         self._buffers = Buffers([model])
+        self._attributes = Attributes(model)
         self._update = Update(optimizer)
         self._fitted: Fitted | None = None
         self._window = _Window(1)
@@ -135,6 +138,11 @@ class Transaction:
     def is_due(self) -> bool:
         """Whether the window has all its batches."""
         return len(self._window.entries) >= self._window.length
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the window lost its gradients with a batch that was dropped."""
+        return self._window.is_stale
 
     def close(self) -> None:
         """Leaves model and optimizer without any settings."""
@@ -154,6 +162,7 @@ class Transaction:
             # Nothing has happened yet; what is left over from before goes first.
             oom.release()
             self._buffers.remember()
+        self._attributes.remember()
         for kept in self.kept:
             kept.remember()
         self.extra_bytes = self._buffers.size_bytes
@@ -172,6 +181,7 @@ class Transaction:
             again: whether the window was rolled back.
         """
         failure: OutOfMemory | None = None
+        again = again or self._window.is_stale
         for entry in self._window.entries if again else self._window.entries[-1:]:
             if again:
                 entry.random_state.restore()
@@ -179,6 +189,7 @@ class Transaction:
             failure = self._voted(self._caught(partial(self._run, entry, settings)))
             if failure is not None:
                 break
+        self._window.is_stale = failure is not None
         return failure
 
     def finish(self) -> OutOfMemory | None:
@@ -193,6 +204,7 @@ class Transaction:
             with self._update.retrying():
                 self._after_update()
         self._buffers.forget()
+        self._attributes.forget()
         self._window.entries.clear()
         return happened
 
@@ -203,6 +215,7 @@ class Transaction:
             failure = self._caught(partial(self._update.step, run=update))
         if failure is None:
             self._buffers.forget()
+            self._attributes.forget()
             self._window.entries.clear()
         return failure
 
@@ -216,16 +229,22 @@ class Transaction:
 
     def roll_back(self) -> None:
         """Everything is as it was when the window began; its batches can be run again."""
-        self._clear_gradients()
-        if self.scaler is not None:
-            reset_scaler(self.scaler, self._update.optimizer)
-        self._buffers.restore()
-        for kept in self.kept:
-            kept.restore()
+        self._undo()
         self._window.entries[0].random_state.restore()
         if oom.where_of(self.model) is Where.HOST:
             oom.return_large_blocks()
         oom.release()
+
+    def drop(self, entry: Entry) -> None:
+        """Takes the last batch out of the window, whose passes the user's code or the user has ended.
+
+        What they have added to the gradients can't be told from the rest, so the other batches will be run again.
+        Nothing happens where the window is over.
+        """
+        if not self._window.entries or self._window.entries[-1] is not entry:
+            return
+        self._window.entries.pop()
+        self._undo()
 
     def forget(self) -> None:
         """Drops the batches of the window."""
@@ -305,6 +324,17 @@ class Transaction:
         self.ranks.reduce_gradients()
         if self.ranks.num_ranks > 1:
             self._scale_gradients(1 / self.ranks.num_ranks)
+
+    def _undo(self) -> None:
+        """Gradients, scaler and buffers are as they were when the window began."""
+        self._window.is_stale = True
+        self._clear_gradients()
+        if self.scaler is not None:
+            reset_scaler(self.scaler, self._update.optimizer)
+        self._buffers.restore()
+        self._attributes.restore()
+        for kept in self.kept:
+            kept.restore()
 
     def _scale_gradients(self, factor: float) -> None:
         with torch.no_grad():

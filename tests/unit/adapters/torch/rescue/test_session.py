@@ -55,7 +55,9 @@ def nothing_left():
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before it ran", "after it ran"])
-def test_any_operation_may_fail(late):
+def test_any_operation_may_fail(late, monkeypatch):
+    # The collector of cycles, for each of them, would take longer than all the rest.
+    monkeypatch.setattr(session.oom, "release", lambda: None)
     # GIVEN the weights of an undisturbed run, and its operations
     expected = train(1)
     names = Failing(-1)
@@ -63,6 +65,7 @@ def test_any_operation_may_fail(late):
         assert same(train(1), expected)
     assert any("backward" in name for name in names.seen)
 
+    moved = 0
     # WHEN each of them in turn runs out of memory once
     for number in range(len(names.seen)):
         with Failing(number, late=late), rescue() as made:
@@ -70,8 +73,9 @@ def test_any_operation_may_fail(late):
 
         # THEN the weights are the same, bit by bit
         assert same(found, expected), names.seen[number]
-        assert made.num_retried <= 1
-    assert not late or len(names.seen) > 40
+        assert made.num_retried == 1 or late
+        moved += made.moved_bytes
+    assert moved > 0
 
 
 def test_eager_and_plain_are_the_same():
