@@ -17,7 +17,7 @@ setup: $(READY) ## Make the development environment in .venv
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	bash scripts/setup.sh $(PYTHON) $(ENVIRONMENT)
 
-demo: $(READY) ## Estimate two models and dry-run a script; pages go to out/
+demo: $(READY) ## A script that dies for want of memory, why, and the run that gets through; pages go to out/
 	$(RUN) examples/demo/demo.py
 
 test: check browser ## Everything a change must pass: lint, types, tests with coverage

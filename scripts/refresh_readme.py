@@ -30,6 +30,7 @@ PAGES = (
     ROOT / "docs" / "estimate.md",
     ROOT / "docs" / "dryrun.md",
     ROOT / "docs" / "plan.md",
+    ROOT / "docs" / "guard.md",
     *sorted((ROOT / "examples").glob("*/README.md")),
 )
 IMAGE = ROOT / "docs" / "images" / "page.png"

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-VOCABULARY, WIDTH, DEPTH, LENGTH, BATCH, STEPS = 512, 256, 8, 256, 16, 3
+VOCABULARY, WIDTH, DEPTH, LENGTH, BATCH, STEPS = 512, 192, 6, 256, 8, 3
 
 
 class Decoder(nn.Module):

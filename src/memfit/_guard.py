@@ -292,11 +292,8 @@ class Guard:
         """
         transaction = self._loop.transaction
         failures: list[OutOfMemory] = []
-        if not self._weighting_known and (
-            self._is_weighed_in_window or self._loop.agreed_parts(self._attempts.settings(size).micro_batches) > 1
-        ):
-            # Micro-batches that an earlier run, a supervisor or the user asks for are weighed like any others, and so
-            # are the batches of a window: running out of memory must not change how they are.
+        if not self._weighting_known and self._loop.agreed_parts(self._attempts.settings(size).micro_batches) > 1:
+            # Micro-batches that an earlier run, a supervisor or the user asks for are weighed like any others.
             self._splittable(size)
         while True:
             in_update = False
@@ -328,10 +325,6 @@ class Guard:
             self._tell_size(size)
         return failures, happened
 
-    @property
-    def _is_weighed_in_window(self) -> bool:
-        return self._accumulate > 1 and self._loop.num_ranks == 1
-
     def _needs_more_samples(self, error: ValueError) -> bool:
         """Whether a batch norm was given a micro-batch of one sample, which it can't normalise."""
         is_split = any(entry.num_parts > 1 for entry in self._loop.transaction.entries)
@@ -352,6 +345,10 @@ class Guard:
             requested_bytes=failure.requested_bytes,
             text=failure.text,
         )
+        ran = transaction.last_run
+        if ran is not None and not in_update:
+            # In a replay, another batch of the window than the last may be the one that doesn't fit.
+            size = self._loop.size_of(ran.batch)
         left = self._attempts.failed(self._splittable(size), failure, in_update=in_update)
         if not left:
             settings = self._settings_of(transaction.entries[-1].batch)

@@ -88,7 +88,8 @@ def test_make_targets_named_in_the_docs_exist():
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_commands_in_the_docs_can_be_parsed(page):
     blocks = "\n".join(body for _, body in FENCE.findall(page.read_text(encoding="utf-8")))
-    commands = re.findall(r"^(?:\$ )? *memfit (\w.*)$", blocks, re.MULTILINE)
+    # What memfit says begins with its name, too, and has a colon there.
+    commands = re.findall(r"^(?:\$ )? *memfit (\w+(?:-\w+)*(?: .*)?)$", blocks, re.MULTILINE)
     for command in commands:
         arguments = shlex.split(re.split(r" > | && | \| ", command)[0], comments=True)
         assert build_parser().parse_args(arguments).command == arguments[0]
@@ -145,7 +146,8 @@ def test_limits_named_in_the_docs_are_those_of_the_code():
 
 def test_the_snippet_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
-    snippet = next(body for kind, body in FENCE.findall(README.read_text(encoding="utf-8")) if kind == "diff")
+    blocks = [body for kind, body in FENCE.findall(README.read_text(encoding="utf-8")) if kind == "diff"]
+    snippet = next(body for body in blocks if "memfit.estimate(" in body)
     code = "\n".join(line[1:] for line in snippet.splitlines())
     monkeypatch.chdir(tmp_path)
 
@@ -280,6 +282,55 @@ def test_the_snippet_of_plan_runs(capsys):
 
     assert "Sequential on NVIDIA GeForce RTX 3090: " in capsys.readouterr().out
     assert not torch.equal(model[0].weight, before)
+
+
+GUARDED = [p for p in PAGES if re.search(r"^\+guard = memfit.Guard\(", p.read_text(encoding="utf-8"), re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", GUARDED, ids=named)
+def test_both_sides_of_the_difference_that_a_guard_makes_run_and_agree(page, tmp_path, monkeypatch, capsys):
+    torch = pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    blocks = [body for kind, body in FENCE.findall(page.read_text(encoding="utf-8")) if kind == "diff"]
+    lines = next(body for body in blocks if "memfit.Guard(" in body).splitlines()
+    losses = []
+    for left_out in "+-":
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        names = {
+            "torch": torch,
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+            "loader": [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)],
+        }
+
+        code = "\n".join(line[1:] for line in lines if not line.startswith(left_out))
+        exec(compile(code, page.name, "exec"), names)
+        if "guard" in names:
+            names["guard"].close()
+
+        losses.append([float(value) for value in capsys.readouterr().out.split()])
+
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
+
+
+def test_every_argument_of_a_guard_and_every_part_of_a_result_is_documented():
+    text = (ROOT / "docs" / "guard.md").read_text(encoding="utf-8")
+    arguments = text.partition("\n## Arguments of `memfit.Guard`\n")[2].partition("\n| method")[0]
+    result = text.partition("\n### What a step returns\n")[2].partition("\n## ")[0]
+
+    documented = re.findall(r"^\| `(\w+)` \|([^|]*)\|", arguments, re.MULTILINE)
+    parameters = inspect.signature(memfit.Guard).parameters.values()
+    assert [name for name, _ in documented] == [parameter.name for parameter in parameters]
+    defaults = [parameter.default for parameter in parameters]
+    # Quotation marks are Python's, and what must be given has no default.
+    shown = ["" if default is inspect.Parameter.empty else repr(default).replace("'", '"') for default in defaults]
+    assert [default.strip(" `") for _, default in documented] == shown
+    assert re.findall(r"^\| `(\w+)` \|", result, re.MULTILINE)[1:] == list(memfit.StepResult.__dataclass_fields__)
 
 
 def test_the_results_in_the_readme_are_those_of_the_pages():

@@ -63,16 +63,17 @@ def test_every_example_is_listed_in_the_documentation_and_tested_here():
         assert f'"examples/{folder}/' in here
 
 
-def test_demo_shows_what_fits_and_what_does_not(tmp_path):
+def test_demo_tells_the_whole_story(tmp_path):
     shown = run("examples/demo/demo.py", str(tmp_path / "pages"))
 
-    assert "│ yes " in shown
-    assert "│ no " in shown
-    assert re.search(r"^3 steps, [\d.]+ GiB of 23.7 GiB: fits$", shown, re.MULTILINE)
-    planned = re.search(r"^([\d.]+) GiB -> ([\d.]+) GiB of ([\d.]+) GiB: ", shown, re.MULTILINE)
+    assert "It died, exit code 1: RuntimeError" in shown
+    planned = re.search(r"^([\d.]+) MiB -> ([\d.]+) MiB of ([\d.]+) MiB: ", shown, re.MULTILINE)
     before, after, budget = map(float, planned.groups())
     assert after <= budget < before
-    for name in ("resnet50", "gpt2", "plan", "dryrun"):
+    assert "the same, bit by bit" in shown
+    assert "│ yes " in shown
+    assert "│ no " in shown
+    for name in ("estimate", "plan", "run"):
         page = tmp_path / "pages" / f"{name}.html"
         assert str(page) in shown.replace("\n", "")
         assert page.read_text(encoding="utf-8").startswith("<!")
@@ -259,6 +260,40 @@ def test_plan_script_trains_for_real(tmp_path):
 
     assert done.returncode == 0, done.stderr
     assert re.search(r"^step 0: loss \d", done.stdout, re.MULTILINE)
+
+
+def guard_under_a_limit(limit_mib: int, expected: int) -> tuple[str, str, str]:
+    """What examples/guard shows of the plain loop under a limit, of the guarded one, and of the one without a limit."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("the limit is Linux's")
+    shown = run("examples/guard/train.py", str(limit_mib), expected=expected)
+    plain, _, rest = shown.partition("the same loop with a guard")
+    guarded, _, free = rest.partition("the plain loop with as much memory as there is")
+    return plain, guarded, free
+
+
+def test_guard_finishes_where_a_plain_loop_dies():
+    plain, guarded, free = guard_under_a_limit(120, expected=0)
+
+    assert "can't allocate memory" in plain
+    steps = re.findall(r"^  step (\d): loss ([\d.]+), (\d+) micro-batches, .*retries: (\d+)$", guarded, re.MULTILINE)
+    assert [int(step) for step, *_ in steps] == [0, 1, 2, 3]
+    assert 1 <= int(steps[0][3]) <= 3
+    assert all(int(parts) > 1 for *_, parts, _ in steps)
+    losses = [float(value) for _, value, *_ in steps]
+    assert losses == pytest.approx(
+        [float(value) for value in re.findall(r"loss ([\d.]+)$", free, re.MULTILINE)], abs=1e-3
+    )
+    assert losses[-1] < losses[0], "nothing is learned"
+
+
+def test_guard_says_what_is_needed_where_nothing_is_left():
+    _, guarded, free = guard_under_a_limit(3, expected=3)
+
+    assert "memory ran out on the host" in guarded
+    assert re.search(r"nothing is left to try after micro-batches of 1 with \d modules recomputed", guarded)
+    assert re.search(r"limit of this process +[\d.]+ MiB", guarded)
+    assert not free
 
 
 def test_search_takes_no_more_memory_for_more_trials(tmp_path):

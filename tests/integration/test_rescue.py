@@ -65,6 +65,7 @@ def test_every_limit_ends_in_the_same_weights_or_in_the_original_error(model):
             assert weights(rescued) == expected_weights(model), f"{limit} MiB"
 
 
+@pytest.mark.slow
 def test_eager_moves_before_memory_runs_out():
     eager = train("transformer", "--rescue", "--eager")
     assert weights(eager) == expected_weights("transformer")

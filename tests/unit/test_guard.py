@@ -1,5 +1,7 @@
 """The guard as its users see it."""
 
+import contextlib
+import dataclasses
 import itertools
 
 import pytest
@@ -12,7 +14,7 @@ from benchmarks.guard_cases import MESSAGE, Case, guarded_loop, largest_differen
 from memfit.adapters.torch.fitting.recomputation import ReplacedForward
 from memfit.adapters.torch.guarding.transaction import Clipping
 from memfit.core.errors import BadOptimizer
-from memfit.core.guarding import BadCheckpoint
+from memfit.core.guarding import BadCheckpoint, BrokenUpdate
 from memfit.core.settings import OptimizerKernels, Settings
 
 
@@ -402,3 +404,132 @@ def test_growing_back_changes_nothing_but_rounding():
     assert grown.parts[-1] == 1
     assert sorted(grown.parts, reverse=True) == grown.parts
     assert largest_difference(grown.model, plain.model) < 1e-10
+
+
+def plain_update(model, *windows):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for window in windows:
+        optimizer.zero_grad()
+        for batch in window:
+            (mean(model, batch) / len(window)).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_batch_whose_passes_end_in_an_exception_does_not_count(error):
+    def interrupted(model, batch):
+        mean(model, batch).backward()
+        raise error
+
+    guard, model = small(accumulate=2)
+    _, expected = small()
+    guard.step(mean, BATCH)
+
+    with pytest.raises(error):
+        guard.step(interrupted, BATCH * 2)
+
+    assert guard.step(mean, BATCH * 3).updated
+    plain_update(expected, (BATCH, BATCH * 3))
+    assert largest_difference(model, expected) < 1e-6
+
+
+def test_the_end_of_an_epoch_makes_up_for_a_dropped_batch():
+    def refused(model, batch):
+        raise ValueError
+
+    guard, model = small(accumulate=3)
+    _, expected = small()
+    for loss, batch in zip((mean, mean, refused), guard.batches([BATCH, BATCH * 2, BATCH * 3]), strict=False):
+        with contextlib.suppress(ValueError):
+            guard.step(loss, batch)
+    list(guard.batches([]))
+
+    plain_update(expected, (BATCH, BATCH * 2))
+    assert guard.num_updates == 1
+    assert largest_difference(model, expected) < 1e-6
+
+
+def test_an_update_that_was_interrupted_is_not_gone_on_from():
+    guard, _ = small()
+
+    def interrupt(optimizer, args, kwargs):
+        raise KeyboardInterrupt
+
+    guard._loop.optimizer.register_step_post_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        guard.step(mean, BATCH)
+
+    with pytest.raises(BrokenUpdate, match="KeyboardInterrupt"):
+        guard.step(mean, BATCH)
+
+
+def test_a_budget_that_was_refused_is_refused_again():
+    model = nn.Linear(512, 512)
+    guard = memfit.Guard(model, torch.optim.SGD(model.parameters()), budget="10KiB", remember=False)
+
+    for _ in range(2):
+        with pytest.raises(memfit.CannotFit, match="below the fixed cost"):
+            guard.step(mean, torch.randn(4, 512))
+
+
+@pytest.mark.parametrize(("num_samples", "parts"), [(8, 4), (5, 2), (3, 1)])
+def test_a_batch_norm_never_gets_a_single_sample_of_a_larger_batch(num_samples, parts):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    guard = memfit.Guard(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), plan=None, remember=False, micro_batch_size=1
+    )
+
+    result = guard.step(mean, BATCH[:num_samples])
+
+    assert result.micro_batches == parts
+    assert model[1].num_batches_tracked == 1
+
+
+def total(model, batch):
+    return model(batch).square().sum()
+
+
+def test_running_out_does_not_change_how_the_batches_of_a_window_are_weighed():
+    # GIVEN a loss that is a sum, and batches of different sizes
+    batches = (BATCH, BATCH[:3], BATCH[:6])
+    guard, expected = small(accumulate=3)
+    for batch in batches:
+        guard.step(total, batch)
+
+    # WHEN
+    guard, model = small(accumulate=3)
+    results = [guard.step(limited(4, total), batch) for batch in batches]
+
+    # THEN
+    assert [result.micro_batches for result in results] == [2, 1, 2]
+    assert largest_difference(model, expected) < 1e-6
+
+
+def test_findings_of_a_run_with_a_plan_are_not_those_of_one_without(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    plan = memfit.plan(model, mean, BATCH, optimizer=optimizer, device="cpu", budget="1MiB", measure=False)
+    plan = dataclasses.replace(plan, settings=Settings(precision="amp-bf16", step_in_backward=True))
+    with memfit.Guard(model, optimizer, plan=plan) as guard:
+        first = guard.step(limited(4), BATCH)
+    with memfit.Guard(model, optimizer, plan=None) as guard:
+        second = guard.step(mean, BATCH)
+
+    assert (first.settings.precision, first.settings.step_in_backward) == ("amp-bf16", False)
+    assert second.settings == Settings()
+
+
+def test_a_plan_in_float16_has_a_scaler():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    plan = memfit.plan(model, mean, BATCH, optimizer=optimizer, device="cpu", budget="1MiB", measure=False)
+    plan = dataclasses.replace(plan, settings=Settings(precision="amp-fp16"))
+    seen = []
+    model.weight.register_hook(lambda gradient: seen.append(float(gradient.abs().max())))
+
+    with memfit.Guard(model, optimizer, plan=plan, remember=False) as guard:
+        guard.step(lambda model, batch: model(batch).float().square().mean(), BATCH)
+
+    assert seen[0] > 100

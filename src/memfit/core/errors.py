@@ -10,8 +10,11 @@
     |   +-- BadModel                not a module, tensors on mixed devices
     |   +-- BadTarget               a FILE.py:function, timm: or hf: name that can't be loaded
     |   +-- BadFile                 a saved estimate that can't be read, a page that can't be written
+    |       +-- BadCheckpoint (core/guarding.py)  damaged, incomplete or of another model
     +-- StepFailed                  the user's own code raised; carries its line
     +-- PlanNotFound (core/plan.py) nothing that is allowed fits; carries the smallest plan
+    +-- CannotFit (core/guarding.py)     memory ran out, and nothing is left to try
+    +-- BrokenUpdate (core/guarding.py)  memory ran out in an update that could not be finished
     +-- MissingDependency           an extra that isn't installed; names the command that installs it
 
 Each message says what was given, what was expected and what to do. `exit_code` is what the command line returns.

@@ -5,6 +5,8 @@ import os
 import resource
 import sys
 
+from memfit.adapters.torch.oom import release
+
 
 def data_bytes() -> int:
     """What RLIMIT_DATA counts of this process."""
@@ -20,6 +22,7 @@ def forked(function, headroom_bytes: int | None = None):
     if not pid:
         try:
             if headroom_bytes is not None:
+                release()
                 limit = data_bytes() + headroom_bytes
                 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
             answer = function()

@@ -196,3 +196,87 @@ def test_the_weighting_of_losses_stays_with_all_settings():
     attempts.weigh(Weighting("sum"))
 
     assert play(attempts, BatchSize(8), 2)[-1].weighting == Weighting("sum")
+
+
+def test_weaker_moves_are_tried_again_where_whole_batches_fit():
+    attempts = Attempts(Settings(), stronger=[BLOCKS], whole_first=True, grow_after=3)
+    size = BatchSize(8)
+    attempts.failed(size, FAILURE, in_update=False)
+    assert attempts.settings(size).checkpoint
+
+    # GIVEN a trial that fails
+    for _ in range(3):
+        attempts.succeeded(size)
+    assert not attempts.settings(size).checkpoint
+    assert attempts.to_json()["level"] == 1
+    attempts.failed(size, FAILURE, in_update=False)
+    assert attempts.settings(size).checkpoint
+
+    # WHEN, after twice as many steps, it goes well
+    for _ in range(7):
+        attempts.succeeded(size)
+
+    # THEN
+    assert not attempts.settings(size).checkpoint
+    assert attempts.to_json()["level"] == 0
+
+
+def test_a_micro_batch_has_the_samples_that_a_norm_needs():
+    attempts = Attempts(Settings())
+    attempts.bound(BatchSize(8), 1)
+
+    assert attempts.need_samples(2)
+    assert not attempts.need_samples(2)
+
+    assert [attempts.settings(BatchSize(n)).micro_batches for n in (8, 5, 3, 2, 1)] == [4, 2, 1, 1, 1]
+    assert attempts.settings(BatchSize(5)).micro_batch_size == 3
+    assert not attempts.failed(BatchSize(8), FAILURE, in_update=False)
+
+
+def test_what_is_on_trial_is_no_finding():
+    attempts = Attempts(Settings(), grow_after=2)
+    size = BatchSize(8)
+    play(attempts, size, 4)
+    while not attempts._is_trial:
+        attempts.succeeded(size)
+    later = Attempts(Settings())
+
+    later.load(json.loads(json.dumps(attempts.to_json())))
+
+    assert attempts.settings(size).micro_batch_size > 4
+    assert later.settings(size).micro_batch_size == 4
+
+
+@pytest.mark.parametrize("num_steps", range(12))
+def test_a_resumed_run_grows_when_the_uninterrupted_one_does(num_steps):
+    size = BatchSize(16)
+
+    def steps(attempts, number):
+        return [play(attempts, size, 5)[-1].micro_batches for _ in range(number)]
+
+    whole = Attempts(Settings(), stronger=[BLOCKS], grow_after=2)
+    expected = steps(whole, 24)
+    first, second = (Attempts(Settings(), stronger=[BLOCKS], grow_after=2) for _ in range(2))
+    done = steps(first, num_steps)
+    second.load(json.loads(json.dumps(first.to_json())), resumes=True)
+
+    assert done + steps(second, 24 - num_steps) == expected
+
+
+def test_the_micro_batches_of_a_plan_last():
+    planned = Settings(micro_batches=4, micro_batch_size=2)
+    later = Attempts(planned)
+
+    later.load(json.loads(json.dumps(Attempts(planned).to_json())), resumes=True)
+
+    assert later.settings(BatchSize(8)).micro_batches == 4
+
+
+def test_sizes_that_are_no_whole_numbers_of_elements_are_kept():
+    attempts = Attempts(Settings())
+    size = BatchSize(8, 10.125)
+    attempts.bound(size, 4)
+
+    attempts.settle(attempts.votes())
+
+    assert attempts.settings(size).micro_batch_size == 4

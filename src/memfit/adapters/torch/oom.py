@@ -75,7 +75,9 @@ _TEXTS: tuple[tuple[str, Where, re.Pattern[str]], ...] = tuple(
             Where.HOST,
             r"could not create a memory(?: object)?\W*$|could not (?:create|execute) a primitive\W*$",
         ),
-        ("torch", Where.HOST, r"\bCannot allocate memory\b|failed to map segment from shared object|cannot map zero-fill pages"),
+        ("torch", Where.HOST, r"\bCannot allocate memory\b"),
+        # A library that there is no room to load.
+        ("torch", Where.HOST, r"failed to map segment from shared object|cannot map zero-fill pages"),
         ("torch", Where.HOST, r"\bOUT_OF_HOST_MEMORY\b|^[^\n]*\bERROR: Not enough memory"),
         ("cuda", Where.DEVICE, r"\bCUDA\b[^\n]*\bout of memory\b"),
         ("cuda", Where.DEVICE, r"\b(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)\b"),

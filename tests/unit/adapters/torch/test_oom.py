@@ -178,6 +178,7 @@ def test_types_come_before_texts():
     assert oom.recognise(OSError(errno.ENOMEM, "Cannot allocate memory")).source == "python"
     assert oom.recognise(OSError(errno.ENOSPC, "No space left", "/dev/shm/torch_1")).source == "shared memory"
     assert oom.recognise(ImportError("libx.so: failed to map segment from shared object")).where is HOST
+    assert oom.recognise(ImportError("libx.so.1: cannot map zero-fill pages")).where is HOST
     assert oom.recognise(ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes")).requested_bytes == 12
 
 

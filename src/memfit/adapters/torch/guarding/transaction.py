@@ -23,8 +23,9 @@ from memfit.adapters.torch.guarding.pooled_statistics import PooledStatistics
 from memfit.adapters.torch.guarding.ranks import Ranks
 from memfit.adapters.torch.guarding.snapshot import Attributes, Buffers, RandomState
 from memfit.adapters.torch.guarding.update import Update, reset_scaler
+from memfit.adapters.torch.job import common_first_dimension
 from memfit.core.guarding import OutOfMemory, Where
-from memfit.core.settings import Settings
+from memfit.core.settings import Settings, Weighting
 
 Loss = Callable[[Any, Any], Any]
 Passes = Callable[[Any, float], torch.Tensor]
@@ -126,6 +127,8 @@ class Transaction:
         self._update = Update(optimizer)
         self._fitted: Fitted | None = None
         self._window = _Window(1)
+        self.last_run: Entry | None = None
+        """The batch whose passes were run last, whether they went well or not."""
         self.kept: list[Kept] = []
         """What else is put back with a roll back."""
 
@@ -186,6 +189,7 @@ class Transaction:
             if again:
                 entry.random_state.restore()
             settings = settings_of(entry.batch)
+            self.last_run = entry
             failure = self._voted(self._caught(partial(self._run, entry, settings)))
             if failure is not None:
                 break
@@ -206,6 +210,7 @@ class Transaction:
         self._buffers.forget()
         self._attributes.forget()
         self._window.entries.clear()
+        self.last_run = None
         return happened
 
     def update_by(self, update: Callable[[], object]) -> OutOfMemory | None:
@@ -376,11 +381,23 @@ class _Passes:
         # The only batch of a process on its own is weighed on the way, as a plain loop does it, and so is one whose
         # weight in its window is another library's business.
         self._is_alone = (window_length == 1 and ranks.num_ranks == 1) or entry.passes is not None
-        self._is_weighed = self._is_alone or weighting.kind == "sum"
+        self._is_weighed = self._is_alone
         self._whole = sum(self._weights) if self._is_alone and weighting.kind != "sum" else 1.0
+        self._adds_up = weighting.kind == "sum" and not self._is_alone
+        if not self._is_alone:
+            self._weigh_in_window(weighting)
         self._weight = 0.0
         self._total: torch.Tensor | None = None
         self._statistics = PooledStatistics(fitted.model) if entry.num_parts > 1 else None
+
+    def _weigh_in_window(self, weighting: Weighting) -> None:
+        """Among other batches one counts by its samples, in however many parts it is run."""
+        samples = float(common_first_dimension(self._entry.batch) or 1)
+        if weighting.kind == "count":
+            whole = sum(self._weights)
+            self._weights = [weight * samples / whole for weight in self._weights]
+        elif weighting.kind == "sum":
+            self._weights = [samples for _ in self._weights]
 
     @property
     def statistics(self) -> AbstractContextManager[Any]:
@@ -401,7 +418,7 @@ class _Passes:
         if given is not None:
             self._is_weighed = self._is_alone and self._entry.num_parts == 1
             factor = 1.0 if self._is_weighed and given else given
-        self._weight += factor
+        self._weight += factor / self._entry.num_parts if self._adds_up and given is None else factor
         if not factor and self._ranks.num_ranks == 1:
             # A mean over nothing is no number, and must not spoil the others.
             return

@@ -92,3 +92,14 @@ def test_norms_without_running_statistics_are_left_alone():
     pooled(model, torch.randn(4, 4, 2, 2), 2)
 
     assert model.running_mean is None
+
+
+def test_statistics_of_samples_are_averaged():
+    whole, model = (nn.InstanceNorm1d(4, affine=True, track_running_stats=True, dtype=torch.double) for _ in range(2))
+    batch = torch.randn(7, 4, 5, dtype=torch.double) * torch.arange(1.0, 8.0, dtype=torch.double)[:, None, None]
+    whole(batch)
+
+    pooled(model, batch, 3)
+
+    torch.testing.assert_close(model.running_mean, whole.running_mean)
+    torch.testing.assert_close(model.running_var, whole.running_var)
