@@ -242,7 +242,9 @@ class Schedule:
         for step in range(self.steps):
             if step == 0 or draw.random() < self.rate:
                 count = draw.choice((1, 1, 1, 2))
-                self.faults[step] = [(draw.choice(self.phases), min(draw.randrange(40), draw.randrange(40))) for _ in range(count)]
+                self.faults[step] = [
+                    (draw.choice(self.phases), min(draw.randrange(40), draw.randrange(40))) for _ in range(count)
+                ]
 
 
 class Faults(TorchDispatchMode):

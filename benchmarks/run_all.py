@@ -31,6 +31,9 @@ SCRIPTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("plan_accuracy", (), ("tcn", "gpt2", "--shares", "60", "40")),
     ("plan_gradients", (), ("shufflenet_v2", "llama")),
     ("plan_public_table", (), ("--moves", "3")),
+    ("guard_faults", (), ("--schedules", "36")),
+    ("guard_kills", (), ("--kills", "12")),
+    ("guard_overhead", (), ("resnet18", "--rounds", "4")),
 )
 
 

@@ -32,7 +32,7 @@ is one message that says what was given, what was expected and what to do.
 | ---: | --- |
 | 0 | the step fits, or the command did its work |
 | 2 | bad usage or bad input; also a step whose own code fails while it is traced |
-| 3 | the step does not fit (`compare`: any of them; `max-batch`: not even one sample; `plan`: nothing allowed; `run`: nothing left) |
+| 3 | it does not fit (`compare`: any of them; `max-batch`: no sample; `plan`: nothing allowed; `run`: nothing left) |
 | 4 | `dryrun`, `plan --script`: the script failed for a reason of its own, or its process crashed |
 | 5 | `dryrun`, `plan --script`: the script ended without an optimizer step |
 | 130 | interrupted |

@@ -1,13 +1,13 @@
 """memfit ends out-of-memory errors in deep-learning training.
 
-`import memfit` is light: no framework is loaded until a verb needs one.
+`import memfit` is light: no framework is loaded until a verb needs one, nor what only a training run needs.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from memfit._api import MaxBatch, compare, dryrun, estimate, max_batch, named_job
-from memfit._guard import Guard
 from memfit._plan import load_plan, plan
-from memfit._run import run
-from memfit._search import ensemble, search
 from memfit._simulate import SimulatedDevice, simulate
 from memfit.catalogue import find_device, list_devices
 from memfit.core.device import Device
@@ -20,6 +20,11 @@ from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.replay import AllocatorOptions
 from memfit.core.supervised import SupervisedRun
 from memfit.core.timeline import Timeline
+
+if TYPE_CHECKING:
+    from memfit._guard import Guard
+    from memfit._run import run
+    from memfit._search import ensemble, search
 
 __version__ = "0.1.0"
 
@@ -53,7 +58,20 @@ __all__ = [
     "max_batch",
     "named_job",
     "plan",
-    "search",
     "run",
+    "search",
     "simulate",
 ]
+
+_LATE = {"Guard": "memfit._guard", "ensemble": "memfit._search", "run": "memfit._run", "search": "memfit._search"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'memfit' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATE[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

@@ -79,6 +79,16 @@ def test_demo_tells_the_whole_story(tmp_path):
         assert page.read_text(encoding="utf-8").startswith("<!")
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of data are Linux's")
+def test_a_plain_loop_is_rescued():
+    free = run("examples/rescue/train.py")
+    rescued = run("examples/rescue/rescued.py", "150")
+
+    losses = [line for line in free.splitlines() if line.startswith(("step", "sum"))]
+    assert len(losses) == 4
+    assert losses == [line for line in rescued.splitlines() if line.startswith(("step", "sum"))]
+
+
 def test_estimate_python_prints_and_writes_a_page(tmp_path):
     page = tmp_path / "page.html"
 

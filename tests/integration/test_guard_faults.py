@@ -44,7 +44,7 @@ def test_the_sample_has_failures_in_every_phase():
     if len(PHASES) < 4:
         PHASES.update(phase for seed in range(SAMPLE) for _, phase in run(seed, 10)[1].raised)
 
-    assert PHASES == {"forward", "backward", "clip", "update"}
+    assert not {"forward", "backward", "clip", "update"} - PHASES
 
 
 @pytest.mark.slow

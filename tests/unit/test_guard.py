@@ -46,7 +46,7 @@ BATCH = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
 
 def test_a_step_that_fits_is_a_plain_step():
-    guard, model = small()
+    guard, _model = small()
 
     result = guard.step(mean, BATCH)
 
@@ -190,7 +190,7 @@ def test_batch_norm_is_recomputed_before_it_is_split():
 
 
 def test_an_update_that_runs_out_gets_smaller_kernels():
-    guard, model = small()
+    guard, _model = small()
     left = [2]
 
     def clip(model):
@@ -216,7 +216,7 @@ def test_findings_are_remembered_from_run_to_run(tmp_path, monkeypatch):
 
 
 def test_the_last_window_is_an_update_too():
-    guard, model = small(accumulate=3)
+    guard, _model = small(accumulate=3)
 
     results = [guard.step(mean, batch) for batch in guard.batches([BATCH] * 5)]
 
@@ -335,7 +335,7 @@ def test_bad_arguments_are_refused(options, message):
 
 def test_objects_that_are_none_of_the_models_are_refused():
     model = nn.Linear(2, 2)
-    with pytest.raises(memfit.BadInput, match="needs an nn.Module, but int"):
+    with pytest.raises(memfit.BadInput, match="Module, but int"):
         memfit.Guard(3, None)
     with pytest.raises(BadOptimizer, match="needs the optimizer of the model, but NoneType"):
         memfit.Guard(model, None)
@@ -533,3 +533,18 @@ def test_a_plan_in_float16_has_a_scaler():
         guard.step(lambda model, batch: model(batch).float().square().mean(), BATCH)
 
     assert seen[0] > 100
+
+
+def test_a_batch_that_its_loss_changes_is_not_run_again():
+    def in_place(model, batch):
+        batch.mul_(0.5)
+        return limited(4)(model, batch)
+
+    guard, model = small()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    with pytest.raises(memfit.CannotFit, match="changed in place"):
+        guard.step(in_place, BATCH.clone())
+
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert guard.step(mean, BATCH).updated

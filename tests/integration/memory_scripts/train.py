@@ -1,4 +1,6 @@
-"""A plain or guarded training loop under a real limit of memory: train.py MODEL plain|guard|planned OUT [LIMIT_MIB [PARTS...]]
+"""A plain or guarded training loop under a real limit of memory.
+
+train.py MODEL plain|guard|planned OUT [LIMIT_MIB [PARTS...]]
 
 LIMIT_MIB is what the loop may take beyond what the process holds when it begins. Writes the weights and the number of
 micro-batches of each step; PARTS tell a plain loop how many parts to split each batch into.

@@ -316,7 +316,7 @@ def check_unfitted(model: torch.nn.Module) -> None:
     if model in _FITTED:
         raise BadInput(
             "the model is run by a plan already, and two would undo each other. Call close() on the Fitted that the "
-            "first apply returned, or leave its `with` block."
+            "first apply returned, or on the guard that has it, or leave its `with` block."
         )
 
 

@@ -24,8 +24,15 @@ from memfit.adapters.torch.guarding.ranks import Ranks
 from memfit.adapters.torch.guarding.snapshot import Attributes, Buffers, RandomState
 from memfit.adapters.torch.guarding.update import Update, reset_scaler
 from memfit.adapters.torch.job import common_first_dimension
-from memfit.core.guarding import OutOfMemory, Where
+from memfit.adapters.torch.stand_in import tensors_in
+from memfit.core.guarding import CannotFit, OutOfMemory, Where
 from memfit.core.settings import Settings, Weighting
+
+_CHANGED_BATCH = (
+    "memory ran out, and the step can't be run again: its batch was changed in place, by the loss function or by a "
+    "loader that uses its tensors again, and its values are lost. Let the loss function change a copy, or have the "
+    "loader make new tensors."
+)
 
 Loss = Callable[[Any, Any], Any]
 Passes = Callable[[Any, float], torch.Tensor]
@@ -56,6 +63,12 @@ class Entry:
     weight: float | None = None
     """What its gradients have yet to be divided by, together with those of the others; None: nothing."""
     num_parts: int = 1
+    versions: tuple[int, ...] = ()
+    """PyTorch's counts of writes to the tensors of the batch."""
+
+    def is_changed(self) -> bool:
+        """Whether the batch is no longer what it was."""
+        return _versions(self.batch) != self.versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +185,7 @@ class Transaction:
 
     def add(self, loss: Loss, batch: Any, passes: Passes | None = None) -> Entry:
         """One more batch; it has yet to be run."""
-        entry = Entry(loss, batch, RandomState.now(), passes)
+        entry = Entry(loss, batch, RandomState.now(), passes, versions=_versions(batch))
         self._window.entries.append(entry)
         return entry
 
@@ -182,11 +195,16 @@ class Transaction:
         Args:
             settings_of: how to run a batch.
             again: whether the window was rolled back.
+
+        Raises:
+            CannotFit: a batch that must be run again was changed in place.
         """
         failure: OutOfMemory | None = None
         again = again or self._window.is_stale
         for entry in self._window.entries if again else self._window.entries[-1:]:
             if again:
+                if entry.is_changed():
+                    raise CannotFit(_CHANGED_BATCH)
                 entry.random_state.restore()
             settings = settings_of(entry.batch)
             self.last_run = entry
@@ -350,6 +368,10 @@ class Transaction:
     def _clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)
+
+
+def _versions(batch: Any) -> tuple[int, ...]:
+    return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors_in(batch))
 
 
 def _draws(module: torch.nn.Module) -> bool:

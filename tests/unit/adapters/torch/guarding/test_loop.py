@@ -94,7 +94,7 @@ def test_state_of_other_objects_goes_along(tmp_path):
 
 
 def test_a_model_must_be_a_module():
-    with pytest.raises(BadModel, match="needs an nn.Module, but str was given"):
+    with pytest.raises(BadModel, match="Module, but str was given"):
         TorchLoop(
             "model",
             None,
