@@ -52,7 +52,7 @@ _NUM_SMALLEST = 3
 # Where steps can be run for real: plans that are computed to take so much longer than the best, at most, are run, too.
 _CLOSE = 1.3
 _AS_FAST = 1.02
-_NUM_CONTENDERS = 5
+_NUM_CONTENDERS = 8
 # Of the time of the best proven plan: what is not faster than this is not worth another trace.
 _NO_BETTER = 0.99
 # Seconds of a trace up to which every move of a plan is traced without.
