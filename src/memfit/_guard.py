@@ -423,8 +423,9 @@ class Guard:
             return None
         try:
             return self._planned(entry.loss, entry.batch, room)
-        except (MemfitError, RuntimeError, MemoryError, ImportError, OSError):
+        except Exception:
             # What can't be planned, or for whose libraries there is no room, is found out step by step.
+            _log.debug("no plan could be made", exc_info=True)
             return None
 
     def _planned(self, loss: Any, batch: Any, budget: int) -> Settings:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from memfit.adapters.torch import imports
-from memfit.core.guarding import CannotFit, OutOfMemory, Where
+from memfit.core.guarding import BrokenUpdate, CannotFit, OutOfMemory, Where
 from memfit.core.run_events import RunRequest, note
 from memfit.runs import exhaustion, keeper, limits
 
@@ -118,6 +118,9 @@ def _recognise(error: BaseException) -> OutOfMemory | None:
     """What ran out; None where the exception is about something else."""
     if isinstance(error, CannotFit):
         return error.failure or OutOfMemory(Where.HOST, "guard", text=str(error))
+    if isinstance(error, BrokenUpdate):
+        # Its last checkpoint is whole.
+        return OutOfMemory(Where.HOST, "guard", text=str(error))
     if "torch" in sys.modules and hasattr(sys.modules["torch"], "OutOfMemoryError"):
         from memfit.adapters.torch.oom import recognise
 

@@ -548,3 +548,33 @@ def test_a_batch_that_its_loss_changes_is_not_run_again():
 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert guard.step(mean, BATCH).updated
+
+
+def test_what_only_the_loss_function_knows_comes_back():
+    def run(failing):
+        guard, model = small(clip=failing)
+        judge = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        for factor in range(1, 4):
+            guard.step(lambda model, batch: judge(model(batch)).square().mean(), BATCH * factor)
+        return judge
+
+    def clip(model):
+        if next(counts) == 1:
+            raise RuntimeError(MESSAGE.format(size=10))
+
+    torch.manual_seed(0)
+    expected = run(None)
+    counts = itertools.count()
+
+    assert torch.equal(run(clip)[1].running_mean, expected[1].running_mean)
+
+
+@pytest.mark.parametrize("error", [KeyError, MemoryError, memfit.CannotFit])
+def test_a_plan_that_can_not_be_made_does_not_end_the_run(error, monkeypatch):
+    def broken(*args, **options):
+        raise error("no plan")
+
+    monkeypatch.setattr("memfit._guard.make_plan", broken)
+    guard, _ = small(plan="auto")
+
+    assert guard.step(limited(4), BATCH).micro_batches == 2

@@ -197,6 +197,49 @@ class Attributes:
         return (module for module in self._model.modules() if not type(module).__module__.startswith("torch."))
 
 
+class Beside:
+    """Modules that only the loss function knows, such as a discriminator or a loss with centres of its own.
+
+    Args:
+        model: the one that is trained, whose modules are none of them.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._known: dict[torch.nn.Module, tuple[Buffers, Attributes]] = {}
+        self._begun: set[torch.nn.Module] = set()
+
+    def remember(self, modules: Iterable[torch.nn.Module]) -> None:
+        """These take part in the step from here on."""
+        new = {module for module in modules if module not in self._begun}
+        for module in new.difference(self._model.modules()) if new else ():
+            parts = self._known.get(module) or (Buffers([module]), Attributes(module))
+            for part in parts:
+                part.remember()
+            self._known[module] = parts
+            self._begun.add(module)
+
+    @property
+    def size_bytes(self) -> int:
+        """What the copies take."""
+        return sum(self._known[module][0].size_bytes for module in self._begun)
+
+    def restore(self) -> None:
+        """All are as they were when they came into the step."""
+        for module in self._begun:
+            for part in self._known[module]:
+                part.restore()
+
+    def forget(self) -> None:
+        """The step went well, or another one begins."""
+        for module in self._begun:
+            for part in self._known[module]:
+                part.forget()
+        # What has taken no part in it may be gone for good.
+        self._known = {module: self._known[module] for module in self._begun}
+        self._begun = set()
+
+
 def _plain(own: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The attributes of a module that its code may change, without those that belong to every module."""
     return ((name, value) for name, value in own.items() if name not in _OF_ALL_MODULES and isinstance(value, _PLAIN))

@@ -19,9 +19,10 @@ from memfit.adapters.torch import oom
 from memfit.adapters.torch.fitting.fitted import Fitted
 from memfit.adapters.torch.fitting.micro_batches import raw_weights, split
 from memfit.adapters.torch.fitting.probe import part_of
+from memfit.adapters.torch.fitting.untouched import _held
 from memfit.adapters.torch.guarding.pooled_statistics import PooledStatistics
 from memfit.adapters.torch.guarding.ranks import Ranks
-from memfit.adapters.torch.guarding.snapshot import Attributes, Buffers, RandomState
+from memfit.adapters.torch.guarding.snapshot import Attributes, Beside, Buffers, RandomState
 from memfit.adapters.torch.guarding.update import Update, reset_scaler
 from memfit.adapters.torch.job import common_first_dimension
 from memfit.adapters.torch.stand_in import tensors_in
@@ -137,6 +138,7 @@ class Transaction:
         self._after_update = after_update
         self._buffers = Buffers([model])
         self._attributes = Attributes(model)
+        self._beside = Beside(model)
         self._update = Update(optimizer)
         self._fitted: Fitted | None = None
         self._window = _Window(1)
@@ -179,12 +181,16 @@ class Transaction:
             oom.release()
             self._buffers.remember()
         self._attributes.remember()
+        self._beside.forget()
         for kept in self.kept:
             kept.remember()
         self.extra_bytes = self._buffers.size_bytes
 
     def add(self, loss: Loss, batch: Any, passes: Passes | None = None) -> Entry:
         """One more batch; it has yet to be run."""
+        if passes is None:
+            self._beside.remember(value for value in _held(loss) if isinstance(value, torch.nn.Module))
+            self.extra_bytes = self._buffers.size_bytes + self._beside.size_bytes
         entry = Entry(loss, batch, RandomState.now(), passes, versions=_versions(batch))
         self._window.entries.append(entry)
         return entry
@@ -227,6 +233,7 @@ class Transaction:
                 self._after_update()
         self._buffers.forget()
         self._attributes.forget()
+        self._beside.forget()
         self._window.entries.clear()
         self.last_run = None
         return happened
@@ -356,6 +363,7 @@ class Transaction:
             reset_scaler(self.scaler, self._update.optimizer)
         self._buffers.restore()
         self._attributes.restore()
+        self._beside.restore()
         for kept in self.kept:
             kept.restore()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.adapters.torch.guarding.snapshot import Attributes, Buffers, RandomState
+from memfit.adapters.torch.guarding.snapshot import Attributes, Beside, Buffers, RandomState
 from memfit.core.guarding import BrokenUpdate
 
 
@@ -174,3 +174,24 @@ def test_attributes_come_back():
     model(torch.zeros(1, 2))
     attributes.restore()
     assert model.calls == 2
+
+
+def test_modules_of_the_loss_come_back_and_are_let_go():
+    model, other = nn.Sequential(nn.BatchNorm1d(3)), Counting()
+    beside = Beside(model)
+    beside.remember([model[0], other])
+    other(torch.randn(4, 3))
+    model(torch.randn(4, 3))
+    assert beside.size_bytes > 0
+
+    # A second batch of the same window doesn't move the beginning.
+    beside.remember([other])
+    beside.restore()
+
+    assert other.count == 0
+    # The model's own modules are another's business.
+    assert model[0].num_batches_tracked == 1
+    beside.forget()
+    beside.forget()
+    assert beside.size_bytes == 0
+    assert not beside._known
