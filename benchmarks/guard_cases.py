@@ -31,9 +31,7 @@ class Cnn(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(
             *(
-                nn.Sequential(
-                    nn.Conv2d(3 if not i else WIDTH, WIDTH, 3, padding=1), nn.GroupNorm(4, WIDTH), nn.ReLU()
-                )
+                nn.Sequential(nn.Conv2d(3 if not i else WIDTH, WIDTH, 3, padding=1), nn.GroupNorm(4, WIDTH), nn.ReLU())
                 for i in range(3)
             )
         )

@@ -61,9 +61,7 @@ def main() -> int:
             not unequal,
         )
     ]
-    rows = [
-        (model, optimizer, "yes" if scaled else "no", *row) for (model, optimizer, scaled), row in by_kind.items()
-    ]
+    rows = [(model, optimizer, "yes" if scaled else "no", *row) for (model, optimizer, scaled), row in by_kind.items()]
     head = ("model", "optimizer", "scaler", "schedules", "bit-equal", "failures")
     phases = table(("phase", "failures"), sorted(failures.items()))
     save = arguments.schedules >= 500

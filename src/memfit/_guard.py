@@ -130,9 +130,14 @@ class Guard:
             whole_first=self._loop.mixes_samples_in_norms,
             grow_after=grow_after,
         )
+        if self._loop.num_ranks > 1 and self._loop.mixes_samples_in_norms:
+            # A norm that is given one sample fails on one process only, and the others would wait for it.
+            self._attempts.need_samples(2)
         self._ceilings = Ceilings(env.cache_folder() if remember else None)
         self._key: str | None = None
         self._told: set[str] = set()
+        self._happened = False
+        """Whether the last update that was due was made."""
         self._broken = ""
         self.num_updates = 0
         """Real updates so far, those before a resume included."""
@@ -303,7 +308,7 @@ class Guard:
                     failure = transaction.run(self._settings_of, again=bool(failures))
                 if failure is None and due:
                     in_update = True
-                    failure = transaction.finish()
+                    failure = transaction.finish() or self._commit()
             except BadInput as error:
                 if not failures or not self._attempts.without_level():
                     raise
@@ -320,7 +325,9 @@ class Guard:
             failures.append(failure)
             self._recover(size, failure, in_update)
         self._attempts.succeeded(size)
-        happened = self._commit() if due else None
+        happened = self._happened if due else None
+        if due:
+            self._after_update()
         if failures:
             self._tell_size(size)
         return failures, happened
@@ -358,20 +365,26 @@ class Guard:
             raise CannotFit(text, failure)
         self._agree()
 
-    def _commit(self) -> bool:
+    def _commit(self) -> OutOfMemory | None:
+        """The update; what ran out before anything had changed."""
         try:
-            happened = self._loop.commit()
+            outcome = self._loop.commit()
         except BaseException as error:
             if self._loop.transaction.entries:
                 # The update was under way.
                 self._broken = str(error) if isinstance(error, BrokenUpdate) else _interrupted(error)
             raise
-        self.num_updates += happened
+        if isinstance(outcome, OutOfMemory):
+            return outcome
+        self._happened = outcome
+        return None
+
+    def _after_update(self) -> None:
+        self.num_updates += self._happened
         if self._attempts.changed:
             self._remember()
-        if happened and self._is_time_to_save():
+        if self._happened and self._is_time_to_save():
             self.save()
-        return happened
 
     def _is_time_to_save(self) -> bool:
         if not self._checkpointing.is_open:

@@ -116,6 +116,8 @@ class LibraryGuard(Guard):
             raise CannotFit(self._loop.explain(failure, settings, ""), failure)
         self._loop.transaction.refit(settings)
 
-    def _commit(self) -> bool:
-        # The library does it, later.
-        return False
+    def _commit(self) -> None:
+        """The library does it, later."""
+
+    def _after_update(self) -> None:
+        """And this is done then."""

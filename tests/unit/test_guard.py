@@ -552,7 +552,7 @@ def test_a_batch_that_its_loss_changes_is_not_run_again():
 
 def test_what_only_the_loss_function_knows_comes_back():
     def run(failing):
-        guard, model = small(clip=failing)
+        guard, _ = small(clip=failing)
         judge = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         for factor in range(1, 4):
             guard.step(lambda model, batch: judge(model(batch)).square().mean(), BATCH * factor)
@@ -578,3 +578,24 @@ def test_a_plan_that_can_not_be_made_does_not_end_the_run(error, monkeypatch):
     guard, _ = small(plan="auto")
 
     assert guard.step(limited(4), BATCH).micro_batches == 2
+
+
+def test_an_update_that_finds_no_memory_before_it_changed_anything_is_replayed():
+    done = []
+    for times in (0, 1):
+        guard, model = small()
+        update = guard._loop.transaction._update
+        plain, left = update.step, [times]
+
+        def step(scaler=None, plain=plain, left=left):
+            if left[0]:
+                left[0] -= 1
+                raise RuntimeError(MESSAGE.format(size=10))
+            return plain(scaler)
+
+        update.step = step
+        assert guard.step(mean, BATCH).retries == times
+        assert guard.num_updates == 1
+        done.append(model)
+
+    assert largest_difference(*done) == 0

@@ -223,10 +223,10 @@ class TorchLoop:
 
     # What the guard does.
 
-    def commit(self) -> bool:
-        """The update, and what goes with it; False where it was left out."""
+    def commit(self) -> bool | OutOfMemory:
+        """The update, and what goes with it; False where it was left out, or what ran out before anything changed."""
         happened = self.transaction.commit()
-        if happened and self._scheduler is not None:
+        if happened is True and self._scheduler is not None:
             self._scheduler.step()
         return happened
 

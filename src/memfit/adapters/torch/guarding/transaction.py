@@ -225,18 +225,35 @@ class Transaction:
         is_weighed = any(entry.passes is not None for entry in self._window.entries)
         return self._voted(self._caught(self._average if is_weighed else self._prepare))
 
-    def commit(self) -> bool:
-        """Updates the parameters; False where the update was left out. Nothing can be undone afterwards."""
-        happened = self._weight() != 0 and self._update.step(self.scaler)
-        if happened:
+    def commit(self) -> bool | OutOfMemory:
+        """Updates the parameters; False where the update was left out. Nothing can be undone afterwards.
+
+        What ran out before anything had changed is returned: the window can be rolled back. Other processes may have
+        made the update by then, so where there are any, it is raised.
+        """
+        happened: list[bool] = [False]
+        if self._weight() != 0:
+
+            def step() -> None:
+                happened[0] = self._update.step(self.scaler)
+
+            if self.ranks.num_ranks > 1:
+                step()
+            elif (failure := self._caught(step)) is not None:
+                return failure
+        if happened[0]:
             with self._update.retrying():
                 self._after_update()
+        self._end()
+        return happened[0]
+
+    def _end(self) -> None:
+        """The window is over."""
         self._buffers.forget()
         self._attributes.forget()
         self._beside.forget()
         self._window.entries.clear()
         self.last_run = None
-        return happened
 
     def update_by(self, update: Callable[[], object]) -> OutOfMemory | None:
         """Has `update`, another library's, change the parameters; what ran out before anything had changed."""
@@ -244,9 +261,7 @@ class Transaction:
         if failure is None:
             failure = self._caught(partial(self._update.step, run=update))
         if failure is None:
-            self._buffers.forget()
-            self._attributes.forget()
-            self._window.entries.clear()
+            self._end()
         return failure
 
     def retrying(self) -> AbstractContextManager[None]:
