@@ -115,7 +115,7 @@ class Guard:
             clip_value=clip_value,
             clip=clip,
             state=state or {},
-            finish_window=self._finish_epoch,
+            finish_window=self.finish_window,
         )
         first = plan.settings if isinstance(plan, Plan) else Settings()
         # An update that happens inside of the backward pass can't be undone when that fails.
@@ -201,6 +201,17 @@ class Guard:
             extra_bytes=transaction.extra_bytes,
         )
 
+    def finish_window(self) -> None:
+        """Makes an update of the batches that don't fill a window, as `batches` does at the end of an epoch."""
+        transaction = self._loop.transaction
+        if not transaction.entries:
+            return
+        try:
+            self._run(self._loop.size_of(transaction.entries[-1].batch), due=True, passed=not transaction.is_stale)
+        except CannotFit:
+            transaction.forget()
+            raise
+
     def save(self) -> None:
         """Writes a checkpoint now, in the background; only between two updates."""
         if self._loop.transaction.entries:
@@ -234,11 +245,19 @@ class Guard:
 
     def close(self) -> None:
         """Waits for the last checkpoint and leaves model and optimizer as they were without a guard."""
+        if self._loop.transaction.entries and not self._broken:
+            self._say(
+                f"{len(self._loop.transaction.entries)} batches of an accumulation window that is not full were not "
+                "applied: call finish_window() before close()"
+            )
         if self._best is not None:
             self._best.close()
         self._checkpointing.close()
         self._loop.close()
         self._remember()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a guard can't be copied or pickled: it belongs to its model. Copy or save the model instead.")
 
     def __enter__(self) -> "Guard":
         return self
@@ -359,7 +378,6 @@ class Guard:
         left = self._attempts.failed(self._splittable(size), failure, in_update=in_update)
         if not left:
             settings = self._settings_of(transaction.entries[-1].batch)
-            transaction.forget()
             text = self._loop.explain(failure, settings, self._why_whole)
             run_events.note("cannot fit", text=text)
             raise CannotFit(text, failure)
@@ -393,13 +411,6 @@ class Guard:
             return self.num_updates % self._every == 0
         passed = time.monotonic() - self._last_saved
         return self._loop.agreed(passed >= max(_CHECKPOINT_SECONDS, self._save_seconds / _CHECKPOINT_SHARE))
-
-    def _finish_epoch(self) -> None:
-        """The last batches of an epoch that don't fill a window are an update, too."""
-        transaction = self._loop.transaction
-        if not transaction.entries:
-            return
-        self._run(self._loop.size_of(transaction.entries[-1].batch), due=True, passed=not transaction.is_stale)
 
     # Settings.
 

@@ -1,6 +1,7 @@
 """The guard as its users see it."""
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 
@@ -599,3 +600,36 @@ def test_an_update_that_finds_no_memory_before_it_changed_anything_is_replayed()
         done.append(model)
 
     assert largest_difference(*done) == 0
+
+
+def test_a_batch_that_can_not_fit_leaves_the_rest_of_its_window():
+    done = []
+    for too_large in (False, True):
+        guard, model = small(accumulate=2)
+        guard.step(mean, BATCH)
+        if too_large:
+            with pytest.raises(memfit.CannotFit):
+                guard.step(limited(0), BATCH)
+        assert guard.step(mean, BATCH * 2).updated
+        done.append(model)
+
+    assert largest_difference(*done) < 1e-6
+
+
+def test_a_window_can_be_ended_by_hand(caplog):
+    guard, _ = small(accumulate=3)
+    guard.step(mean, BATCH)
+    guard.finish_window()
+    assert guard.num_updates == 1
+    guard.step(mean, BATCH)
+
+    guard.close()
+
+    assert "1 batches of an accumulation window" in caplog.text
+
+
+def test_a_guard_can_not_be_copied():
+    guard, _ = small()
+
+    with pytest.raises(TypeError, match="can't be copied"):
+        copy.deepcopy(guard)
