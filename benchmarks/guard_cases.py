@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 WIDTH = 16
 VOCABULARY = 24
 LENGTH = 12
-BATCH = 8
+BATCH = 16
 MODELS = ("cnn", "transformer", "lstm")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 
@@ -311,6 +311,8 @@ class Guarded:
     retries: int
     raised: list[tuple[int, str]]
     """(step, phase) of the faults that happened."""
+    gave_up: int = 0
+    """Steps that had to be called again, for nothing was left to try."""
 
 
 def guarded_loop(
@@ -328,7 +330,8 @@ def guarded_loop(
         if case.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
 
-    options = {"plan": None, "remember": False, **options}
+    # Memory that is short for one operator is there again for the next: so the guard may soon try more.
+    options = {"plan": None, "remember": False, "grow_after": 2, **options}
     done = Guarded(made.model, [], 0, faults.raised)
     with (
         memfit.Guard(
@@ -344,7 +347,12 @@ def guarded_loop(
     ):
         for step, batch in enumerate(guard.batches(made.batches)):
             faults.begin(step)
-            result = guard.step(made.loss, batch)
+            try:
+                result = guard.step(made.loss, batch)
+            except memfit.CannotFit:
+                # More failures in a row than there is to try; everything is as before, and memory is there again.
+                done.gave_up += 1
+                result = guard.step(made.loss, batch)
             done.parts.append(result.micro_batches)
             done.retries += result.retries
     return done

@@ -121,7 +121,7 @@ class DiffusionUNet(nn.Module):
         """The predicted noise."""
         frequencies = torch.exp(torch.arange(32, device=x.device) * (-math.log(10000) / 32))
         angles = step[:, None].float() * frequencies
-        time = self.embed(torch.cat([angles.sin(), angles.cos()], 1))
+        time = self.embed(torch.cat([angles.sin(), angles.cos()], 1).to(x.dtype))
         x = self.stem(x)
         skips = []
         for level, block in enumerate(self.down):

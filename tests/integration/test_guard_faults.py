@@ -10,7 +10,7 @@ from benchmarks.guard_cases import MODELS, OPTIMIZERS, Case, Schedule, guarded_l
 KINDS = list(itertools.product(MODELS, OPTIMIZERS, (False, True)))
 STEPS = 50
 SAMPLE = 18
-ALL = 540
+ALL = 504
 PHASES = set()
 
 
