@@ -67,7 +67,7 @@ def main() -> int:
     head = ("model", "optimizer", "scaler", "schedules", "bit-equal", "failures")
     phases = table(("phase", "failures"), sorted(failures.items()))
     save = arguments.schedules >= 500
-    remark = f"In {gave_up} steps failures came until nothing was left to try: `CannotFit` was caught, the step called again."
+    remark = f"In {gave_up} steps nothing was left to try: `CannotFit` was caught and the step called again."
     publish(
         "guard_faults", "Out of memory at random points", bars, [METHOD, table(head, rows), phases, remark], save=save
     )
