@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -14,6 +15,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # What guards find out about this machine's memory must not last from one test to the next.
 os.environ["MEMFIT_CACHE"] = tempfile.mkdtemp(prefix="memfit-tests-")
+
+# Started under nohup, processes would ignore what tests send them.
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # No deadlines: a shared machine stalls for longer than any example takes.
 settings.register_profile("memfit", deadline=None)

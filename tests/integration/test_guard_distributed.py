@@ -88,6 +88,7 @@ def test_twenty_schedules_leave_no_trace(tmp_path, kind, num_processes):
     assert phases == {"forward", "backward", "finish", "commit"}
 
 
+@pytest.mark.slow
 def test_real_memory_that_one_process_lacks_makes_all_replay(tmp_path):
     ended = launch("real_memory.py", 2, tmp_path)
 

@@ -390,7 +390,9 @@ def test_the_scaler_of_an_accelerator_is_used():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
-@pytest.mark.parametrize("script", ["trainer_under_limit.py", "lightning_under_limit.py"])
+@pytest.mark.parametrize(
+    "script", ["trainer_under_limit.py", pytest.param("lightning_under_limit.py", marks=pytest.mark.slow)]
+)
 def test_a_training_that_dies_under_a_real_limit_is_finished_by_the_guard(script, tmp_path):
     needs("transformers" if script.startswith("trainer") else "lightning")
     environment = {

@@ -36,7 +36,14 @@ def weights(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @LIMITED
-@pytest.mark.parametrize(("model", "limit"), [("cnn", 80), ("transformer", 60), ("lstm", 160)])
+@pytest.mark.parametrize(
+    ("model", "limit"),
+    [
+        ("cnn", 80),
+        pytest.param("transformer", 60, marks=pytest.mark.slow),
+        pytest.param("lstm", 160, marks=pytest.mark.slow),
+    ],
+)
 def test_a_loop_that_dies_finishes_with_the_same_weights(model, limit):
     # GIVEN memory that is really limited
     limited = ("--limit", str(limit))

@@ -525,6 +525,7 @@ def make(foreach):
         parameter.grad = torch.randn_like(parameter)
     return optimizer
 
+failed = 0
 for foreach in (False, True):
     plain = make(foreach)
     plain.step()
@@ -535,8 +536,9 @@ for foreach in (False, True):
         with real_pressure(at, 1 << 18) as pressure:
             update.on_pressure(pressure.lift)
             update.step()
-        if pressure.count > at + 5:
-            assert update.retries == 1, (at, update.retries, pressure.count)
+        # What is left in the heap may do for what is asked for.
+        assert update.retries <= 1, (at, update.retries, pressure.count)
+        failed += update.retries
         assert not differences(state_of(optimizer), state_of(plain)), at
     optimizer = make(foreach)
     update = Update(optimizer, (0.0,))
@@ -549,6 +551,7 @@ for foreach in (False, True):
             message = str(error)
     assert "DefaultCPUAllocator" in message
     assert not differences(state_of(optimizer), before)
+assert failed >= 3, failed
 print("done")
 """
 
