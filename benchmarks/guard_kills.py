@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import memfit
-from benchmarks.guard_cases import Case, largest_difference, make
+from benchmarks.guard_cases import BATCH, Case, largest_difference, make
 from benchmarks.reporting import Bar, publish, table
 
 EPOCHS = 3
@@ -54,7 +54,7 @@ def train(folder: Path, case: Case) -> None:
     made = make(case, BATCHES)
     torch.manual_seed(case.seed + 1)
     samples = list(zip(*(torch.cat(tensors) for tensors in zip(*made.batches, strict=True)), strict=True))
-    loader: Any = torch.utils.data.DataLoader(samples, 8, shuffle=True)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(samples, BATCH, shuffle=True)  # type: ignore[arg-type]
     with memfit.Guard(
         made.model,
         made.optimizer,
