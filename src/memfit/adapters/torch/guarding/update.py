@@ -165,6 +165,9 @@ def reset_scaler(scaler: Any, optimizer: Any) -> None:
     states = getattr(scaler, "_per_optimizer_states", None)
     if states is not None:
         states.pop(id(optimizer), None)
+    if getattr(scaler, "_scale", None) is not None and getattr(scaler, "_growth_tracker", None) is None:
+        # Memory ran out between the two tensors that its first use makes; it would take itself for ready.
+        scaler._scale = None
 
 
 class _Kind:

@@ -633,3 +633,17 @@ def test_an_operator_that_finds_no_memory_has_written_nothing():
     finished = run_in_other_process(ATOMIC)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout == "done\n"
+
+
+def test_a_scaler_that_was_half_made_is_made_anew():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    # GIVEN a scaler whose first use ran out of memory between its two tensors
+    scaler._scale = torch.full((), 8.0)
+
+    reset_scaler(scaler, optimizer)
+    scaler.scale(parameter.sum()).backward()
+    scaler.unscale_(optimizer)
+
+    assert torch.equal(parameter.grad, torch.ones(2))
