@@ -453,7 +453,8 @@ class Guard:
             return None
 
     def _planned(self, loss: Any, batch: Any, budget: int) -> Settings:
-        with self._loop.without_settings(), warnings.catch_warnings():
+        self._loop.take_off_settings()
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 found = make_plan(

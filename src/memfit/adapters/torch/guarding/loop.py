@@ -2,8 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -172,8 +171,8 @@ class TorchLoop:
                 raise
 
         try:
-            with self.without_settings():
-                found = probe.find_weighting(self.plain_model, watched, batch)
+            self.take_off_settings()
+            found = probe.find_weighting(self.plain_model, watched, batch)
         except Exception as error:
             if oom.recognise(error) is None:
                 raise
@@ -181,11 +180,9 @@ class TorchLoop:
             return None
         return None if ran_out else found
 
-    @contextmanager
-    def without_settings(self) -> Iterator[None]:
-        """The model as the user made it, for the time of a plan or a probe."""
+    def take_off_settings(self) -> None:
+        """Leaves the model as the user made it, for a plan or a probe; the next pass puts settings on again."""
         self.transaction.close()
-        yield
 
     def agreed_parts(self, num_parts: int) -> int:
         """The same number of micro-batches on all processes."""

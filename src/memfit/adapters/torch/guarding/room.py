@@ -1,14 +1,13 @@
 """How much memory a step has here, and what a finding about it depends on."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from memfit.adapters.torch.fitting.micro_batches import places
 from memfit.adapters.torch.job import common_first_dimension
+from memfit.adapters.torch.rescue.usage import limits, read_sizes
 from memfit.adapters.torch.stand_in import tensors_in
 from memfit.core.guarding import BatchSize
 
@@ -61,25 +60,13 @@ def _held(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
 
 def data_limit_bytes() -> int | None:
     """The soft limit of this process's data segment, RLIMIT_DATA or the address space's; None where there is none."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
-    known = [limit for limit in limits if limit != resource.RLIM_INFINITY and limit >= 0]
-    return min(known, default=None)
+    return min((limit for limit in limits() if limit is not None), default=None)
 
 
 def _data_bytes() -> int | None:
     """Private writable memory of this process, as RLIMIT_DATA counts it; None where the system doesn't tell."""
-    try:
-        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith("VmData:"):
-            return int(line.split()[1]) * 1024
-    return None
+    sizes = read_sizes()
+    return None if sizes is None else sizes[-1]
 
 
 def identity(model: torch.nn.Module, optimizer: Any, batch: Any, host_bytes: int | None) -> list[object]:
