@@ -1,0 +1,169 @@
+"""How a budget of bytes is divided, and what that means for the order of the samples.
+
+Shuffling without loading everything reads blocks in a random order and shuffles the samples of many blocks with each
+other: a window. The more blocks a window has, the nearer its order comes to that of a full shuffle. Windows are read
+in several lanes, which take turns with their batches, so that workers can each have lanes of their own and read no
+block twice; but more lanes are smaller windows. The division follows from the data, the budget and the size of a batch
+alone, never from the number of workers or ranks, and so does the order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memfit.core.errors import BadInput
+from memfit.core.units import KIB, format_size
+from memfit.data.source import Array, Field, Layout
+
+# Divisors of 12 cover 1, 2, 3, 4, 6 and 12 workers.
+_LANES = (12, 6, 4, 3, 2)
+# Neighbours in a window of n blocks come from the same block once in n times; a full shuffle knows no blocks.
+_ENOUGH_BLOCKS = 192
+_LEAST_BLOCKS = 64
+# Below this, a read costs more than the bytes it brings; from 128 KiB on, scattered reads are as fast as one long one.
+_LEAST_BLOCK_BYTES = 64 * KIB
+_MOST_BLOCK_BYTES = 256 * KIB
+# The order of all blocks is held in memory.
+_MOST_BLOCKS = 2**19
+# Batches in the hands of the user, of workers and in queues, for which room is kept.
+_BATCHES_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The division of a budget, from which, with a seed and an epoch, the order follows.
+
+    Attributes:
+        num_samples: in the source.
+        batch_size: samples that a lane gives at a time.
+        num_lanes: sequences of windows that take turns.
+        window_samples: most samples of a window.
+        block_samples: samples of a block where the source has no blocks of its own; 0 where it has.
+        num_merged: blocks of the source that are read as one, because they are small.
+    """
+
+    num_samples: int
+    batch_size: int
+    num_lanes: int
+    window_samples: int
+    block_samples: int
+    num_merged: int = 1
+
+    def to_json(self) -> dict[str, int]:
+        """As plain data."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Geometry":
+        """What `to_json` gave."""
+        return cls(**{name: int(data[name]) for name in cls.__slots__})
+
+    @property
+    def num_windows_held(self) -> int:
+        """Windows in memory at once: one a lane, and those that are read ahead."""
+        return num_held(self.num_lanes)
+
+
+def num_held(num_lanes: int) -> int:
+    """Windows in memory at once: one a lane, and one for three lanes that is read ahead."""
+    return num_lanes + -(-num_lanes // 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of one sample on its way: in a window, and in a batch that is given out."""
+
+    held_bytes: int
+    given_bytes: int
+
+
+def sizes_of(fields: Sequence[Field], given: Sequence[np.dtype[Any]]) -> Sizes:
+    """Bytes of a sample; windows hold the narrower of the stored and the given type."""
+    held = total = 0
+    for field, dtype in zip(fields, given, strict=True):
+        num = max(1, field.sample_bytes) // field.dtype.itemsize
+        held += num * min(dtype.itemsize, field.dtype.itemsize)
+        total += num * dtype.itemsize
+    return Sizes(held, total)
+
+
+def divide(
+    num_samples: int, layout: Layout, sizes: Sizes, batch_size: int, memory_bytes: int, *, shuffle: bool
+) -> Geometry:
+    """The division of `memory_bytes`.
+
+    Raises:
+        BadInput: if the budget can't hold what can't be avoided.
+    """
+    if layout.is_by_sample:
+        # Each sample is as easily read as any other: one window with all of them, of which only the order is held.
+        return Geometry(num_samples, batch_size, 1, num_samples, num_samples)
+    usable = _usable_bytes(layout, sizes, batch_size, memory_bytes)
+    held = sizes.held_bytes
+    if not shuffle:
+        window = _capped(usable // 4 // held, num_samples)
+        return Geometry(num_samples, batch_size, 1, window, window)
+    num_lanes, window_bytes = 1, usable // num_held(1)
+    natural = _natural_block_bytes(layout.edges, held)
+    block_bytes = max(_LEAST_BLOCK_BYTES, held if natural is None else natural)
+    if num_samples * held <= usable // 2:
+        window_bytes = num_samples * held
+    else:
+        for more in _LANES:
+            if usable // num_held(more) >= _ENOUGH_BLOCKS * block_bytes:
+                num_lanes, window_bytes = more, usable // num_held(more)
+                break
+    window = _capped(window_bytes // held, num_samples)
+    if natural is not None:
+        num_merged = max(1, _block_bytes(window_bytes) // max(1, natural))
+        return Geometry(num_samples, batch_size, num_lanes, window, 0, num_merged)
+    return Geometry(num_samples, batch_size, num_lanes, window, _block_samples(window_bytes, held, num_samples))
+
+
+def in_flight_bytes(batch_bytes: int, memory_bytes: int) -> int:
+    """The part of a budget that is kept for batches: in queues, in the hands of workers and of the user."""
+    return min(_BATCHES_IN_FLIGHT * batch_bytes, memory_bytes // 4)
+
+
+def _usable_bytes(layout: Layout, sizes: Sizes, batch_size: int, memory_bytes: int) -> int:
+    batch_bytes = batch_size * sizes.given_bytes
+    in_flight = in_flight_bytes(batch_bytes, memory_bytes)
+    usable = memory_bytes - in_flight - layout.scratch_bytes
+    least = 2 * num_held(1) * sizes.held_bytes
+    if batch_bytes > memory_bytes // 2:
+        raise BadInput(
+            f"memory={format_size(memory_bytes)} is too little for batches of {batch_size} samples, which take "
+            f"{format_size(batch_bytes)} each ({format_size(sizes.given_bytes)} a sample). Give memory of at least "
+            f"{format_size(4 * batch_bytes + layout.scratch_bytes)}, or a batch_size of at most "
+            f"{max(1, memory_bytes // 4 // max(1, sizes.given_bytes))}."
+        )
+    if usable < least:
+        raise BadInput(
+            f"memory={format_size(memory_bytes)} is too little to read this data: one read takes "
+            f"{format_size(layout.scratch_bytes)} beside the samples of {format_size(sizes.held_bytes)}. Give memory "
+            f"of at least {format_size(layout.scratch_bytes + in_flight + least + sizes.held_bytes)}, or store the "
+            "data in smaller blocks: `memfit data convert`."
+        )
+    return usable
+
+
+def _natural_block_bytes(edges: Array | None, held_bytes: int) -> int | None:
+    if edges is None or len(edges) < 2:
+        return None
+    return int((edges[-1] - edges[0]) / (len(edges) - 1) * held_bytes)
+
+
+def _block_bytes(window_bytes: int) -> int:
+    target = min(max(window_bytes // _ENOUGH_BLOCKS, _LEAST_BLOCK_BYTES), _MOST_BLOCK_BYTES)
+    # In a small window, the order counts for more than the speed.
+    return min(target, window_bytes // _LEAST_BLOCKS)
+
+
+def _block_samples(window_bytes: int, held_bytes: int, num_samples: int) -> int:
+    return max(1, _block_bytes(window_bytes) // held_bytes, -(-num_samples // _MOST_BLOCKS))
+
+
+def _capped(count: int, num_samples: int) -> int:
+    return max(1, min(count, num_samples))

@@ -1,0 +1,275 @@
+"""A stream of batches: a source, read within a budget, in an order that depends on seed and epoch alone.
+
+A stream is a description that can be copied to other processes; files and threads exist while it is iterated over. It
+knows its position as a place in the order of an epoch, so that it can be continued with other numbers of workers and
+ranks.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from memfit.core.errors import BadInput
+from memfit.core.units import format_size
+from memfit.data.geometry import Geometry, divide, in_flight_bytes, sizes_of
+from memfit.data.order import Order
+from memfit.data.reader import Assembly, read_epoch
+from memfit.data.schedule import Schedule
+from memfit.data.source import Field, Source
+from memfit.data.transforms import Randomness, Transforms
+from memfit.data.windows import Share
+
+_FORMAT = 1
+_FLOATING = ("float16", "float32", "float64")
+
+
+class Stream:
+    """Batches of a source; each iteration is an epoch.
+
+    Args:
+        source: to read from; it can be read in blocks, or sample by sample.
+        batch_size: samples of a batch.
+        shuffle: whether each epoch has an order of its own; otherwise samples come as they are stored.
+        seed: of the order and of random transforms.
+        transform: for each sample.
+        batch_transform: for each batch.
+        dtype: that floating values and numbers of tables are given in; None for as stored.
+        memory_bytes: the budget of samples in memory, all workers together.
+        drop_last: whether samples that don't fill a batch for each rank are left out.
+        randomness: of libraries that transforms draw from, beside Python's and NumPy's.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        transform: Callable[..., Any] | None = None,
+        batch_transform: Callable[..., Any] | None = None,
+        dtype: str | None = "float32",
+        memory_bytes: int,
+        drop_last: bool = False,
+        randomness: Sequence[Randomness] = (),
+    ) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise BadInput(f"batch_size must be a whole number of at least 1, but {batch_size!r} was given.")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise BadInput(f"seed must be a whole number, but {seed!r} was given.")
+        self.source = source
+        self.batch_size = batch_size
+        self.shuffle = bool(shuffle)
+        self.seed = seed
+        self.memory_bytes = memory_bytes
+        self.drop_last = bool(drop_last)
+        floating = _floating(dtype)
+        self._dtypes = tuple(_given_dtype(field, floating) for field in source.fields)
+        self._floating = floating
+        self._sizes = sizes_of(source.fields, self._dtypes)
+        self._transforms = Transforms(transform, batch_transform, randomness)
+        self.geometry = divide(
+            source.num_samples, source.layout, self._sizes, batch_size, memory_bytes, shuffle=self.shuffle
+        )
+        self.rank: int | None = None
+        """This process's number, where the stream was split; None where it gives everything."""
+        self.num_ranks = 1
+        self.epoch = 0
+        """The epoch in progress, or the one that comes next, counted from 0."""
+        self._start = 0
+        self._rounds = 0
+        self._is_running = False
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, of all ranks together."""
+        return self.source.num_samples
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The arrays of a sample, as they are stored."""
+        return self.source.fields
+
+    @property
+    def dtypes(self) -> tuple[np.dtype[Any], ...]:
+        """Types that the fields are given in, before transforms."""
+        return self._dtypes
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes that label numbers stand for; () where labels are as stored."""
+        return self.source.classes
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of a full batch, before transforms."""
+        return self.batch_size * self._sizes.given_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of samples that are held in memory beside batches, all workers together."""
+        if self.source.layout.is_by_sample:
+            return max(self.memory_bytes // 2, 1)
+        return self.geometry.num_windows_held * self.geometry.window_samples * self._sizes.held_bytes
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Room for batches that are made and not yet given out, all workers together."""
+        return in_flight_bytes(self.batch_bytes, self.memory_bytes)
+
+    def __len__(self) -> int:
+        """Batches that this rank gives in a whole epoch."""
+        return self._schedule(0).num_batches(self.rank or 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of the epoch that comes next, or what is left of the one that was loaded."""
+        if self._is_running:
+            # The last epoch was left before its end.
+            self.set_epoch(self.epoch + 1)
+        self._is_running = True
+        self._rounds = 0
+        return self._run(self.epoch, self._read(self.epoch, self._start, 0, 1))
+
+    def part(self, worker: int, num_workers: int) -> Iterator[Any]:
+        """The batches that one worker makes of the epoch that comes next, in order; counts as no iteration.
+
+        Batch `i` of this rank is made by worker `i % working(num_workers)`; the others make nothing.
+        """
+        working = self.working(num_workers)
+        if worker >= working:
+            return iter(())
+        return self._read(self.epoch, self._start, worker, working)
+
+    def working(self, num_workers: int) -> int:
+        """How many of `num_workers` workers have something to do.
+
+        Where lanes can't be dealt out evenly, fewer workers read each block once, which is faster than more workers
+        that read blocks several times; except where transforms or decoding are what takes the time.
+        """
+        lanes = self.geometry.num_lanes
+        apart = [count for count in range(1, num_workers + 1) if lanes % (self.num_ranks * count) == 0]
+        reads_once = self.source.layout.is_by_sample or not self.shuffle
+        if reads_once or (self._transforms.changes_samples and (lanes == 1 or not apart)):
+            return max(1, num_workers)
+        return max(apart, default=1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch, from its beginning."""
+        self.epoch = epoch
+        self._start = self._rounds = 0
+        self._is_running = False
+
+    def split(self, rank: int, num_ranks: int) -> "Stream":
+        """The share of one of `num_ranks` processes that train together."""
+        if not 0 <= rank < num_ranks:
+            raise BadInput(f"rank {rank} of {num_ranks} ranks was asked for; ranks are counted from 0.")
+        share = self.copy()
+        share.rank, share.num_ranks = rank, num_ranks
+        return share
+
+    def copy(self) -> "Stream":
+        """A stream of its own over the same source, at the same position."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: plain data. Ranks that have given equally many batches have the same state."""
+        return self.state_after(0)
+
+    def state_after(self, num_batches: int) -> dict[str, Any]:
+        """The state when `num_batches` more batches of this epoch have been given out by each rank."""
+        place = self._schedule(self._start).place_after(self._rounds + num_batches)
+        return {
+            "format": _FORMAT,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "samples": place,
+            "shuffle": self.shuffle,
+            "geometry": self.geometry.to_json(),
+            "fingerprint": self.source.fingerprint(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration begins where `state` was taken, with the order that it had."""
+        geometry = self._checked(state)
+        self.geometry = geometry
+        self.seed = int(state["seed"])
+        self.set_epoch(int(state["epoch"]))
+        self._start = int(state["samples"])
+
+    def close(self) -> None:
+        """Closes the files of the source."""
+        self.source.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_is_running": False}
+
+    def _run(self, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            # Counted before it is handed over: a state that is taken while the batch is used lies after it.
+            if self._is_running and self.epoch == epoch:
+                self._rounds += 1
+            yield batch
+            del batch
+        if self._is_running and self.epoch == epoch:
+            self.set_epoch(epoch + 1)
+
+    def _read(self, epoch: int, start: int, worker: int, num_workers: int) -> Iterator[Any]:
+        order = Order(self.geometry, self.source.layout.edges, self.seed if self.shuffle else None, epoch)
+        share = Share(self._schedule(start), self.rank or 0, worker, num_workers)
+        assembly = Assembly(self.source, self._dtypes, self._transforms, self.seed, self._floating)
+        return read_epoch(assembly, order, share, epoch=epoch, limit_bytes=self.window_bytes // num_workers)
+
+    def _schedule(self, start: int) -> Schedule:
+        return Schedule(start, self.num_samples, self.batch_size, self.num_ranks, self.drop_last)
+
+    def _checked(self, state: dict[str, Any]) -> Geometry:
+        try:
+            if state["format"] != _FORMAT:
+                raise BadInput(
+                    f"the state of a stream has format {state['format']!r}, and this version reads {_FORMAT}."
+                )
+            geometry = Geometry.from_json(state["geometry"])
+            place, epoch, is_shuffled = int(state["samples"]), int(state["epoch"]), bool(state["shuffle"])
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, BadInput):
+                raise
+            raise BadInput(f"this is no state of a stream: {error!r}. Give what `state_dict` returned.") from None
+        if geometry.num_samples != self.num_samples or state["fingerprint"] != self.source.fingerprint():
+            raise BadInput(
+                f"the state is of other data: it was taken with {geometry.num_samples} samples, and "
+                f"{self.source.name} has {self.num_samples}, or was changed since. Give the same files, or begin anew."
+            )
+        if not 0 <= place <= self.num_samples or epoch < 0:
+            raise BadInput(f"the state of the stream is damaged: sample {place} of epoch {epoch}.")
+        if is_shuffled != self.shuffle:
+            raise BadInput(f"the state was taken with shuffle={is_shuffled}, and the stream has {self.shuffle}.")
+        held = geometry.num_windows_held * geometry.window_samples * self._sizes.held_bytes
+        if held > self.memory_bytes and not self.source.layout.is_by_sample:
+            raise BadInput(
+                f"the state was taken with a larger budget: its order needs {format_size(held)} of memory, and "
+                f"memory={format_size(self.memory_bytes)} was given. Give the budget that it was taken with."
+            )
+        return geometry
+
+
+def _floating(dtype: str | None) -> np.dtype[Any] | None:
+    if dtype is None:
+        return None
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in _FLOATING:
+        raise BadInput(
+            f"dtype={dtype!r} can't be given: it is the type of floating values, one of {', '.join(_FLOATING)}, or "
+            "None for as stored. Integers, such as the bytes of images, stay as they are."
+        )
+    return np.dtype(name)
+
+
+def _given_dtype(field: Field, floating: np.dtype[Any] | None) -> np.dtype[Any]:
+    is_converted = field.dtype.kind == "f" or (field.is_tabular and not field.is_label)
+    return floating if floating is not None and is_converted else field.dtype

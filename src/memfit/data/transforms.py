@@ -1,0 +1,187 @@
+"""The user's transforms, with random numbers that depend on the sample alone.
+
+Augmentation that draws from a generator shared by all samples gives other numbers with another number of workers, or
+after a resume. Here each call finds generators that were seeded from (seed, epoch, sample): the one handed over as
+`rng`, where the function asks for it, and otherwise the program's own (`random`, `numpy.random` and those that an
+adapter adds, such as PyTorch's), which are set back afterwards.
+"""
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from memfit.core.errors import BadInput
+from memfit.data.order import BATCH, SAMPLE, random_generator, seed_sequence
+from memfit.data.source import Array
+
+
+class Randomness(Protocol):
+    """Random numbers of one library: `random`, `numpy.random`, or a framework's."""
+
+    def save(self) -> Any:
+        """The state of now."""
+
+    def restore(self, state: Any) -> None:
+        """Back to a state."""
+
+    def seed(self, number: int) -> None:
+        """Begin at a number below 2**32."""
+
+
+class _Python:
+    def save(self) -> Any:
+        return random.getstate()
+
+    def restore(self, state: Any) -> None:
+        random.setstate(state)
+
+    def seed(self, number: int) -> None:
+        random.seed(number)
+
+
+class _Numpy:
+    def save(self) -> Any:
+        return np.random.get_state()
+
+    def restore(self, state: Any) -> None:
+        np.random.set_state(state)
+
+    def seed(self, number: int) -> None:
+        np.random.seed(number)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A function of the user's, and what it takes."""
+
+    function: Callable[..., Any]
+    takes_label: bool
+    takes_generator: bool
+
+
+class Transforms:
+    """What is done to samples and to batches on their way.
+
+    Args:
+        sample: for each sample: takes its features, or features and label, and gives back the same; also `rng`.
+        batch: for each batch, after it is put together.
+        randomness: of libraries beside Python's and NumPy's.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[..., Any] | None,
+        batch: Callable[..., Any] | None,
+        randomness: Sequence[Randomness] = (),
+    ) -> None:
+        self._sample = None if sample is None else _call_of(sample, "transform")
+        self._batch = None if batch is None else _call_of(batch, "batch_transform")
+        self._randomness: tuple[Randomness, ...] = (_Python(), _Numpy(), *randomness)
+
+    @property
+    def changes_samples(self) -> bool:
+        """Whether samples have to be handed over one by one."""
+        return self._sample is not None
+
+    @property
+    def changes_batches(self) -> bool:
+        """Whether batches are changed after they are put together."""
+        return self._batch is not None
+
+    @contextmanager
+    def own_randomness(self) -> Iterator[None]:
+        """Whatever is drawn inside, the program's random numbers are as before afterwards."""
+        calls = [call for call in (self._sample, self._batch) if call is not None and not call.takes_generator]
+        if not calls:
+            yield
+            return
+        states = [each.save() for each in self._randomness]
+        try:
+            yield
+        finally:
+            for each, state in zip(self._randomness, states, strict=True):
+                each.restore(state)
+
+    def on_sample(self, features: Any, label: Any, key: tuple[int, int, int]) -> tuple[Any, Any]:
+        """The transformed sample; `key` is (seed, epoch, number of the sample)."""
+        assert self._sample is not None
+        return self._apply(self._sample, features, label, (SAMPLE, *key))
+
+    def on_batch(self, features: Any, label: Any, key: tuple[int, int, int]) -> tuple[Any, Any]:
+        """The transformed batch; `key` is (seed, epoch, place of its first sample)."""
+        assert self._batch is not None
+        return self._apply(self._batch, features, label, (BATCH, *key))
+
+    def _apply(self, call: _Call, features: Any, label: Any, key: tuple[int, ...]) -> tuple[Any, Any]:
+        keywords: dict[str, Any] = {}
+        if call.takes_generator:
+            keywords["rng"] = random_generator(*key)
+        else:
+            number = int(seed_sequence(*key).generate_state(1)[0])
+            for each in self._randomness:
+                each.seed(number)
+        if not call.takes_label:
+            return call.function(features, **keywords), label
+        result = call.function(features, label, **keywords)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise BadInput(
+                f"the transform takes features and a label and has to give back both, but gave {_kind(result)}. "
+                "Return (features, label), or let it take the features alone."
+            )
+        return result
+
+
+def stack(values: Sequence[Any], names: Callable[[int], str]) -> Array:
+    """One array of samples that must agree in shape.
+
+    Args:
+        values: one a sample.
+        names: what to call the sample at a position, in a message.
+    """
+    first = np.asarray(values[0])
+    if first.dtype == object:
+        raise BadInput(
+            f"{names(0)} became {_kind(values[0])}, which is no array. A transform gives back arrays or numbers."
+        )
+    batch = np.empty((len(values), *first.shape), first.dtype)
+    for position, value in enumerate(values):
+        array = np.asarray(value)
+        if array.shape != first.shape:
+            raise BadInput(
+                f"samples of a batch differ in shape: {names(0)} is {list(first.shape)}, {names(position)} is "
+                f"{list(array.shape)}. Give a transform that brings them to one shape, such as a resize or a crop."
+            )
+        batch[position] = array
+    return batch
+
+
+def _call_of(function: Callable[..., Any], name: str) -> _Call:
+    if not callable(function):
+        raise BadInput(f"{name} must be a function, but {_kind(function)} was given.")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return _Call(function, takes_label=False, takes_generator=False)
+    positional = [
+        each
+        for each in parameters
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        and each.default is each.empty
+        and each.name != "rng"
+    ]
+    takes_generator = any(each.name == "rng" for each in parameters)
+    if len(positional) > 2:
+        raise BadInput(
+            f"{name} takes {len(positional)} arguments ({', '.join(each.name for each in positional)}); it is called "
+            "with the features, or with features and label, and with rng=... where it asks for that."
+        )
+    return _Call(function, takes_label=len(positional) == 2, takes_generator=takes_generator)
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}"[:80]

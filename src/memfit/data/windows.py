@@ -1,0 +1,262 @@
+"""Windows in memory: read ahead by one thread, held until their last sample is given out, within a limit of bytes.
+
+A worker that gives only some of a window's samples, because others share its lane, keeps only those. Buffers are used
+again: fresh memory costs as much as the copy into it.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from memfit.data.order import Order, Span, Window
+from memfit.data.schedule import Schedule
+from memfit.data.source import Array, Source
+
+# Spans that the kernel is told of before they are read.
+_NUM_ANNOUNCED = 16
+
+_Key = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which of an epoch's batches a reader gives.
+
+    Attributes:
+        schedule: of the epoch.
+        rank: of this process.
+        worker: in this rank.
+        num_workers: in this rank.
+    """
+
+    schedule: Schedule
+    rank: int = 0
+    worker: int = 0
+    num_workers: int = 1
+
+    def batches(self) -> Iterator[tuple[int, int]]:
+        """Places of the first and after the last sample of each batch."""
+        return self.schedule.batches(self.rank, self.worker, self.num_workers)
+
+    def gives(self, places: Array) -> Array:
+        """For each place whether the reader gives its sample."""
+        return self.schedule.is_given_by(places, self.rank, self.worker, self.num_workers)
+
+
+@dataclass(slots=True)
+class Held:
+    """A window in memory.
+
+    Attributes:
+        arrays: one a field.
+        rows: for each sample in the order in which they are given out, its row in the arrays; None where they are the
+            same. Of samples that aren't held, any.
+        num_left: samples that are still to be given out.
+        buffer: the memory behind the arrays.
+    """
+
+    arrays: list[Array]
+    rows: Array | None
+    num_left: int
+    buffer: Array
+
+
+@dataclass(slots=True)
+class Windows:
+    """The windows that a reader needs, one after the other.
+
+    Attributes:
+        source: to read from.
+        order: of the epoch.
+        share: what the reader gives.
+        dtypes: of the arrays in memory, one a field.
+        limit_bytes: of windows in memory. It is exceeded only by a window that is waited for while none is free.
+    """
+
+    source: Source
+    order: Order
+    share: Share
+    dtypes: Sequence[np.dtype[Any]]
+    limit_bytes: int
+    _held: dict[_Key, Held] = field(default_factory=dict)
+    _spare: list[Array] = field(default_factory=list)
+    _held_bytes: int = 0
+    _wanted: _Key | None = None
+    _error: BaseException | None = None
+    _is_closed: bool = False
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
+
+    def take(self, lane: int, window: int, start: int, stop: int, out: Sequence[Array]) -> None:
+        """Copies samples `start` to `stop` of a window into `out`, one array a field."""
+        held = self._wait_for((lane, window))
+        if held.rows is None:
+            for array, into in zip(held.arrays, out, strict=True):
+                into[...] = array[start:stop]
+        else:
+            rows = held.rows[start:stop]
+            for array, into in zip(held.arrays, out, strict=True):
+                if into.dtype == array.dtype:
+                    # Rows are all within bounds; "clip" spares the check that would copy the result once more.
+                    np.take(array, rows, axis=0, out=into, mode="clip")
+                else:
+                    into[...] = array[rows]
+        held.num_left -= stop - start
+        if held.num_left == 0:
+            self._release((lane, window))
+
+    def close(self) -> None:
+        """Ends the reading ahead and lets go of all memory."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._held.clear()
+        self._spare.clear()
+
+    def _wait_for(self, key: _Key) -> Held:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._read_ahead, name="memfit-stream", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._wanted = key
+            self._changed.notify_all()
+            while key not in self._held:
+                if self._error is not None:
+                    raise self._error
+                self._changed.wait()
+            self._wanted = None
+            return self._held[key]
+
+    def _release(self, key: _Key) -> None:
+        with self._changed:
+            held = self._held.pop(key)
+            held.arrays.clear()
+            self._spare.append(held.buffer)
+            self._changed.notify_all()
+
+    def _read_ahead(self) -> None:
+        try:
+            ahead = self._needed()
+            for key in ahead:
+                window = self.order.window(*key)
+                held = self._load(window, key)
+                if held is None:
+                    return
+                with self._changed:
+                    self._held[key] = held
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _needed(self) -> Iterator[_Key]:
+        """Windows in the order in which they are first needed."""
+        latest: dict[int, int] = {}
+        for start, stop in self.share.batches():
+            for piece in self.order.pieces(start, stop):
+                if latest.get(piece.lane, -1) < piece.window:
+                    latest[piece.lane] = piece.window
+                    yield piece.lane, piece.window
+
+    def _load(self, window: Window, key: _Key) -> Held | None:
+        """Reads a window; None when the reader was closed meanwhile."""
+        given = self.share.gives(self.order.places(window))
+        num_given = int(np.count_nonzero(given))
+        total = window.num_samples
+        rows = window.permutation
+        kept = None
+        if num_given < total:
+            # Rows in memory are those of the samples that are given, in the order in which they are stored.
+            stored = np.flatnonzero(given) if rows is None else rows[given]
+            kept = np.sort(stored)
+            places = np.arange(total) if rows is None else rows
+            rows = np.searchsorted(kept, places)
+        buffer = self._buffer(num_given, key)
+        if buffer is None:
+            return None
+        arrays = self._carve(buffer, num_given)
+        if kept is None:
+            self._read_whole(window.spans, arrays)
+        else:
+            self._read_kept(window.spans, kept, arrays)
+        return Held(arrays, rows, num_given, buffer)
+
+    def _read_whole(self, spans: Sequence[Span], arrays: list[Array]) -> None:
+        row = 0
+        for index, span in enumerate(spans):
+            if self._is_closed:
+                return
+            if index % _NUM_ANNOUNCED == 0:
+                # The device then works on many reads at once, which makes scattered ones as fast as one long one.
+                begin = index + _NUM_ANNOUNCED if index else 0
+                for later in spans[begin : index + 2 * _NUM_ANNOUNCED]:
+                    self.source.will_need(later.start, later.stop)
+            end = row + span.stop - span.start
+            self.source.read(span.start, span.stop, [array[row:end] for array in arrays])
+            self.source.drop(span.start, span.stop)
+            row = end
+
+    def _read_kept(self, spans: Sequence[Span], kept: Array, arrays: list[Array]) -> None:
+        """Reads those rows of the spans that are in `kept`, which is sorted."""
+        first = 0
+        for span in spans:
+            if self._is_closed:
+                return
+            low, high = np.searchsorted(kept, (first, first + span.stop - span.start))
+            if high > low:
+                wanted = kept[low:high] - first
+                self._read_some(span, wanted, [array[low:high] for array in arrays])
+            first += span.stop - span.start
+
+    def _read_some(self, span: Span, wanted: Array, arrays: list[Array]) -> None:
+        start, stop = span.start + int(wanted[0]), span.start + int(wanted[-1]) + 1
+        if stop - start == len(wanted):
+            self.source.read(start, stop, arrays)
+        else:
+            scratch = [np.empty((stop - start, *array.shape[1:]), array.dtype) for array in arrays]
+            self.source.read(start, stop, scratch)
+            for array, whole in zip(arrays, scratch, strict=True):
+                np.take(whole, wanted - wanted[0], axis=0, out=array, mode="clip")
+        self.source.drop(start, stop)
+
+    def _buffer(self, num_samples: int, key: _Key) -> Array | None:
+        """Memory for a window, when there is some; None when the reader was closed."""
+        size = self._buffer_bytes(num_samples)
+        with self._changed:
+            while not self._is_closed:
+                for index, spare in enumerate(self._spare):
+                    if spare.nbytes >= size:
+                        return self._spare.pop(index)
+                while self._spare and self._held_bytes + size > self.limit_bytes:
+                    self._held_bytes -= self._spare.pop(0).nbytes
+                if self._held_bytes + size <= self.limit_bytes or self._wanted == key:
+                    self._held_bytes += size
+                    return np.empty(size, np.uint8)
+                self._changed.wait()
+        return None
+
+    def _buffer_bytes(self, num_samples: int) -> int:
+        return sum(_aligned(self._field_bytes(index, num_samples)) for index in range(len(self.dtypes)))
+
+    def _field_bytes(self, index: int, num_samples: int) -> int:
+        shape = self.source.fields[index].shape
+        return num_samples * int(np.prod(shape, dtype=np.int64)) * self.dtypes[index].itemsize
+
+    def _carve(self, buffer: Array, num_samples: int) -> list[Array]:
+        arrays, start = [], 0
+        for index, item in enumerate(self.source.fields):
+            size = self._field_bytes(index, num_samples)
+            flat = buffer[start : start + size].view(self.dtypes[index])
+            arrays.append(flat.reshape((num_samples, *item.shape)))
+            start += _aligned(size)
+        return arrays
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64

@@ -1,0 +1,98 @@
+"""Sources in memory, for tests of what is above them."""
+
+import threading
+
+import numpy as np
+
+from memfit.core.errors import BadFile
+from memfit.data.source import Field, Layout
+
+
+class ArraySource:
+    """Arrays as a source; counts what is read of each sample."""
+
+    classes = ()
+
+    def __init__(self, *arrays, labels=0, edges=None, name="arrays", fails_at=None):
+        self.arrays = arrays
+        self.name = name
+        self.layout = Layout(edges=None if edges is None else np.asarray(edges))
+        names = ["x", *(f"x{number}" for number in range(1, len(arrays)))]
+        self.fields = tuple(
+            Field(names[index], array.dtype, array.shape[1:], is_label=index >= len(arrays) - labels)
+            for index, array in enumerate(arrays)
+        )
+        self.num_samples = len(arrays[0])
+        self.reads = np.zeros(self.num_samples, int)
+        self.fails_at = fails_at
+
+    def fingerprint(self):
+        return f"{self.name} {self.num_samples}"
+
+    def read(self, start, stop, out):
+        if self.fails_at is not None and start <= self.fails_at < stop:
+            raise BadFile(f"{self.name} is damaged at sample {self.fails_at}")
+        self.reads[start:stop] += 1
+        for array, into in zip(self.arrays, out, strict=True):
+            assert into.flags.c_contiguous
+            into[...] = array[start:stop]
+
+    def will_need(self, start, stop):
+        assert 0 <= start < stop <= self.num_samples
+
+    def drop(self, start, stop):
+        assert 0 <= start < stop <= self.num_samples
+
+    def close(self):
+        pass
+
+
+class NamedSamples:
+    """Samples that are read one by one, each of a shape of its own where `shapes` says so."""
+
+    classes = ("odd", "even")
+
+    def __init__(self, num_samples, *, shapes=lambda number: (2, 3), unreadable=(), fails=False):
+        self.num_samples = num_samples
+        self.shapes = shapes
+        self.unreadable = set(unreadable)
+        self.fails = fails
+        self.name = "folder"
+        self.layout = Layout(is_by_sample=True)
+        self.fields = (
+            Field("image", np.dtype("uint8"), shapes(0), is_ragged=True),
+            Field("label", np.dtype("int64"), (), is_label=True),
+        )
+        self.reads = []
+        self._lock = threading.Lock()
+
+    def fingerprint(self):
+        return f"folder {self.num_samples}"
+
+    def read_sample(self, sample):
+        with self._lock:
+            self.reads.append(sample)
+        if sample in self.unreadable:
+            if self.fails:
+                raise BadFile(f"{self.sample_name(sample)} can't be read")
+            return None
+        image = np.full(self.shapes(sample), sample % 256, np.uint8)
+        return image, np.asarray(sample, np.int64)
+
+    def stored_bytes(self, sample):
+        return 10
+
+    def sample_name(self, sample):
+        return f"folder/{sample}.png"
+
+    def read(self, start, stop, out):
+        raise AssertionError("samples are read one by one")
+
+    def will_need(self, start, stop):
+        pass
+
+    def drop(self, start, stop):
+        pass
+
+    def close(self):
+        pass

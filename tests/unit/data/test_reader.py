@@ -1,0 +1,99 @@
+import threading
+
+import numpy as np
+import pytest
+
+from memfit.core.errors import BadFile, BadInput
+from memfit.data.geometry import Geometry
+from memfit.data.order import Order
+from memfit.data.reader import Assembly, read_epoch
+from memfit.data.schedule import Schedule
+from memfit.data.transforms import Transforms
+from memfit.data.windows import Share
+from tests.sources import ArraySource, NamedSamples
+
+
+def read(source, *, batch_size=4, transform=None, batch_transform=None, epoch=0, limit_bytes=10**6, seed=0):
+    geometry = Geometry(source.num_samples, batch_size, 1, source.num_samples, source.num_samples)
+    dtypes = [field.dtype for field in source.fields]
+    assembly = Assembly(source, dtypes, Transforms(transform, batch_transform), seed, np.dtype("float32"))
+    share = Share(Schedule(0, source.num_samples, batch_size))
+    return read_epoch(assembly, Order(geometry, None, seed, epoch), share, epoch=epoch, limit_bytes=limit_bytes)
+
+
+def test_batches_have_the_form_of_the_fields():
+    x, y = np.arange(10.0), np.arange(10)
+
+    assert next(read(ArraySource(x))).shape == (4,)
+    features, labels = next(read(ArraySource(x, y, labels=1)))
+    assert features.tolist() == labels.tolist()
+    both, labels = next(read(ArraySource(x, x + 1, y, labels=1)))
+    assert (both["x1"] - both["x"]).tolist() == [1] * 4
+    first, rest = next(read(ArraySource(x, y, y, labels=2)))
+    assert rest["x1"].tolist() == rest["x2"].tolist() == first.tolist()
+
+
+def test_transforms_see_each_sample_with_its_own_numbers():
+    # GIVEN a transform that adds a random number
+    def noisy(features, *, rng):
+        return features + rng.random()
+
+    source = ArraySource(np.zeros((20, 2)), np.arange(20), labels=1)
+
+    def noise(batch_size):
+        batches = read(source, batch_size=batch_size, transform=noisy)
+        return {int(label): row[0] for features, labels in batches for row, label in zip(features, labels, strict=True)}
+
+    # THEN each sample gets the same number whatever batch it is in, as float32
+    assert noise(4) == noise(7)
+    assert len(set(noise(4).values())) == 20
+    assert all(value.dtype == np.float32 for value in noise(4).values())
+
+
+def test_batch_transforms_come_last():
+    batches = list(read(ArraySource(np.ones(10)), transform=lambda x: x + 1, batch_transform=lambda x: x.sum()))
+
+    assert batches == [8, 8, 4]
+
+
+def test_samples_are_read_one_by_one_in_order():
+    source = NamedSamples(11)
+    batches = list(read(source))
+
+    assert sorted(np.concatenate([labels for _, labels in batches]).tolist()) == list(range(11))
+    assert batches[0][0].shape == (4, 2, 3)
+    assert batches[0][0].dtype == np.uint8
+    assert sorted(source.reads) == list(range(11))
+
+
+def test_only_a_few_samples_are_read_ahead():
+    source = NamedSamples(1000)
+    batches = read(source, batch_size=10, limit_bytes=300)
+    next(batches)
+
+    assert len(source.reads) <= 10 + 4
+    batches.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("memfit-stream")]
+
+
+def test_samples_that_cant_be_read_are_left_out_or_stop_the_epoch():
+    batches = list(read(NamedSamples(12, unreadable=[3, 7])))
+    assert sorted(np.concatenate([labels for _, labels in batches])) == [0, 1, 2, 4, 5, 6, 8, 9, 10, 11]
+    with pytest.raises(BadFile, match=r"folder/3.png can't be read"):
+        list(read(NamedSamples(12, unreadable=[3], fails=True)))
+    with pytest.raises(BadFile, match="no sample of a batch of 4 can be read; the first is folder/"):
+        list(read(NamedSamples(4, unreadable=range(4))))
+
+
+def test_samples_of_different_shapes_need_a_transform():
+    source = NamedSamples(8, shapes=lambda number: (2 + number % 2, 3))
+    with pytest.raises(BadInput, match=r"differ in shape: folder/\d.png is \[\d, 3\].* Give a transform"):
+        list(read(source, batch_size=8))
+
+    images, _ = next(read(source, batch_size=8, transform=lambda image: image[:2]))
+
+    assert images.shape == (8, 2, 3)
+
+
+def test_nothing_to_read():
+    assert list(read(ArraySource(np.zeros((0, 3))))) == []

@@ -1,0 +1,263 @@
+import json
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.core.errors import BadInput
+from memfit.core.units import MIB
+from memfit.data.geometry import Geometry
+from memfit.data.stream import Stream
+from tests.sources import ArraySource, NamedSamples
+
+
+def stream_of(num_samples=1000, *, memory_bytes=MIB, **options):
+    x = np.repeat(np.arange(num_samples, dtype=np.float64)[:, None], 16, axis=1)
+    options = {"batch_size": 32, "memory_bytes": memory_bytes} | options
+    return Stream(ArraySource(x, np.arange(num_samples), labels=1), **options)
+
+
+def large(**options):
+    """One in several lanes, which real budgets have from some 40 MiB on."""
+    x = np.arange(100_000)
+    stream = Stream(ArraySource(x, x, labels=1), **({"batch_size": 100, "memory_bytes": MIB} | options))
+    stream.geometry = Geometry(100_000, stream.batch_size, 12, 2000, 50)
+    return stream
+
+
+def numbers(batches):
+    return [labels.tolist() for _, labels in batches]
+
+
+def flat(batches):
+    return [number for batch in numbers(batches) for number in batch]
+
+
+def test_an_epoch_gives_every_sample_once_in_an_order_of_its_own():
+    stream = stream_of()
+    first, second = numbers(stream), numbers(stream)
+
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(1000))
+    assert first != second
+    assert len(stream) == len(first) == 32
+    assert stream.epoch == 2
+    again = stream_of()
+    assert [numbers(again), numbers(again)] == [first, second]
+    again.set_epoch(1)
+    assert numbers(again) == second
+    assert numbers(stream_of(seed=1)) != first
+
+
+def test_without_shuffling_samples_come_as_they_are_stored():
+    stream = stream_of(shuffle=False)
+
+    assert flat(stream) == flat(stream) == list(range(1000))
+
+
+def test_floating_values_are_converted_and_integers_are_not():
+    features, labels = next(iter(stream_of()))
+    assert (features.dtype, labels.dtype) == (np.float32, np.int64)
+    assert next(iter(stream_of(dtype=None)))[0].dtype == np.float64
+    assert next(iter(stream_of(dtype="float16")))[0].dtype == np.float16
+
+
+def test_an_epoch_that_is_left_is_over():
+    stream = stream_of()
+    whole = [numbers(stream_of()), None]
+    for _ in stream:
+        break
+
+    assert stream.epoch == 0
+    assert numbers(stream) != whole[0]
+    assert stream.epoch == 2
+
+
+@pytest.mark.parametrize("make", [stream_of, large])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 5, 7])
+def test_workers_taking_turns_give_the_same_order(make, num_workers):
+    expected = numbers(make())
+    stream = make()
+    working = stream.working(num_workers)
+    parts = [numbers(stream.part(worker, num_workers)) for worker in range(num_workers)]
+
+    assert 1 <= working <= num_workers
+    assert [parts[index % working][index // working] for index in range(len(expected))] == expected
+    assert sum(map(len, parts)) == len(expected)
+
+
+def test_workers_have_lanes_of_their_own_where_there_are_several():
+    stream = large()
+
+    assert [stream.working(count) for count in (1, 2, 3, 4, 5, 6, 7, 12, 20)] == [1, 2, 3, 4, 4, 6, 6, 12, 12]
+    assert [stream.split(0, 3).working(count) for count in (1, 2, 3, 4, 5)] == [1, 2, 2, 4, 4]
+    assert stream.split(0, 5).working(4) == 1
+
+
+def test_more_workers_than_lanes_allow_work_where_there_is_something_else_to_do():
+    assert stream_of().working(4) == 1
+    assert stream_of(transform=lambda x: x).working(4) == 4
+    assert stream_of(shuffle=False).working(4) == 4
+    assert Stream(NamedSamples(100), batch_size=4, memory_bytes=MIB).working(4) == 4
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("make", [stream_of, large])
+def test_ranks_share_an_epoch_without_overlap_or_loss(make, num_ranks):
+    whole = make()
+    shares = [numbers(make().split(rank, num_ranks)) for rank in range(num_ranks)]
+
+    assert sorted(number for share in shares for batch in share for number in batch) == list(range(whole.num_samples))
+    assert len({len(share) for share in shares}) == 1
+    # the rounds of all ranks, one after the other, are the order of the whole
+    together = [number for round_ in zip(*shares, strict=True) for batch in round_ for number in batch]
+    assert together == flat(whole)
+
+
+@given(
+    stop=st.integers(0, 40),
+    ranks=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    num_workers=st.integers(0, 4),
+    epoch=st.integers(0, 2),
+    several_lanes=st.booleans(),
+)
+def test_a_stream_goes_on_with_other_numbers_of_ranks_and_workers(stop, ranks, num_workers, epoch, several_lanes):
+    make = large if several_lanes else stream_of
+    options = {"batch_size": 1000} if several_lanes else {}
+    whole = make(**options)
+    whole.set_epoch(epoch)
+    expected = flat(whole)
+
+    # GIVEN ranks that stop after a number of batches
+    given_out, states = [], []
+    for rank in range(ranks[0]):
+        stream = make(**options).split(rank, ranks[0])
+        stream.set_epoch(epoch)
+        batches = iter(stream)
+        given_out.append(numbers(batch for _, batch in zip(range(stop), batches, strict=False)))
+        if len(given_out[-1]) < stop:
+            return  # the epoch has fewer
+        states.append(stream.state_dict())
+    assert all(state == states[0] for state in states)
+    state = json.loads(json.dumps(states[0]))
+
+    # WHEN other ranks go on
+    rest = []
+    for rank in range(ranks[1]):
+        stream = make(**options).split(rank, ranks[1])
+        stream.load_state_dict(state)
+        assert stream.epoch == epoch
+        if num_workers:
+            working = stream.working(num_workers)
+            parts = [numbers(stream.part(worker, num_workers)) for worker in range(num_workers)]
+            rest.append([parts[index % working][index // working] for index in range(sum(map(len, parts)))])
+        else:
+            rest.append(numbers(stream))
+            assert stream.epoch == epoch + 1
+
+    # THEN together they give the samples of the epoch in its order
+    def in_order(shares):
+        most = max(map(len, shares))
+        rounds = ([share[turn] for share in shares if turn < len(share)] for turn in range(most))
+        return [number for round_ in rounds for batch in round_ for number in batch]
+
+    assert in_order(given_out) + in_order(rest) == expected
+
+
+def test_a_state_can_be_told_without_reading():
+    stream = stream_of()
+    batches = iter(stream)
+    for _ in range(5):
+        next(batches)
+
+    assert stream.state_dict() == stream_of().state_after(5)
+    assert stream.state_after(3) == stream_of().state_after(8)
+    batches.close()
+
+
+def test_a_state_at_the_end_gives_nothing_and_goes_on_with_the_next_epoch():
+    stream = stream_of(num_samples=64)
+    batches = iter(stream)
+    next(batches), next(batches)
+    state = stream.state_dict()
+    later = stream_of(num_samples=64)
+    later.load_state_dict(state)
+
+    assert list(later) == []
+    list(batches)
+    assert numbers(later) == numbers(stream)
+
+
+def test_another_batch_size_goes_on_in_the_same_order():
+    stream = stream_of()
+    batches = iter(stream)
+    before = numbers(next(batches) for _ in range(3))
+    later = stream_of(batch_size=50)
+    later.load_state_dict(stream.state_dict())
+    batches.close()
+
+    assert sum(before, []) + flat(later) == flat(stream_of())
+
+
+def test_states_that_dont_belong_here_are_refused():
+    state = stream_of().state_dict()
+    with pytest.raises(
+        BadInput, match="the state is of other data: it was taken with 1000 samples, and arrays has 900"
+    ):
+        stream_of(900).load_state_dict(state)
+    with pytest.raises(BadInput, match="no state of a stream"):
+        stream_of().load_state_dict({"epoch": 3})
+    with pytest.raises(BadInput, match="no state of a stream"):
+        stream_of().load_state_dict(state | {"geometry": 3})
+    with pytest.raises(BadInput, match="has format 9"):
+        stream_of().load_state_dict(state | {"format": 9})
+    with pytest.raises(BadInput, match="damaged: sample 2000 of epoch 0"):
+        stream_of().load_state_dict(state | {"samples": 2000})
+    with pytest.raises(BadInput, match="shuffle=True, and the stream has False"):
+        stream_of(shuffle=False).load_state_dict(state)
+    with pytest.raises(BadInput, match=r"needs 140.* KiB of memory, and memory=19"):
+        stream_of(memory_bytes=20_000).load_state_dict(state)
+
+
+def test_streams_can_be_sent_to_other_processes():
+    stream = pickle.loads(pickle.dumps(stream_of()))
+
+    assert numbers(stream) == numbers(stream_of())
+
+
+def test_drop_last_gives_full_batches_only():
+    stream = stream_of(drop_last=True).split(1, 3)
+
+    assert {len(batch) for batch in numbers(stream)} == {32}
+    assert len(stream) == 1000 // 96
+
+
+def test_what_it_tells_of_itself():
+    stream = stream_of()
+
+    assert stream.num_samples == 1000
+    assert stream.batch_bytes == 32 * (16 * 4 + 8)
+    assert [field.name for field in stream.fields] == ["x", "x1"]
+    assert stream.classes == ()
+    assert stream.in_flight_bytes + stream.window_bytes <= MIB
+    assert Stream(NamedSamples(10), batch_size=2, memory_bytes=MIB).classes == ("odd", "even")
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, but 0 was given"),
+        ({"batch_size": 2.5}, "but 2.5 was given"),
+        ({"seed": "a"}, "seed must be a whole number, but 'a' was given"),
+        ({"dtype": "int8"}, "dtype='int8' can't be given: it is the type of floating values, one of float16"),
+        ({"dtype": "nonsense"}, "dtype='nonsense' can't be given"),
+        ({"memory_bytes": 100}, "memory=100 B is too little for batches of 32"),
+    ],
+)
+def test_bad_settings_are_refused(options, message):
+    with pytest.raises(BadInput, match=message):
+        stream_of(**options)
+    with pytest.raises(BadInput, match="rank 2 of 2 ranks"):
+        stream_of().split(2, 2)
