@@ -18,10 +18,11 @@ from memfit._estimator import (
 from memfit.allocator import parse_options
 from memfit.core import dryrun as dryrun_results
 from memfit.core import env
+from memfit.core import estimate as estimate_results
 from memfit.core.device import Device, Kind
 from memfit.core.dryrun import DryRun, Request
 from memfit.core.errors import BadBatch, BadInput, StepFailed
-from memfit.core.estimate import Estimate, use_reporters
+from memfit.core.estimate import Estimate
 from memfit.core.job import Job
 from memfit.core.replay import AllocatorOptions
 from memfit.reports import run_text, text
@@ -41,8 +42,8 @@ def _write_run_page(result: DryRun, path: str) -> None:
     page.write_run_page(result, path)
 
 
-use_reporters(text.format_estimate, _write_page)
-dryrun_results.use_reporters(run_text.format_run, _write_run_page)
+estimate_results.reporters.use(text.format_estimate, _write_page)
+dryrun_results.reporters.use(run_text.format_run, _write_run_page)
 
 
 def estimate(

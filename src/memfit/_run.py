@@ -13,7 +13,7 @@ from memfit.reports.supervised_text import format_supervised
 from memfit.runs.supervise import Supervisor, Task
 from memfit.runs.target import check_module, check_script
 
-supervised.use_reporters(format_supervised, write_supervised_page)
+supervised.reporters.use(format_supervised, write_supervised_page)
 
 
 def run(

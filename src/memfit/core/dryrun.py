@@ -7,7 +7,6 @@ and nothing of each other.
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -17,6 +16,7 @@ from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate, read_device
 from memfit.core.profile import Work
 from memfit.core.replay import AllocatorOptions, OutOfMemory
+from memfit.core.reporters import Reporters
 from memfit.core.settings import Settings
 from memfit.core.timeline import Phase
 from memfit.core.units import format_size
@@ -242,22 +242,7 @@ def _describe(run: "DryRun") -> str:
     return f"{run.script}: {run.outcome} after {run.num_steps} steps"
 
 
-def _write_no_page(run: "DryRun", path: str) -> None:
-    raise NotImplementedError("import memfit to have reports")
-
-
-@dataclass(slots=True)
-class _Reporters:
-    describe: "Callable[[DryRun], str]" = _describe
-    write_page: "Callable[[DryRun, str], object]" = _write_no_page
-
-
-_reporters = _Reporters()
-
-
-def use_reporters(describe: "Callable[[DryRun], str]", write_page: "Callable[[DryRun, str], object]") -> None:
-    """Sets what `print(run)` and `run.report` do; core can't import the reports itself."""
-    _reporters.describe, _reporters.write_page = describe, write_page
+reporters: Reporters["DryRun"] = Reporters(_describe)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -302,7 +287,7 @@ class DryRun:
     seen: Seen | None = None
 
     def __str__(self) -> str:
-        return _reporters.describe(self)
+        return reporters.describe(self)
 
     def __repr__(self) -> str:
         peak = "" if self.estimate is None else f", {format_size(self.estimate.peak_bytes)}"
@@ -311,7 +296,7 @@ class DryRun:
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the self-contained HTML page of this run, whole or not at all."""
         try:
-            _reporters.write_page(self, os.fspath(path))
+            reporters.write_page(self, os.fspath(path))
         except OSError as error:
             raise BadFile(
                 f"the page can't be written to {str(path)!r}: {error.strerror or error}. "

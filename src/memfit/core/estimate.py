@@ -10,6 +10,7 @@ from typing import Any
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.replay import OutOfMemory, Replay
+from memfit.core.reporters import Reporters
 from memfit.core.timeline import Block, Timeline
 from memfit.core.units import format_size
 
@@ -27,22 +28,7 @@ def _describe(estimate: "Estimate") -> str:
     return f"{estimate.subject}: {format_size(estimate.peak_bytes)} on {estimate.device.title}"
 
 
-def _write_no_page(estimate: "Estimate", path: str) -> None:
-    raise NotImplementedError("import memfit to have reports")
-
-
-@dataclass(slots=True)
-class _Reporters:
-    describe: "Callable[[Estimate], str]" = _describe
-    write_page: "Callable[[Estimate, str], object]" = _write_no_page
-
-
-_reporters = _Reporters()
-
-
-def use_reporters(describe: "Callable[[Estimate], str]", write_page: "Callable[[Estimate, str], object]") -> None:
-    """Sets what `print(estimate)` and `estimate.report` do; core can't import the reports itself."""
-    _reporters.describe, _reporters.write_page = describe, write_page
+reporters: Reporters["Estimate"] = Reporters(_describe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +108,7 @@ class Estimate:
     """Answers for another batch size; set by the one who traced, gone after a round trip through JSON."""
 
     def __str__(self) -> str:
-        return _reporters.describe(self)
+        return reporters.describe(self)
 
     def __repr__(self) -> str:
         verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[self.fits]
@@ -140,7 +126,7 @@ class Estimate:
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the self-contained HTML page of this estimate, whole or not at all."""
         try:
-            _reporters.write_page(self, os.fspath(path))
+            reporters.write_page(self, os.fspath(path))
         except OSError as error:
             raise BadFile(
                 f"the page can't be written to {str(path)!r}: {error.strerror or error}. "

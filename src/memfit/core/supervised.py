@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from memfit.core.errors import BadFile
+from memfit.core.reporters import Reporters
 from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
@@ -191,24 +191,7 @@ def _describe(run: "SupervisedRun") -> str:
     return f"{run.script}: {run.outcome} after {len(run.attempts)} attempts"
 
 
-def _write_no_page(run: "SupervisedRun", path: str) -> None:
-    raise NotImplementedError("import memfit to have reports")
-
-
-@dataclass(slots=True)
-class _Reporters:
-    describe: "Callable[[SupervisedRun], str]" = _describe
-    write_page: "Callable[[SupervisedRun, str], object]" = _write_no_page
-
-
-_reporters = _Reporters()
-
-
-def use_reporters(
-    describe: "Callable[[SupervisedRun], str]", write_page: "Callable[[SupervisedRun, str], object]"
-) -> None:
-    """Sets what `print(run)` and `run.report` do; core can't import the reports itself."""
-    _reporters.describe, _reporters.write_page = describe, write_page
+reporters: Reporters["SupervisedRun"] = Reporters(_describe)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -245,7 +228,7 @@ class SupervisedRun:
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     def __str__(self) -> str:
-        return _reporters.describe(self)
+        return reporters.describe(self)
 
     def __repr__(self) -> str:
         peak = "" if self.peak is None else f", peak {format_size(self.peak.held_bytes)}"
@@ -260,7 +243,7 @@ class SupervisedRun:
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the self-contained HTML page of this run, whole or not at all."""
         try:
-            _reporters.write_page(self, os.fspath(path))
+            reporters.write_page(self, os.fspath(path))
         except OSError as error:
             raise BadFile(
                 f"the page can't be written to {str(path)!r}: {error.strerror or error}. "

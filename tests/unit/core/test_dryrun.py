@@ -8,6 +8,7 @@ from memfit.core import dryrun as module
 from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, Request, Seen
 from memfit.core.errors import BadFile
 from memfit.core.profile import Work
+from memfit.core.reporters import Reporters
 from memfit.core.settings import OptimizerKernels, Settings
 from memfit.core.timeline import Phase
 from tests.unit.reports.builders import MYSTERY, RTX_3090
@@ -24,7 +25,7 @@ from tests.unit.reports.run_builders import (
 @pytest.fixture
 def reporters(monkeypatch):
     """Fresh reporters: as if nobody had set any."""
-    monkeypatch.setattr(module, "_reporters", module._Reporters())
+    monkeypatch.setattr(module, "reporters", Reporters(module._describe))
 
 
 RUNS = {
@@ -122,7 +123,7 @@ def test_it_prints_and_reports_through_what_was_set(reporters):
         run.report("page.html")
 
     written = []
-    module.use_reporters(lambda run: f"<{run.script}>", lambda run, path: written.append((run, path)))
+    module.reporters.use(lambda run: f"<{run.script}>", lambda run, path: written.append((run, path)))
     run.report("page.html")
     assert str(run) == "<train.py>"
     assert written == [(run, "page.html")]
@@ -132,7 +133,7 @@ def test_a_page_that_cannot_be_written_is_bad_input(reporters):
     def fail(run, path):
         raise PermissionError(13, "Permission denied")
 
-    module.use_reporters(str, fail)
+    module.reporters.use(str, fail)
     with pytest.raises(BadFile, match=r"the page can't be written to 'page.html': Permission denied. Give the path"):
         make_run().report("page.html")
 

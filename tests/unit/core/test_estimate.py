@@ -8,6 +8,7 @@ from memfit.core import estimate as module
 from memfit.core.device import Origin
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.estimate import CACHED, CONTEXT, Estimate, HostMemory
+from memfit.core.reporters import Reporters
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from tests.unit.reports.builders import MYSTERY, RTX_3090, make_estimate, make_failed_estimate
@@ -16,7 +17,7 @@ from tests.unit.reports.builders import MYSTERY, RTX_3090, make_estimate, make_f
 @pytest.fixture
 def reporters(monkeypatch):
     """Fresh reporters: as if nobody had set any."""
-    monkeypatch.setattr(module, "_reporters", module._Reporters())
+    monkeypatch.setattr(module, "reporters", Reporters(module._describe))
 
 
 def test_the_peak_is_reserved_memory_and_context():
@@ -180,7 +181,7 @@ def test_without_reports_an_estimate_still_says_what_it_is(reporters):
 
 def test_reporters_are_used(reporters):
     written = []
-    module.use_reporters(lambda estimate: f"about {estimate.subject}", lambda estimate, path: written.append(path))
+    module.reporters.use(lambda estimate: f"about {estimate.subject}", lambda estimate, path: written.append(path))
 
     assert str(make_estimate()) == "about ResNet"
     make_estimate().report("memory.html")

@@ -5,6 +5,7 @@ import pytest
 
 from memfit.core import supervised
 from memfit.core.errors import BadFile
+from memfit.core.reporters import Reporters
 from memfit.core.supervised import Cause, Configuration, SupervisedRun
 from memfit.core.units import MIB
 from tests.unit.core.supervised_builders import make_lost, make_supervised
@@ -60,14 +61,14 @@ def test_only_some_causes_are_memory():
 
 
 def test_what_it_says_of_itself_comes_from_the_reports(monkeypatch, tmp_path):
-    monkeypatch.setattr(supervised, "_reporters", supervised._Reporters())
+    monkeypatch.setattr(supervised, "reporters", Reporters(supervised._describe))
     run = make_lost()
     assert str(run) == "train.py: out of memory after 1 attempts"
     assert repr(run) == "<SupervisedRun of train.py: out of memory, 1 attempts, peak 990.0 MiB>"
     with pytest.raises(NotImplementedError):
         run.report(tmp_path / "page.html")
 
-    supervised.use_reporters(lambda run: "words", lambda run, path: (_ for _ in ()).throw(OSError(28, "disk full")))
+    supervised.reporters.use(lambda run: "words", lambda run, path: (_ for _ in ()).throw(OSError(28, "disk full")))
 
     assert str(run) == "words"
     with pytest.raises(BadFile, match=r"page\.html': disk full"):
