@@ -30,5 +30,5 @@ torch=$(grep '^torch==' constraints.txt)
 "${install[@]}" "$torch"
 # The build backend is installed here, and not in isolation, so that its version is constrained too.
 "${install[@]}" hatchling
-"${install[@]}" --no-build-isolation --editable '.[torch,timm,hf,dev]'
+"${install[@]}" --no-build-isolation --editable '.[torch,timm,hf,data,s3,dev]'
 touch "$environment/.ready"

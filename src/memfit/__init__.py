@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from memfit._guard import Guard
     from memfit._run import run
     from memfit._search import ensemble, search
+    from memfit._stream import ArrayFile, Stream, open_array, stream
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AllocatorOptions",
+    "ArrayFile",
     "BadInput",
     "BrokenUpdate",
     "CannotFit",
@@ -45,6 +47,7 @@ __all__ = [
     "SimulatedDevice",
     "StepFailed",
     "StepResult",
+    "Stream",
     "SupervisedRun",
     "Timeline",
     "__version__",
@@ -57,13 +60,24 @@ __all__ = [
     "load_plan",
     "max_batch",
     "named_job",
+    "open_array",
     "plan",
     "run",
     "search",
     "simulate",
+    "stream",
 ]
 
-_LATE = {"Guard": "memfit._guard", "ensemble": "memfit._search", "run": "memfit._run", "search": "memfit._search"}
+_LATE = {
+    "ArrayFile": "memfit._stream",
+    "Guard": "memfit._guard",
+    "Stream": "memfit._stream",
+    "ensemble": "memfit._search",
+    "open_array": "memfit._stream",
+    "run": "memfit._run",
+    "search": "memfit._search",
+    "stream": "memfit._stream",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ ROWS = (
     ("_estimator",),
     ("_plan_target",),
     ("_api", "_child", "_plan_space", "_checkpointing"),
-    ("_plan", "_script_plan", "_simulate", "_search"),
+    ("_plan", "_script_plan", "_simulate", "_search", "_stream"),
     ("_guard",),
     ("_library_guard",),
     ("integrations",),
@@ -30,7 +30,7 @@ ROWS = (
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
 
 # These are handed an adapter by `_api`, so that they work, and are tested, without any framework.
-FORBIDDEN = {("guard", "adapters"), ("monitor", "adapters"), ("planner", "adapters"), ("runs", "adapters")}
+FORBIDDEN = {("data", "adapters"), ("guard", "adapters"), ("monitor", "adapters"), ("planner", "adapters"), ("runs", "adapters")}
 
 FRAMEWORKS = {"torch", "torchvision", "timm", "transformers", "keras", "jax", "tensorflow"}
 

@@ -32,7 +32,7 @@ class Command(Protocol):
 
 
 def _commands() -> dict[str, Command]:
-    from memfit.commands import compare, devices, dryrun, estimate, max_batch, plan, run
+    from memfit.commands import compare, data, devices, dryrun, estimate, max_batch, plan, run
 
     return {
         "estimate": estimate,
@@ -41,6 +41,7 @@ def _commands() -> dict[str, Command]:
         "run": run,
         "max-batch": max_batch,
         "compare": compare,
+        "data": data,
         "devices": devices,
     }
 

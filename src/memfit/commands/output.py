@@ -3,7 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,13 @@ from memfit.reports import plan_terminal, run_terminal, supervised_terminal, ter
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from memfit.data.convert import Conversion
+    from memfit.data.inspection import Inspection
+    from memfit.data.speed import Speed
+
 # A file or a pipe has no width of its own, and the 80 columns that rich assumes would break every table.
 _PIPE_COLUMNS = 160
+_QUICK_SECONDS = 2.0
 
 
 @contextmanager
@@ -45,6 +51,53 @@ def _spinner(text: str) -> Iterator[None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         bar.add_task(text, total=None)
         yield
+
+
+@contextmanager
+def transfer_progress(text: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Something to call with the bytes that are done and all of them; None where nobody would see it.
+
+    It draws a bar on standard error, where that is a terminal, after two seconds, so that what is
+    quick leaves no trace.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    bar = _TransferBar(text)
+    try:
+        yield bar.update
+    finally:
+        bar.close()
+
+
+class _TransferBar:
+    """Bytes, speed and time left."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._began = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def update(self, done_bytes: int, total_bytes: int) -> None:
+        if self._bar is None and time.monotonic() - self._began >= _QUICK_SECONDS:
+            self._start(total_bytes)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done_bytes)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _start(self, total_bytes: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as SpeedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), SpeedColumn())
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(self._text, total=total_bytes)
+        self._bar.start()
 
 
 def check_writable(path: str) -> None:
@@ -95,6 +148,27 @@ def print_supervised(run: SupervisedRun) -> None:
 def print_comparison(estimates: Sequence[Estimate]) -> None:
     """Writes estimates side by side."""
     _print(terminal.render_comparison(estimates))
+
+
+def print_inspection(found: "Inspection") -> None:
+    """Writes what a file of samples holds."""
+    from memfit.reports import data_terminal
+
+    _print(data_terminal.render_inspection(found))
+
+
+def print_conversion(done: "Conversion") -> None:
+    """Writes what a conversion did."""
+    from memfit.reports import data_terminal
+
+    _print(data_terminal.render_conversion(done))
+
+
+def print_speed(found: "Speed") -> None:
+    """Writes how fast a file of samples streams."""
+    from memfit.reports import data_terminal
+
+    _print(data_terminal.render_speed(found))
 
 
 def print_devices(devices: Sequence[Device]) -> None:

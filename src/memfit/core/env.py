@@ -35,6 +35,15 @@ def visible_cuda_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def launched_rank() -> tuple[int, int] | None:
+    """(number of this process, number of processes) as torchrun sets them; None for a process that stands alone."""
+    try:
+        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return None
+    return (rank, num_ranks) if 0 <= rank < num_ranks and num_ranks > 1 else None
+
+
 def cache_folder() -> str:
     """Where findings are kept between runs: MEMFIT_CACHE, else the user's cache folder."""
     given = os.environ.get("MEMFIT_CACHE")
@@ -42,3 +51,8 @@ def cache_folder() -> str:
         return given
     home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or os.path.join("~", ".cache")
     return os.path.join(os.path.expanduser(home), "memfit")
+
+
+def spool_folder() -> str:
+    """Where data that can't be streamed as it is gets unpacked to: MEMFIT_SPOOL, else a part of the cache folder."""
+    return os.environ.get("MEMFIT_SPOOL") or os.path.join(cache_folder(), "spool")

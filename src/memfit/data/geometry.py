@@ -17,12 +17,13 @@ from memfit.core.errors import BadInput
 from memfit.core.units import KIB, format_size
 from memfit.data.source import Array, Field, Layout
 
-# Divisors of 12 cover 1, 2, 3, 4, 6 and 12 workers.
-_LANES = (12, 6, 4, 3, 2)
+# Each can be dealt out evenly to the numbers of workers that people use most.
+_LANES = (24, 12, 8, 4, 2)
 # Neighbours in a window of n blocks come from the same block once in n times; a full shuffle knows no blocks.
-_ENOUGH_BLOCKS = 192
+_ENOUGH_BLOCKS = 160
 _LEAST_BLOCKS = 64
-# Below this, a read costs more than the bytes it brings; from 128 KiB on, scattered reads are as fast as one long one.
+# Below the first, a read costs more than the bytes it brings; from the second on, scattered reads are as fast as one
+# long one.
 _LEAST_BLOCK_BYTES = 64 * KIB
 _MOST_BLOCK_BYTES = 256 * KIB
 # The order of all blocks is held in memory.
@@ -107,7 +108,7 @@ def divide(
         return Geometry(num_samples, batch_size, 1, window, window)
     num_lanes, window_bytes = 1, usable // num_held(1)
     natural = _natural_block_bytes(layout.edges, held)
-    block_bytes = max(_LEAST_BLOCK_BYTES, held if natural is None else natural)
+    block_bytes = max(_MOST_BLOCK_BYTES, held) if natural is None else max(_LEAST_BLOCK_BYTES, natural)
     if num_samples * held <= usable // 2:
         window_bytes = num_samples * held
     else:

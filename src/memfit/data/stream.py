@@ -122,6 +122,11 @@ class Stream:
         """Batches that this rank gives in a whole epoch."""
         return self._schedule(0).num_batches(self.rank or 0)
 
+    @property
+    def num_batches_left(self) -> int:
+        """Batches that this rank still gives of the epoch in progress, or of the one that comes next."""
+        return max(0, self._schedule(self._start).num_batches(self.rank or 0) - self._rounds)
+
     def __iter__(self) -> Iterator[Any]:
         """The batches of the epoch that comes next, or what is left of the one that was loaded."""
         if self._is_running:

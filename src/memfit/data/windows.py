@@ -6,6 +6,7 @@ again: fresh memory costs as much as the copy into it.
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +16,8 @@ from memfit.data.order import Order, Span, Window
 from memfit.data.schedule import Schedule
 from memfit.data.source import Array, Source
 
-# Spans that the kernel is told of before they are read.
-_NUM_ANNOUNCED = 16
+# Threads that wait for the disk.
+_NUM_READERS = 8
 
 _Key = tuple[int, int]
 
@@ -89,6 +90,7 @@ class Windows:
     _is_closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
+    _pool: ThreadPoolExecutor | None = None
 
     def take(self, lane: int, window: int, start: int, stop: int, out: Sequence[Array]) -> None:
         """Copies samples `start` to `stop` of a window into `out`, one array a field."""
@@ -115,6 +117,8 @@ class Windows:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        if self._pool is not None:
+            self._pool.shutdown()
         self._held.clear()
         self._spare.clear()
 
@@ -189,18 +193,28 @@ class Windows:
 
     def _read_whole(self, spans: Sequence[Span], arrays: list[Array]) -> None:
         row = 0
-        for index, span in enumerate(spans):
+        places = []
+        for span in spans:
+            places.append((span, row))
+            row += span.stop - span.start
+        if self.source.layout.edges is not None or self.source.layout.scratch_bytes:
+            # Decoders take turns anyway, or scratch memory that is counted once.
+            self._read_spans(places, arrays)
+            return
+        # The disk then works on many reads at once, which makes scattered ones as fast as one long one.
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="memfit-stream")
+        shares = (places[first::_NUM_READERS] for first in range(_NUM_READERS))
+        for _ in self._pool.map(lambda share: self._read_spans(share, arrays), shares):
+            pass
+
+    def _read_spans(self, places: Sequence[tuple[Span, int]], arrays: list[Array]) -> None:
+        for span, row in places:
             if self._is_closed:
                 return
-            if index % _NUM_ANNOUNCED == 0:
-                # The device then works on many reads at once, which makes scattered ones as fast as one long one.
-                begin = index + _NUM_ANNOUNCED if index else 0
-                for later in spans[begin : index + 2 * _NUM_ANNOUNCED]:
-                    self.source.will_need(later.start, later.stop)
             end = row + span.stop - span.start
             self.source.read(span.start, span.stop, [array[row:end] for array in arrays])
             self.source.drop(span.start, span.stop)
-            row = end
 
     def _read_kept(self, spans: Sequence[Span], kept: Array, arrays: list[Array]) -> None:
         """Reads those rows of the spans that are in `kept`, which is sorted."""

@@ -14,11 +14,11 @@ ROW = Sizes(4096, 4096)
 def test_windows_and_batches_stay_within_the_budget():
     geometry = divide(524_288, Layout(), ROW, 256, 512 * MIB, shuffle=True)
 
-    assert geometry.num_lanes == 12
+    assert geometry.num_lanes == 8
     held = geometry.num_windows_held * geometry.window_samples * 4096
     assert held + 8 * 256 * 4096 <= 512 * MIB
     assert held > 400 * MIB
-    assert geometry.window_samples / geometry.block_samples >= 190
+    assert geometry.window_samples / geometry.block_samples > 160
 
 
 def test_data_that_fits_into_the_budget_is_one_window_and_so_fully_shuffled():
@@ -33,8 +33,8 @@ def test_large_natural_blocks_take_fewer_lanes_so_that_windows_have_many():
 
     geometry = divide(524_288, Layout(edges=edges), ROW, 256, 512 * MIB, shuffle=True)
 
-    assert geometry.num_lanes == 1
-    assert geometry.window_samples // 256 > 190
+    assert geometry.num_lanes == 2
+    assert geometry.window_samples // 256 > 160
     assert geometry.block_samples == 0
 
 

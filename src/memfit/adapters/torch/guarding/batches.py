@@ -1,9 +1,9 @@
 """The position of a run in its data: after a resume, each epoch goes on with the batch that would have come next.
 
 The position is the number of batches that were given out, not of those that workers have fetched ahead. How a loader is
-brought back there depends on what it is: one with a state of its own is given that state; PyTorch's map-style loader
-draws the same order again and leaves out batches before they are loaded; anything else that can be iterated over again
-is, and batches are dropped. What can't be begun again is said.
+brought back there depends on what it is: one with a state of its own is given that state, and so are memfit's streams
+and loaders over them; PyTorch's map-style loader draws the same order again and leaves out batches before they are
+loaded; anything else that can be iterated over again is, and batches are dropped. What can't be begun again is said.
 """
 
 import itertools
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from memfit.adapters.torch.guarding.sample_order import Indices, Sources, is_warm, open_at
 from memfit.adapters.torch.guarding.snapshot import RandomState
+from memfit.adapters.torch.streaming import CountedLoader, StreamLoader, is_over_stream, is_stream
 
 # How a loader is brought to a position.
 STATEFUL = "stateful"
@@ -59,6 +60,7 @@ class Batches:
         self._iterating: Any = None
         self._indices: Indices | None = None
         self._told: dict[str, int] = {}
+        self._of_streams: weakref.WeakKeyDictionary[Any, StreamLoader] = weakref.WeakKeyDictionary()
 
     def over(self, loader: Any) -> "Epochs":
         """The batches of a loader. Each iteration over the result is an epoch.
@@ -79,7 +81,7 @@ class Batches:
         state: dict[str, Any] = {"epoch": self.epoch, "batch": self.batch, "is_running": self._is_running}
         state |= {"told": dict(self._told), "begin": self._begin, "order": None, "loader": None, "now": {}}
         state["is_exhausted"] = False
-        loader = self._loader()
+        loader = self._with_position(self._loader())
         if loader is None:
             return state
         kind = self._begin["kind"]
@@ -132,6 +134,7 @@ class Batches:
         resumed, self._resumed = self._resumed, None
         # Who made the loader decides how long it and its workers live.
         self._loader = weakref.ref(loader) if type(loader).__weakrefoffset__ else lambda: None
+        loader = self._with_position(loader)
         self._is_running = True
         if resumed is not None and resumed["is_running"]:
             return self._reopen(loader, resumed)
@@ -199,8 +202,20 @@ class Batches:
             sources.write(states)
         return iterator
 
+    def _with_position(self, loader: Any) -> Any:
+        """A loader of tensors that knows its position, for a stream or a loader over one; any other as it is."""
+        if is_over_stream(loader):
+            return CountedLoader(loader)
+        if not is_stream(loader):
+            return loader
+        if loader not in self._of_streams:
+            self._of_streams[loader] = StreamLoader(loader)
+        return self._of_streams[loader]
+
     def _compare(self, begin: dict[str, Any], kind: str, loader: Any) -> None:
         length = _length(loader)
+        if begin["kind"] == kind and isinstance(loader, StreamLoader | CountedLoader):
+            return  # a rank's share changes with their number, and whether the data is the same is seen by its state
         if begin["kind"] != kind or begin["length"] != length:
             self._say(
                 f"the loader isn't the one that the checkpoint was written with: it had {_batches(begin['length'])} "
@@ -223,6 +238,8 @@ class Batches:
                 f"{skip} items were dropped. If it doesn't begin where it did in the interrupted run, batches come "
                 "twice or not at all. Give a loader, a list, or an object with state_dict and load_state_dict."
             )
+        if isinstance(loader, StreamLoader):
+            return  # each sample has random numbers of its own
         if getattr(loader, "num_workers", 0) and ((kind == ORDERED and skip) or starts_workers):
             lasts = "from here on" if starts_workers else f"for the rest of epoch {self.epoch}"
             self.notes.append(
@@ -255,7 +272,7 @@ class Epochs:
             return 0
         resumed = self._batches._resumed
         done = self._batches.batch if resumed is not None and resumed["is_running"] else 0
-        return max(0, len(self._loader) - done)
+        return max(0, len(self._batches._with_position(self._loader)) - done)
 
 
 def _kind_of(loader: Any) -> str:

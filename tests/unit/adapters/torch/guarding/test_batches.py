@@ -24,6 +24,12 @@ from torch.utils.data import (
 
 from memfit.adapters.torch.guarding.batches import Batches
 from memfit.adapters.torch.guarding.snapshot import RandomState
+from memfit.adapters.torch.streaming import StreamLoader, TorchStream
+from memfit.core.errors import BadInput
+from memfit.core.units import MIB
+from memfit.data import stream as data
+from memfit.data.geometry import Geometry
+from tests.sources import ArraySource
 
 EPOCHS = 3
 
@@ -163,6 +169,14 @@ def seeded(seed=5):
     return generator
 
 
+def streamed(num_samples=23, source=None):
+    """A stream in several lanes, so that several workers have something to do."""
+    source = ArraySource(numpy.arange(num_samples)) if source is None else source
+    stream = data.Stream(source, batch_size=4, memory_bytes=MIB)
+    stream.geometry = Geometry(num_samples, 4, 4, 6, 2)
+    return stream
+
+
 def with_workers(dataset, workers=2, **options):
     return DataLoader(dataset, num_workers=workers, multiprocessing_context="fork", **options)
 
@@ -187,6 +201,9 @@ LOADERS = {
     "iterable": lambda: DataLoader(Stream(), batch_size=4),
     "stateful dataset": lambda: DataLoader(StatefulStream(), batch_size=4),
     "stateful loader": StatefulLoader,
+    "memfit stream": streamed,
+    "memfit loader": lambda: StreamLoader(streamed()),
+    "memfit dataset": lambda: DataLoader(TorchStream(streamed()), batch_size=None),
     "list": lambda: list(range(6)),
     "object": Reshuffled,
 }
@@ -198,6 +215,12 @@ WITH_WORKERS = {
     ),
     "kept workers, eager": lambda: with_workers(
         Numbers(7), batch_size=None, sampler=EagerGlobal(7), persistent_workers=True
+    ),
+    "memfit loader, workers": lambda: StreamLoader(streamed(), 2, persistent_workers=False),
+    "memfit loader, kept workers": lambda: StreamLoader(streamed(), 2),
+    "memfit dataset, workers": lambda: with_workers(TorchStream(streamed()), batch_size=None),
+    "memfit dataset, kept workers": lambda: with_workers(
+        TorchStream(streamed()), batch_size=None, persistent_workers=True
     ),
     "iterable, workers": lambda: with_workers(Stream(), batch_size=4),
     "iterable, kept workers": lambda: with_workers(Stream(shuffled=False), batch_size=4, persistent_workers=True),
@@ -232,8 +255,11 @@ class Run:
         return saved
 
 
-def interrupted(make, save_at=None, stop_at=None, save_after=None):
-    """What a run sees after it was resumed from where it was saved, in a program that has begun anew."""
+def interrupted(make, save_at=None, stop_at=None, save_after=None, then=None):
+    """What a run sees after it was resumed from where it was saved, in a program that has begun anew.
+
+    With `then` it goes on with another loader.
+    """
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
@@ -242,7 +268,7 @@ def interrupted(make, save_at=None, stop_at=None, save_after=None):
     del first  # its workers end
     torch.manual_seed(99)
     random.seed(99)
-    second = Run(make)
+    second = Run(then or make)
     random_state.restore()
     second.batches.load(position)
     torch.rand(5)  # whatever a program draws before its loop
@@ -308,6 +334,62 @@ def test_random_points_with_workers(name):
     whole = uninterrupted(make)
     for save_at in range(len(whole) + 1):
         assert interrupted(make, save_at).seen == whole[save_at:], save_at
+
+
+MEMFIT = ["memfit stream", "memfit loader, workers", "memfit loader, kept workers", "memfit loader"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(MEMFIT[0], MEMFIT[1]), (MEMFIT[2], MEMFIT[0]), (MEMFIT[1], MEMFIT[3])])
+def test_a_stream_goes_on_with_another_number_of_workers(before, after):
+    makes = LOADERS | WITH_WORKERS
+    whole = uninterrupted(makes[before])
+    per_epoch = len(whole) // EPOCHS
+    for save_at in (1, per_epoch, per_epoch + 2):
+        resumed = interrupted(makes[before], save_at, stop_at=save_at, then=makes[after])
+        # THEN not only the batches but the program's random numbers are the same
+        assert resumed.seen == whole[save_at:], save_at
+        assert resumed.batches.notes == []
+
+
+def test_a_stream_goes_on_with_another_number_of_ranks():
+    # GIVEN two ranks that have each given two batches
+    states = [state_after(streamed().split(rank, 2), 2) for rank in range(2)]
+    assert states[0]["loader"] == states[1]["loader"]
+    resumed = Batches(lambda: None, pytest.fail)
+    resumed.load(states[0])
+
+    # THEN one rank gives the rest
+    whole = [batch.tolist() for batch in streamed()]
+    assert [batch.tolist() for batch in resumed.over(streamed())] == whole[4:]
+
+
+def test_a_stream_reads_nothing_again():
+    source = ArraySource(numpy.arange(23))
+    resumed = Batches(lambda: None)
+    resumed.load(state_after(streamed(), 3))
+    assert len(resumed.over(streamed())) == 3
+    given = torch.cat(list(resumed.over(streamed(source=source)))).tolist()
+
+    # What is in the windows of the lanes is read; of what was given out, only what lies between.
+    assert sorted(given) == sorted(set(given))
+    assert source.reads[given].tolist() == [1] * len(given)
+
+
+def test_other_data_is_refused():
+    resumed = Batches(lambda: None)
+    resumed.load(state_after(streamed(), 3))
+
+    with pytest.raises(BadInput, match="the state is of other data: it was taken with 23 samples, and arrays has 24"):
+        next(resumed.over(streamed(24)))
+
+
+def test_a_loader_of_another_kind_before_a_stream_is_said():
+    said = []
+    resumed = Batches(lambda: None, said.append)
+    resumed.load(state_after([1, 2, 3, 4], 2))
+
+    assert len(list(resumed.over(streamed()))) == 4
+    assert "it had 4 batches (sequence), and now has 6 batches (stateful)" in said[0]
 
 
 def test_a_run_may_be_interrupted_again_and_again():

@@ -1,0 +1,155 @@
+"""`memfit.stream` and `memfit.open_array`: data larger than memory, for every framework.
+
+The parts under `data` know no framework; here a source is opened, unpacked where it can't be read in blocks, and given
+the forms that PyTorch, Keras and TensorFlow take.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from memfit.catalogue.host import host_memory_bytes
+from memfit.core.units import GIB, MIB, parse_size
+from memfit.data.array import ArrayFile, open_array
+from memfit.data.source import Source
+from memfit.data.sources.opening import open_source
+from memfit.data.stream import Stream as _Stream
+from memfit.data.transforms import Randomness
+
+if TYPE_CHECKING:
+    from memfit.adapters.keras.streaming import KerasStream
+    from memfit.adapters.torch.streaming import StreamLoader, TorchStream
+
+__all__ = ["ArrayFile", "Stream", "open_array", "stream"]
+
+# Of the memory that is free, this share is for data; the model needs the rest.
+_AUTO_SHARE = 4
+_AUTO_LEAST, _AUTO_MOST = 64 * MIB, 4 * GIB
+
+
+class Stream(_Stream):
+    """Batches of data that may be larger than memory; each iteration is an epoch. Made by `memfit.stream`.
+
+    As it is, it gives NumPy arrays, read by one thread ahead. `loader`, `torch`, `keras`, `tensorflow` and `parallel`
+    give the same batches in the same order to frameworks and with workers.
+    """
+
+    def parallel(self, num_workers: int) -> Iterator[Any]:
+        """One epoch of NumPy batches that `num_workers` processes make."""
+        from memfit.data.workers import WorkerBatches
+
+        return WorkerBatches(self, num_workers, limit_bytes=self.in_flight_bytes)
+
+    def loader(self, num_workers: int = 0, **options: Any) -> "StreamLoader":
+        """A loader of torch tensors whose state is the position of the training, not of its workers.
+
+        Args:
+            num_workers: processes that read and transform.
+            options: of PyTorch's DataLoader, such as pin_memory and persistent_workers.
+        """
+        from memfit.adapters.torch.streaming import StreamLoader
+
+        return StreamLoader(self, num_workers, **options)
+
+    def torch(self) -> "TorchStream":
+        """An IterableDataset for a DataLoader of one's own, which takes batch_size=None: it gives whole batches."""
+        from memfit.adapters.torch.streaming import TorchStream
+
+        return TorchStream(self)
+
+    def keras(self, num_workers: int = 0) -> "KerasStream":
+        """A PyDataset for `fit`, `evaluate` and `predict` of Keras 3, on every backend."""
+        from memfit.adapters.keras.streaming import KerasStream
+
+        return KerasStream(self, num_workers)
+
+    def tensorflow(self, num_workers: int = 0) -> Any:
+        """A tf.data.Dataset."""
+        from memfit.adapters.tensorflow.streaming import as_tf_dataset
+
+        return as_tf_dataset(self, num_workers)
+
+
+def stream(
+    source: Any,
+    *,
+    batch_size: int,
+    shuffle: bool = True,
+    seed: int = 0,
+    transform: Callable[..., Any] | None = None,
+    batch_transform: Callable[..., Any] | None = None,
+    dtype: str | None = "float32",
+    memory: str | int = "512MiB",
+    columns: Any = None,
+    labels: Any = None,
+    drop_last: bool = False,
+    on_error: str = "fail",
+) -> Stream:
+    """Batches of data that may be larger than memory, shuffled, resumable, within a budget of bytes.
+
+    Args:
+        source: path of a .npy, .npz, HDF5, Parquet, Arrow or CSV file or of a folder of images; a list or a pattern of
+            such paths, which are read one after the other; a pair (features, labels); a dict of named ones; local, or a
+            URL such as s3://bucket/data.npy.
+        batch_size: samples of a batch, on each rank.
+        shuffle: whether each epoch has an order of its own, which depends on seed and epoch alone.
+        seed: of the order and of random transforms.
+        transform: function of a sample's features, or of features and label; may take `rng`, a NumPy generator seeded
+            for this sample. The program's own generators are seeded for it, too.
+        batch_transform: the same for a batch.
+        dtype: that floating values are given in: float16, float32 or float64; None for as stored.
+        memory: budget of data in memory, all workers together; "auto" for a quarter of what the container has left.
+        columns: names of the columns, datasets or keys to give; all of them by default.
+        labels: name of the column, dataset or key with the labels, or path of a file with them.
+        drop_last: whether samples that don't fill a batch on each rank are left out.
+        on_error: what to do with images that can't be read: "fail" or "skip".
+    """
+    memory_bytes = _budget(memory)
+    opened = open_source(source, columns=columns, labels=labels, on_error=on_error)
+    return Stream(
+        _in_blocks(opened, memory_bytes),
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        transform=transform,
+        batch_transform=batch_transform,
+        dtype=dtype,
+        memory_bytes=memory_bytes,
+        drop_last=drop_last,
+        randomness=_randomness(),
+    )
+
+
+def _budget(memory: str | int) -> int:
+    if memory != "auto":
+        return parse_size(memory)
+    limit = host_memory_bytes()
+    if limit is None:
+        return 512 * MIB
+    free = max(0, limit - _resident_bytes())
+    return min(max(free // _AUTO_SHARE, _AUTO_LEAST), _AUTO_MOST)
+
+
+def _resident_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
+def _in_blocks(source: Source, memory_bytes: int) -> Source:
+    """The source, or one over files that it is unpacked to where it can't be read in blocks that the budget allows."""
+    layout = source.layout
+    if not layout.is_sequential and layout.scratch_bytes <= memory_bytes // 4:
+        return source
+    from memfit.data.sources.spool import spooled
+
+    return spooled(source)
+
+
+def _randomness() -> tuple[Randomness, ...]:
+    if "torch" not in sys.modules:
+        return ()
+    from memfit.adapters.torch.streaming import TorchRandomness
+
+    return (TorchRandomness(),)

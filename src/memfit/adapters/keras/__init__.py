@@ -1,0 +1,1 @@
+"""Keras: streams as data sets of its training loop, on every backend."""

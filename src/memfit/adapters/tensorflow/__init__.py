@@ -1,0 +1,1 @@
+"""TensorFlow: streams as tf.data."""

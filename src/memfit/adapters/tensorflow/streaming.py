@@ -1,0 +1,112 @@
+"""Streams as tf.data.
+
+Each iteration of the dataset is an epoch of the stream, in the stream's order. TensorFlow holds one batch ahead, and no
+more: its own tuning of buffers would fill memory that the stream was told not to use.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from memfit.core.errors import BadInput
+
+
+class Streamed(Protocol):
+    """What is needed of a stream."""
+
+    epoch: int
+
+    @property
+    def num_batches_left(self) -> int:
+        """Batches from its position to the end of the epoch."""
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """An epoch."""
+
+    def part(self, worker: int, num_workers: int) -> Iterator[Any]:
+        """What is left of the epoch, made here, without a change of position."""
+
+    def parallel(self, num_workers: int) -> Iterator[Any]:
+        """The same, made by worker processes."""
+
+    def copy(self) -> Any:
+        """Another one at the same position."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the beginning of an epoch."""
+
+
+def as_tf_dataset(stream: Streamed, num_workers: int = 0) -> "tf.data.Dataset":
+    """A `tf.data.Dataset` of the stream's batches; the last one may be smaller.
+
+    Iterating over it again is the next epoch, also where the last iteration was left before its end. A model that isn't
+    built yet takes a batch first to learn its shape, which counts as such an iteration. The number of batches is known
+    to TensorFlow unless the stream was resumed in the middle of an epoch.
+
+    Args:
+        stream: to read; its position moves on with the iterations.
+        num_workers: processes that read and transform; by default that happens in this process.
+
+    Raises:
+        BadInput: the stream is empty.
+    """
+    first = _first_batch(stream)
+    signature = tf.nest.map_structure(_spec, first)
+    dataset = tf.data.Dataset.from_generator(_Epochs(stream, num_workers), output_signature=signature)
+    if stream.num_batches_left == len(stream):
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(stream)))
+    return dataset.prefetch(1)
+
+
+class _Epochs:
+    """Each call gives the next epoch."""
+
+    def __init__(self, stream: Streamed, num_workers: int) -> None:
+        self._stream = stream
+        self._num_workers = num_workers
+        self._numbers = itertools.count(1)
+        self._latest = 0
+        self._is_running = False
+
+    def __call__(self) -> Iterator[Any]:
+        return self._from_workers() if self._num_workers else iter(self._stream)
+
+    def _from_workers(self) -> Iterator[Any]:
+        if self._is_running:
+            # The last iteration was left, and TensorFlow hasn't let go of it yet.
+            self._stream.set_epoch(self._stream.epoch + 1)
+        self._is_running = True
+        self._latest = number = next(self._numbers)
+        made = self._stream.parallel(self._num_workers)
+        try:
+            yield from made
+        finally:
+            close = getattr(made, "close", None)
+            if close is not None:
+                close()
+            if number == self._latest:
+                self._is_running = False
+                self._stream.set_epoch(self._stream.epoch + 1)
+
+
+def _first_batch(stream: Streamed) -> Any:
+    batches = stream.copy().part(0, 1)
+    try:
+        return next(batches)
+    except StopIteration:
+        raise BadInput("the stream has no batches to make a tf.data.Dataset of.") from None
+    finally:
+        close = getattr(batches, "close", None)
+        if close is not None:
+            close()
+
+
+def _spec(array: Any) -> "tf.TensorSpec":
+    array = np.asarray(array)
+    return tf.TensorSpec((None, *array.shape[1:]), tf.as_dtype(array.dtype))

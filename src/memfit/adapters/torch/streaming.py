@@ -1,0 +1,573 @@
+"""Streams as PyTorch datasets and loaders: tensors, workers, ranks, and a position that counts what was given out.
+
+Workers of a loader work ahead, so that only the loader's own process knows how many batches the program has had; and
+workers that aren't kept between epochs begin each time as fresh copies, which know nothing of epochs before. So the
+dataset has a block of memory that all processes share, with the state that the next epoch begins from. The first worker
+takes an epoch from it and the others look up which one it took.
+"""
+
+import json
+import logging
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import distributed
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from memfit.core import env
+from memfit.core.errors import BadInput, MemfitError
+from memfit.core.units import format_size
+
+_log = logging.getLogger("memfit")
+
+# Batches that each worker may have ready.
+_MOST_PREFETCHED = 4
+# Options of a DataLoader that a stream leaves no choice in.
+_DECIDED_BY = {
+    "batch_size": "give it to `memfit.stream`",
+    "shuffle": "give it to `memfit.stream`",
+    "drop_last": "give it to `memfit.stream`",
+    "prefetch_factor": "how far workers work ahead follows from the stream's memory",
+    "generator": "the order follows from the stream's seed",
+}
+_DECIDED = {*_DECIDED_BY, "sampler", "batch_sampler", "in_order"}
+# How long workers wait for the first one to begin, which may have to load a large program.
+_BEGIN_SECONDS = 600.0
+
+
+class Divisible(Protocol):
+    """What a loader needs of a stream."""
+
+    epoch: int
+    rank: int | None
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of a full batch."""
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Room for batches that are made and not yet given out, all workers together."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def part(self, worker: int, num_workers: int) -> Iterator[Any]:
+        """The batches of one worker, in order."""
+
+    def working(self, num_workers: int) -> int:
+        """How many of `num_workers` workers have something to do."""
+
+    def split(self, rank: int, num_ranks: int) -> "Divisible":
+        """The share of a rank."""
+
+    def copy(self) -> "Divisible":
+        """A stream of its own at the same position."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+
+    def state_after(self, num_batches: int) -> dict[str, Any]:
+        """The position when so many more batches are given out."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Back to a position."""
+
+
+class TorchStream(IterableDataset[Any]):
+    """The batches of a stream as tensors; each iteration is an epoch.
+
+    It has a position of its own, which begins at the stream's. In a program of several ranks it is this rank's share,
+    unless the stream was split by hand. In a DataLoader it needs `batch_size=None`, since it gives whole batches.
+
+    Args:
+        stream: to take batches from.
+    """
+
+    def __init__(self, stream: Divisible) -> None:
+        super().__init__()
+        ranks = _ranks()
+        if stream.rank is None and ranks is not None:
+            self.stream = stream.split(*ranks)
+        else:
+            self.stream = stream.copy()
+        self._shared = _Shared()
+        self._num_iterations = 0
+        self._begun: dict[str, Any] | None = None
+        """The state that the iteration in this process began from; None where there is none."""
+        self._num_given = 0
+        self.load_state_dict(self.stream.state_dict())
+        self.counted = Counted(self)
+        """The position in loaders that count what they give out."""
+
+    def __len__(self) -> int:
+        """Batches that this rank gives in a whole epoch."""
+        return len(self.stream)
+
+    def __iter__(self) -> Iterator[Any]:
+        _refuse_collation(sys._getframe(1).f_locals.get("self"))
+        worker = get_worker_info()
+        number, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        epoch = self._take_epoch(number, is_worker=worker is not None)
+        state = self._shared.state
+        # Also for a later epoch: the order follows from its seed and its division of the budget.
+        self.stream.load_state_dict(state)
+        if epoch != state["epoch"]:
+            self.stream.set_epoch(epoch)
+        self._begun = self.stream.state_dict()
+        self._num_given = 0
+        return self._run(self._begun, number, num_workers)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch, from its beginning."""
+        self.load_state_dict(self._at(self._shared.state, epoch).state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: what this process, or this worker, has given out."""
+        worker = get_worker_info()
+        if self._begun is not None:
+            # All workers that work have given as many, as far as one of them can tell.
+            num_working = 1 if worker is None else self.stream.working(worker.num_workers)
+            return self.state_after(self._num_given * num_working, self._begun)
+        if worker is None and self._shared.is_taken:
+            raise BadInput(
+                "workers of a DataLoader make the batches, and the dataset doesn't know how many were given out. Use "
+                "`stream.loader(num_workers=...)`, which does, or iterate over `guard.batches(loader)`."
+            )
+        return self.next_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration begins where `state` was taken, whoever made it and with however many workers."""
+        self.stream.load_state_dict(state)
+        self._shared.state = state
+        self._shared.set_next(int(state["epoch"]))
+        self._begun = None
+
+    def next_state(self) -> dict[str, Any]:
+        """The state that the next iteration begins from."""
+        state = self._shared.state
+        epoch = self._shared.next_epoch
+        return state if epoch == state["epoch"] else self._at(state, epoch).state_dict()
+
+    def hold(self) -> dict[str, Any]:
+        """The state that the next iteration begins from; so do others, until `set_epoch` is called."""
+        state = self.next_state()
+        self._shared.set_next(int(state["epoch"]), is_held=True)
+        return state
+
+    def state_after(self, num_batches: int, begun: dict[str, Any]) -> dict[str, Any]:
+        """The state when an iteration that began from `begun` has given out so many batches."""
+        twin = self.stream.copy()
+        twin.load_state_dict(begun)
+        return twin.state_after(num_batches)
+
+    def _at(self, state: dict[str, Any], epoch: int) -> Divisible:
+        twin = self.stream.copy()
+        # The order follows from its seed and its division of the budget.
+        twin.load_state_dict(state)
+        twin.set_epoch(epoch)
+        return twin
+
+    def _take_epoch(self, number: int, *, is_worker: bool) -> int:
+        iteration, self._num_iterations = self._num_iterations, self._num_iterations + 1
+        if not is_worker:
+            return self._shared.take()
+        # The processes of one iterator are made one after the other, so this names the iterator.
+        process: Any = multiprocessing.current_process()
+        group = int(process._identity[-1]) - number
+        if number == 0:
+            return self._shared.take(group, iteration)
+        return self._shared.taken_by(group, iteration)
+
+    def _run(self, begun: dict[str, Any], number: int, num_workers: int) -> Iterator[Any]:
+        batches = self.stream.part(number, num_workers)
+        try:
+            for batch in batches:
+                if self._begun is begun:
+                    self._num_given += 1
+                yield to_tensors(batch)
+                del batch
+        finally:
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
+        if self._begun is begun and get_worker_info() is None:
+            self._begun = None
+
+
+class _Shared:
+    """What all processes know of a dataset: the state it was brought to, and which epochs were begun since.
+
+    The memory is a tensor, which PyTorch shares with forked processes and with those that are started anew.
+    """
+
+    _SIZE = 2**15
+    _NUM_GROUPS = 16
+    # Numbers at the beginning: next epoch, whether it is kept, whether workers began one, how many they began, length
+    # and version of the state; then of each group of workers its name, its iteration and the epoch that it took; then the state as
+    # text.
+    _NEXT, _IS_HELD, _IS_TAKEN, _NUM_TAKEN, _LENGTH, _VERSION, _GROUPS = range(7)
+    _TEXT = (_GROUPS + 3 * _NUM_GROUPS) * 8
+
+    def __init__(self) -> None:
+        self._block = torch.zeros(self._SIZE, dtype=torch.uint8).share_memory_()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy that wasn't made to start a process is a dataset of its own.
+        self._block = state["_block"].share_memory_()
+
+    @property
+    def _numbers(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        numbers: np.ndarray[Any, np.dtype[np.int64]] = self._block[: self._TEXT].numpy().view(np.int64)
+        return numbers
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that the next iteration takes."""
+        return int(self._numbers[self._NEXT])
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether workers have begun an epoch since the position was last set."""
+        return bool(self._numbers[self._IS_TAKEN])
+
+    def set_next(self, epoch: int, *, is_held: bool = False) -> None:
+        """The next iteration takes this epoch; with `is_held` it stays the next one."""
+        numbers = self._numbers
+        numbers[self._NEXT], numbers[self._IS_HELD], numbers[self._IS_TAKEN] = epoch, is_held, False
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state that the dataset was brought to."""
+        numbers = self._numbers
+        while True:
+            version, length = int(numbers[self._VERSION]), int(numbers[self._LENGTH])
+            text = self._block[self._TEXT : self._TEXT + length].numpy().tobytes()
+            if version % 2 == 0 and version == numbers[self._VERSION]:
+                found: dict[str, Any] = json.loads(text)
+                return found
+            time.sleep(0.001)  # it is being written
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        text = json.dumps(state).encode()
+        assert len(text) <= self._SIZE - self._TEXT, "the state of a stream is small"
+        numbers = self._numbers
+        numbers[self._VERSION] += 1
+        self._block[self._TEXT : self._TEXT + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        numbers[self._LENGTH] = len(text)
+        numbers[self._VERSION] += 1
+
+    def take(self, group: int | None = None, iteration: int = 0) -> int:
+        """The epoch that begins now, in this process or, with `group`, in workers."""
+        numbers = self._numbers
+        epoch = int(numbers[self._NEXT])
+        if not numbers[self._IS_HELD]:
+            numbers[self._NEXT] = epoch + 1
+        numbers[self._IS_TAKEN] = group is not None
+        if group is None:
+            return epoch
+        place = self._GROUPS + 3 * int(numbers[self._NUM_TAKEN] % self._NUM_GROUPS)
+        numbers[self._NUM_TAKEN] += 1
+        # The name last: who finds it may read the rest.
+        numbers[place] = -1
+        numbers[place + 1 : place + 3] = iteration, epoch
+        numbers[place] = group
+        return epoch
+
+    def taken_by(self, group: int, iteration: int) -> int:
+        """The epoch that the first worker of a group took, when it has."""
+        parent, deadline = os.getppid(), time.monotonic() + _BEGIN_SECONDS
+        while time.monotonic() < deadline and os.getppid() == parent:
+            rows = self._numbers[self._GROUPS :].reshape(-1, 3)
+            found = rows[(rows[:, 0] == group) & (rows[:, 1] == iteration)]
+            if len(found):
+                return int(found[0, 2])
+            time.sleep(0.001)
+        raise MemfitError(
+            "the first worker of the DataLoader has not begun the epoch. If other threads of the program start "
+            "processes at the same time, use `stream.loader(num_workers=...)`, which doesn't need to know them."
+        )
+
+
+class Counted:
+    """The position in iterations over loaders of a `TorchStream`, counted in the process that takes the batches.
+
+    Args:
+        dataset: of the loaders.
+    """
+
+    def __init__(self, dataset: TorchStream) -> None:
+        self._dataset = dataset
+        self._begun: dict[str, Any] | None = None
+        self._num_given = 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or the one that comes next, counted from 0."""
+        return int((self._begun or self._dataset.next_state())["epoch"])
+
+    def iterate(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The batches of the epoch that comes next, or what is left of the one that was loaded.
+
+        Args:
+            begin: makes the loader's iterator.
+        """
+        if self._begun is not None:
+            # It was left before its end.
+            self._end(self._begun)
+        # Held, because it is not known when workers come to take it.
+        begun = self._begun = self._dataset.hold()
+        self._num_given = 0
+        return self._run(begun, begin())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after what was given out, whatever workers have ready."""
+        if self._begun is None:
+            return self._dataset.next_state()
+        return self._dataset.state_after(self._num_given, self._begun)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration begins where `state` was taken."""
+        self._begun = None
+        self._dataset.load_state_dict(state)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch, from its beginning."""
+        self._begun = None
+        self._dataset.set_epoch(epoch)
+
+    def _run(self, begun: dict[str, Any], batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if self._begun is begun:
+                self._num_given += 1
+            yield batch
+            del batch
+        self._end(begun)
+
+    def _end(self, begun: dict[str, Any]) -> None:
+        if self._begun is begun:
+            self.set_epoch(int(begun["epoch"]) + 1)
+
+
+class StreamLoader(DataLoader[Any]):
+    """A DataLoader over a stream, which can be saved and resumed at the exact batch.
+
+    What workers have ready stays within the stream's budget. It draws no random numbers of the program's. Its state is
+    the same whatever the number of workers, and of ranks.
+
+    Args:
+        stream: to take batches from.
+        num_workers: processes that make batches; fewer are started where there is nothing to do for more, or no room in
+            the budget or in /dev/shm.
+        options: of PyTorch's DataLoader, such as pin_memory; `persistent_workers` is True if not given.
+    """
+
+    def __init__(self, stream: Divisible, num_workers: int = 0, **options: Any) -> None:
+        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
+            raise BadInput(f"num_workers must be a whole number of at least 0, but {num_workers!r} was given.")
+        refused = sorted(_DECIDED & options.keys())
+        if refused:
+            raise BadInput(
+                f"a loader of a stream takes no {refused[0]}: {_DECIDED_BY.get(refused[0], 'the stream decides it')}."
+            )
+        dataset = TorchStream(stream)
+        pin_memory = bool(options.pop("pin_memory", False))
+        num_workers, prefetch_factor = _room(dataset.stream, num_workers, pin_memory=pin_memory)
+        is_persistent = bool(options.pop("persistent_workers", True)) and num_workers > 0
+        super().__init__(
+            dataset,
+            batch_size=None,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            persistent_workers=is_persistent,
+            prefetch_factor=prefetch_factor,
+            # PyTorch's own would make lists of tuples.
+            collate_fn=options.pop("collate_fn", _as_it_is),
+            # Of its own, so that the program's random numbers are the same with any number of workers.
+            generator=torch.Generator(),
+            **options,
+        )
+        self._counted = dataset.counted
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or the one that comes next, counted from 0."""
+        return self._counted.epoch
+
+    def __iter__(self) -> Any:
+        """The batches of the epoch that comes next, or what is left of the one that was loaded."""
+        return self._counted.iterate(super().__iter__)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after what was given out, whatever workers have ready."""
+        return self._counted.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration begins where `state` was taken."""
+        self._counted.load_state_dict(state)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch, from its beginning."""
+        self._counted.set_epoch(epoch)
+
+
+class CountedLoader:
+    """A DataLoader over a `TorchStream` that the user made, with a state as `StreamLoader` has.
+
+    Args:
+        loader: with `batch_size=None`.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]") -> None:
+        assert isinstance(loader.dataset, TorchStream)
+        self.loader = loader
+        self._counted = loader.dataset.counted
+
+    @property
+    def generator(self) -> Any:
+        """What the loader draws its workers' seed from."""
+        return self.loader.generator
+
+    @property
+    def persistent_workers(self) -> bool:
+        """Whether workers are kept between epochs, so that a seed is drawn for them once."""
+        return self.loader.persistent_workers
+
+    @property
+    def _iterator(self) -> Any:
+        return self.loader._iterator
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._counted.iterate(self.loader.__iter__)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after what was given out, whatever workers have ready."""
+        return self._counted.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration begins where `state` was taken."""
+        self._counted.load_state_dict(state)
+
+
+class TorchRandomness:
+    """PyTorch's random numbers on the CPU, which transforms draw from."""
+
+    def save(self) -> Any:
+        """The state of now."""
+        return torch.default_generator.get_state()
+
+    def restore(self, state: Any) -> None:
+        """Back to a state."""
+        torch.default_generator.set_state(state)
+
+    def seed(self, number: int) -> None:
+        """Begin at a number."""
+        # `torch.manual_seed` would seed devices too, which takes longer than most transforms.
+        torch.default_generator.manual_seed(number)
+
+
+def is_stream(value: Any) -> bool:
+    """Whether it is a stream of arrays, of which a `StreamLoader` can be made."""
+    return all(hasattr(value, name) for name in ("part", "working", "split", "state_after", "load_state_dict"))
+
+
+def is_over_stream(loader: Any) -> bool:
+    """Whether it is a DataLoader that a user made over a `TorchStream`."""
+    is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    return is_plain and loader.batch_size is None and isinstance(loader.dataset, TorchStream)
+
+
+def to_tensors(batch: Any) -> Any:
+    """The batch with tensors in the place of arrays, which they share their memory with."""
+    if isinstance(batch, np.ndarray):
+        return _tensor(batch)
+    if isinstance(batch, dict):
+        return {key: to_tensors(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_tensors(value) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_tensors(value) for value in batch)
+    return _tensor(np.asarray(batch)) if isinstance(batch, np.generic) else batch
+
+
+def _tensor(array: np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides) or not array.dtype.isnative:
+        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        if array.dtype.kind != "u":
+            raise BadInput(
+                f"an array of {array.dtype} can't become a tensor. Leave the column out with columns=..., or turn it "
+                "into numbers in a transform."
+            ) from None
+        # Earlier versions of PyTorch have no unsigned types but that of bytes.
+        return torch.from_numpy(array.astype(f"i{min(8, 2 * array.dtype.itemsize)}"))
+
+
+def _ranks() -> tuple[int, int] | None:
+    if distributed.is_available() and distributed.is_initialized():
+        return (distributed.get_rank(), distributed.get_world_size()) if distributed.get_world_size() > 1 else None
+    return env.launched_rank()
+
+
+def _refuse_collation(caller: Any) -> None:
+    """Raises if the iterator is made by a DataLoader that would make batches of batches."""
+    if getattr(caller, "auto_collation", False) and isinstance(getattr(caller, "dataset", None), TorchStream):
+        raise BadInput(
+            "the stream gives whole batches, and this DataLoader would make batches of them. Give the DataLoader "
+            "batch_size=None, and the stream the batch_size; or use `stream.loader(num_workers=...)`."
+        )
+
+
+def _room(stream: Divisible, num_workers: int, *, pin_memory: bool) -> tuple[int, int | None]:
+    """How many workers have room for their batches, and how many batches each may have ready."""
+    if num_workers == 0:
+        return 0, None
+    num_workers = stream.working(num_workers)
+    batch_bytes = max(1, stream.batch_bytes)
+    # One is in the hands of the program, and one on its way to memory that a device copies from.
+    num_ahead = max(1, stream.in_flight_bytes // batch_bytes - 1 - int(pin_memory))
+    where = "the stream's budget"
+    shared = _free_shared_bytes()
+    if shared is not None and shared // batch_bytes - 1 < num_ahead:
+        num_ahead, where = max(0, shared // batch_bytes - 1), f"/dev/shm, which has {format_size(shared)} free,"
+    if num_ahead < num_workers:
+        _log.warning(
+            "%d of %d workers are used: %s has room for no more batches of %s. Give the stream more memory%s, or "
+            "smaller batches.",
+            *(num_ahead, num_workers, where, format_size(batch_bytes)),
+            " or the container a larger --shm-size" if where.startswith("/dev") else "",
+        )
+        num_workers = num_ahead
+    if num_workers == 0:
+        return 0, None
+    return num_workers, min(_MOST_PREFETCHED, math.floor(num_ahead / num_workers))
+
+
+def _free_shared_bytes() -> int | None:
+    """Room for batches of workers, which PyTorch hands over in /dev/shm; None where there is no such limit."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except (AttributeError, OSError):
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,182 @@
+"""Data larger than memory: what a file holds, another type or format, how fast it streams.
+
+Examples:
+  memfit data inspect train.h5
+  memfit data convert train.npy small.npy --dtype float32
+  memfit data bench train.parquet --batch-size 256
+
+Each has its own --help. Exit codes: 0 done, 2 bad usage or input, 130 interrupted
+"""
+
+import argparse
+
+from memfit.commands import EXIT_FITS, output
+from memfit.core.errors import BadInput
+
+_INSPECT = """What a file of samples holds, what loading it would cost, and how it will stream.
+
+Examples:
+  memfit data inspect train.npy
+  memfit data inspect train.h5 --columns images --labels labels --memory 256MiB
+  memfit data inspect "shards/*.parquet" --labels price --json
+
+Only headers are read, and a few blocks for a first look at the values.
+
+Exit codes: 0 done, 2 bad usage or input
+"""
+
+_CONVERT = """A file of samples in another type or format, whatever its size.
+
+Examples:
+  memfit data convert train.npy small.npy --dtype float32
+  memfit data convert train.csv train.parquet --labels price
+  memfit data convert train.npz folder
+  memfit data convert train.npy train.h5 --dtype float16 --chunk 1MiB --compress gzip
+
+DST ends in .npy, .h5 or .parquet, or is a folder, which gets one .npy file a field. Nothing is loaded
+as a whole, and DST appears when it is complete. What the new type does to the numbers is measured;
+numbers too large for it are refused. A conversion to .npy that was interrupted goes on where it was
+when the same is run again; others begin anew.
+
+Exit codes: 0 done, 2 bad usage or input, 130 interrupted
+"""
+
+_BENCH = """How fast a file of samples streams here, against reading the same bytes one after the other.
+
+Examples:
+  memfit data bench train.npy
+  memfit data bench train.h5 --batch-size 256 --memory 1GiB --num-workers 4 --seconds 20
+
+Before each of the two, the kernel is told to forget the files, so that the disk is measured and not a cache.
+
+Exit codes: 0 done, 2 bad usage or input
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments: three commands of its own."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    inspect = _add(actions, "inspect", _INSPECT)
+    inspect.add_argument("path", metavar="PATH", help="a file, a folder, or a pattern in quotes")
+    _add_choice(inspect)
+    _add_budget(inspect)
+    inspect.add_argument("--json", action="store_true", help="write JSON to standard output")
+
+    convert = _add(actions, "convert", _CONVERT)
+    convert.add_argument("source", metavar="SRC", help="a file, a folder, or a pattern in quotes")
+    convert.add_argument("destination", metavar="DST", help="a .npy, .h5 or .parquet file, or a folder")
+    convert.add_argument("--dtype", metavar="TYPE", help="float32, float16, ...; as stored by default")
+    convert.add_argument(
+        "--chunk",
+        metavar="SIZE",
+        help="written at a time, and in one HDF5 chunk or row group; default 16MiB for .npy, 1MiB for the others",
+    )
+    _add_choice(convert)
+    convert.add_argument("--compress", metavar="METHOD", help="gzip or lzf for .h5; gzip, snappy or zstd for .parquet")
+    convert.add_argument("--allow-overflow", action="store_true", help="let numbers that are too large become infinite")
+    convert.add_argument("--overwrite", action="store_true", help="replace DST, and discard another unfinished one")
+    convert.add_argument("--json", action="store_true", help="write JSON to standard output")
+    convert.add_argument("--quiet", "-q", action="store_true", help="no progress bar and no report")
+
+    bench = _add(actions, "bench", _BENCH)
+    bench.add_argument("path", metavar="PATH", help="a file, a folder, or a pattern in quotes")
+    _add_choice(bench)
+    _add_budget(bench)
+    bench.add_argument("--num-workers", type=int, default=0, metavar="N", help="processes that make batches; default 0")
+    bench.add_argument("--seconds", type=float, default=5.0, metavar="S", help="for each measurement; default 5")
+    bench.add_argument("--json", action="store_true", help="write JSON to standard output")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Inspects, converts or measures, and reports."""
+    {"inspect": _inspect, "convert": _convert, "bench": _bench}[arguments.action](arguments)
+    return EXIT_FITS
+
+
+def _add(
+    actions: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str
+) -> argparse.ArgumentParser:
+    summary, _, rest = text.partition("\n")
+    return actions.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=rest.strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--columns", metavar="A,B", help="columns, keys or datasets that are features")
+    parser.add_argument("--labels", metavar="NAME", help="the one that is the label, or a file of labels")
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--memory", default="512MiB", metavar="SIZE", help="budget of the stream; default 512MiB")
+    parser.add_argument("--batch-size", "-b", type=int, default=32, metavar="N", help="samples of a batch; default 32")
+
+
+def _columns(given: str | None) -> list[str] | None:
+    if given is None:
+        return None
+    names = [name.strip() for name in given.split(",")]
+    if not all(names):
+        raise BadInput(f"--columns {given!r} has an empty name in it. Write names with commas between: --columns a,b")
+    return names
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from memfit.data.inspection import inspect
+
+    found = inspect(
+        arguments.path,
+        columns=_columns(arguments.columns),
+        labels=arguments.labels,
+        memory=arguments.memory,
+        batch_size=arguments.batch_size,
+    )
+    if arguments.json:
+        output.print_json(found.to_json())
+    else:
+        output.print_inspection(found)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from memfit.data.convert import convert
+
+    with output.transfer_progress("converting", quiet=arguments.quiet or arguments.json) as progress:
+        done = convert(
+            arguments.source,
+            arguments.destination,
+            dtype=arguments.dtype,
+            chunk=arguments.chunk,
+            columns=_columns(arguments.columns),
+            labels=arguments.labels,
+            compression=arguments.compress,
+            allow_overflow=arguments.allow_overflow,
+            overwrite=arguments.overwrite,
+            progress=progress,
+        )
+    if arguments.json:
+        output.print_json(done.to_json())
+    elif not arguments.quiet:
+        output.print_conversion(done)
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from memfit.data.speed import measure_speed
+
+    with output.progress("measuring", quiet=arguments.json):
+        found = measure_speed(
+            arguments.path,
+            columns=_columns(arguments.columns),
+            labels=arguments.labels,
+            batch_size=arguments.batch_size,
+            memory=arguments.memory,
+            num_workers=arguments.num_workers,
+            seconds=arguments.seconds,
+        )
+    if arguments.json:
+        output.print_json(found.to_json())
+    else:
+        output.print_speed(found)

@@ -1,0 +1,277 @@
+"""An array in a file that is indexed like one in memory, of which only the rows asked for are read.
+
+`np.load(path, mmap_mode="r")` promises the same, but leaves the pages of all that was touched in memory until the
+kernel wants them back, ignores the mode for .npz, and knows neither HDF5 nor remote files. Here rows are read by blocks
+into a new array and their pages are given back. Rows that lie close together are read in one go.
+"""
+
+import operator
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from types import EllipsisType, TracebackType
+from typing import Any
+
+import numpy as np
+
+from memfit.core.errors import BadFile, BadInput
+from memfit.data.files import is_remote, open_file
+from memfit.data.source import Array, Source
+from memfit.data.sources.npy import NpySource
+from memfit.data.sources.npz import NpzSource, list_members
+from memfit.data.sources.opening import kind_of, missing
+
+_BLOCK_BYTES = 4 << 20
+"""Bytes read at once where not all of them are kept."""
+_GAP_BYTES = 32 << 10
+"""Unwanted bytes between two rows that cost less to read than a second call."""
+
+
+class ArrayFile:
+    """An array in a file, read where it is indexed.
+
+    The first index may be a number, a slice, a list or array of numbers, or a mask; further indices apply to the rows
+    that were read. All give what numpy gives for the whole array. `np.asarray` of it loads it all.
+
+    Args:
+        source: with a single field.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._field = source.fields[0]
+
+    @property
+    def name(self) -> str:
+        """Its path."""
+        return self._source.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of its axes."""
+        return (self._source.num_samples, *self._field.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """As stored, in this machine's byte order."""
+        return self._field.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return self.nbytes // self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it would take in memory."""
+        return self._source.num_samples * self._field.sample_bytes
+
+    def __len__(self) -> int:
+        return self._source.num_samples
+
+    def __getitem__(self, index: Any) -> Any:
+        first, rest = _split(index, self.shape)
+        if isinstance(first, slice):
+            return self._slice(first, rest)
+        if isinstance(first, int):
+            row = self._checked(first)
+            return self._run(row, row + 1)[(0, *rest)]
+        wanted = np.where(first < 0, first + len(self), first)
+        if wanted.size and not (wanted.min() >= 0 and wanted.max() < len(self)):
+            bad = int(first[(wanted < 0) | (wanted >= len(self))].flat[0])
+            raise IndexError(f"index {bad} is out of bounds: {self.name} has {len(self)} rows")
+        rows, places = np.unique(wanted, return_inverse=True)
+        return self._gather(rows)[(places.reshape(wanted.shape), *rest)]
+
+    def __iter__(self) -> Iterator[Any]:
+        step = max(1, _BLOCK_BYTES // max(1, self._field.sample_bytes))
+        for start in range(0, len(self), step):
+            yield from self._run(start, min(start + step, len(self)))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError(f"{self.name} is in a file: an array of it is always a copy")
+        whole = self._run(0, len(self))
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def close(self) -> None:
+        """Closes the file; indexing opens it again."""
+        self._source.close()
+
+    def __enter__(self) -> "ArrayFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"ArrayFile({self.name!r}, shape={self.shape}, dtype={self.dtype})"
+
+    def _slice(self, rows: slice, rest: tuple[Any, ...]) -> Array:
+        wanted = range(*rows.indices(len(self)))
+        if not rest:
+            return self._range(wanted)
+        # Where the first axis stays the first one, all that is cut away needn't be in memory at once.
+        if not all(part is None or isinstance(part, slice | int) for part in rest):
+            found: Array = self._range(wanted)[(slice(None), *rest)]
+            return found
+        step = max(1, _BLOCK_BYTES // max(1, self._field.sample_bytes))
+        starts = range(0, max(1, len(wanted)), step)
+        parts = [self._range(wanted[start : start + step])[(slice(None), *rest)] for start in starts]
+        return np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0])
+
+    def _range(self, rows: range) -> Array:
+        if not rows:
+            return np.empty((0, *self.shape[1:]), self.dtype)
+        if rows.step == 1:
+            return self._run(rows.start, rows.stop)
+        ascending = rows if rows.step > 0 else rows[::-1]
+        found = self._gather(np.arange(ascending.start, ascending.stop, ascending.step))
+        return found if rows.step > 0 else found[::-1].copy()
+
+    def _run(self, start: int, stop: int) -> Array:
+        out: Array = np.empty((stop - start, *self.shape[1:]), self.dtype)
+        self._fill(start, out)
+        return out
+
+    def _fill(self, start: int, out: Array) -> None:
+        """Reads rows from `start` on and gives their pages back, part by part."""
+        step = max(1, _BLOCK_BYTES // max(1, self._field.sample_bytes))
+        for first in range(0, len(out), step):
+            part = out[first : first + step]
+            self._source.read(start + first, start + first + len(part), [part])
+            self._source.drop(start + first, start + first + len(part))
+
+    def _gather(self, rows: Array) -> Array:
+        """Rows in ascending order."""
+        out: Array = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        row_bytes = max(1, self._field.sample_bytes)
+        jumps = np.flatnonzero((np.diff(rows) - 1) * row_bytes > _GAP_BYTES) + 1
+        bounds = [0, *jumps.tolist(), len(rows)] if len(rows) else []
+        for first, last in pairwise(bounds):
+            self._gather_near(rows[first:last], out[first:last], max(1, _BLOCK_BYTES // row_bytes))
+        return out
+
+    def _gather_near(self, rows: Array, out: Array, step: int) -> None:
+        """Rows that lie close together, a block at a time."""
+        done = 0
+        while done < len(rows):
+            start = int(rows[done])
+            end = int(np.searchsorted(rows, start + step))
+            stop = int(rows[end - 1]) + 1
+            if stop - start == end - done:
+                self._fill(start, out[done:end])
+            else:
+                out[done:end] = self._run(start, stop)[rows[done:end] - start]
+            done = end
+
+    def _checked(self, row: int) -> int:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"index {row} is out of bounds: {self.name} has {len(self)} rows")
+        return row % len(self)
+
+
+def open_array(path: str | os.PathLike[str], *, key: str | None = None) -> ArrayFile:
+    """An array in a file, to be indexed without loading it.
+
+    Any run of rows of a .npy file, or of an .npz or HDF5 file that isn't compressed, costs no more than its bytes. A
+    compressed .npz is unpacked from its beginning for each read that goes back.
+
+    Args:
+        path: a .npy, .npz or HDF5 file, or the address of one.
+        key: which array of an .npz file, dataset of an HDF5 file or column of a structured array; needed where there
+            are several.
+
+    Raises:
+        BadFile: it can't be read as such a file.
+        BadInput: no such key, or several arrays and no key.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise BadInput(f"the path of a .npy, .npz or HDF5 file is needed, and {path!r} was given")
+    name = os.fspath(path)
+    if not is_remote(name) and not os.path.exists(os.path.expanduser(name)):
+        raise BadFile(missing(name))
+    source = _open(name, kind_of(name), key)
+    if len(source.fields) != 1:
+        names = ", ".join(repr(field.name) for field in source.fields)
+        raise BadInput(f"{source.name} has several arrays: {names}. Choose one with key=...")
+    return ArrayFile(source)
+
+
+def _open(name: str, kind: str, key: str | None) -> Source:
+    columns = None if key is None else [key]
+    if kind == "npy":
+        return NpySource(name, columns=columns)
+    if kind == "npz":
+        keys = list(list_members(open_file(name))) if columns is None else columns
+        if len(keys) > 1:
+            raise BadInput(f"{name!r} has several arrays: {', '.join(map(repr, keys))}. Choose one with key=...")
+        return NpzSource(name, columns=keys)
+    if kind == "hdf5":
+        from memfit.data.sources.hdf5 import open_hdf5
+
+        return open_hdf5(name, columns=columns, labels=None)
+    raise BadInput(
+        f"{name!r} is of the kind {kind}, which has no rows that can be read by themselves; .npy, .npz and HDF5 have. "
+        "memfit.stream gives it batch by batch."
+    )
+
+
+def _split(index: Any, shape: tuple[int, ...]) -> tuple[int | slice | Array, tuple[Any, ...]]:
+    """The index of the first axis, as a number, slice or array of numbers, and those of the others."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    parts = [part if _is_simple(part) else _numbers(part) for part in parts]
+    used = sum(_num_axes(part) for part in parts)
+    if used > len(shape):
+        raise IndexError(f"{used} axes are indexed, and there are {len(shape)}")
+    places = [place for place, part in enumerate(parts) if part is Ellipsis]
+    if len(places) > 1:
+        raise IndexError("an index can have a single ellipsis ('...')")
+    for place in places:
+        parts[place : place + 1] = [slice(None)] * (len(shape) - used)
+    if not parts:
+        parts = [slice(None)]
+    if parts[0] is None:
+        raise IndexError("a new axis can't come before the rows of a file; add it to what was read")
+    _check_mask(parts[0], shape)
+    masks = [np.nonzero(part) if isinstance(part, np.ndarray) and part.dtype == bool else (part,) for part in parts]
+    first, *rest = (part for mask in masks for part in mask)
+    return first, tuple(rest)
+
+
+def _check_mask(part: Any, shape: tuple[int, ...]) -> None:
+    is_mask = isinstance(part, np.ndarray) and part.dtype == bool
+    if is_mask and part.shape != shape[: part.ndim]:
+        raise IndexError(f"a mask of the shape {part.shape} was given, and the array has the shape {shape}")
+
+
+def _is_simple(part: Any) -> bool:
+    return part is None or isinstance(part, slice | EllipsisType)
+
+
+def _numbers(part: Any) -> int | Array:
+    """A number, an array of numbers or a mask."""
+    try:
+        if not isinstance(part, bool | np.bool_):
+            return operator.index(part)
+    except TypeError:
+        pass
+    array = np.asarray(part)
+    if array.size == 0 and not isinstance(part, np.ndarray):
+        array = array.astype(np.intp)
+    if array.ndim == 0 or array.dtype.kind not in "iub":
+        raise IndexError(f"numbers, slices, lists or arrays of numbers, and masks are indices; {part!r} is none")
+    return array if array.dtype == bool else array.astype(np.int64)
+
+
+def _num_axes(part: Any) -> int:
+    if part is None or part is Ellipsis:
+        return 0
+    return part.ndim if isinstance(part, np.ndarray) and part.dtype == bool else 1

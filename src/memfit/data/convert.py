@@ -1,0 +1,306 @@
+"""A file of samples in another type or format, whatever its size: `memfit data convert`.
+
+Nothing is loaded as a whole, nothing appears at the destination before it is complete, and what the new type did to the
+numbers is measured and reported. An interrupted conversion to .npy goes on where it was.
+"""
+
+import contextlib
+import glob
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from memfit.core.errors import BadFile, BadInput
+from memfit.core.units import format_size, parse_size
+from memfit.data.journal import Journal
+from memfit.data.precision import Statistics, parse_dtype, target_dtypes
+from memfit.data.transfer import Progress, Transfer, free_bytes
+from memfit.data.writing import Target, plan_target
+
+# What a folder that this module wrote may hold, so that replacing it can't delete anything else.
+_OWN_SUFFIXES = (".npy",)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedField:
+    """One field before and after.
+
+    Attributes:
+        name: of the field.
+        shape: of one sample.
+        dtype_before: as it was stored.
+        dtype_after: as it is stored now.
+        statistics: of its values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype_before: str
+    dtype_after: str
+    statistics: Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a conversion did; everything in it is measured.
+
+    Attributes:
+        source: name of what was read.
+        destination: path of what was written.
+        num_samples: in both.
+        fields: before and after.
+        source_bytes: size on disk before; of the samples, where the source isn't a local file.
+        destination_bytes: size on disk after.
+        seconds: that it took, without what earlier runs had done.
+        resumed_at: samples that an interrupted run before this one had done.
+    """
+
+    source: str
+    destination: str
+    num_samples: int
+    fields: tuple[ConvertedField, ...]
+    source_bytes: int
+    destination_bytes: int
+    seconds: float
+    resumed_at: int = 0
+
+    @property
+    def max_relative_error(self) -> float:
+        """Of values that stay ordinary numbers; those that became zero or subnormal are counted instead."""
+        return max((field.statistics.max_relative_error for field in self.fields), default=0.0)
+
+    @property
+    def max_absolute_error(self) -> float:
+        """Of values that stay finite."""
+        return max((field.statistics.max_absolute_error for field in self.fields), default=0.0)
+
+    @property
+    def num_underflow(self) -> int:
+        """Values that became zero or subnormal."""
+        return sum(field.statistics.num_zeroed + field.statistics.num_subnormal for field in self.fields)
+
+    @property
+    def num_overflow(self) -> int:
+        """Values that became infinite."""
+        return sum(field.statistics.num_overflow for field in self.fields)
+
+    @property
+    def num_nan(self) -> int:
+        """Values that were no numbers before."""
+        return sum(field.statistics.num_nan for field in self.fields)
+
+    @property
+    def num_infinite(self) -> int:
+        """Values that were infinite before."""
+        return sum(field.statistics.num_infinite for field in self.fields)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        totals = ("max_relative_error", "max_absolute_error", "num_underflow", "num_overflow", "num_nan")
+        return {
+            "format": "memfit conversion",
+            "version": 1,
+            "origin": "measured",
+            **asdict(self),
+            **{name: getattr(self, name) for name in (*totals, "num_infinite")},
+        }
+
+
+def convert(
+    source: Any,
+    destination: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    chunk: str | int | None = None,
+    columns: Any = None,
+    labels: Any = None,
+    compression: str | None = None,
+    allow_overflow: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Writes the samples of `source` to `destination`, in another type or format.
+
+    Args:
+        source: a path, or anything else that `memfit.stream` takes.
+        destination: a file that ends in .npy, .h5 or .parquet, or a folder for one .npy file a field.
+        dtype: for floating fields, or for features that are integers; None for the types they have.
+        chunk: bytes that are read and written at a time, and of an HDF5 chunk or a Parquet row group. By default 16
+            MiB for .npy and 1 MiB for the others, which shuffle the better the smaller their chunks are.
+        columns: as for `memfit.stream`.
+        labels: as for `memfit.stream`.
+        compression: "gzip" or "lzf" for HDF5, "gzip", "snappy" or "zstd" for Parquet.
+        allow_overflow: let values become infinite that are too large for the new type.
+        overwrite: replace what is at the destination, and discard the unfinished file of another conversion.
+        progress: called with the bytes of the source that are done, and all of them.
+
+    Raises:
+        BadInput: values don't fit the new type, or the options don't suit the data.
+        BadFile: the source is damaged, or the destination can't be written or is there already.
+    """
+    from memfit.data.sources.opening import open_source
+
+    began = time.perf_counter()
+    kind = parse_dtype(dtype)
+    chunk_bytes = None if chunk is None else parse_size(chunk)
+    path = _local(destination)
+    read = list(paths_of(source))
+    _check_places(path, read, overwrite=overwrite)
+    opened = open_source(source, columns=columns, labels=labels)
+    try:
+        fields = opened.fields
+        _check_fields(fields)
+        dtypes = target_dtypes(fields, kind)
+        new = tuple(replace(field, dtype=dtype) for field, dtype in zip(fields, dtypes, strict=True))
+        sample_bytes = sum(field.sample_bytes for field in fields)
+        target = plan_target(
+            path,
+            new,
+            opened.num_samples,
+            read_bytes=sample_bytes,
+            chunk_bytes=chunk_bytes,
+            compression=compression,
+        )
+        journal = Journal(path)
+        with _writable(path, journal):
+            _check_room(path, target, journal)
+            done = Transfer(
+                opened,
+                target,
+                journal,
+                {"columns": repr(columns), "labels": repr(labels), "allow_overflow": allow_overflow},
+                allow_overflow=allow_overflow,
+                discard_other=overwrite,
+                progress=progress,
+            ).run()
+        name, num_samples = opened.name, opened.num_samples
+    finally:
+        opened.close()
+    return Conversion(
+        name,
+        str(path),
+        num_samples,
+        tuple(
+            ConvertedField(field.name, field.shape, field.dtype.name, after.name, statistics)
+            for field, after, statistics in zip(fields, dtypes, done.statistics, strict=True)
+        ),
+        size_on_disk(read) or num_samples * sample_bytes,
+        size_on_disk([path]),
+        time.perf_counter() - began,
+        done.resumed_at,
+    )
+
+
+def paths_of(source: Any) -> Iterator[Path]:
+    """Local paths in what a user gave as source, pairs, lists and dicts included."""
+    if isinstance(source, str | os.PathLike):
+        text = os.fspath(source)
+        if isinstance(text, str) and "://" not in text:
+            path = Path(text).expanduser()
+            if not path.exists() and any(character in text for character in "*?["):
+                yield from (Path(found) for found in sorted(glob.glob(str(path), recursive=True)))
+            else:
+                yield path
+    elif isinstance(source, Mapping):
+        for value in source.values():
+            yield from paths_of(value)
+    elif isinstance(source, Sequence):
+        for value in source:
+            yield from paths_of(value)
+
+
+def size_on_disk(paths: Sequence[Path]) -> int:
+    """Bytes of files, and of all files in folders."""
+    total = 0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if path.is_dir():
+                total += size_on_disk([each for each in path.rglob("*") if each.is_file()])
+            else:
+                total += path.stat().st_size
+    return total
+
+
+def _local(destination: str | os.PathLike[str]) -> Path:
+    text = os.fspath(destination)
+    if "://" in text:
+        raise BadInput(f"{text!r} is not a local path. Convert to a local file first, and copy that.")
+    if not text or "\0" in text:
+        raise BadInput(f"{text!r} is not a path. Name a file that ends in .npy, .h5 or .parquet, or a folder.")
+    path = Path(text).expanduser()
+    if not path.name or path.name == "..":
+        path = path.absolute()
+        raise BadInput(f"{str(path)!r} can't be replaced. Name a new file or folder in it.")
+    return path
+
+
+def _check_places(path: Path, read: Sequence[Path], *, overwrite: bool) -> None:
+    target = path.resolve()
+    for each in read:
+        place = each.resolve()
+        if place == target or (each.exists() and path.exists() and os.path.samefile(each, path)):
+            raise BadInput(f"{str(path)!r} is both source and destination. Name another destination.")
+        if place in target.parents and each.is_dir():
+            raise BadInput(
+                f"{str(path)!r} lies inside the source {str(each)!r}, which it would become a part of. Name a "
+                "destination beside it."
+            )
+        if target in place.parents:
+            raise BadInput(
+                f"the source {str(each)!r} lies inside the destination {str(path)!r}, which is replaced as a whole. "
+                "Name another folder."
+            )
+    if not path.exists():
+        return
+    if not overwrite:
+        raise BadFile(f"{str(path)!r} is there already. Replace it with --overwrite (overwrite=True), or name another.")
+    if path.is_dir():
+        foreign = [each.name for each in path.iterdir() if each.is_dir() or each.suffix not in _OWN_SUFFIXES]
+        if foreign:
+            raise BadFile(
+                f"the folder {str(path)!r} holds {foreign[0]!r}, which is no .npy file, and replacing the folder would "
+                "delete it. Name another folder."
+            )
+    elif not path.is_file():
+        raise BadFile(f"{str(path)!r} is not a file. Name another destination.")
+
+
+def _check_fields(fields: Sequence[Any]) -> None:
+    for field in fields:
+        if field.is_ragged:
+            raise BadInput(
+                f"the samples of {field.name!r} differ in shape, and a file of samples has one shape. Bring them to "
+                "one first, such as by resizing the images."
+            )
+
+
+@contextlib.contextmanager
+def _writable(path: Path, journal: Journal) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = journal.locked(wait=False)
+        lock.__enter__()
+    except OSError as error:
+        raise BadFile(
+            f"{str(path)!r} can't be written: {error.strerror or error}. Name another destination."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.__exit__(None, None, None)
+
+
+def _check_room(path: Path, target: Target, journal: Journal) -> None:
+    free = free_bytes(path.parent)
+    # How well it compresses shows only at the end.
+    if free is None or target.compression is not None:
+        return
+    needed = target.size_bytes - size_on_disk([journal.part])
+    if needed > free:
+        raise BadFile(
+            f"{str(path)!r} would take {format_size(target.size_bytes)}, and its disk has {format_size(free)} left. "
+            "Make room, name a destination on another disk, or choose a narrower type such as --dtype float16."
+        )

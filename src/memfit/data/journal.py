@@ -1,0 +1,151 @@
+"""How far an unfinished file has come, so that a killed conversion goes on instead of beginning again.
+
+The unfinished file lies hidden beside its destination, and beside it a journal that names the source, the options and
+the number of samples that are safely on disk. The journal is replaced as a whole, and only after the samples that it
+speaks of were forced to disk: whatever it says is true, whenever the process was killed. A lock, which the system
+releases when its holder dies, keeps a second process from writing to the same place.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from memfit.core.errors import BadFile
+
+try:
+    import fcntl
+except ImportError:  # Windows: two conversions to one place go unnoticed there
+    fcntl = None  # type: ignore[assignment,unused-ignore]
+
+_POLL_SECONDS = 0.2
+
+
+class Journal:
+    """The unfinished file of one destination and what is known of it.
+
+    Args:
+        destination: where the finished file goes.
+    """
+
+    def __init__(self, destination: Path) -> None:
+        self.destination = destination
+        self.part = destination.with_name(f".{destination.name}.memfit-part")
+        self.path = destination.with_name(f".{destination.name}.memfit-part.json")
+        self._lock = destination.with_name(f".{destination.name}.memfit-lock")
+
+    def read(self) -> dict[str, Any] | None:
+        """What was written last; None where there is nothing that can be used."""
+        try:
+            data = json.loads(self.path.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return data if isinstance(data, dict) else None
+
+    def write(self, data: dict[str, Any]) -> None:
+        """Replaces what was written; the data that it speaks of must be on disk by now."""
+        write_whole(self.path, json.dumps(data).encode())
+
+    def discard(self) -> None:
+        """Removes the unfinished file and the journal."""
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        remove(self.part)
+
+    def finish(self) -> None:
+        """Puts the finished file, which must be on disk, in its place."""
+        self.part.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.destination.with_name(f".{self.destination.name}.memfit-old")
+        remove(aside)
+        if self.destination.is_dir() and not self.destination.is_symlink():
+            # A folder can't be replaced by another in one step.
+            self.destination.rename(aside)
+        os.replace(self.part, self.destination)
+        sync_folder(self.destination.parent)
+        remove(aside)
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    @contextmanager
+    def locked(self, *, wait: bool) -> Iterator[None]:
+        """Nobody else writes to this destination meanwhile.
+
+        Args:
+            wait: for another process that does; otherwise that is an error.
+
+        Raises:
+            BadFile: another process is at it.
+        """
+        if fcntl is None:
+            yield
+            return
+        descriptor = self._acquire(wait)
+        try:
+            yield
+        finally:
+            # Removed while it is still held: whoever waits for it finds that it is gone, and makes its own.
+            with contextlib.suppress(OSError):
+                self._lock.unlink()
+            os.close(descriptor)
+
+    def _acquire(self, wait: bool) -> int:
+        while True:
+            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                if not wait:
+                    raise BadFile(
+                        f"another process is writing {str(self.destination)!r} now. Wait until it is done, or name "
+                        "another destination."
+                    ) from None
+                time.sleep(_POLL_SECONDS)
+                continue
+            except OSError:
+                # Some network file systems have no locks.
+                return descriptor
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.stat(self._lock), os.fstat(descriptor)):
+                    return descriptor
+            os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a small file so that it is there entirely or not at all, also after a loss of power."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Forces the names in a folder to disk, where the system can do that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a folder; nothing happens where there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()

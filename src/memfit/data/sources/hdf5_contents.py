@@ -1,0 +1,283 @@
+"""What is in an HDF5 file, which of it is streamed, and how much memory reading it takes.
+
+An HDF5 file is a tree of datasets, of which the user names those to use, or their names say it: one with `images` and
+`labels` needs no explanation. Everything that can't be streamed is found out here, from the file's table of contents,
+before a sample is read.
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memfit.core.errors import BadFile, BadInput, MissingDependency
+from memfit.core.units import MIB
+from memfit.data.source import Field
+from memfit.data.sources.table_fields import describe_unknown
+
+FEATURE_NAMES = ("x", "images", "data", "features")
+LABEL_NAMES = ("y", "labels", "targets", "label")
+
+# Small datasets, such as labels, stay in the cache whole: their chunks are shared by many blocks of the features.
+_SMALL_BYTES = 2 * MIB
+# Values that are converted on their way are read in pieces of this size.
+PIECE_BYTES = 1 * MIB
+# The library's cache for its own tables of contents may grow to 32 MiB if it is let.
+MOST_METADATA_BYTES = 8 * MIB
+# Where chunks lie is remembered for no more chunks than this; beyond it the file's pages are dropped as a whole.
+MOST_INDEXED = 2**18
+_MOST_LISTED = 50
+_FILTERS = {
+    32000: "lzf",
+    32001: "blosc",
+    32004: "lz4",
+    32008: "bitshuffle",
+    32013: "zfp",
+    32015: "zstd",
+    32017: "sz",
+    32026: "blosc2",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """A dataset that is streamed.
+
+    Attributes:
+        path: in the file.
+        field: what it is to the samples.
+        num_samples: its length.
+        chunks: its chunks' shape; None where it is stored in one piece.
+        is_filtered: whether chunks have to be unpacked.
+    """
+
+    path: str
+    field: Field
+    num_samples: int
+    chunks: tuple[int, ...] | None
+    is_filtered: bool
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of one chunk, unpacked."""
+        return 0 if self.chunks is None else math.prod(self.chunks) * self.field.dtype.itemsize
+
+    @property
+    def chunk_grid(self) -> tuple[int, ...]:
+        """Chunks along each axis of a sample."""
+        return () if self.chunks is None else tuple(map(ceil_divide, self.field.shape, self.chunks[1:]))
+
+    @property
+    def cache_bytes(self) -> int:
+        """For the chunks that one run of samples lies in, or for all of a small dataset."""
+        if self.chunks is None:
+            return 0
+        row_bytes = math.prod(self.chunk_grid) * self.chunk_bytes
+        whole_bytes = ceil_divide(self.num_samples, self.chunks[0]) * row_bytes
+        return max(row_bytes, whole_bytes if whole_bytes <= _SMALL_BYTES else 0)
+
+    @property
+    def num_slots(self) -> int:
+        """Of the cache's hash table, so that no two chunks that it is to hold want the same."""
+        rows = 1 if self.chunks is None else max(1, self.cache_bytes // max(1, self.chunk_bytes))
+        return max(521, 1 + 2 * rows, 1 + math.prod(1 << (size - 1).bit_length() for size in self.chunk_grid))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory beside the caller's arrays."""
+        if self.chunks is None:
+            return PIECE_BYTES
+        num_chunks = math.prod(self.chunk_grid) * ceil_divide(self.num_samples, self.chunks[0])
+        # Beside the chunk in the cache: as it is stored, unpacked, and put back into its order by the shuffle filter.
+        unpacking = (3 if self.is_filtered else 1) * self.chunk_bytes
+        metadata = min(MOST_METADATA_BYTES, 128 * num_chunks) + 16 * min(num_chunks, MOST_INDEXED)
+        # The library keeps what its cache let go of for a while: measured, no more than as much again.
+        return 2 * self.cache_bytes + unpacking + metadata + 8 * self.num_slots + PIECE_BYTES
+
+
+def choose(
+    file: Any, columns: Sequence[str] | str | None, labels: Sequence[str] | str | None, name: str
+) -> tuple[list[str], list[str]]:
+    """Paths of the datasets that are features, and of those that are labels.
+
+    Raises:
+        BadInput: none were named, and which are meant isn't obvious.
+    """
+    targets = _listed(labels)
+    if columns is not None:
+        features = [path for path in _listed(columns) if path not in targets]
+        if not features:
+            raise BadInput(f"no dataset of {name!r} is left for the features: columns= names only labels, or nothing.")
+        return features, targets
+    found = _datasets_in(file)
+    if not found:
+        raise BadInput(f"{name!r} has no datasets.")
+    if targets:
+        rest = [path for path in found if path not in targets]
+        features = rest if len(rest) == 1 else [path for path in rest if _is_called(path, FEATURE_NAMES)]
+        if len(features) == 1:
+            return features, targets
+    else:
+        pairs = _pairs(list(found))
+        if len(pairs) == 1:
+            return [pairs[0][0]], [pairs[0][1]]
+        if len(found) == 1:
+            return list(found), []
+    raise BadInput(
+        f"which datasets of {name!r} are to be streamed isn't obvious. Name them: columns= for features, labels= for "
+        f"labels. It has:\n{_listing(found)}"
+    )
+
+
+def _listed(given: Sequence[str] | str | None) -> list[str]:
+    """Paths in a file, without slashes at their ends, each once."""
+    paths = [given] if isinstance(given, str) else list(given or ())
+    for path in paths:
+        if not isinstance(path, str):
+            raise BadInput(f"datasets are named by their paths in the file, and {path!r} is not a string.")
+    return list(dict.fromkeys(path.strip("/") for path in paths))
+
+
+def _pairs(paths: Sequence[str]) -> list[tuple[str, str]]:
+    """Features and labels that lie in the same group and are called what such are called."""
+    features = [path for path in paths if _is_called(path, FEATURE_NAMES)]
+    labels = [path for path in paths if _is_called(path, LABEL_NAMES)]
+    return [(feature, label) for feature in features for label in labels if _group(feature) == _group(label)]
+
+
+def _datasets_in(file: Any) -> dict[str, str]:
+    """Paths of the datasets in a file, and what to say of each."""
+    import h5py
+
+    found: dict[str, str] = {}
+
+    def visit(path: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            found[path] = f"{item.shape} {item.dtype}"
+
+    file.visititems(visit)
+    return found
+
+
+def _listing(found: dict[str, str]) -> str:
+    lines = [f"  {path}  {what}" for path, what in list(found.items())[:_MOST_LISTED]]
+    if len(found) > _MOST_LISTED:
+        lines.append(f"  and {len(found) - _MOST_LISTED} more")
+    return "\n".join(lines)
+
+
+def _group(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _is_called(path: str, names: Sequence[str]) -> bool:
+    return path.rpartition("/")[2].lower() in names
+
+
+def find(file: Any, path: str, name: str) -> Any:
+    """The dataset at a path.
+
+    Raises:
+        BadInput: there is none; names the nearest.
+    """
+    import h5py
+
+    item = file.get(path) if path else None
+    if isinstance(item, h5py.Dataset):
+        return item
+    if isinstance(item, h5py.Group):
+        inside = _datasets_in(item)
+        raise BadInput(
+            f"{path!r} of {name!r} is a group, not a dataset. It has:\n"
+            + _listing({f"{path}/{key}": what for key, what in inside.items()})
+        )
+    raise BadInput(describe_unknown([path], list(_datasets_in(file)), "dataset", repr(name)))
+
+
+def describe(dataset: Any, path: str, is_label: bool, name: str) -> Dataset:
+    """What has to be known of a dataset to stream it.
+
+    Raises:
+        BadInput: it holds something else than arrays of numbers.
+        MissingDependency: it is compressed with a filter that isn't installed.
+        BadFile: it is made of files that aren't there.
+    """
+    said = f"dataset {path!r} of {name!r}"
+    if not dataset.shape:
+        what = "is empty" if dataset.shape is None else "is a single value"
+        raise BadInput(f"{said} {what}, and samples lie along the first axis of an array.")
+    _check_kind(dataset.dtype, said)
+    _check_filters(dataset, said)
+    _check_parts(dataset, said)
+    dtype = np.dtype(dataset.dtype.str)
+    field = Field(path, dtype.newbyteorder("="), tuple(map(int, dataset.shape[1:])), is_label=is_label)
+    is_filtered = dataset.id.get_create_plist().get_nfilters() > 0
+    # A virtual dataset has no chunks of its own.
+    chunks = None if dataset.chunks is None or dataset.is_virtual else tuple(map(int, dataset.chunks))
+    return Dataset(path, field, int(dataset.shape[0]), chunks, is_filtered)
+
+
+def _check_kind(dtype: np.dtype[Any], said: str) -> None:
+    if dtype.kind in "biuf":
+        return
+    import h5py
+
+    if h5py.check_string_dtype(dtype) is not None:
+        what = "holds strings. Store them as class numbers (integers), and leave this dataset out"
+    elif h5py.check_vlen_dtype(dtype) is not None:
+        what = "holds arrays of different lengths. Pad them to one length, or store them in files of their own"
+    elif dtype.names is not None:
+        what = (
+            f"is compound, with the fields {', '.join(map(repr, dtype.names))}. Store each field as a dataset, or the "
+            "table as Parquet (a pandas .h5: pandas.read_hdf, then to_parquet)"
+        )
+    else:
+        what = f"holds {dtype}, which are not real numbers"
+    raise BadInput(f"{said} {what}.")
+
+
+def _check_filters(dataset: Any, said: str) -> None:
+    import h5py
+
+    def is_missing(code: int) -> bool:
+        return not h5py.h5z.filter_avail(code)
+
+    settings = dataset.id.get_create_plist()
+    filters = [settings.get_filter(number) for number in range(settings.get_nfilters())]
+    if any(is_missing(code) for code, *_ in filters):
+        with contextlib.suppress(ImportError):
+            # Importing it makes its filters known.
+            import hdf5plugin  # noqa: F401
+    for code, _, _, text in filters:
+        if is_missing(code):
+            called = _FILTERS.get(code) or text.decode(errors="replace").split(";")[0] or "a filter"
+            raise MissingDependency(
+                f"{said} is compressed with {called} (filter {code}), which h5py can't unpack by itself: "
+                "pip install hdf5plugin"
+            )
+
+
+def _check_parts(dataset: Any, said: str) -> None:
+    """HDF5 gives zeros for parts of a virtual dataset whose files are missing, without a word."""
+    if not dataset.is_virtual:
+        return
+    folder = os.path.dirname(os.path.abspath(dataset.file.filename))
+    for part in dataset.virtual_sources():
+        if part.file_name == "." or "%" in part.file_name:
+            continue
+        if not any(os.path.exists(os.path.join(base, part.file_name)) for base in (folder, os.getcwd())):
+            raise BadFile(f"{said} is made of other files, of which {part.file_name!r} is missing. Put it back.")
+
+
+def ceil_divide(number: int, divisor: int) -> int:
+    """Quotient, rounded up."""
+    return -(-number // divisor)
+
+
+def reason_of(error: Exception) -> str:
+    """What the library says, in one line without a full stop."""
+    return str(error).replace("\n", " ").rstrip(".") or type(error).__name__

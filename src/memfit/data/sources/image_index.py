@@ -1,0 +1,202 @@
+"""Which images a folder holds, in a form that two million of them can have.
+
+A list of paths costs a hundred bytes and more for each file and, because Python counts references inside the objects,
+forked workers that only look at it come to own a copy. So all paths are one array of bytes with another of offsets, and
+classes and sizes are arrays too, which workers share for as long as they live.
+"""
+
+import hashlib
+import os
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from memfit.core.errors import BadFile
+from memfit.data.files import is_remote
+from memfit.data.source import Array
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+# Names of folders that hold parts of a data set rather than classes.
+_PARTS = frozenset(("test", "testing", "train", "training", "val", "valid", "validation"))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageIndex:
+    """The images of a folder.
+
+    Attributes:
+        root: the folder.
+        names: paths of all images below it, in bytes, one after the other.
+        offsets: where each path begins in them and, last, where the last one ends.
+        numbers: of the classes of the images.
+        sizes: of the files in bytes.
+        classes: names of the class folders, sorted; () where the images have none.
+        digest: changes with names, sizes and times of change.
+        notes: what a user should know of how the folder was understood.
+    """
+
+    root: str
+    names: Array
+    offsets: Array
+    numbers: Array
+    sizes: Array
+    classes: tuple[str, ...]
+    digest: str
+    notes: tuple[str, ...]
+
+    @property
+    def num_images(self) -> int:
+        """Images in it."""
+        return len(self.sizes)
+
+    def path(self, sample: int) -> str:
+        """Path or address of an image."""
+        name = os.fsdecode(self.names[self.offsets[sample] : self.offsets[sample + 1]].tobytes())
+        return f"{self.root}/{name}" if is_remote(self.root) else os.path.join(self.root, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    is_folder: bool
+    size: int
+    changed: int
+
+
+@dataclass(slots=True)
+class _Gathering:
+    root: str
+    names: bytearray = field(default_factory=bytearray)
+    offsets: "array[int]" = field(default_factory=lambda: array("q", [0]))
+    numbers: "array[int]" = field(default_factory=lambda: array("i"))
+    sizes: "array[int]" = field(default_factory=lambda: array("q"))
+    digest: "hashlib._Hash" = field(default_factory=hashlib.sha256)
+
+    def add(self, name: str, entry: _Entry, number: int) -> None:
+        packed = os.fsencode(name)
+        self.names += packed
+        self.offsets.append(len(self.names))
+        self.numbers.append(number)
+        self.sizes.append(entry.size)
+        self.digest.update(packed + b"\0%d %d\0" % (entry.size, entry.changed))
+
+    def finish(self, classes: tuple[str, ...], notes: tuple[str, ...]) -> ImageIndex:
+        self.digest.update(repr(classes).encode())
+        return ImageIndex(
+            self.root,
+            np.frombuffer(bytes(self.names), np.uint8),
+            np.array(self.offsets, np.int64),
+            np.array(self.numbers, np.int32),
+            np.array(self.sizes, np.int64),
+            classes,
+            self.digest.hexdigest()[:32],
+            notes,
+        )
+
+
+def build_index(root: str) -> ImageIndex:
+    """Looks through a folder, and all folders in it.
+
+    Each folder directly in it is a class, numbered in sorted order, and images beside these folders are left out. Where
+    none of them holds an image, those directly in the folder are taken, without classes. What begins with "." is hidden
+    and passed over.
+
+    Raises:
+        BadFile: it can't be looked into, or holds no images.
+    """
+    root = root.rstrip("/") if is_remote(root) else os.path.abspath(os.path.expanduser(root))
+    entries = _list(root, "")
+    folders = [entry.name for entry in entries if entry.is_folder]
+    images = [entry for entry in entries if _is_image(entry)]
+    gathered = _Gathering(root)
+    for number, folder in enumerate(folders):
+        for name, entry in _walk(root, folder, frozenset()):
+            gathered.add(name, entry, number)
+    if gathered.sizes:
+        return gathered.finish(tuple(folders), _notes(folders, len(images), set(gathered.numbers)))
+    for entry in images:
+        gathered.add(entry.name, entry, 0)
+    if not gathered.sizes:
+        raise BadFile(
+            f"{root!r} holds no images ({', '.join(ENDINGS)}). A folder with one folder of images for each class was "
+            "expected, or a folder of images."
+        )
+    return gathered.finish((), ("the images lie in no class folders, and have no labels",))
+
+
+def _notes(classes: list[str], num_beside: int, found: set[int]) -> tuple[str, ...]:
+    notes = []
+    if num_beside:
+        notes.append(f"{num_beside:,} images beside the class folders are left out")
+    empty = [name for number, name in enumerate(classes) if number not in found]
+    if empty:
+        shown = ", ".join(map(repr, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
+        notes.append(f"class folders without images: {shown}")
+    if {name.lower() for name in classes} <= _PARTS:
+        named = ", ".join(map(repr, classes))
+        notes.append(f"the classes are {named}; if these are parts of the data, give the folder of one of them")
+    return tuple(notes)
+
+
+def _is_image(entry: _Entry) -> bool:
+    return not entry.is_folder and entry.name.lower().endswith(ENDINGS)
+
+
+def _walk(root: str, inside: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, _Entry]]:
+    """Images in a folder below the root, then those in its folders, with their paths below the root."""
+    if not is_remote(root):
+        status = os.stat(os.path.join(root, inside))
+        place = (status.st_dev, status.st_ino)
+        # A link to a folder above it would be followed for ever; Windows may not number folders.
+        if place in above and status.st_ino:
+            return
+        above |= {place}
+    entries = _list(root, inside)
+    for entry in entries:
+        if _is_image(entry):
+            yield f"{inside}/{entry.name}", entry
+    for entry in entries:
+        if entry.is_folder:
+            yield from _walk(root, f"{inside}/{entry.name}", above)
+
+
+def _list(root: str, inside: str) -> list[_Entry]:
+    """What isn't hidden in a folder, sorted by name."""
+    if is_remote(root):
+        return _list_remote(f"{root}/{inside}".rstrip("/"))
+    folder = os.path.join(root, inside) if inside else root
+    found = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    found.append(_Entry(entry.name, True, 0, 0))
+                elif entry.name.lower().endswith(ENDINGS):
+                    found.append(_file(entry))
+    except OSError as error:
+        raise BadFile(f"{folder!r} can't be looked into: {error.strerror or error}.") from error
+    return sorted(found, key=lambda entry: entry.name)
+
+
+def _file(entry: "os.DirEntry[str]") -> _Entry:
+    try:
+        status = entry.stat()
+    except OSError:
+        # A link to nothing is found to be unreadable when its turn comes.
+        return _Entry(entry.name, False, 0, 0)
+    return _Entry(entry.name, False, status.st_size, status.st_mtime_ns)
+
+
+def _list_remote(address: str) -> list[_Entry]:
+    from memfit.data.remote_files import list_folder
+
+    found = []
+    for entry in list_folder(address):
+        name = entry.path.rstrip("/").rpartition("/")[2]
+        if not name.startswith("."):
+            found.append(_Entry(name, entry.is_folder, entry.size or 0, 0))
+    return sorted(found, key=lambda entry: entry.name)

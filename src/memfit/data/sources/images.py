@@ -1,0 +1,326 @@
+"""Folders of images, one folder for each class.
+
+Pixels are given as they are stored, 8 bits of red, green and blue each, with rows first: gray becomes three equal
+channels, palettes are looked up, transparency is left away, ink (CMYK) becomes light, and of 16 bits the upper 8 are
+kept. Orientation that a camera noted beside the pixels (EXIF) isn't applied. All of that is what torchvision's
+ImageFolder and Keras' image_dataset_from_directory do too, apart from 16 bits, of which the former keeps the lower 8.
+Of animations the first frame is taken.
+"""
+
+import contextlib
+import functools
+import io
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from memfit.core.errors import BadFile, BadInput, MissingDependency
+from memfit.data.files import is_remote, open_file
+from memfit.data.source import Array, Field, Layout
+from memfit.data.sources.image_index import ImageIndex, build_index
+
+# Images whose sizes are looked at when a folder is opened.
+_NUM_PROBED = 16
+# Images that are tried for one that can be read, where others are to be skipped.
+_MOST_TRIED = 1000
+_NUM_NAMED = 20
+_T = TypeVar("_T")
+
+
+class _Unreadable(Exception):
+    """An image that can't be read, and why."""
+
+
+class ImageSource:
+    """Images in a folder, each read by itself.
+
+    Args:
+        name: of the folder, as the user gave it.
+        index: of its images.
+        fields: the images and, where there are classes, the labels.
+        on_error: whether an image that can't be read raises an error ("fail") or is left out ("skip").
+
+    Attributes:
+        notes: what a user should know of how the folder was understood.
+        skipped: paths of the first images that this process left out.
+    """
+
+    def __init__(self, name: str, index: ImageIndex, fields: tuple[Field, ...], on_error: str) -> None:
+        self._name = name
+        self._index = index
+        self._fields = fields
+        self._on_error = on_error
+        self.notes = index.notes
+        self._forget()
+
+    def _forget(self) -> None:
+        self.skipped: list[str] = []
+        self._is_skipped: Array | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """The folder, as the user gave it."""
+        return self._name
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The image and, where there are class folders, the number of its class."""
+        return self._fields
+
+    @property
+    def num_samples(self) -> int:
+        """Images in the folder, those that can't be read among them."""
+        return self._index.num_images
+
+    @property
+    def num_skipped(self) -> int:
+        """Different images that this process left out because they can't be read."""
+        return 0 if self._is_skipped is None else int(np.count_nonzero(self._is_skipped))
+
+    @property
+    def layout(self) -> Layout:
+        """One by one."""
+        # Pillow holds four bytes a pixel where the result has three, and gives them out through a copy.
+        return Layout(is_by_sample=True, scratch_bytes=3 * self._fields[0].sample_bytes)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the class folders."""
+        return self._index.classes
+
+    def fingerprint(self) -> str:
+        """Changes with names, sizes and times of change of the images, as they were when the folder was opened."""
+        return self._index.digest
+
+    def read_sample(self, sample: int) -> tuple[Array, ...] | None:
+        """The image and its label; None where it can't be read and is to be skipped.
+
+        Raises:
+            BadFile: it can't be read; says why.
+        """
+        path = self._index.path(sample)
+        try:
+            image = _quietly(_pixels, _read(path))
+        except _Unreadable as error:
+            if self._on_error == "skip":
+                self._note_skipped(sample, path)
+                return None
+            raise _bad(path, error) from None
+        if not self.classes:
+            return (image,)
+        return image, np.array(self._index.numbers[sample], np.int64)
+
+    def stored_bytes(self, sample: int) -> int:
+        """Bytes of its file."""
+        return int(self._index.sizes[sample])
+
+    def sample_name(self, sample: int) -> str:
+        """Its path."""
+        return _shown(self._index.path(sample))
+
+    def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
+        """Fills `out` with images `start` to `stop`, which must all be of one size.
+
+        Raises:
+            BadFile: one of them can't be read, or is of another size.
+        """
+        for row, sample in enumerate(range(start, stop)):
+            arrays = self.read_sample(sample)
+            if arrays is None:
+                raise BadFile(f"{self.sample_name(sample)!r} can't be read, and has a place in an array to fill.")
+            for array, into in zip(arrays, out, strict=True):
+                if array.shape != into.shape[1:]:
+                    raise BadFile(
+                        f"{self.sample_name(sample)!r} has the shape {array.shape}, where {into.shape[1:]} was "
+                        "expected, as of the first image. Resize the images, or stream them with a transform that does."
+                    )
+                into[row] = array
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Does nothing: files are read whole, one after the other."""
+
+    def drop(self, start: int, stop: int) -> None:
+        """Does nothing: pages were given back when a file was read."""
+
+    def close(self) -> None:
+        """Does nothing: no file stays open."""
+
+    def _note_skipped(self, sample: int, path: str) -> None:
+        with self._lock:
+            if self._is_skipped is None:
+                self._is_skipped = np.zeros(self.num_samples, np.bool_)
+            if not self._is_skipped[sample]:
+                self._is_skipped[sample] = True
+                if len(self.skipped) < _NUM_NAMED:
+                    self.skipped.append(_shown(path))
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._name, self._index, self._fields, self._on_error
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+
+def open_images(path: str | os.PathLike[str], *, on_error: str = "fail") -> ImageSource:
+    """The images in a folder: PNG, JPEG, BMP, GIF, WebP and TIFF.
+
+    Args:
+        path: of the folder, or its address.
+        on_error: whether an image that can't be read raises an error ("fail") or is left out and counted ("skip").
+
+    Raises:
+        BadFile: there are no images, or one of the few that are looked at can't be read.
+        BadInput: on_error is neither of the two.
+        MissingDependency: Pillow isn't installed.
+    """
+    if on_error not in ("fail", "skip"):
+        raise BadInput(f'on_error={on_error!r} is not known. "fail" or "skip" was expected.')
+    _pillow()
+    name = os.fspath(path)
+    index = build_index(name)
+    shapes = list(_probe(index, on_error))
+    image = Field("image", np.dtype(np.uint8), shapes[0], is_ragged=len(set(shapes)) > 1)
+    label = (Field("label", np.dtype(np.int64), (), is_label=True),) if index.classes else ()
+    return ImageSource(name, index, (image, *label), on_error)
+
+
+def _probe(index: ImageIndex, on_error: str) -> Iterator[tuple[int, int, int]]:
+    """Shapes of some images, at least one, from their first bytes."""
+    num = index.num_images
+    probed = dict.fromkeys(np.linspace(0, num - 1, min(num, _NUM_PROBED)).astype(int).tolist())
+    num_found = 0
+    for sample in [*probed, *(number for number in range(min(num, _MOST_TRIED)) if number not in probed)]:
+        if num_found and sample not in probed:
+            return
+        path = index.path(sample)
+        try:
+            yield _quietly(_shape, _read(path))
+            num_found += 1
+        except _Unreadable as error:
+            if on_error == "fail":
+                raise _bad(path, error) from None
+    if not num_found:
+        raise BadFile(
+            f"none of {min(num, _MOST_TRIED)} images in {_shown(index.root)!r} can be read; the first is "
+            f"{_shown(index.path(0))!r}."
+        )
+
+
+def _shown(path: str) -> str:
+    if not is_remote(path):
+        return path
+    from memfit.data.remote_files import shown
+
+    return shown(path)
+
+
+def _bad(path: str, error: Exception) -> BadFile:
+    return BadFile(
+        f"the image {_shown(path)!r} can't be read: {str(error).rstrip('.')}. Replace or remove it, or leave such "
+        'images out with on_error="skip".'
+    )
+
+
+@functools.cache
+def _pillow() -> Any:
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise MissingDependency(
+            f"images are read with Pillow, which can't be imported ({error}). Install it with "
+            "`pip install 'memfit[data]'`."
+        ) from None
+    return PIL.Image
+
+
+def _read(path: str) -> bytes:
+    """All bytes of a file, of which the kernel keeps none."""
+    if is_remote(path):
+        try:
+            file = open_file(path)
+            data = bytearray(file.size)
+            file.read_into(0, data)
+            file.close()
+        except BadFile as error:
+            raise _Unreadable(str(error)) from None
+        return bytes(data)
+    try:
+        with open(path, "rb", buffering=0) as local:
+            found = local.readall()
+            if hasattr(os, "posix_fadvise"):
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(local.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        raise _Unreadable(error.strerror or str(error)) from None
+    return found
+
+
+@contextlib.contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
+    """An image whose first bytes were understood; whatever goes wrong in the block makes it unreadable."""
+    if not data:
+        raise _Unreadable("the file is empty")
+    pillow = _pillow()
+    try:
+        with pillow.open(io.BytesIO(data)) as image:
+            _check_size(image.width * image.height)
+            yield image
+    except (_Unreadable, MemoryError, Warning):
+        raise
+    except pillow.UnidentifiedImageError:
+        raise _Unreadable("it isn't an image of a kind that Pillow knows, or its beginning is damaged") from None
+    except pillow.DecompressionBombError as error:
+        raise _Unreadable(str(error)) from None
+    except Exception as error:
+        # Decoders of damaged files raise nearly everything.
+        raise _Unreadable(str(error) or type(error).__name__) from None
+
+
+def _check_size(num_pixels: int) -> None:
+    # Pillow itself only warns up to twice its limit.
+    limit = _pillow().MAX_IMAGE_PIXELS
+    if limit is not None and num_pixels > limit:
+        raise _Unreadable(
+            f"it has {num_pixels:,} pixels, more than PIL.Image.MAX_IMAGE_PIXELS = {limit:,}, against which files made "
+            "to exhaust memory are checked"
+        )
+
+
+_warnings_lock = threading.Lock()
+
+
+def _quietly(action: Callable[[bytes], _T], data: bytes) -> _T:
+    """What `action` makes of an image, whatever the program does about warnings."""
+    try:
+        return action(data)
+    except Warning:
+        # The program has made errors of warnings, such as those about damaged notes beside the pixels. Only then are
+        # filters touched, which belong to all threads.
+        with _warnings_lock, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return action(data)
+
+
+def _shape(data: bytes) -> tuple[int, int, int]:
+    with _opened(data) as image:
+        return image.height, image.width, 3
+
+
+def _pixels(data: bytes) -> Array:
+    """An array of (height, width, 3)."""
+    with _opened(data) as image:
+        image.load()
+        if image.mode.startswith("I;16"):
+            gray = (np.asarray(image) >> 8).astype(np.uint8)
+            return np.repeat(gray[:, :, None], 3, axis=2)
+        if image.mode in ("I", "F"):
+            raise _Unreadable(f"its pixels are of 32 bits (mode {image.mode}), which 8 can't stand for")
+        if "transparency" in image.info and image.mode == "P":
+            # Pillow warns of a palette with transparency that is lost at once.
+            image = image.convert("RGBA")
+        return np.array(image if image.mode == "RGB" else image.convert("RGB"))

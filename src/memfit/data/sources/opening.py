@@ -1,0 +1,332 @@
+"""Finds out what was given to be streamed, and opens it.
+
+A path is told by its ending and, where that says nothing, by its first bytes. Several paths are read one after the
+other, a pair is features and labels. Whatever can't be streamed gets one message here, before anything is read.
+"""
+
+import difflib
+import glob
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from memfit.core.errors import BadFile, BadInput
+from memfit.data.files import is_remote, open_file
+from memfit.data.source import Source
+from memfit.data.sources.joined import Named, Paired, concatenate
+from memfit.data.sources.npy import MAGIC, NpySource
+from memfit.data.sources.npz import NpzSource, obvious_pair
+from memfit.data.sources.text_labels import as_labels
+
+_KINDS = {
+    ".npy": "npy",
+    ".npz": "npz",
+    **dict.fromkeys((".h5", ".hdf5", ".hdf", ".he5"), "hdf5"),
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), "arrow"),
+    **dict.fromkeys((".csv", ".tsv", ".csv.gz", ".tsv.gz"), "csv"),
+    **dict.fromkeys((".pkl", ".pickle", ".pt", ".pth", ".joblib", ".ckpt"), "pickle"),
+}
+_MAGICS = (
+    (MAGIC, "npy"),
+    (b"PK\x03\x04", "npz"),
+    (b"\x89HDF\r\n\x1a\n", "hdf5"),
+    (b"PAR1", "parquet"),
+    (b"ARROW1", "arrow"),
+    (b"\x80\x02", "pickle"),
+    (b"\x80\x03", "pickle"),
+    (b"\x80\x04", "pickle"),
+    (b"\x80\x05", "pickle"),
+)
+_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_KNOWN = ".npy, .npz, .h5, .hdf5, .parquet, .arrow, .feather, .csv, .tsv, .csv.gz, or a folder of images"
+_SOURCE_PARTS = ("name", "fields", "num_samples", "layout", "classes", "fingerprint", "read", "drop", "close")
+
+
+def open_source(
+    source: Any, *, columns: Sequence[str] | str | None = None, labels: Any = None, on_error: str = "fail"
+) -> Source:
+    """What is to be streamed, as a Source.
+
+    Args:
+        source: a path, an address such as s3://bucket/x.npy, or a pattern such as "train-*.npy"; a list of these, read
+            one after the other; a pair (features, labels); a dict of name -> path; a folder; or a Source.
+        columns: which columns, keys or datasets are the features; all that aren't labels if not given.
+        labels: the column, key or dataset that is the label, or a path (or several) of a file of labels.
+        on_error: what to do about images that can't be read: "fail" or "skip".
+
+    Raises:
+        BadInput: it isn't anything that can be streamed, or its parts don't belong together.
+        BadFile: a file is missing, empty, damaged or of a kind that can't be read.
+    """
+    if on_error not in ("fail", "skip"):
+        raise BadInput(f"on_error is 'fail' or 'skip', and {on_error!r} was given")
+    names = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
+    opened = _open(source, names, labels, on_error)
+    _check_samples(opened)
+    return opened
+
+
+def _open(source: Any, columns: list[str] | None, labels: Any, on_error: str) -> Source:
+    if _is_source(source):
+        _refuse_choice(source.name, columns, labels)
+        return cast(Source, source)
+    if isinstance(source, Mapping):
+        return _open_mapping(source, columns, labels, on_error)
+    if isinstance(source, tuple):
+        if len(source) != 2:
+            raise BadInput(f"a tuple is a pair (features, labels), and one of {len(source)} was given; use a list")
+        if labels is not None:
+            raise BadInput(f"labels are given twice: {source[1]!r} in the pair, and labels={labels!r}")
+        features = _open(source[0], columns, None, on_error)
+        return Paired(features, as_labels(_open(source[1], None, None, on_error)))
+    if _are_paths(labels):
+        return Paired(_open(source, columns, None, on_error), as_labels(_open(labels, None, None, on_error)))
+    if labels is not None and not isinstance(labels, str):
+        raise BadInput(f"labels is the name of a column, key or dataset, or a path; {labels!r} was given")
+    return concatenate([_open_path(path, columns, labels, on_error) for path in _paths(source)])
+
+
+def _open_mapping(source: Mapping[str, Any], columns: list[str] | None, labels: Any, on_error: str) -> Source:
+    """Files under names; the one that `labels` names is the label."""
+    if not source or not all(isinstance(name, str) for name in source):
+        raise BadInput(f"a dict of names and paths is needed, such as {{'x': 'x.npy', 'y': 'y.npy'}}; got {source!r}")
+    for name in (*(columns or ()), *([labels] if isinstance(labels, str) else [])):
+        if name not in source and not _are_paths(name):
+            raise BadInput(f"there is no {name!r} among {', '.join(map(repr, source))}{_nearest(name, source)}")
+    chosen = [name for name in (columns or source) if name != labels]
+    if not chosen:
+        raise BadInput(f"nothing but the label {labels!r} was given: features are needed too")
+    joined: Source = Named(_open(source[chosen[0]], None, None, on_error), chosen[0])
+    for name in chosen[1:]:
+        joined = Paired(joined, Named(_open(source[name], None, None, on_error), name), are_labels=False)
+    if labels is None:
+        return joined
+    if _are_paths(labels):
+        return Paired(joined, as_labels(_open(labels, None, None, on_error)))
+    return Paired(joined, as_labels(Named(_open(source[labels], None, None, on_error), labels)))
+
+
+def _paths(source: Any) -> list[str]:
+    """The paths that a path, a pattern or a list of them stands for."""
+    if isinstance(source, str | os.PathLike):
+        path = os.fspath(source)
+        if not isinstance(path, str):
+            raise BadInput(f"a path is text, and {path!r} was given")
+        return _expand(path)
+    if isinstance(source, Iterable) and not hasattr(source, "dtype") and not isinstance(source, bytes | bytearray):
+        given = list(source)
+        if not given:
+            raise BadInput("an empty list was given; at least one path is needed")
+        if all(isinstance(path, str | os.PathLike) for path in given):
+            return [path for one in given for path in _paths(one)]
+    what = f"an array of shape {source.shape}" if hasattr(source, "shape") else f"{source!r} ({type(source).__name__})"
+    raise BadInput(
+        f"a path, a list of paths, a pair (features, labels) or a dict of names and paths is needed, and {what} was "
+        "given. Data that is in memory already needs no streaming; np.save writes it to a file."
+    )
+
+
+def _expand(path: str) -> list[str]:
+    if not path:
+        raise BadInput("an empty path was given")
+    if not any(character in path for character in "*?["):
+        return [path]
+    if is_remote(path):
+        from memfit.data.remote_files import glob_remote
+
+        found = glob_remote(path)
+    else:
+        if os.path.lexists(os.path.expanduser(path)):
+            return [path]
+        found = glob.glob(os.path.expanduser(path), recursive=True)
+    if not found:
+        raise BadFile(f"no file matches {path!r}; give a pattern that matches at least one, or a path.")
+    return sorted(found, key=_by_number)
+
+
+def _by_number(path: str) -> list[tuple[int, str]]:
+    """Sorts x-2 before x-10, as whoever numbered the files meant it."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path)]
+
+
+def _open_path(path: str, columns: list[str] | None, labels: str | None, on_error: str) -> Source:
+    if _is_folder(path):
+        return _open_folder(path, columns, labels, on_error)
+    if not is_remote(path) and not os.path.exists(os.path.expanduser(path)):
+        raise BadFile(missing(path))
+    return _OPENERS[kind_of(path)](path, columns, labels)
+
+
+def missing(path: str) -> str:
+    """What to say of a path at which there is nothing: the nearest name in its folder too."""
+    folder, name = os.path.split(os.path.expanduser(path))
+    try:
+        present = os.listdir(folder or ".")
+    except OSError:
+        return f"there is no {path!r}; its folder isn't there either."
+    return f"there is no {path!r}{_nearest(name, present)}"
+
+
+def kind_of(path: str) -> str:
+    """The kind of a file: "npy", "npz", "hdf5", "parquet", "arrow" or "csv", by its ending or its first bytes.
+
+    Raises:
+        BadFile: it is empty, a pickle, or of no kind that can be streamed.
+    """
+    kind = _kind_by_name(path)
+    file = open_file(path)
+    name = repr(file.name)
+    if not file.size:
+        raise BadFile(f"{name} is empty: 0 bytes. Was it written to its end?")
+    if kind is None:
+        head = bytearray(min(16, file.size))
+        file.read_into(0, head)
+        file.close()
+        kind = next((kind for magic, kind in _MAGICS if head.startswith(magic)), None)
+    if kind == "pickle":
+        raise BadFile(
+            f"{name} is a pickle, which can't be read in parts, and loading one can run any code. Load it once where "
+            "you trust it and save its arrays: np.save('x.npy', x), or x.numpy() of a tensor."
+        )
+    if kind is None and _is_image(path):
+        raise BadFile(f"{name} is a single image. Give the folder that holds a subfolder of images for each class.")
+    if kind is None:
+        raise BadFile(f"{name} is of no kind that can be streamed: {_KNOWN}. Convert it to one of them.")
+    return kind
+
+
+def _kind_by_name(path: str) -> str | None:
+    # Addresses may carry a signature behind their path.
+    lowered = (path.partition("?")[0] if is_remote(path) else path).lower()
+    return next((kind for suffix, kind in _KINDS.items() if lowered.endswith(suffix)), None)
+
+
+def _is_image(path: str) -> bool:
+    return path.lower().endswith(_IMAGE_SUFFIXES)
+
+
+def _is_folder(path: str) -> bool:
+    if not is_remote(path):
+        return os.path.isdir(os.path.expanduser(path))
+    from memfit.data.remote_files import is_folder
+
+    # A server needn't be asked about what has the name of a file.
+    return _kind_by_name(path) is None and is_folder(path)
+
+
+def _entries(path: str) -> list[tuple[str, bool]]:
+    """Paths of what is in a folder and whether each is a folder itself; without what is hidden."""
+    if is_remote(path):
+        from memfit.data.remote_files import list_folder
+
+        found = [(entry.path, entry.is_folder) for entry in list_folder(path)]
+    else:
+        found = [(os.path.join(path, e.name), e.is_dir()) for e in os.scandir(os.path.expanduser(path))]
+    visible = [entry for entry in found if not _base(entry[0]).startswith((".", "_"))]
+    return sorted(visible, key=lambda entry: _by_number(entry[0]))
+
+
+def _base(path: str) -> str:
+    return os.path.basename(path.rstrip("/"))
+
+
+def _open_folder(path: str, columns: list[str] | None, labels: str | None, on_error: str) -> Source:
+    """A folder of files of one kind, one after the other; else of images."""
+    entries = _entries(path)
+    if not entries:
+        raise BadFile(f"the folder {path!r} is empty.")
+    if not any(is_folder for _, is_folder in entries):
+        data = [file for file, _ in entries if _kind_by_name(file) not in (None, "pickle")]
+        if len({_kind_by_name(file) for file in data}) > 1:
+            raise BadFile(
+                f"the folder {path!r} holds files of several kinds: {', '.join(map(_base, data[:4]))}"
+                f"{', ...' if len(data) > 4 else ''}. Give a pattern, such as {os.path.join(path, '*.npy')!r}."
+            )
+        pair = obvious_pair([_base(file) for file in data], ".npy") if labels is None and columns is None else None
+        if pair is not None:
+            features, targets = sorted(data, key=lambda file: pair.index(_base(file)))
+            return Paired(NpySource(features), as_labels(NpySource(targets, name="y")))
+        if data:
+            return concatenate([_open_path(file, columns, labels, on_error) for file in data])
+        if not any(_is_image(file) for file, _ in entries):
+            raise BadFile(f"the folder {path!r} holds nothing that can be streamed: {_KNOWN}.")
+    _refuse_choice(path, columns, labels)
+    from memfit.data.sources.images import open_images
+
+    return open_images(path, on_error=on_error)
+
+
+def _open_npy(path: str, columns: list[str] | None, labels: str | None) -> Source:
+    return NpySource(path, columns=columns, labels=labels)
+
+
+def _open_npz(path: str, columns: list[str] | None, labels: str | None) -> Source:
+    source = NpzSource(path, columns=columns, labels=labels)
+    *features, last = source.fields
+    if not (last.is_label and last.dtype.kind in "SU"):
+        return source
+    # Apart, so that only the labels are gone through for their texts.
+    texts = as_labels(NpzSource(path, columns=[last.name]))
+    return Paired(NpzSource(path, columns=[field.name for field in features]), texts)
+
+
+def _open_hdf5(path: str, columns: list[str] | None, labels: str | None) -> Source:
+    from memfit.data.sources.hdf5 import open_hdf5
+
+    return open_hdf5(path, columns=columns, labels=labels)
+
+
+def _open_parquet(path: str, columns: list[str] | None, labels: str | None) -> Source:
+    from memfit.data.sources.parquet import open_parquet
+
+    return open_parquet(path, columns=columns, labels=labels)
+
+
+def _open_csv(path: str, columns: list[str] | None, labels: str | None) -> Source:
+    from memfit.data.sources.csv import open_csv
+
+    return open_csv(path, columns=columns, labels=labels)
+
+
+_OPENERS: dict[str, Callable[[str, list[str] | None, str | None], Source]] = {
+    "npy": _open_npy,
+    "npz": _open_npz,
+    "hdf5": _open_hdf5,
+    "parquet": _open_parquet,
+    "arrow": _open_parquet,
+    "csv": _open_csv,
+}
+
+
+def _is_source(value: Any) -> bool:
+    return not isinstance(value, str | os.PathLike | Mapping) and all(hasattr(value, part) for part in _SOURCE_PARTS)
+
+
+def _are_paths(labels: Any) -> bool:
+    """Whether `labels` is a file, or several, and no name of a column."""
+    if isinstance(labels, os.PathLike) or _is_source(labels):
+        return True
+    if isinstance(labels, str):
+        return labels.lower().endswith(tuple(_KINDS)) or is_remote(labels)
+    return isinstance(labels, list) and bool(labels) and all(_are_paths(label) for label in labels)
+
+
+def _refuse_choice(name: str, columns: list[str] | None, labels: Any) -> None:
+    for given, value in (("columns", columns), ("labels", labels)):
+        if value is not None:
+            raise BadInput(f"{given}={value!r} was given, and {name!r} has no columns to choose from; leave it away")
+
+
+def _check_samples(source: Source) -> None:
+    if not source.num_samples:
+        raise BadFile(f"{source.name} holds no samples, so there is nothing to stream.")
+    for field in source.fields:
+        if not field.sample_bytes and not field.is_ragged:
+            raise BadFile(f"a sample of {field.name!r} in {source.name} has the shape {field.shape}: no values in it.")
+
+
+def _nearest(name: str, present: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, list(present), n=1)
+    return f"; did you mean {found[0]!r}?" if found else "."

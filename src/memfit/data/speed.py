@@ -1,0 +1,278 @@
+"""How fast a file of samples streams here, against reading the same bytes one after the other: `memfit data bench`.
+
+Both are measured in the same run, and before each the kernel is told to forget the file's pages, so that the disk is
+measured and not what happens to be cached. Nothing is known of caches below the kernel, such as a cloud disk's own.
+"""
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.core.errors import BadFile, BadInput
+from memfit.core.units import MIB, parse_size
+from memfit.data.convert import paths_of, size_on_disk
+from memfit.data.sources.spool import SpooledSource, spooled
+from memfit.data.stream import Stream
+from memfit.data.workers import WorkerBatches
+
+_READ_BYTES = 4 * MIB
+_LOOK_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What was measured; everything in it is of one run on this machine.
+
+    Attributes:
+        name: of the source.
+        num_samples: in it.
+        disk_bytes: of its files; None where they aren't local.
+        batch_size: samples of a batch.
+        num_workers: processes that made batches; 0 for none beside this one.
+        memory_bytes: the budget.
+        rows_per_second: of the shuffled stream, once its windows are filled.
+        bytes_per_second: of the file that the stream got through; None where the file isn't local.
+        raw_bytes_per_second: of a plain read of the same files from beginning to end; None likewise.
+        first_batch_seconds: until the first batch was there.
+        peak_bytes: of memory, above what the process had before it began; None where the system doesn't say.
+        num_rows: that were streamed for this.
+        seconds: that the stream was measured for.
+        is_cold: whether the kernel could be told to forget the files before.
+    """
+
+    name: str
+    num_samples: int
+    disk_bytes: int | None
+    batch_size: int
+    num_workers: int
+    memory_bytes: int
+    rows_per_second: float
+    bytes_per_second: float | None
+    raw_bytes_per_second: float | None
+    first_batch_seconds: float
+    peak_bytes: int | None
+    num_rows: int
+    seconds: float
+    is_cold: bool
+
+    @property
+    def ratio(self) -> float | None:
+        """Speed of the stream, as a share of the plain read's."""
+        if not self.raw_bytes_per_second or self.bytes_per_second is None:
+            return None
+        return self.bytes_per_second / self.raw_bytes_per_second
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "format": "memfit data speed",
+            "version": 1,
+            "origin": "measured",
+            **asdict(self),
+            "ratio": self.ratio,
+        }
+
+
+def measure_speed(
+    source: Any,
+    *,
+    columns: Any = None,
+    labels: Any = None,
+    batch_size: int = 32,
+    memory: str | int = "512MiB",
+    num_workers: int = 0,
+    seconds: float = 5.0,
+) -> Speed:
+    """Streams `source` for a while, and reads its files plainly for as long.
+
+    Args:
+        source: as for `memfit.stream`.
+        columns: as for `memfit.stream`.
+        labels: as for `memfit.stream`.
+        batch_size: samples of a batch.
+        memory: the budget.
+        num_workers: processes that make batches.
+        seconds: that each of the two is measured for, at least a batch.
+
+    Raises:
+        BadInput: it can't be streamed, or not like this.
+        BadFile: it is damaged, or isn't there.
+    """
+    from memfit.data.sources.opening import open_source
+
+    if not seconds > 0:
+        raise BadInput(f"seconds must be positive, but {seconds} was given.")
+    if num_workers < 0:
+        raise BadInput(f"the number of workers must be at least 0, but {num_workers} was given.")
+    opened = open_source(source, columns=columns, labels=labels)
+    files = files_in(list(paths_of(source)))
+    if opened.layout.is_sequential:
+        opened = spooled(opened)
+        files = list(opened.paths) if isinstance(opened, SpooledSource) else files
+    try:
+        stream = Stream(opened, batch_size=batch_size, memory_bytes=parse_size(memory))
+        raw = _read_plainly(files, seconds)
+        is_cold = _forget(files)
+        with _Peak() as peak:
+            num_rows, first, passed = _run(stream, num_workers, seconds)
+    finally:
+        opened.close()
+    size = size_on_disk(files) or None
+    rate = num_rows / passed
+    return Speed(
+        opened.name,
+        opened.num_samples,
+        size,
+        batch_size,
+        num_workers,
+        stream.memory_bytes,
+        rate,
+        None if size is None else rate * size / opened.num_samples,
+        raw,
+        first,
+        peak.peak_bytes,
+        num_rows,
+        passed,
+        is_cold,
+    )
+
+
+def files_in(paths: Sequence[Path]) -> list[Path]:
+    """Files, and all files in folders."""
+    found: list[Path] = []
+    for path in paths:
+        found += sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [path for path in found if path.is_file()]
+
+
+def _run(stream: Stream, num_workers: int, seconds: float) -> tuple[int, float, float]:
+    """Rows, seconds until the first batch, and the seconds that the rows took.
+
+    Data that fits into the budget is measured by whole epochs. Otherwise the first batches come while windows are still
+    being filled, and much of what is read isn't given out when the time is over: counting begins when as many samples
+    were given out as memory holds, from where on as many are read as are given out.
+    """
+    geometry = stream.geometry
+    held = 0 if stream.source.layout.is_by_sample else geometry.num_windows_held * geometry.window_samples
+    is_whole = held >= stream.num_samples
+    started = began = time.perf_counter()
+    num_rows, num_before, first, passed = 0, 0, 0.0, 0.0
+    while passed < seconds:
+        for batch in _epoch(stream, num_workers):
+            now = time.perf_counter()
+            first = first or now - started
+            if not is_whole and num_before < held:
+                num_before += _num_rows(batch)
+                began = now
+                continue
+            num_rows += _num_rows(batch)
+            passed = now - began
+            if passed >= seconds and not is_whole:
+                break
+    return num_rows, first, passed
+
+
+def _epoch(stream: Stream, num_workers: int) -> Iterator[Any]:
+    if not num_workers:
+        yield from stream
+        return
+    workers = WorkerBatches(stream, num_workers, limit_bytes=stream.in_flight_bytes)
+    try:
+        yield from workers
+    finally:
+        workers.close()
+    stream.set_epoch(stream.epoch + 1)
+
+
+def _num_rows(batch: Any) -> int:
+    features = batch[0] if isinstance(batch, tuple) else batch
+    return len(next(iter(features.values())) if isinstance(features, dict) else features)
+
+
+def _read_plainly(files: Sequence[Path], seconds: float) -> float | None:
+    """Bytes a second of reading files from beginning to end."""
+    if not files:
+        return None
+    _forget(files)
+    buffer = memoryview(bytearray(_READ_BYTES))
+    began, total = time.perf_counter(), 0
+    try:
+        for path in files:
+            with open(path, "rb", buffering=0) as file:
+                offset = 0
+                while count := file.readinto(buffer):
+                    _drop(file.fileno(), offset, count)
+                    offset += count
+                    total += count
+                    if time.perf_counter() - began >= seconds:
+                        return total / (time.perf_counter() - began)
+    except OSError as error:
+        raise BadFile(f"{str(path)!r} can't be read: {error.strerror or error}.") from error
+    return total / (time.perf_counter() - began)
+
+
+def _forget(files: Sequence[Path]) -> bool:
+    """Has the kernel forget what it has cached of files; False where it can't be told."""
+    if not files or not hasattr(os, "posix_fadvise"):
+        return False
+    for path in files:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            # Pages that aren't on disk yet can't be forgotten.
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return True
+
+
+def _drop(descriptor: int, offset: int, count: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
+
+
+class _Peak:
+    """The most memory that this process and its children have beside what it had before, looked at by a thread."""
+
+    def __init__(self) -> None:
+        self.peak_bytes: int | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memfit-peak", daemon=True)
+        self._before = 0
+
+    def __enter__(self) -> "_Peak":
+        gc.collect()
+        found = _held_bytes()
+        if found is not None:
+            self._before, self.peak_bytes = found, 0
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            self.peak_bytes = max(self.peak_bytes or 0, (_held_bytes() or 0) - self._before)
+
+
+def _held_bytes() -> int | None:
+    """Memory of this process, and that of its children which they don't share with it."""
+    try:
+        import psutil
+
+        own = psutil.Process()
+        total = int(own.memory_info().rss)
+        for child in own.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                held = child.memory_info()
+                total += int(held.rss) - int(getattr(held, "shared", 0))
+    except (ImportError, OSError, RuntimeError):
+        return None
+    return total

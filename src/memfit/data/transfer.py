@@ -1,0 +1,302 @@
+"""Samples on their way from a source to a file: read, converted, written and forced to disk at the same time.
+
+While one block is converted, the next is read by one thread, the last is written by another, and what was written
+before is forced to disk by a third, which then lets go of its pages and notes in the journal how far it came. Three
+blocks are in memory, whatever the size of the data.
+"""
+
+import contextlib
+import errno
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memfit.core.errors import BadFile, BadInput
+from memfit.core.units import MIB, format_size
+from memfit.data.journal import Journal
+from memfit.data.precision import Converter, Statistics
+from memfit.data.source import Array, SampleSource, Source
+from memfit.data.writing import Target, Writer, writer_for
+
+VERSION = 1
+Progress = Callable[[int, int], None]
+
+# Written bytes after which they are forced to disk: enough to keep a disk busy, little enough for a small container.
+_SYNC_BYTES = 64 * MIB
+# The journal costs two waits for the disk each time.
+_JOURNAL_SECONDS = 0.5
+# How long overflows are counted after the first was found and nothing is written any more.
+_COUNT_SECONDS = 5.0
+_NUM_SLOTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A transfer that was completed.
+
+    Attributes:
+        statistics: one a field.
+        resumed_at: samples that an earlier, interrupted one had done.
+    """
+
+    statistics: tuple[Statistics, ...]
+    resumed_at: int
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Memory for one block: as read, and as written."""
+
+    before: list[Array]
+    after: list[Array]
+    written: "Future[None] | None" = None
+
+
+class Overflow(BadInput):
+    """Values that the new type can't hold."""
+
+
+class Transfer:
+    """One source on its way to one destination.
+
+    Args:
+        source: to read.
+        target: what to write.
+        journal: of the destination, which must be locked.
+        options: anything else that changes what is written, for a later run to compare.
+        allow_overflow: let values that are too large become infinite.
+        discard_other: throw away the unfinished file of another transfer to the same place.
+        progress: called with the bytes of the source that are done, and all of them.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        target: Target,
+        journal: Journal,
+        options: dict[str, Any],
+        *,
+        allow_overflow: bool = False,
+        discard_other: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._journal = journal
+        self._allow_overflow = allow_overflow
+        self._discard_other = discard_other
+        self._progress = progress
+        self._sample_bytes = sum(field.sample_bytes for field in source.fields)
+        self._identity = {
+            "version": VERSION,
+            "source": source.fingerprint(),
+            "num_samples": source.num_samples,
+            "kind": target.kind,
+            "fields": [[field.name, field.dtype.str, list(field.shape)] for field in target.fields],
+            **options,
+        }
+        self._writer: Writer = writer_for(target)
+        self._converters: list[Converter] = []
+        self._syncing: Future[None] | None = None
+        self._unsynced_bytes = 0
+        self._last_journal = 0.0
+
+    def run(self) -> Done:
+        """Transfers what is left; at the end the file is complete and in its place.
+
+        Raises:
+            BadInput: values don't fit the new type, or an unfinished file belongs to another transfer.
+            BadFile: the source is damaged, or the destination can't be written.
+        """
+        before = self._journal.read() if self._writer.is_resumable else None
+        start, statistics = self._resume(before)
+        try:
+            try:
+                self._journal.part.parent.mkdir(parents=True, exist_ok=True)
+                start = self._writer.open(self._journal.part, start)
+                if start == 0:
+                    statistics = [Statistics() for _ in self._target.fields]
+                pairs = zip(self._source.fields, self._target.fields, statistics, strict=True)
+                self._converters = [Converter(field, new.dtype, found) for field, new, found in pairs]
+                self._all(start)
+                self._writer.finish()
+                self._journal.finish()
+            finally:
+                self._writer.close()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        except BadInput:
+            self._journal.discard()
+            raise
+        return Done(tuple(converter.statistics for converter in self._converters), start)
+
+    def _resume(self, journal: dict[str, Any] | None) -> tuple[int, list[Statistics]]:
+        if journal is None or not self._journal.part.exists():
+            self._journal.discard()
+            return 0, []
+        if any(journal.get(key) != value for key, value in self._identity.items()):
+            if self._discard_other:
+                self._journal.discard()
+                return 0, []
+            raise BadInput(
+                f"{str(self._journal.part)!r} is the unfinished file of another conversion, of another source or with "
+                f"other options. Run that one again to finish it, or discard it with --overwrite (overwrite=True)."
+            )
+        try:
+            statistics = [Statistics.from_json(each) for each in journal["statistics"]]
+            return int(journal["num_durable"]), statistics
+        except (KeyError, TypeError, ValueError):
+            self._journal.discard()
+            return 0, []
+
+    def _all(self, start: int) -> None:
+        size, total = self._target.block_samples, self._target.num_samples
+        bounds = [(first, min(first + size, total)) for first in range(start, total, size)]
+        slots = [self._slot(size) for _ in range(min(_NUM_SLOTS, len(bounds)))]
+        pools = [ThreadPoolExecutor(1, f"memfit-{name}") for name in ("read", "write", "sync")]
+        reader, writer, syncer = pools
+        try:
+            reading = reader.submit(self._read, slots[0], *bounds[0]) if bounds else None
+            for number, (first, last) in enumerate(bounds):
+                slot = slots[number % len(slots)]
+                assert reading is not None
+                reading.result()
+                if number + 1 < len(bounds):
+                    reading = reader.submit(self._read, slots[(number + 1) % len(slots)], *bounds[number + 1])
+                self._convert(slot, first, last)
+                snapshot = [converter.statistics.copy() for converter in self._converters]
+                slot.written = writer.submit(self._write, slot, first, last, snapshot, syncer)
+                if self._progress is not None:
+                    self._progress(last * self._sample_bytes, total * self._sample_bytes)
+            for slot in slots:
+                if slot.written is not None:
+                    slot.written.result()
+            if self._syncing is not None:
+                self._syncing.result()
+        finally:
+            for pool in pools:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _slot(self, size: int) -> _Slot:
+        fields = zip(self._source.fields, self._target.fields, strict=True)
+        before = [np.empty((size, *field.shape), field.dtype) for field in self._source.fields]
+        after = [
+            array if new.dtype == old.dtype else np.empty(array.shape, new.dtype)
+            for array, (old, new) in zip(before, fields, strict=True)
+        ]
+        return _Slot(before, after)
+
+    def _read(self, slot: _Slot, first: int, last: int) -> None:
+        if slot.written is not None:
+            slot.written.result()
+        arrays = [array[: last - first] for array in slot.before]
+        try:
+            read_block(self._source, first, last, arrays)
+            self._source.drop(first, last)
+        except OSError as error:
+            raise BadFile(f"{self._source.name} can't be read at sample {first}: {error.strerror or error}.") from error
+
+    def _convert(self, slot: _Slot, first: int, last: int) -> None:
+        for converter, before, after in zip(self._converters, slot.before, slot.after, strict=True):
+            converter.run(first, before[: last - first], after[: last - first])
+        if not self._allow_overflow and any(each.statistics.num_overflow for each in self._converters):
+            self._refuse_overflow(last)
+
+    def _write(
+        self, slot: _Slot, first: int, last: int, snapshot: Sequence[Statistics], syncer: ThreadPoolExecutor
+    ) -> None:
+        arrays = [array[: last - first] for array in slot.after]
+        self._writer.write(first, arrays)
+        self._unsynced_bytes += sum(array.nbytes for array in arrays)
+        if self._unsynced_bytes >= _SYNC_BYTES:
+            if self._syncing is not None:
+                self._syncing.result()
+            self._unsynced_bytes = 0
+            self._syncing = syncer.submit(self._sync, last, snapshot)
+
+    def _sync(self, num_durable: int, statistics: Sequence[Statistics]) -> None:
+        self._writer.sync()
+        now = time.monotonic()
+        if self._writer.is_resumable and now - self._last_journal >= _JOURNAL_SECONDS:
+            self._last_journal = now
+            found = [each.to_json() for each in statistics]
+            self._journal.write({**self._identity, "num_durable": num_durable, "statistics": found})
+
+    def _refuse_overflow(self, start: int) -> None:
+        """Counts on for a while, so that the message tells one outlier from a type that doesn't suit the data."""
+        end = time.monotonic() + _COUNT_SECONDS
+        slot = self._slot(self._target.block_samples)
+        total = self._source.num_samples
+        while start < total and time.monotonic() < end:
+            last = min(start + self._target.block_samples, total)
+            self._read(slot, start, last)
+            for converter, before, after in zip(self._converters, slot.before, slot.after, strict=True):
+                converter.run(start, before[: last - start], after[: last - start])
+            start = last
+        where = next(each for each in self._converters if each.statistics.num_overflow)
+        found = where.statistics
+        assert found.first_overflow is not None
+        sample, value = found.first_overflow
+        count = f"{found.num_overflow} of {found.num_values} values"
+        if start < total:
+            count = f"at least {found.num_overflow} values, in the first {start} of {total} samples,"
+        limit = np.finfo(where.dtype).max
+        raise Overflow(
+            f"{where.field.name!r} can't become {where.dtype.name} without loss: sample {sample} holds {value}, the "
+            f"largest number of {where.dtype.name} is {limit}, and {count} would become infinite. Nothing was "
+            "written. Keep the wider type, scale the data, or let it happen with --allow-overflow "
+            "(allow_overflow=True)."
+        )
+
+    def _unwritable(self, error: OSError) -> BadFile:
+        destination = str(self._journal.destination)
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+        reason = "the disk is full" if is_full else error.strerror or str(error)
+        if self._writer.is_resumable and self._journal.read() is not None and self._journal.part.exists():
+            kept = (
+                f"What is done is kept in {str(self._journal.part)!r}: make room and run the same again to go on, or "
+                "delete it"
+            )
+        else:
+            self._journal.discard()
+            kept = f"The unfinished file was removed. Make room for {format_size(self._target.size_bytes)}"
+        return BadFile(f"{destination!r} can't be written: {reason}. {kept}, or name another destination.")
+
+
+def read_block(source: Source, start: int, stop: int, arrays: Sequence[Array]) -> None:
+    """Fills arrays with samples, also of a source that gives them one by one.
+
+    Raises:
+        BadInput: samples differ in shape.
+    """
+    if not source.layout.is_by_sample:
+        source.read(start, stop, arrays)
+        return
+    assert isinstance(source, SampleSource)
+    for row, sample in enumerate(range(start, stop)):
+        values = source.read_sample(sample)
+        if values is None:
+            raise BadFile(f"{source.sample_name(sample)} can't be read, and a file of samples has no room for a gap.")
+        for array, value in zip(arrays, values, strict=True):
+            if array.shape[1:] != value.shape:
+                raise BadInput(
+                    f"samples differ in shape: {source.sample_name(sample)} is {list(value.shape)}, and the first one "
+                    f"is {list(array.shape[1:])}. Bring them to one shape first, such as by resizing the images."
+                )
+            array[row] = value
+
+
+def free_bytes(path: Path) -> int | None:
+    """Room on the disk that `path` is or will be on; None where the system doesn't say."""
+    import shutil
+
+    for folder in (path, *path.absolute().parents):
+        if folder.exists():
+            with contextlib.suppress(OSError):
+                return shutil.disk_usage(folder).free
+    return None

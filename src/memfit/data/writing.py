@@ -1,0 +1,437 @@
+"""The formats that samples are written to, block by block.
+
+Files of .npy can be cut at any sample and gone on with, so an interrupted conversion resumes. HDF5 and Parquet keep
+their directory in memory until the end: after a kill there is no telling which part of the file is whole, and it is
+written from its beginning again.
+"""
+
+import contextlib
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+
+from memfit.core.errors import BadInput, MissingDependency
+from memfit.core.units import MIB
+from memfit.data.source import Array, Field
+
+# Sequential formats are written by pieces of this size. The others are read by whole chunks, and a shuffle is the
+# better the smaller these are; below a mebibyte compression and the cost of a read suffer.
+_PIECE_BYTES = 16 * MIB
+_CHUNK_BYTES = MIB
+_COMPRESSIONS = {"hdf5": ("gzip", "lzf"), "parquet": ("gzip", "snappy", "zstd"), "npy": (), "folder": ()}
+_TYPES = {"hdf5": "fiubc", "parquet": "fiub", "npy": "fiubcmMSU", "folder": "fiubcmMSU"}
+_KINDS = {".npy": "npy", ".h5": "hdf5", ".hdf5": "hdf5", ".parquet": "parquet", "": "folder"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is to be written.
+
+    Attributes:
+        kind: "npy", "folder", "hdf5" or "parquet".
+        fields: as they are written.
+        num_samples: of each of them.
+        block_samples: written at a time, and in one chunk or row group.
+        compression: name of the method; None for none.
+    """
+
+    kind: str
+    fields: tuple[Field, ...]
+    num_samples: int
+    block_samples: int
+    compression: str | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the samples without compression."""
+        return self.num_samples * sum(field.sample_bytes for field in self.fields)
+
+
+class Writer(Protocol):
+    """A file, or a folder of files, that is being written at its temporary place."""
+
+    is_resumable: bool
+
+    def open(self, part: Path, num_durable: int) -> int:
+        """Makes it ready for the samples after the first `num_durable`; says how many of those really are there."""
+
+    def write(self, start: int, arrays: Sequence[Array]) -> None:
+        """Appends samples, one array a field, the first of which has the number `start`."""
+
+    def sync(self) -> None:
+        """Forces what was written to disk and lets go of its pages; may be called while another thread writes."""
+
+    def finish(self) -> None:
+        """Completes the file and forces it to disk."""
+
+    def close(self) -> None:
+        """Closes what is open, whether it is complete or not."""
+
+
+def kind_of(destination: Path) -> str:
+    """The format that a path stands for.
+
+    >>> kind_of(Path("small.h5"))
+    'hdf5'
+    """
+    if destination.is_dir():
+        return "folder"
+    kind = _KINDS.get(destination.suffix.lower())
+    if kind is None:
+        raise BadInput(
+            f"{str(destination)!r} can't be written: {destination.suffix!r} is not a format that samples are converted "
+            "to. Name a file that ends in .npy, .h5 or .parquet, or a folder for .npy files."
+        )
+    return kind
+
+
+def plan_target(
+    destination: Path,
+    fields: tuple[Field, ...],
+    num_samples: int,
+    *,
+    read_bytes: int = 0,
+    chunk_bytes: int | None = None,
+    compression: str | None = None,
+) -> Target:
+    """What is to be written to `destination`.
+
+    Args:
+        destination: decides on the format.
+        fields: as they are written.
+        num_samples: of each of them.
+        read_bytes: of one sample, as it is read.
+        chunk_bytes: written at a time; None for what suits the format.
+        compression: name of the method.
+
+    Raises:
+        BadInput: the format can't hold these fields, or doesn't know the compression.
+    """
+    kind = kind_of(destination)
+    if kind == "npy" and len(fields) > 1:
+        names = ", ".join(field.name for field in fields)
+        raise BadInput(
+            f"one .npy file holds one array, and the source has {len(fields)}: {names}. Name a folder as destination, "
+            "which gets one .npy file for each, or a file that ends in .h5 or .parquet."
+        )
+    if compression is not None and compression not in _COMPRESSIONS[kind]:
+        known = " and ".join(_COMPRESSIONS[kind]) or "none, so that any sample can be read without those before it"
+        raise BadInput(f"compression {compression!r} is not for {kind} files; for those there is {known}.")
+    for field in fields:
+        if field.dtype.kind not in _TYPES[kind]:
+            raise BadInput(
+                f"{field.name!r} is {field.dtype.name}, which {kind} files don't hold. Leave it out with --columns, or "
+                "name a folder or a .npy file as destination."
+            )
+    sample_bytes = max(1, sum(field.sample_bytes for field in fields))
+    is_chunked = kind in ("hdf5", "parquet")
+    if not is_chunked:
+        # No block shows in the file, so that what counts is the memory that it takes on its way.
+        sample_bytes = max(sample_bytes, read_bytes)
+    chunk = chunk_bytes or (_CHUNK_BYTES if is_chunked else _PIECE_BYTES)
+    # HDF5 holds no chunk of 4 GiB or more, and memory has to hold several.
+    if chunk > 1024 * MIB:
+        raise BadInput(f"chunks of {chunk} bytes are too large: several are in memory at once. Give at most 1GiB.")
+    return Target(kind, fields, num_samples, max(1, min(chunk // sample_bytes, max(1, num_samples))), compression)
+
+
+def writer_for(target: Target) -> Writer:
+    """The writer of a format."""
+    if target.kind == "hdf5":
+        return _Hdf5Writer(target)
+    if target.kind == "parquet":
+        return _ParquetWriter(target)
+    return NpyWriter(target)
+
+
+def file_names(fields: Sequence[Field]) -> list[str]:
+    """A name for the file of each field, which any file system takes.
+
+    One array of features and one of labels are x and y, by which they are recognised as such when they are opened.
+
+    >>> file_names([Field("a/b", np.dtype("f4"), ()), Field("y", np.dtype("f4"), ())])
+    ['a_b.npy', 'y.npy']
+    """
+    if [field.is_label for field in fields] == [False, True]:
+        return ["x.npy", "y.npy"]
+    names: list[str] = []
+    for field in fields:
+        plain = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in field.name).strip(".")
+        name = plain[:100] or "field"
+        while f"{name.lower()}.npy" in [taken.lower() for taken in names]:
+            name += "_"
+        names.append(f"{name}.npy")
+    return names
+
+
+def header_of(field: Field, num_samples: int) -> bytes:
+    """The beginning of a .npy file, as numpy writes it."""
+    buffer = io.BytesIO()
+    description = {
+        "descr": np.lib.format.dtype_to_descr(field.dtype),
+        "fortran_order": False,
+        "shape": (num_samples, *field.shape),
+    }
+    # The first version that can hold it, without numpy's warning about newer ones.
+    for write in (np.lib.format.write_array_header_1_0, np.lib.format.write_array_header_2_0):
+        with contextlib.suppress(ValueError):
+            write(buffer, description)
+            return buffer.getvalue()
+    raise BadInput(f"{field.name!r} has a type that .npy files can't describe: {field.dtype}.")
+
+
+class NpyWriter:
+    """One .npy file, or a folder with one for each field.
+
+    Args:
+        target: what is to be written.
+    """
+
+    is_resumable = True
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._headers = [header_of(field, target.num_samples) for field in target.fields]
+        self._files: list[IO[bytes]] = []
+
+    def open(self, part: Path, num_durable: int) -> int:
+        """Makes it ready for the samples after the first `num_durable`; says how many of those really are there."""
+        fields = self._target.fields
+        if self._target.kind == "folder":
+            part.mkdir(parents=True, exist_ok=True)
+            paths = [part / name for name in file_names(fields)]
+        else:
+            paths = [part]
+        for path in paths:
+            path.touch()
+            self._files.append(open(path, "r+b", buffering=0))  # noqa: SIM115 - closed by `close`
+        for file, field, header in zip(self._files, fields, self._headers, strict=True):
+            if os.fstat(file.fileno()).st_size < len(header) + num_durable * field.sample_bytes:
+                num_durable = 0
+        for file, field, header in zip(self._files, fields, self._headers, strict=True):
+            file.truncate(len(header) + num_durable * field.sample_bytes)
+            file.seek(0)
+            _write_all(file, memoryview(header))
+        return num_durable
+
+    def write(self, start: int, arrays: Sequence[Array]) -> None:
+        """Appends samples, one array a field, the first of which has the number `start`."""
+        for file, field, header, array in zip(self._files, self._target.fields, self._headers, arrays, strict=True):
+            if array.nbytes:
+                file.seek(len(header) + start * field.sample_bytes)
+                _write_all(file, array.reshape(-1).view(np.uint8).data)
+
+    def sync(self) -> None:
+        """Forces what was written to disk and lets go of its pages."""
+        for file in self._files:
+            sync_and_drop(file.fileno())
+
+    def finish(self) -> None:
+        """Completes the file and forces it to disk."""
+        for file in self._files:
+            os.fsync(file.fileno())
+            sync_and_drop(file.fileno())
+
+    def close(self) -> None:
+        """Closes what is open, whether it is complete or not."""
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                file.close()
+        self._files.clear()
+
+
+class _Hdf5Writer:
+    """A dataset for each field, in chunks along the first axis."""
+
+    is_resumable = False
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._file: Any = None
+        self._datasets: list[Any] = []
+        self._disk: _PatientFile | None = None
+
+    def open(self, part: Path, num_durable: int) -> int:
+        try:
+            import h5py
+        except ImportError:
+            raise MissingDependency("HDF5 files need h5py: pip install 'memfit[data]'.") from None
+        target = self._target
+        self._disk = _PatientFile(part)
+        self._file = h5py.File(self._disk, "w")
+        for field in target.fields:
+            shape = (target.num_samples, *field.shape)
+            is_chunked = all(shape)
+            self._datasets.append(
+                self._file.create_dataset(
+                    field.name,
+                    shape,
+                    field.dtype,
+                    chunks=(target.block_samples, *field.shape) if is_chunked else None,
+                    compression=target.compression if is_chunked else None,
+                    shuffle=target.compression is not None and is_chunked,
+                )
+            )
+        return 0
+
+    def write(self, start: int, arrays: Sequence[Array]) -> None:
+        for dataset, array in zip(self._datasets, arrays, strict=True):
+            if array.size:
+                dataset[start : start + len(array)] = array
+        assert self._disk is not None
+        self._disk.check()
+
+    def sync(self) -> None:
+        assert self._disk is not None
+        sync_and_drop(self._disk.fileno())
+
+    def finish(self) -> None:
+        assert self._disk is not None
+        self._file.close()
+        self._file = None
+        self._disk.check()
+        sync_and_drop(self._disk.fileno())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._disk is not None:
+            self._disk.close()
+
+
+class _PatientFile(io.RawIOBase):
+    """A file for HDF5's library, which crashes the process some time after a write of it failed, as on a full disk.
+
+    Failures are kept from it and told to the writer instead, who throws the file away.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "w+b", buffering=0)  # noqa: SIM115 - closed by `close`
+        self._error: OSError | None = None
+
+    def check(self) -> None:
+        """Raises what went wrong so far."""
+        if self._error is not None:
+            raise self._error
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            return self._file.truncate(size)
+        except OSError as error:
+            self._error = self._error or error
+            return size or 0
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer) or 0
+        # Beyond the end are bytes that a failed write would have put there.
+        memoryview(buffer).cast("B")[count:] = bytes(len(buffer) - count)
+        return len(buffer)
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        try:
+            _write_all(self._file, view)
+        except OSError as error:
+            self._error = self._error or error
+        return view.nbytes
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _ParquetWriter:
+    """A column for each field, in row groups of one block; arrays are lists of a fixed size."""
+
+    is_resumable = False
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._writer: Any = None
+        self._part = Path()
+
+    def open(self, part: Path, num_durable: int) -> int:
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ImportError:
+            raise MissingDependency("Parquet files need pyarrow: pip install 'memfit[data]'.") from None
+        columns = []
+        for field in self._target.fields:
+            kind = pyarrow.from_numpy_dtype(field.dtype)
+            for size in reversed(field.shape):
+                kind = pyarrow.list_(kind, size)
+            columns.append(pyarrow.field(field.name, kind, nullable=False))
+        self._part = part
+        self._writer = parquet.ParquetWriter(
+            part,
+            pyarrow.schema(columns),
+            compression=self._target.compression or "none",
+            # Numbers that hardly repeat gain nothing from a dictionary, and cost one.
+            use_dictionary=False,
+        )
+        return 0
+
+    def write(self, start: int, arrays: Sequence[Array]) -> None:
+        import pyarrow
+
+        columns = []
+        for field, array in zip(self._target.fields, arrays, strict=True):
+            column = pyarrow.array(array.reshape(-1))
+            for size in reversed(field.shape):
+                column = pyarrow.FixedSizeListArray.from_arrays(column, size)
+            columns.append(column)
+        table = pyarrow.Table.from_arrays(columns, schema=self._writer.schema)
+        self._writer.write_table(table, row_group_size=self._target.block_samples)
+
+    def sync(self) -> None:
+        _sync_path(self._part)
+
+    def finish(self) -> None:
+        self._writer.close()
+        self._writer = None
+        _sync_path(self._part)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.close()
+            self._writer = None
+
+
+def _write_all(file: IO[bytes], content: memoryview) -> None:
+    while content.nbytes:
+        written = file.write(content)
+        content = content[written:]
+
+
+def sync_and_drop(descriptor: int) -> None:
+    """Forces what was written to disk, after which the kernel needn't keep its pages."""
+    getattr(os, "fdatasync", os.fsync)(descriptor)
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _sync_path(path: Path) -> None:
+    # Windows forces only files to disk that are open for writing.
+    descriptor = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+    try:
+        sync_and_drop(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,396 @@
+import gzip
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+from memfit.core.errors import BadFile, BadInput
+from memfit.data.sources import opening
+from memfit.data.sources.joined import Concatenated, ConcatenatedSamples
+from memfit.data.sources.npy import NpySource
+from memfit.data.sources.npz import NpzSource
+from memfit.data.sources.opening import kind_of, open_source
+
+X = np.random.default_rng(0).normal(size=(12, 3)).astype("f4")
+Y = np.arange(12) % 3
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(source, start=0, stop=None):
+    stop = source.num_samples if stop is None else stop
+    out = [np.empty((stop - start, *field.shape), field.dtype) for field in source.fields]
+    source.read(start, stop, out)
+    return out
+
+
+def names(source):
+    return [(field.name, field.is_label) for field in source.fields]
+
+
+def refusal(source, **options):
+    with pytest.raises((BadInput, BadFile)) as caught:
+        open_source(source, **options)
+    return str(caught.value)
+
+
+# What can be given.
+
+
+def test_a_path_as_text_or_as_a_path(folder):
+    np.save("x.npy", X)
+
+    for source in ("x.npy", folder / "x.npy"):
+        opened = open_source(source)
+        assert isinstance(opened, NpySource)
+        np.testing.assert_array_equal(read(opened)[0], X)
+
+
+def test_a_list_is_read_in_its_order(folder):
+    np.save("b.npy", X[:5])
+    np.save("a.npy", X[5:])
+
+    opened = open_source(["b.npy", folder / "a.npy"])
+
+    assert isinstance(opened, Concatenated)
+    np.testing.assert_array_equal(read(opened)[0], X)
+
+
+def test_a_pattern_is_read_in_the_order_of_its_numbers(folder):
+    for number in range(12):
+        np.save(f"part-{number}.npy", X[number : number + 1])
+
+    np.testing.assert_array_equal(read(open_source("part-*.npy"))[0], X)
+    np.testing.assert_array_equal(read(open_source(["part-[0-4].npy", "part-5.npy"]))[0], X[:6])
+    assert "no file matches 'other-*.npy'" in refusal("other-*.npy")
+
+
+def test_a_name_with_signs_of_a_pattern_is_found_as_it_is(folder):
+    np.save("x[1].npy", X)
+
+    assert open_source("x[1].npy").num_samples == 12
+
+
+def test_a_pair_is_features_and_labels(folder):
+    np.save("x0.npy", X[:7])
+    np.save("x1.npy", X[7:])
+    np.save("y.npy", Y)
+
+    for source, options in [
+        ((["x0.npy", "x1.npy"], "y.npy"), {}),
+        (("x?.npy", ["y.npy"]), {}),
+        (["x0.npy", "x1.npy"], {"labels": "y.npy"}),
+        ("x?.npy", {"labels": folder / "y.npy"}),
+        ("x?.npy", {"labels": ["y.npy"]}),
+    ]:
+        opened = open_source(source, **options)
+        assert names(opened) == [("x", False), ("y", True)]
+        x, y = read(opened)
+        np.testing.assert_array_equal(x, X)
+        np.testing.assert_array_equal(y, Y)
+
+
+def test_a_dict_names_the_fields(folder):
+    np.save("1.npy", X)
+    np.save("2.npy", Y)
+    source = {"image": "1.npy", "depth": "1.npy", "class": "2.npy"}
+
+    assert names(open_source(source)) == [("image", False), ("depth", False), ("class", False)]
+    opened = open_source(source, labels="class")
+    assert names(opened) == [("image", False), ("depth", False), ("class", True)]
+    np.testing.assert_array_equal(read(opened)[2], Y)
+    assert names(open_source(source, columns=["depth"], labels="class")) == [("depth", False), ("class", True)]
+    assert names(open_source(source, columns="depth")) == [("depth", False)]
+    assert names(open_source({"a": "1.npy"}, labels="2.npy")) == [("a", False), ("x", True)]
+    assert refusal(source, labels="clas").endswith(
+        "there is no 'clas' among 'image', 'depth', 'class'; did you mean 'class'?"
+    )
+    assert "nothing but the label 'a'" in refusal({"a": "1.npy"}, labels="a")
+    assert "a dict of names and paths is needed" in refusal({})
+    assert "a dict of names and paths is needed" in refusal({1: "1.npy"})
+
+
+def test_a_source_stays_as_it_is(folder):
+    np.save("x.npy", X)
+    source = NpySource("x.npy")
+
+    assert open_source(source) is source
+    assert "has no columns to choose from" in refusal(source, columns=["a"])
+
+
+def test_texts_as_labels_become_classes(folder):
+    texts = np.array(["cat", "dog", "ant"])[Y]
+    np.save("x.npy", X)
+    np.save("y.npy", texts)
+    np.savez("d.npz", x=X, y=texts)
+
+    for source, options in [
+        (("x.npy", "y.npy"), {}),
+        ("x.npy", {"labels": "y.npy"}),
+        ({"x": "x.npy", "y": "y.npy"}, {"labels": "y"}),
+        ({"x": "x.npy"}, {"labels": "y.npy"}),
+        ("d.npz", {}),
+    ]:
+        opened = open_source(source, **options)
+        assert opened.classes == ("ant", "cat", "dog")
+        assert [opened.classes[number] for number in read(opened)[1]] == texts.tolist()
+        assert names(opened)[1] == ("y", True)
+
+
+def test_npz_by_keys(folder):
+    np.savez("d.npz", x=X, y=Y)
+
+    assert isinstance(open_source("d.npz"), NpzSource)
+    assert names(open_source("d.npz", columns="x")) == [("x", False)]
+    assert names(open_source("d.npz", columns=["y"], labels="x")) == [("y", False), ("x", True)]
+
+
+def test_addresses(folder):
+    fsspec = pytest.importorskip("fsspec")
+    for name, array in (("x-0", X[:5]), ("x-1", X[5:]), ("y", Y)):
+        with fsspec.open(f"memory://memfit-opening/{name}.npy", "wb") as file:
+            np.save(file, array)
+    with fsspec.open("memory://memfit-opening/d.npz", "wb") as file:
+        np.savez_compressed(file, x=X, y=Y)
+    with fsspec.open("memory://memfit-folder/x.npy", "wb") as file:
+        np.save(file, X)
+
+    x, y = read(open_source(("memory://memfit-opening/x-*.npy", "memory://memfit-opening/y.npy")))
+    np.testing.assert_array_equal(x, X)
+    np.testing.assert_array_equal(y, Y)
+    np.testing.assert_array_equal(read(open_source("memory://memfit-opening/d.npz"))[0], X)
+    np.testing.assert_array_equal(read(open_source("memory://memfit-folder"))[0], X)
+    opened = open_source("memory://memfit-opening/x-0.npy", labels=["memory://memfit-opening/x-0.npy"])
+    assert names(opened) == [("x", False), ("y", True)]
+    assert pickle.loads(pickle.dumps(opened)).fingerprint() == opened.fingerprint()
+
+
+# Folders.
+
+
+def test_a_folder_of_one_kind_is_read_in_the_order_of_its_numbers(folder):
+    os.mkdir("parts")
+    for number in (10, 9, 1):
+        np.save(f"parts/{number}.npy", np.full((2, 2), number))
+    (folder / "parts" / "README.md").write_text("about")
+    (folder / "parts" / ".hidden.csv").write_text("a\n1\n")
+
+    opened = open_source("parts")
+
+    assert read(opened)[0][:, 0].tolist() == [1, 1, 9, 9, 10, 10]
+
+
+@pytest.mark.parametrize("pair", [("x", "y"), ("X_train", "y_train"), ("images", "labels")])
+def test_a_folder_of_an_obvious_pair(folder, pair):
+    os.mkdir("data")
+    np.save(f"data/{pair[0]}.npy", X)
+    np.save(f"data/{pair[1]}.npy", Y)
+
+    opened = open_source("data")
+
+    assert names(opened) == [("x", False), ("y", True)]
+    np.testing.assert_array_equal(read(opened)[1], Y)
+
+
+def test_a_folder_of_images_is_given_to_its_own_reader(folder, monkeypatch):
+    pytest.importorskip("PIL")
+    from memfit.data.sources import images
+
+    asked = []
+    monkeypatch.setattr(images, "open_images", lambda *path, **options: asked.append((path, options)) or stand_in())
+    os.makedirs("pictures/cat")
+    os.makedirs("flat")
+    (folder / "flat" / "a.jpg").write_bytes(b"x")
+
+    def stand_in():
+        np.save(folder / "x.npy", X)
+        return NpySource(folder / "x.npy")
+
+    open_source("pictures", on_error="skip")
+    open_source("flat")
+
+    assert asked == [(("pictures",), {"on_error": "skip"}), (("flat",), {"on_error": "fail"})]
+    assert "'pictures' has no columns to choose from" in refusal("pictures", labels="class")
+
+
+def test_folders_that_say_nothing_are_refused(folder):
+    os.makedirs("empty")
+    os.makedirs("mixed")
+    os.makedirs("notes")
+    np.save("mixed/a.npy", X)
+    np.savez("mixed/b.npz", X)
+    (folder / "notes" / "a.txt").write_text("text")
+
+    assert "the folder 'empty' is empty" in refusal("empty")
+    message = refusal("mixed")
+    assert "holds files of several kinds: a.npy, b.npz. Give a pattern, such as" in message
+    assert "holds nothing that can be streamed" in refusal("notes")
+
+
+# Kinds.
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.npy", "npy"),
+        ("A.NPY", "npy"),
+        ("a.npz", "npz"),
+        ("a.h5", "hdf5"),
+        ("a.hdf5", "hdf5"),
+        ("a.he5", "hdf5"),
+        ("a.parquet", "parquet"),
+        ("a.pq", "parquet"),
+        ("a.arrow", "arrow"),
+        ("a.feather", "arrow"),
+        ("a.csv", "csv"),
+        ("a.tsv", "csv"),
+        ("a.csv.gz", "csv"),
+    ],
+)
+def test_kinds_by_name(folder, name, kind):
+    (folder / name).write_bytes(b"anything")
+
+    assert kind_of(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [(b"\x93NUMPY\x01\x00", "npy"), (b"PK\x03\x04", "npz"), (b"\x89HDF\r\n\x1a\n", "hdf5"), (b"PAR1", "parquet")],
+)
+def test_kinds_by_the_first_bytes(folder, head, kind):
+    (folder / "data").write_bytes(head + b"more")
+
+    assert kind_of("data") == kind
+
+
+def test_other_formats_are_given_to_their_own_readers(folder, monkeypatch):
+    asked = []
+    np.save("stand-in.npy", X)
+    for name in ("a.h5", "a.pq", "a.feather", "a.csv", "a.tsv.gz"):
+        (folder / name).write_bytes(b"x")
+
+    def opener(kind):
+        def open_it(path, columns, labels):
+            asked.append((kind, path, columns, labels))
+            return NpySource("stand-in.npy")
+
+        return open_it
+
+    monkeypatch.setattr(opening, "_OPENERS", {kind: opener(kind) for kind in ("hdf5", "parquet", "arrow", "csv")})
+
+    for name in ("a.h5", "a.pq", "a.feather", "a.csv", "a.tsv.gz"):
+        open_source(name, columns=["c"], labels="d")
+
+    assert asked == [
+        (kind, name, ["c"], "d")
+        for kind, name in [
+            ("hdf5", "a.h5"),
+            ("parquet", "a.pq"),
+            ("arrow", "a.feather"),
+            ("csv", "a.csv"),
+            ("csv", "a.tsv.gz"),
+        ]
+    ]
+
+
+def test_tables_and_hdf5_are_really_opened(folder):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File("a.h5", "w") as file:
+        file["x"], file["y"] = X, Y
+    text = "a,b,y\n" + "".join(f"{i},{i / 2},{i % 3}\n" for i in range(12))
+    (folder / "a.csv").write_text(text)
+    with gzip.open("a.csv.gz", "wt") as file:
+        file.write(text)
+
+    opened = open_source("a.h5", columns=["x"], labels="y")
+    np.testing.assert_array_equal(read(opened)[0], X)
+    opened = open_source("a.csv", labels="y")
+    assert names(opened)[-1] == ("y", True)
+    assert open_source("a.csv.gz", labels="y").layout.is_sequential
+    # A file of labels goes with a table too.
+    np.save("y.npy", Y)
+    opened = open_source("a.csv", columns=["a", "b"], labels="y.npy")
+    np.testing.assert_array_equal(read(opened)[-1], Y)
+
+
+# What can't be streamed.
+
+
+def test_missing_paths_name_the_nearest(folder):
+    np.save("train.npy", X)
+
+    assert refusal("trian.npy") == "there is no 'trian.npy'; did you mean 'train.npy'?"
+    assert refusal("zzz") == "there is no 'zzz'."
+    assert refusal("nowhere/x.npy") == "there is no 'nowhere/x.npy'; its folder isn't there either."
+    assert refusal(["train.npy", "tr.npy"]).startswith("there is no 'tr.npy'")
+
+
+def test_what_cannot_be_streamed_says_what_to_do(folder):
+    (folder / "empty.npy").write_bytes(b"")
+    (folder / "a.bin").write_bytes(b"some text")
+    (folder / "a.jpg").write_bytes(b"\xff\xd8\xff")
+    (folder / "named.pth").write_bytes(b"x")
+    (folder / "unnamed").write_bytes(pickle.dumps([1]))
+
+    assert "'empty.npy' is empty: 0 bytes" in refusal("empty.npy")
+    assert "'a.bin' is of no kind that can be streamed: .npy, .npz" in refusal("a.bin")
+    assert "is a single image. Give the folder" in refusal("a.jpg")
+    for name in ("named.pth", "unnamed"):
+        message = refusal(name)
+        assert f"'{name}' is a pickle" in message
+        assert "save its arrays: np.save('x.npy', x)" in message
+
+
+def test_other_things_are_refused(folder):
+    np.save("x.npy", X)
+
+    assert "an array of shape (12, 3) was given" in refusal(X)
+    assert "np.save writes it to a file" in refusal([X, X])
+    assert "3 (int) was given" in refusal(3)
+    assert "an empty list was given" in refusal([])
+    assert "an empty path was given" in refusal("")
+    assert "a tuple is a pair (features, labels), and one of 3 was given" in refusal(("x.npy",) * 3)
+    assert "labels are given twice" in refusal(("x.npy", "x.npy"), labels="x.npy")
+    assert "labels is the name of a column" in refusal("x.npy", labels=3)
+    assert "has no columns, and 'a' was asked for" in refusal("x.npy", columns=["a"])
+    assert "on_error is 'fail' or 'skip', and 'ignore' was given" in refusal("x.npy", on_error="ignore")
+    assert "a path is text" in refusal(BytesPath())
+
+
+class BytesPath(os.PathLike):
+    def __fspath__(self):
+        return b"x.npy"
+
+
+def test_no_samples_and_no_values_are_refused(folder):
+    np.save("none.npy", X[:0])
+    np.save("hollow.npy", np.zeros((3, 0)))
+
+    assert "none.npy holds no samples, so there is nothing to stream" in refusal("none.npy")
+    assert "a sample of 'x' in hollow.npy has the shape (0,): no values in it" in refusal("hollow.npy")
+
+
+def test_unequal_lengths_and_shapes_are_told(folder):
+    np.save("x.npy", X)
+    np.save("y.npy", Y[:5])
+    np.save("wide.npy", np.zeros((2, 4), "f4"))
+
+    assert "x.npy has 12 samples, y.npy has 5" in refusal(("x.npy", "y.npy"))
+    assert "x.npy and wide.npy can't be read one after the other" in refusal(["x.npy", "wide.npy"])
+
+
+def test_many_files_are_one_source(folder):
+    for number in range(200):
+        np.save(f"{number}.npy", np.full((3, 2), number, "u1"))
+
+    opened = open_source("*.npy")
+
+    assert opened.num_samples == 600
+    assert read(opened)[0][:, 0].tolist() == [number for number in range(200) for _ in range(3)]
+    assert not isinstance(opened, ConcatenatedSamples)

@@ -1,0 +1,165 @@
+import errno
+import json
+import os
+
+import numpy as np
+import pytest
+
+from memfit.core.errors import BadFile, BadInput
+from memfit.data import convert as converting
+from memfit.data import journal as journals
+from memfit.data.convert import convert, paths_of, size_on_disk
+from memfit.data.sources.opening import open_source
+
+VALUES = np.random.default_rng(0).standard_normal((500, 4))
+LABELS = np.arange(500) % 7
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    np.save(tmp_path / "x.npy", VALUES)
+    np.save(tmp_path / "y.npy", LABELS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_conversion_reports_what_it_did(folder):
+    done = convert("x.npy", "small.npy", dtype="float32", chunk="1KiB")
+
+    assert np.array_equal(np.load("small.npy"), VALUES.astype("f4"))
+    assert done.num_samples == 500
+    assert (done.source_bytes, done.destination_bytes) == (128 + 16_000, 128 + 8_000)
+    assert 0 < done.max_relative_error <= 2.0**-24
+    assert done.max_absolute_error == np.abs(VALUES - VALUES.astype("f4")).max()
+    assert (done.num_overflow, done.num_underflow, done.num_nan, done.num_infinite) == (0, 0, 0, 0)
+    data = json.loads(json.dumps(done.to_json()))
+    assert data["format"] == "memfit conversion"
+    assert data["fields"][0]["dtype_after"] == "float32"
+    assert data["max_relative_error"] == done.max_relative_error
+
+
+def test_without_a_type_the_bytes_are_the_same(folder):
+    done = convert("x.npy", "same.npy")
+
+    assert (folder / "same.npy").read_bytes() == (folder / "x.npy").read_bytes()
+    assert done.max_absolute_error == 0
+
+
+@pytest.mark.parametrize("destination", ["both", "both.h5", "both.parquet"])
+def test_several_fields_keep_their_values_in_every_format(folder, destination):
+    convert(("x.npy", "y.npy"), destination, dtype="float32", chunk="4KiB")
+
+    source = open_source(destination, **({"labels": "y"} if destination.endswith("parquet") else {}))
+    out = [np.empty((500, *field.shape), field.dtype) for field in source.fields]
+    source.read(0, 500, out)
+    source.close()
+    assert np.array_equal(out[0].reshape(500, 4), VALUES.astype("f4"))
+    assert np.array_equal(out[1], LABELS)
+
+
+def test_the_destination_is_not_replaced_unasked(folder):
+    convert("x.npy", "small.npy")
+    with pytest.raises(BadFile, match="'small.npy' is there already. Replace it with --overwrite"):
+        convert("x.npy", "small.npy", dtype="float32")
+
+    convert("x.npy", "small.npy", dtype="float32", overwrite=True)
+
+    assert np.load("small.npy").dtype == "float32"
+
+
+def test_a_folder_is_replaced_only_where_it_holds_nothing_else(folder):
+    convert(("x.npy", "y.npy"), "both")
+    convert(("x.npy", "y.npy"), "both", dtype="float32", overwrite=True)
+    assert np.load("both/x.npy").dtype == "float32"
+    (folder / "both" / "notes.txt").touch()
+
+    with pytest.raises(BadFile, match="holds 'notes.txt', which is no .npy file"):
+        convert(("x.npy", "y.npy"), "both", overwrite=True)
+
+
+def test_source_and_destination_are_kept_apart(folder):
+    (folder / "shards").mkdir()
+    np.save("shards/a.npy", VALUES)
+    os.link("x.npy", "linked.npy")
+
+    for destination in ("x.npy", "./x.npy", "linked.npy"):
+        with pytest.raises(BadInput, match="both source and destination"):
+            convert("x.npy", destination, overwrite=True)
+    with pytest.raises(BadInput, match="lies inside the source"):
+        convert("shards", "shards/b.npy")
+    with pytest.raises(BadInput, match="lies inside the destination"):
+        convert("shards/a.npy", "shards", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("destination", "message"),
+    [
+        ("s3://bucket/x.npy", "is not a local path"),
+        ("", "is not a path"),
+        ("a\0b.npy", "is not a path"),
+        ("..", "can't be replaced"),
+        ("x.csv", r"Name a file that ends in \.npy"),
+        ("x.npy/y.npy", "can't be written"),
+    ],
+)
+def test_destinations_that_can_not_be(folder, destination, message):
+    with pytest.raises(BadInput, match=message):
+        convert("y.npy", destination)
+
+
+def test_a_pipe_is_no_destination(folder):
+    os.mkfifo("pipe.npy")
+    with pytest.raises(BadFile, match="is not a file"):
+        convert("x.npy", "pipe.npy", overwrite=True)
+
+
+def test_a_disk_that_is_too_small_is_noticed_before(folder, monkeypatch):
+    monkeypatch.setattr(converting, "free_bytes", lambda path: 1000)
+
+    with pytest.raises(BadFile, match=r"would take 15\.6 KiB, and its disk has 1000 B left"):
+        convert("x.npy", "small.npy")
+
+    assert not list(folder.glob(".small*"))
+    assert not (folder / "small.npy").exists()
+
+
+def test_a_folder_that_can_not_be_written_is_named(folder, monkeypatch):
+    def refuse(*arguments):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(journals.os, "open", refuse)
+    with pytest.raises(BadFile, match=r"'small\.npy' can't be written: Permission denied"):
+        convert("x.npy", "small.npy")
+
+
+def test_samples_of_different_shapes_are_refused():
+    from dataclasses import replace
+
+    from memfit.data.source import Field
+
+    with pytest.raises(BadInput, match="differ in shape"):
+        converting._check_fields([replace(Field("image", np.dtype("u1"), (2, 2)), is_ragged=True)])
+
+
+def test_bad_options_are_refused_before_anything_is_written(folder):
+    for options in ({"dtype": "int8"}, {"chunk": "many"}, {"chunk": "0"}, {"dtype": "foo"}, {"compression": "gzip"}):
+        with pytest.raises(BadInput):
+            convert("x.npy", "small.npy", **options)
+    assert sorted(path.name for path in folder.iterdir()) == ["x.npy", "y.npy"]
+
+
+def test_a_truncated_source_leaves_nothing(folder):
+    (folder / "cut.npy").write_bytes((folder / "x.npy").read_bytes()[:-8])
+
+    with pytest.raises(BadFile, match="cut"):
+        convert("cut.npy", "small.npy")
+
+    assert sorted(path.name for path in folder.iterdir()) == ["cut.npy", "x.npy", "y.npy"]
+
+
+def test_paths_are_found_in_whatever_is_given(folder):
+    given = {"a": ["x.npy", ("y.npy",)], "b": "s3://bucket/z.npy", "c": 3, "d": "*.npy"}
+
+    assert [path.name for path in paths_of(given)] == ["x.npy", "y.npy", "x.npy", "y.npy"]
+    assert size_on_disk([folder]) == size_on_disk([folder / "x.npy", folder / "y.npy"])
+    assert size_on_disk([folder / "nothing"]) == 0

@@ -1,0 +1,63 @@
+import os
+
+import pytest
+
+from memfit.data import direct_reads
+
+DATA = bytes(range(256)) * 4096
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(DATA + b"end")
+    return str(path)
+
+
+@pytest.fixture
+def descriptor(path):
+    number = direct_reads.open_direct(path)
+    if number is None:
+        pytest.skip("the file system of the temporary folder has no reads past the cache")
+    yield number
+    os.close(number)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 4096), (1, 1), (4095, 2), (100_003, 77_777), (len(DATA) - 5, 8)])
+def test_any_run_is_read_wherever_it_begins_and_ends(descriptor, offset, length):
+    buffer = bytearray(length)
+
+    assert direct_reads.read_direct(descriptor, memoryview(buffer), offset)
+
+    assert bytes(buffer) == (DATA + b"end")[offset : offset + length]
+
+
+def test_what_isnt_there_isnt_read(descriptor):
+    assert not direct_reads.read_direct(descriptor, memoryview(bytearray(10)), len(DATA))
+    assert not direct_reads.read_direct(descriptor, memoryview(bytearray(10)), 10 * len(DATA))
+
+
+def test_a_failing_read_is_left_to_the_ordinary_way(path):
+    number = os.open(path, os.O_WRONLY)
+    try:
+        assert not direct_reads.read_direct(number, memoryview(bytearray(10)), 0)
+    finally:
+        os.close(number)
+
+
+def test_systems_and_files_without_such_reads_say_so(path, tmp_path, monkeypatch):
+    assert direct_reads.open_direct(str(tmp_path / "missing")) is None
+
+    def refuse(*arguments):
+        raise OSError(22, "no such reads")
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    assert direct_reads.open_direct(path) is None
+    monkeypatch.delattr(os, "O_DIRECT")
+    assert direct_reads.open_direct(path) is None
+
+
+def test_blocks_are_worth_it_and_headers_and_long_runs_are_not():
+    assert not direct_reads.is_worth_it(4096)
+    assert direct_reads.is_worth_it(256 << 10)
+    assert not direct_reads.is_worth_it(16 << 20)

@@ -1,0 +1,160 @@
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memfit.core.errors import BadFile
+from memfit.data import journal as journals
+from memfit.data.journal import Journal, remove, write_whole
+
+SOURCE = str(Path(__file__).parents[3] / "src")
+
+
+@pytest.fixture
+def journal(tmp_path):
+    return Journal(tmp_path / "x.npy")
+
+
+def test_what_is_written_is_read(journal):
+    journal.write({"num_durable": 3})
+
+    assert journal.read() == {"num_durable": 3}
+    assert [path.name for path in journal.path.parent.iterdir()] == [".x.npy.memfit-part.json"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"3"])
+def test_a_damaged_journal_is_none(journal, content):
+    journal.path.write_bytes(content)
+
+    assert journal.read() is None
+
+
+def test_a_failed_write_leaves_the_last_one(journal, monkeypatch):
+    journal.write({"num_durable": 1})
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(journals.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(journal.path, b"{}")
+
+    monkeypatch.undo()
+    assert journal.read() == {"num_durable": 1}
+    assert len(list(journal.path.parent.iterdir())) == 1
+
+
+def test_a_finished_file_takes_its_place(journal):
+    journal.part.write_text("new")
+    journal.destination.write_text("old")
+    journal.write({})
+
+    journal.finish()
+
+    assert journal.destination.read_text() == "new"
+    assert [path.name for path in journal.destination.parent.iterdir()] == ["x.npy"]
+
+
+def test_a_finished_folder_replaces_a_folder(tmp_path):
+    journal = Journal(tmp_path / "folder")
+    for folder, text in ((journal.part, "new"), (journal.destination, "old")):
+        folder.mkdir()
+        (folder / "x.npy").write_text(text)
+
+    journal.finish()
+
+    assert (journal.destination / "x.npy").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_discarding_removes_both(journal):
+    journal.part.mkdir()
+    (journal.part / "x.npy").touch()
+    journal.write({})
+
+    journal.discard()
+    journal.discard()
+
+    assert list(journal.destination.parent.iterdir()) == []
+
+
+def test_a_second_writer_is_refused(journal):
+    with (
+        journal.locked(wait=False),
+        pytest.raises(BadFile, match=r"another process is writing .*x\.npy"),
+        Journal(journal.destination).locked(wait=False),
+    ):
+        pass
+
+    with Journal(journal.destination).locked(wait=False):
+        pass
+    assert list(journal.destination.parent.iterdir()) == []
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from memfit.data.journal import Journal
+with Journal(Path(sys.argv[1])).locked(wait=False):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_lock_of_a_dead_process_is_taken_over(journal):
+    # GIVEN a process that holds the lock
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    command = [sys.executable, "-c", HOLD, str(journal.destination)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(BadFile), journal.locked(wait=False):
+        pass
+
+    # WHEN it is killed
+    process.kill()
+    process.communicate()
+
+    # THEN its lock is there for others
+    with journal.locked(wait=True):
+        pass
+
+
+def test_a_lock_that_was_removed_meanwhile_is_made_again(journal, monkeypatch):
+    # GIVEN a lock whose file is replaced between opening and locking it, as when its last holder ended
+    real = journals.fcntl.flock
+    calls = []
+
+    def flock(descriptor, operation):
+        if not calls:
+            os.unlink(journal._lock)
+        calls.append(descriptor)
+        real(descriptor, operation)
+
+    monkeypatch.setattr(journals.fcntl, "flock", flock)
+
+    # THEN it is opened again, so that two can't both hold it
+    with journal.locked(wait=False):
+        assert len(calls) == 2
+        assert journal._lock.exists()
+
+
+def test_systems_without_locks_go_without(journal, monkeypatch):
+    monkeypatch.setattr(journals, "fcntl", None)
+    with journal.locked(wait=False), journal.locked(wait=False):
+        pass
+
+
+def test_file_systems_without_locks_go_without(journal, monkeypatch):
+    def flock(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(journals.fcntl, "flock", flock)
+    with journal.locked(wait=False):
+        pass
+
+
+def test_removing_nothing_is_fine(tmp_path):
+    remove(tmp_path / "nothing")

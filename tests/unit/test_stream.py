@@ -1,0 +1,82 @@
+import numpy as np
+import pytest
+
+import memfit
+from memfit import _stream
+from memfit.core.errors import BadInput
+from memfit.core.units import GIB, MIB
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(400.0).reshape(100, 4))
+    return path
+
+
+def test_a_path_becomes_batches(path):
+    stream = memfit.stream(path, batch_size=32)
+    batches = list(stream)
+
+    assert isinstance(stream, memfit.Stream)
+    assert [len(batch) for batch in batches] == [32, 32, 32, 4]
+    assert batches[0].dtype == np.float32
+    assert sorted(np.concatenate(batches)[:, 0]) == list(range(0, 400, 4))
+
+
+def test_files_that_cant_be_read_in_blocks_are_unpacked_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    np.savez_compressed(tmp_path / "data.npz", x=np.arange(300.0).reshape(100, 3), y=np.arange(100))
+
+    stream = memfit.stream(tmp_path / "data.npz", batch_size=10)
+    features, labels = next(iter(stream))
+
+    assert (features[:, 0] / 3).tolist() == labels.tolist()
+    assert not stream.source.layout.is_sequential
+
+
+def test_the_same_batches_for_every_framework(path):
+    plain = np.concatenate(list(memfit.stream(path, batch_size=8, seed=4)))
+
+    loaded = [batch.numpy() for batch in memfit.stream(path, batch_size=8, seed=4).loader()]
+    made = list(memfit.stream(path, batch_size=8, seed=4).parallel(2))
+
+    assert np.array_equal(np.concatenate(loaded), plain)
+    assert np.array_equal(np.concatenate(made), plain)
+    assert len(memfit.stream(path, batch_size=8).torch()) == 13
+
+
+def test_transforms_may_draw_from_torch(path):
+    import torch
+
+    def noisy(row):
+        return row + torch.rand(()).item()
+
+    state = torch.get_rng_state()
+    first = np.concatenate(list(memfit.stream(path, batch_size=8, transform=noisy)))
+    second = np.concatenate(list(memfit.stream(path, batch_size=8, transform=noisy)))
+
+    assert np.array_equal(first, second)
+    assert not np.array_equal(first, np.round(first))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_budget_by_itself_is_a_share_of_what_the_container_has_left(monkeypatch):
+    monkeypatch.setattr(_stream, "_resident_bytes", lambda: GIB)
+    for limit, expected in ((9 * GIB, 2 * GIB), (GIB + 100 * MIB, 64 * MIB), (999 * GIB, 4 * GIB), (None, 512 * MIB)):
+        monkeypatch.setattr(_stream, "host_memory_bytes", lambda limit=limit: limit)
+        assert _stream._budget("auto") == expected
+    assert _stream._budget("1GiB") == GIB
+
+
+def test_the_memory_of_this_process_is_known():
+    assert _stream._resident_bytes() > MIB
+
+
+def test_bad_input_is_refused_before_anything_is_read(path, tmp_path):
+    with pytest.raises(BadInput, match="'lots' is not a size"):
+        memfit.stream(path, batch_size=8, memory="lots")
+    with pytest.raises(BadInput, match=r"missing\.npy"):
+        memfit.stream(tmp_path / "missing.npy", batch_size=8)
+    with pytest.raises(BadInput, match="on_error"):
+        memfit.stream(path, batch_size=8, on_error="ignore")
