@@ -120,7 +120,7 @@ def write_hdf5(path: Path, table: Table, *, chunk_rows: int, compression: str | 
             options["compression_opts"] = 1
         shape = (table.num_rows, table.num_columns)
         x = file.create_dataset("x", shape, table.dtype, chunks=(chunk_rows, table.num_columns), **options)
-        y = file.create_dataset("y", (table.num_rows,), "int64", chunks=(max(chunk_rows, 4096),))
+        y = file.create_dataset("y", (table.num_rows,), "int64", chunks=(min(table.num_rows, max(chunk_rows, 4096)),))
         start = 0
         # Whole chunks at a time: a chunk that is written in two parts is compressed twice.
         for block, labels in _regrouped(table, chunk_rows):
@@ -232,11 +232,16 @@ def _flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def scratch(folder: str | None) -> Iterator[Path]:
-    """A new folder for data, in `folder` or where temporary files go; removed afterwards."""
+    """A new folder for data, in `folder` or where temporary files go; removed afterwards, with what was unpacked."""
     place = Path(tempfile.mkdtemp(prefix="memfit-benchmark-", dir=folder))
+    before = os.environ.get("MEMFIT_SPOOL")
+    os.environ["MEMFIT_SPOOL"] = str(place / "spool")
     try:
         yield place
     finally:
+        os.environ.pop("MEMFIT_SPOOL")
+        if before is not None:
+            os.environ["MEMFIT_SPOOL"] = before
         shutil.rmtree(place, ignore_errors=True)
 
 

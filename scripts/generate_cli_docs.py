@@ -46,8 +46,11 @@ def render() -> str:
     """The whole page."""
     parser = build_parser()
     parts = [_HEAD.format(description=parser.description)]
-    for name, child in _children(parser).items():
-        parts.append(_section(name, child))
+    commands = _children(parser)
+    assert commands, "the parser has no commands"
+    for name, child in commands.items():
+        parts.append(_section(f"## memfit {name}", child))
+        parts += [_section(f"### memfit {name} {action}", part) for action, part in _children(child).items()]
     return "\n".join(parts)
 
 
@@ -55,15 +58,16 @@ def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
-    raise AssertionError("the parser has no commands")
+    return {}
 
 
-def _section(name: str, parser: argparse.ArgumentParser) -> str:
-    hidden = (argparse._HelpAction,)
+def _section(heading: str, parser: argparse.ArgumentParser) -> str:
+    # Commands of a command have parts of their own on the page.
+    hidden = (argparse._HelpAction, argparse._SubParsersAction)
     actions = [a for a in parser._actions if not isinstance(a, hidden) and a.help != argparse.SUPPRESS]
     rows = [f"| {_spelling(action)} | {_meaning(action)} |" for action in actions]
-    lines = [f"## memfit {name}", "", parser.description or "", "", "| argument | meaning |", "| --- | --- |", *rows]
-    return "\n".join([*lines, "", "```text", parser.epilog or "", "```", ""])
+    table = ["| argument | meaning |", "| --- | --- |", *rows, ""] if rows else []
+    return "\n".join([heading, "", parser.description or "", "", *table, "```text", parser.epilog or "", "```", ""])
 
 
 def _spelling(action: argparse.Action) -> str:

@@ -19,7 +19,9 @@ DEVICES = ("rtx-3090", "cpu")
 
 def lacks(framework):
     """Why a framework can't be tested, or None."""
-    if importlib.util.find_spec(f"memfit.adapters.{framework}") is None:
+    # A folder may be there for other uses of a framework, such as streams.
+    folder = importlib.util.find_spec(f"memfit.adapters.{framework}")
+    if folder is None or importlib.util.find_spec(f"memfit.adapters.{framework}.trace") is None:
         return f"{framework}: no adapter yet"
     return f"{framework}: not installed" if importlib.util.find_spec(framework) is None else None
 

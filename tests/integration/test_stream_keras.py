@@ -75,4 +75,3 @@ def check_tf_data(found):
     assert found["spec"] == [[[None, 3], "float32"], [[None, 1], "float32"]]
     assert found["tf.data"] == [True, True]
     assert found["fit on tf.data"] < CLOSE
-    assert found["tf.data, workers"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from memfit._stream import stream
-from memfit.core.errors import BadFile
+from memfit.core.errors import BadFile, BadInput
 from memfit.data.remote_files import glob_remote, list_folder, open_remote
 
 fsspec = pytest.importorskip("fsspec")
@@ -15,7 +15,7 @@ s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 pytest.importorskip("flask")
 
-NUM_SAMPLES = 1_000
+NUM_SAMPLES = 300
 FEATURES = np.arange(NUM_SAMPLES * 3, dtype="float32").reshape(-1, 3)
 LABELS = np.arange(NUM_SAMPLES, dtype="int64") % 7
 
@@ -57,7 +57,7 @@ def fill(system):
     rows = [f"{a},{b},{c},{label}" for (a, b, c), label in zip(FEATURES, LABELS, strict=True)]
     system.pipe("data/table.csv", "\n".join(["a,b,c,label", *rows]).encode() + b"\n")
     for part in range(2):
-        half = slice(part * 500, part * 500 + 500)
+        half = slice(part * 150, part * 150 + 150)
         with system.open(f"data/parts/{part}.npy", "wb") as file:
             np.save(file, FEATURES[half])
 
@@ -85,7 +85,7 @@ def hdf5(server, tmp_path):
 
 def check(source, **options):
     """An epoch has every sample once with its own label, shuffled, and is the same again."""
-    options = {"batch_size": 64, "memory": "64MiB"} | options
+    options = {"batch_size": 20, "memory": "64MiB"} | options
     batches = [list(stream(source, **options)) for _ in range(2)]
     features, labels = (np.concatenate([batch[part] for batch in batches[0]]) for part in (0, 1))
     order = np.argsort(features[:, 0])
@@ -112,7 +112,7 @@ def test_hdf5(hdf5):
 
 
 def test_several_files_by_pattern(server):
-    given = np.concatenate(list(stream("s3://data/parts/*.npy", batch_size=64, shuffle=False, memory="64MiB")))
+    given = np.concatenate(list(stream("s3://data/parts/*.npy", batch_size=20, shuffle=False, memory="64MiB")))
 
     np.testing.assert_array_equal(given, FEATURES)
     assert glob_remote("s3://data/parts/*.npy") == ["s3://data/parts/0.npy", "s3://data/parts/1.npy"]
@@ -121,26 +121,32 @@ def test_several_files_by_pattern(server):
 
 def test_workers(server):
     source = ("s3://data/x.npy", "s3://data/y.npy")
-    alone = list(stream(source, batch_size=64, memory="64MiB"))
+    alone = list(stream(source, batch_size=20, memory="64MiB"))
 
-    together = list(stream(source, batch_size=64, memory="64MiB").parallel(2))
+    together = list(stream(source, batch_size=20, memory="64MiB").parallel(2))
 
     assert len(alone) == len(together)
     assert all(np.array_equal(a[0], b[0]) for a, b in zip(alone, together, strict=True))
 
 
 def test_resumed_on_the_same_object_and_not_on_another(server):
-    first = stream("s3://data/x.npy", batch_size=100, memory="64MiB")
+    address, system = "s3://data/changing.npy", s3fs.S3FileSystem()
+    system.copy("data/x.npy", "data/changing.npy")
+    first = stream(address, batch_size=30, memory="64MiB")
     batches = iter(first)
     for _ in range(4):
         next(batches)
     state = first.state_dict()
     rest = [batch.copy() for batch in batches]
 
-    second = stream("s3://data/x.npy", batch_size=100, memory="64MiB")
+    second = stream(address, batch_size=30, memory="64MiB")
     second.load_state_dict(state)
 
     assert all(np.array_equal(a, b) for a, b in zip(rest, second, strict=True))
+    with system.open("data/changing.npy", "wb") as file:
+        np.save(file, FEATURES + 1)
+    with pytest.raises(BadInput, match="the state is of other data"):
+        stream(address, batch_size=30, memory="64MiB").load_state_dict(state)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,7 @@ from memfit.core.units import format_size, parse_size
 from memfit.data.journal import Journal
 from memfit.data.precision import Statistics, parse_dtype, target_dtypes
 from memfit.data.transfer import Progress, Transfer, free_bytes
-from memfit.data.writing import Target, plan_target
-
-# What a folder that this module wrote may hold, so that replacing it can't delete anything else.
-_OWN_SUFFIXES = (".npy",)
+from memfit.data.writing import CLASSES_FILE, Target, plan_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +53,7 @@ class Conversion:
         destination_bytes: size on disk after.
         seconds: that it took, without what earlier runs had done.
         resumed_at: samples that an interrupted run before this one had done.
+        classes: names that the numbers of the labels stand for; () where they stand for themselves.
     """
 
     source: str
@@ -66,6 +64,7 @@ class Conversion:
     destination_bytes: int
     seconds: float
     resumed_at: int = 0
+    classes: tuple[str, ...] = ()
 
     @property
     def max_relative_error(self) -> float:
@@ -163,6 +162,7 @@ def convert(
             read_bytes=sample_bytes,
             chunk_bytes=chunk_bytes,
             compression=compression,
+            classes=opened.classes,
         )
         journal = Journal(path)
         with _writable(path, journal):
@@ -176,7 +176,7 @@ def convert(
                 discard_other=overwrite,
                 progress=progress,
             ).run()
-        name, num_samples = opened.name, opened.num_samples
+        name, num_samples, classes = opened.name, opened.num_samples, opened.classes
     finally:
         opened.close()
     return Conversion(
@@ -191,6 +191,7 @@ def convert(
         size_on_disk([path]),
         time.perf_counter() - began,
         done.resumed_at,
+        classes,
     )
 
 
@@ -258,7 +259,7 @@ def _check_places(path: Path, read: Sequence[Path], *, overwrite: bool) -> None:
     if not overwrite:
         raise BadFile(f"{str(path)!r} is there already. Replace it with --overwrite (overwrite=True), or name another.")
     if path.is_dir():
-        foreign = [each.name for each in path.iterdir() if each.is_dir() or each.suffix not in _OWN_SUFFIXES]
+        foreign = [each.name for each in path.iterdir() if each.suffix != ".npy" and each.name != CLASSES_FILE]
         if foreign:
             raise BadFile(
                 f"the folder {str(path)!r} holds {foreign[0]!r}, which is no .npy file, and replacing the folder would "

@@ -108,7 +108,7 @@ def divide(
         return Geometry(num_samples, batch_size, 1, window, window)
     num_lanes, window_bytes = 1, usable // num_held(1)
     natural = _natural_block_bytes(layout.edges, held)
-    block_bytes = max(_MOST_BLOCK_BYTES, held) if natural is None else max(_LEAST_BLOCK_BYTES, natural)
+    block_bytes = max(_MOST_BLOCK_BYTES, held, layout.read_bytes) if natural is None else max(_LEAST_BLOCK_BYTES, natural)
     if num_samples * held <= usable // 2:
         window_bytes = num_samples * held
     else:
@@ -118,9 +118,9 @@ def divide(
                 break
     window = _capped(window_bytes // held, num_samples)
     if natural is not None:
-        num_merged = max(1, _block_bytes(window_bytes) // max(1, natural))
+        num_merged = max(1, _block_bytes(window_bytes, layout) // max(1, natural))
         return Geometry(num_samples, batch_size, num_lanes, window, 0, num_merged)
-    return Geometry(num_samples, batch_size, num_lanes, window, _block_samples(window_bytes, held, num_samples))
+    return Geometry(num_samples, batch_size, num_lanes, window, _block_samples(window_bytes, layout, held, num_samples))
 
 
 def in_flight_bytes(batch_bytes: int, memory_bytes: int) -> int:
@@ -156,14 +156,15 @@ def _natural_block_bytes(edges: Array | None, held_bytes: int) -> int | None:
     return int((edges[-1] - edges[0]) / (len(edges) - 1) * held_bytes)
 
 
-def _block_bytes(window_bytes: int) -> int:
+def _block_bytes(window_bytes: int, layout: Layout) -> int:
     target = min(max(window_bytes // _ENOUGH_BLOCKS, _LEAST_BLOCK_BYTES), _MOST_BLOCK_BYTES)
+    target = max(target, layout.read_bytes)
     # In a small window, the order counts for more than the speed.
     return min(target, window_bytes // _LEAST_BLOCKS)
 
 
-def _block_samples(window_bytes: int, held_bytes: int, num_samples: int) -> int:
-    return max(1, _block_bytes(window_bytes) // held_bytes, -(-num_samples // _MOST_BLOCKS))
+def _block_samples(window_bytes: int, layout: Layout, held_bytes: int, num_samples: int) -> int:
+    return max(1, _block_bytes(window_bytes, layout) // held_bytes, -(-num_samples // _MOST_BLOCKS))
 
 
 def _capped(count: int, num_samples: int) -> int:

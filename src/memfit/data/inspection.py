@@ -82,8 +82,8 @@ class Streaming:
         num_lanes: sequences of windows that take turns, and so the most workers that read no block twice.
         window_bytes: of samples that are shuffled with each other, as held.
         blocks_per_window: of these runs in a window.
-        neighbours_together: expected share of samples whose next one comes from the same block; a full shuffle has
-            one block's share of all samples.
+        neighbours_together: expected share of samples whose next one comes from the same block.
+        neighbours_at_best: the same in a full shuffle.
         is_unpacked_first: whether it is unpacked to a scratch folder before.
     """
 
@@ -95,6 +95,7 @@ class Streaming:
     window_bytes: int
     blocks_per_window: float
     neighbours_together: float
+    neighbours_at_best: float
     is_unpacked_first: bool
 
 
@@ -242,7 +243,6 @@ def _streaming(source: Source, memory_bytes: int, batch_size: int) -> tuple[Stre
     block_samples = num_samples / max(1, num_blocks)
     window_samples = min(geometry.window_samples, num_samples)
     stored_bytes = sum(field.sample_bytes for field in source.fields)
-    together = (block_samples - 1) / max(1.0, window_samples - 1) if window_samples > 1 else 1.0
     return Streaming(
         memory_bytes,
         batch_size,
@@ -251,9 +251,17 @@ def _streaming(source: Source, memory_bytes: int, batch_size: int) -> tuple[Stre
         geometry.num_lanes,
         stream.window_bytes // max(1, geometry.num_windows_held),
         window_samples / block_samples,
-        min(1.0, max(0.0, together)),
+        _same_block(block_samples, window_samples),
+        _same_block(block_samples, num_samples),
         is_sequential,
     ), ""
+
+
+def _same_block(block_samples: float, num_shuffled: int) -> float:
+    """Share of samples that are followed by one of the same block where so many are shuffled with each other."""
+    if num_shuffled < 2:
+        return 1.0
+    return min(1.0, max(0.0, (block_samples - 1) / (num_shuffled - 1)))
 
 
 def _look(source: Source) -> tuple[InspectedField, ...]:
@@ -321,7 +329,7 @@ def _warnings(source: Source, streaming: Streaming | None, storage: Storage) -> 
             "when it is streamed for the first time; `memfit data convert` does that once and for all."
         )
     yield from storage.warnings
-    if any(field.dtype.kind == "f" and field.dtype.itemsize > 4 for field in source.fields):
+    if not storage.is_text and any(field.dtype.kind == "f" and field.dtype.itemsize > 4 for field in source.fields):
         yield (
             "stored as float64, twice what training in float32 uses: every epoch reads twice the bytes. "
             "`memfit data convert --dtype float32` halves the file and measures what that does to the numbers."
@@ -339,8 +347,8 @@ def _few_blocks(source: Source, streaming: Streaming) -> Iterator[str]:
     smaller = "" if source.layout.edges is None else ", or smaller chunks: `memfit data convert --chunk 256KiB`"
     yield (
         f"a window holds {streaming.blocks_per_window:.0f} blocks of {format_size(streaming.block_bytes)}, so "
-        f"{streaming.neighbours_together:.1%} of samples are followed by one of the same block. More memory helps"
-        f"{smaller}."
+        f"{streaming.neighbours_together:.1%} of samples are followed by one of the same block, against "
+        f"{streaming.neighbours_at_best:.1%} in a full shuffle. More memory helps{smaller}."
     )
 
 

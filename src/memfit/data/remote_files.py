@@ -184,8 +184,9 @@ class RemoteFile:
         _fetcher.forget(self._token, offset, length)
 
     def close(self) -> None:
-        """Forgets what was fetched and not read."""
+        """Forgets what was fetched and not read; the threads end where no other file needs them."""
         _fetcher.forget(self._token, 0, self._size)
+        _fetcher.rest()
 
     @property
     def token(self) -> int:
@@ -345,6 +346,13 @@ class _Fetcher:
                 self._evict(run)
             self._fill()
 
+    def rest(self) -> None:
+        """Ends the threads, unless there is something to fetch; the next announcement starts them again."""
+        with self._lock:
+            if self._pool is not None and not self._fetched and not self._announced:
+                self._pool.shutdown(wait=False)
+                self._pool = None
+
     def all_at_once(self, action: Callable[[int], None], items: range) -> None:
         """Calls `action` with each item, several at a time."""
         with self._lock:
@@ -416,9 +424,8 @@ def shown(path: str) -> str:
     >>> shown("https://host/x.npy?X-Amz-Signature=abc")
     'https://host/x.npy?...'
     """
-    path = re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", path)
-    is_web = path.startswith(("http://", "https://"))
-    return re.sub(r"\?.*", "?...", path) if is_web else path
+    path = re.sub(r"(://[^/@:\s]*):[^/@\s]*@", r"\1:***@", path)
+    return re.sub(r"(https?://[^\s?]*)\?\S*", r"\1?...", path)
 
 
 def _system(path: str) -> tuple[Any, str]:

@@ -49,6 +49,7 @@ class Layout:
         edges: numbers of the first samples of natural blocks (chunks of HDF5, row groups of Parquet, files) and, last,
             the number of samples; None where a run of samples costs what its bytes cost, wherever it begins.
         scratch_bytes: memory that one `read` takes beside the caller's arrays, at most.
+        read_bytes: what a read should bring at least, where each has a price of its own, as on a network.
         is_sequential: whether the file can only be read from its beginning (compressed .npz, .csv.gz, a row group
             larger than any window): it is unpacked to a scratch file before it is streamed.
         is_by_sample: whether each sample is read by itself whatever its neighbours are: the source is a SampleSource.
@@ -57,6 +58,7 @@ class Layout:
 
     edges: Array | None = None
     scratch_bytes: int = 0
+    read_bytes: int = 0
     is_sequential: bool = False
     is_by_sample: bool = False
     reason: str = ""

@@ -1,8 +1,9 @@
 """How files store their samples: chunks, row groups, compression; and what of that stands in the way of streaming."""
 
 import math
+import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from memfit.data.source import Field
 # A window of an ordinary budget holds only a few dozen blocks that are larger than this.
 _LARGE_BLOCK_BYTES = 4 * MIB
 # What libraries raise on a file that they can't make sense of; reading it says so better.
-_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, MemfitError, ImportError)
+_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, MemfitError, ImportError, zipfile.BadZipFile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,12 @@ class Storage:
     Attributes:
         lines: in words.
         warnings: what is worth changing.
+        is_text: whether numbers are stored as text, so that their types are the reader's.
     """
 
     lines: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    is_text: bool = False
 
 
 def storage_of(paths: Sequence[Path], fields: Sequence[Field]) -> Storage:
@@ -42,16 +45,18 @@ def storage_of(paths: Sequence[Path], fields: Sequence[Field]) -> Storage:
         found = _DESCRIBED[kind](str(files[0]), fields)
     except _UNREADABLE:
         return Storage()
-    return Storage(tuple(line + more for line in found.lines), found.warnings)
+    return replace(found, lines=tuple(line + more for line in found.lines))
 
 
 def _npy(path: str, fields: Sequence[Field]) -> Storage:
+    from memfit.data.sources.npy import NpySource
+
+    if NpySource(path).layout.is_sequential:
+        return Storage((".npy: in Fortran order, each sample scattered over the file",))
     return Storage((".npy: samples one after the other, without compression",))
 
 
 def _npz(path: str, fields: Sequence[Field]) -> Storage:
-    import zipfile
-
     lines = []
     with zipfile.ZipFile(path) as archive:
         for field in fields:
@@ -116,7 +121,8 @@ def _parquet(path: str, fields: Sequence[Field]) -> Storage:
         rows = metadata.row_group(0).num_rows
     largest = max(sizes)
     method = ", ".join(sorted(codec.lower() for codec in codecs)).replace("uncompressed", "no compression")
-    lines = (f"{count} row groups of up to {format_size(largest)}, {rows} rows in the first; {method}",)
+    groups = "1 row group" if count == 1 else f"{count} row groups"
+    lines = (f"{groups} of up to {format_size(largest)}, {rows} rows in the first; {method}",)
     if largest <= _LARGE_BLOCK_BYTES:
         return Storage(lines)
     warning = (
@@ -137,7 +143,7 @@ def _csv(path: str, fields: Sequence[Field]) -> Storage:
         "text has to be parsed anew in every epoch, which is many times slower than reading numbers. "
         "`memfit data convert` to .npy or .parquet parses it once."
     )
-    return Storage(lines, (warning,))
+    return Storage(lines, (warning,), is_text=True)
 
 
 _DESCRIBED = {"npy": _npy, "npz": _npz, "hdf5": _hdf5, "parquet": _parquet, "arrow": _arrow, "csv": _csv}

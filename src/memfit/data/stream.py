@@ -77,6 +77,8 @@ class Stream:
         self.num_ranks = 1
         self.epoch = 0
         """The epoch in progress, or the one that comes next, counted from 0."""
+        # Once: each time would ask for the size and the time of every file, which takes long where they are remote.
+        self._fingerprint = source.fingerprint()
         self._start = 0
         self._rounds = 0
         self._is_running = False
@@ -193,7 +195,7 @@ class Stream:
             "samples": place,
             "shuffle": self.shuffle,
             "geometry": self.geometry.to_json(),
-            "fingerprint": self.source.fingerprint(),
+            "fingerprint": self._fingerprint,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -242,7 +244,7 @@ class Stream:
             if isinstance(error, BadInput):
                 raise
             raise BadInput(f"this is no state of a stream: {error!r}. Give what `state_dict` returned.") from None
-        if geometry.num_samples != self.num_samples or state["fingerprint"] != self.source.fingerprint():
+        if geometry.num_samples != self.num_samples or state["fingerprint"] != self._fingerprint:
             raise BadInput(
                 f"the state is of other data: it was taken with {geometry.num_samples} samples, and "
                 f"{self.source.name} has {self.num_samples}, or was changed since. Give the same files, or begin anew."

@@ -27,7 +27,7 @@ VERSION = 1
 Progress = Callable[[int, int], None]
 
 # Written bytes after which they are forced to disk: enough to keep a disk busy, little enough for a small container.
-_SYNC_BYTES = 64 * MIB
+_SYNC_BYTES = 32 * MIB
 # The journal costs two waits for the disk each time.
 _JOURNAL_SECONDS = 0.5
 # How long overflows are counted after the first was found and nothing is written any more.

@@ -16,8 +16,12 @@ from memfit.data.order import Order, Span, Window
 from memfit.data.schedule import Schedule
 from memfit.data.source import Array, Source
 
-# Threads that wait for the disk.
-_NUM_READERS = 8
+# Threads that wait for the disk: it works on many reads at once, which makes scattered ones as fast as one long one.
+_NUM_WAITING = 8
+# Threads that decode; decoders of some formats take turns.
+_NUM_DECODING = 2
+# Scratch memory of the readers is at most this part of what is held.
+_SCRATCH_SHARE = 8
 
 _Key = tuple[int, int]
 
@@ -197,16 +201,22 @@ class Windows:
         for span in spans:
             places.append((span, row))
             row += span.stop - span.start
-        if self.source.layout.edges is not None or self.source.layout.scratch_bytes:
-            # Decoders take turns anyway, or scratch memory that is counted once.
+        num_readers = min(self._num_readers(), len(places))
+        if num_readers == 1:
             self._read_spans(places, arrays)
             return
-        # The disk then works on many reads at once, which makes scattered ones as fast as one long one.
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="memfit-stream")
-        shares = (places[first::_NUM_READERS] for first in range(_NUM_READERS))
+            self._pool = ThreadPoolExecutor(num_readers, thread_name_prefix="memfit-stream")
+        shares = (places[first::num_readers] for first in range(num_readers))
         for _ in self._pool.map(lambda share: self._read_spans(share, arrays), shares):
             pass
+
+    def _num_readers(self) -> int:
+        """Threads that read at once, as far as there is memory for what each of them takes."""
+        layout = self.source.layout
+        most = _NUM_WAITING if layout.edges is None else _NUM_DECODING
+        room = self.limit_bytes // _SCRATCH_SHARE // max(1, layout.scratch_bytes)
+        return max(1, min(most, room))
 
     def _read_spans(self, places: Sequence[tuple[Span, int]], arrays: list[Array]) -> None:
         for span, row in places:

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from memfit.core.errors import MemfitError
+from memfit.core.errors import BadInput, MemfitError
 
 _log = logging.getLogger("memfit")
 
@@ -80,6 +80,11 @@ class WorkerBatches:
     """
 
     def __init__(self, stream: Divisible, num_workers: int, *, limit_bytes: int) -> None:
+        if multiprocessing.current_process().daemon:
+            raise BadInput(
+                "a worker of another loader can't start workers of its own. Iterate over the stream itself there, or give "
+                "that loader no workers."
+            )
         # Each process has a batch in the making and one that is ready.
         room = max(1, limit_bytes // max(1, 2 * stream.batch_bytes))
         self.num_workers = stream.working(max(1, min(num_workers, room)))

@@ -7,6 +7,7 @@ written from its beginning again.
 
 import contextlib
 import io
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ _PIECE_BYTES = 16 * MIB
 _CHUNK_BYTES = MIB
 _COMPRESSIONS = {"hdf5": ("gzip", "lzf"), "parquet": ("gzip", "snappy", "zstd"), "npy": (), "folder": ()}
 _TYPES = {"hdf5": "fiubc", "parquet": "fiub", "npy": "fiubcmMSU", "folder": "fiubcmMSU"}
+CLASSES_FILE = "classes.json"
+"""Names of the classes, beside .npy files, which have no place for them."""
 _KINDS = {".npy": "npy", ".h5": "hdf5", ".hdf5": "hdf5", ".parquet": "parquet", "": "folder"}
 
 
@@ -38,6 +41,7 @@ class Target:
         num_samples: of each of them.
         block_samples: written at a time, and in one chunk or row group.
         compression: name of the method; None for none.
+        classes: names that the numbers of the labels stand for; () where they stand for themselves.
     """
 
     kind: str
@@ -45,6 +49,11 @@ class Target:
     num_samples: int
     block_samples: int
     compression: str | None = None
+    classes: tuple[str, ...] = ()
+
+    def is_named(self, field: Field) -> bool:
+        """Whether the numbers of a field stand for names."""
+        return bool(self.classes) and field.is_label and field.dtype.kind in "iu" and not field.shape
 
     @property
     def size_bytes(self) -> int:
@@ -98,6 +107,7 @@ def plan_target(
     read_bytes: int = 0,
     chunk_bytes: int | None = None,
     compression: str | None = None,
+    classes: tuple[str, ...] = (),
 ) -> Target:
     """What is to be written to `destination`.
 
@@ -108,6 +118,7 @@ def plan_target(
         read_bytes: of one sample, as it is read.
         chunk_bytes: written at a time; None for what suits the format.
         compression: name of the method.
+        classes: names that the numbers of the labels stand for.
 
     Raises:
         BadInput: the format can't hold these fields, or doesn't know the compression.
@@ -137,7 +148,8 @@ def plan_target(
     # HDF5 holds no chunk of 4 GiB or more, and memory has to hold several.
     if chunk > 1024 * MIB:
         raise BadInput(f"chunks of {chunk} bytes are too large: several are in memory at once. Give at most 1GiB.")
-    return Target(kind, fields, num_samples, max(1, min(chunk // sample_bytes, max(1, num_samples))), compression)
+    block_samples = max(1, min(chunk // sample_bytes, max(1, num_samples)))
+    return Target(kind, fields, num_samples, block_samples, compression, classes)
 
 
 def writer_for(target: Target) -> Writer:
@@ -205,6 +217,8 @@ class NpyWriter:
         if self._target.kind == "folder":
             part.mkdir(parents=True, exist_ok=True)
             paths = [part / name for name in file_names(fields)]
+            if self._target.classes:
+                (part / CLASSES_FILE).write_text(json.dumps(self._target.classes), encoding="utf-8")
         else:
             paths = [part]
         for path in paths:
@@ -277,6 +291,8 @@ class _Hdf5Writer:
                     shuffle=target.compression is not None and is_chunked,
                 )
             )
+            if target.is_named(field):
+                self._datasets[-1].attrs["classes"] = list(target.classes)
         return 0
 
     def write(self, start: int, arrays: Sequence[Array]) -> None:
@@ -374,6 +390,8 @@ class _ParquetWriter:
         columns = []
         for field in self._target.fields:
             kind = pyarrow.from_numpy_dtype(field.dtype)
+            if self._target.is_named(field):
+                kind = pyarrow.string()
             for size in reversed(field.shape):
                 kind = pyarrow.list_(kind, size)
             columns.append(pyarrow.field(field.name, kind, nullable=False))
@@ -393,6 +411,9 @@ class _ParquetWriter:
         columns = []
         for field, array in zip(self._target.fields, arrays, strict=True):
             column = pyarrow.array(array.reshape(-1))
+            if self._target.is_named(field):
+                # Names stay names: whoever reads the table numbers them again, in the same order.
+                column = pyarrow.array(self._target.classes, pyarrow.string()).take(column)
             for size in reversed(field.shape):
                 column = pyarrow.FixedSizeListArray.from_arrays(column, size)
             columns.append(column)

@@ -85,22 +85,31 @@ def _stored(found: Inspection) -> list[str]:
     lines = [f"on disk: {format_size(found.disk_bytes)} ({_MEASURED})" if found.disk_bytes is not None else ""]
     lines += map(printable, found.storage)
     if found.classes:
-        shown = ", ".join(map(printable, found.classes[:_MOST_CLASSES]))
-        more = len(found.classes) - _MOST_CLASSES
-        lines.append(f"{len(found.classes)} classes: {shown}" + (f" and {more} more" if more > 0 else ""))
+        lines.append(_classes(found.classes))
     for name, saved in found.savings.items():
         share = saved / found.loaded_bytes if found.loaded_bytes else 0.0
         lines.append(f"as {name} it would take {format_size(saved)} less ({share:.0%}, {_COMPUTED})")
     return [line for line in lines if line]
 
 
+def _classes(names: Sequence[str]) -> str:
+    shown = ", ".join(map(printable, names[:_MOST_CLASSES]))
+    more = len(names) - _MOST_CLASSES
+    return f"{len(names)} classes: {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def _several(number: float, what: str) -> str:
+    return f"{count(number)} {what}" if count(number) == "1" else f"{count(number)} {what}s"
+
+
 def _streamed(streaming: Streaming) -> list[str]:
     lines = [
         f"with {format_size(streaming.memory_bytes)} of memory and batches of {streaming.batch_size} ({_COMPUTED}):",
-        f"  {count(streaming.num_blocks)} blocks of about {format_size(streaming.block_bytes)}, in "
-        f"{streaming.num_lanes} {'lane' if streaming.num_lanes == 1 else 'lanes'}",
-        f"  {count(streaming.blocks_per_window)} blocks are shuffled with each other; "
-        f"{streaming.neighbours_together:.2%} of samples are followed by one of the same block",
+        f"  {_several(streaming.num_blocks, 'block')} of about {format_size(streaming.block_bytes)}, in "
+        f"{_several(streaming.num_lanes, 'lane')}",
+        f"  the samples of {_several(streaming.blocks_per_window, 'block')} are shuffled with each other; "
+        f"{streaming.neighbours_together:.2%} of samples are followed by one of the same block "
+        f"({streaming.neighbours_at_best:.2%} in a full shuffle)",
     ]
     if streaming.is_unpacked_first:
         lines.append("  after it was unpacked to a scratch folder, once")
@@ -119,9 +128,12 @@ def conversion_verdict(done: Conversion) -> str:
 
 def conversion_details(done: Conversion) -> list[str]:
     """Lines below the verdict."""
-    if not done.resumed_at:
-        return []
-    return [f"went on after {count(done.resumed_at)} samples that an interrupted run had written"]
+    lines = []
+    if done.resumed_at:
+        lines.append(f"went on after {count(done.resumed_at)} samples that an interrupted run had written")
+    if done.classes:
+        lines.append(_classes(done.classes))
+    return lines
 
 
 def conversion_parts(done: Conversion) -> list[Part]:

@@ -51,6 +51,27 @@ def test_the_request_of_a_supervised_run(monkeypatch):
     assert env.run_request() == "other.json"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "1", "WORLD_SIZE": "3"}, (1, 3)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "0"}, None),
+        ({"RANK": "3", "WORLD_SIZE": "3"}, None),
+        ({"RANK": "first", "WORLD_SIZE": "3"}, None),
+    ],
+    ids=str,
+)
+def test_the_rank_that_a_launcher_gave(monkeypatch, given, expected):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    assert env.launched_rank() == expected
+
+
 def test_visible_devices(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert env.visible_cuda_devices() is None

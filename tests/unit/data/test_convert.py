@@ -57,9 +57,21 @@ def test_several_fields_keep_their_values_in_every_format(folder, destination):
     assert np.array_equal(out[1], LABELS)
 
 
+def test_names_of_classes_are_reported_and_kept(folder):
+    (folder / "x.csv").write_text("a,kind\n1,dog\n2,cat\n3,dog\n")
+
+    done = convert("x.csv", "x.parquet", labels="kind")
+
+    assert done.classes == ("cat", "dog")
+    assert open_source("x.parquet", labels="kind").classes == ("cat", "dog")
+    convert("x.csv", "named", labels="kind")
+    convert("x.csv", "named", labels="kind", overwrite=True)
+    assert json.loads((folder / "named" / "classes.json").read_text()) == ["cat", "dog"]
+
+
 def test_the_destination_is_not_replaced_unasked(folder):
     convert("x.npy", "small.npy")
-    with pytest.raises(BadFile, match="'small.npy' is there already. Replace it with --overwrite"):
+    with pytest.raises(BadFile, match=r"'small.npy' is there already. Replace it with --overwrite"):
         convert("x.npy", "small.npy", dtype="float32")
 
     convert("x.npy", "small.npy", dtype="float32", overwrite=True)
@@ -73,7 +85,7 @@ def test_a_folder_is_replaced_only_where_it_holds_nothing_else(folder):
     assert np.load("both/x.npy").dtype == "float32"
     (folder / "both" / "notes.txt").touch()
 
-    with pytest.raises(BadFile, match="holds 'notes.txt', which is no .npy file"):
+    with pytest.raises(BadFile, match=r"holds 'notes.txt', which is no .npy file"):
         convert(("x.npy", "y.npy"), "both", overwrite=True)
 
 
@@ -83,11 +95,11 @@ def test_source_and_destination_are_kept_apart(folder):
     os.link("x.npy", "linked.npy")
 
     for destination in ("x.npy", "./x.npy", "linked.npy"):
-        with pytest.raises(BadInput, match="both source and destination"):
+        with pytest.raises(BadInput, match=r"both source and destination"):
             convert("x.npy", destination, overwrite=True)
-    with pytest.raises(BadInput, match="lies inside the source"):
+    with pytest.raises(BadInput, match=r"lies inside the source"):
         convert("shards", "shards/b.npy")
-    with pytest.raises(BadInput, match="lies inside the destination"):
+    with pytest.raises(BadInput, match=r"lies inside the destination"):
         convert("shards/a.npy", "shards", overwrite=True)
 
 
@@ -109,7 +121,7 @@ def test_destinations_that_can_not_be(folder, destination, message):
 
 def test_a_pipe_is_no_destination(folder):
     os.mkfifo("pipe.npy")
-    with pytest.raises(BadFile, match="is not a file"):
+    with pytest.raises(BadFile, match=r"is not a file"):
         convert("x.npy", "pipe.npy", overwrite=True)
 
 
@@ -127,7 +139,7 @@ def test_a_folder_that_can_not_be_written_is_named(folder, monkeypatch):
     def refuse(*arguments):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(journals.os, "open", refuse)
+    monkeypatch.setattr(journals.Journal, "_acquire", refuse)
     with pytest.raises(BadFile, match=r"'small\.npy' can't be written: Permission denied"):
         convert("x.npy", "small.npy")
 
@@ -137,7 +149,7 @@ def test_samples_of_different_shapes_are_refused():
 
     from memfit.data.source import Field
 
-    with pytest.raises(BadInput, match="differ in shape"):
+    with pytest.raises(BadInput, match=r"differ in shape"):
         converting._check_fields([replace(Field("image", np.dtype("u1"), (2, 2)), is_ragged=True)])
 
 
@@ -151,7 +163,7 @@ def test_bad_options_are_refused_before_anything_is_written(folder):
 def test_a_truncated_source_leaves_nothing(folder):
     (folder / "cut.npy").write_bytes((folder / "x.npy").read_bytes()[:-8])
 
-    with pytest.raises(BadFile, match="cut"):
+    with pytest.raises(BadFile, match=r"cut"):
         convert("cut.npy", "small.npy")
 
     assert sorted(path.name for path in folder.iterdir()) == ["cut.npy", "x.npy", "y.npy"]

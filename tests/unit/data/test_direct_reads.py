@@ -61,3 +61,28 @@ def test_blocks_are_worth_it_and_headers_and_long_runs_are_not():
     assert not direct_reads.is_worth_it(4096)
     assert direct_reads.is_worth_it(256 << 10)
     assert not direct_reads.is_worth_it(16 << 20)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_forked_child_does_not_write_into_its_parents_scratch_memory(tmp_path):
+    # GIVEN a parent that has something in its scratch memory
+    path = tmp_path / "data.bin"
+    path.write_bytes(bytes([1]) * 40_000 + bytes([2]) * 60_000)
+    descriptor = direct_reads.open_direct(str(path))
+    if descriptor is None:
+        pytest.skip("the file system of the temporary folder has no direct reads")
+    assert direct_reads.read_direct(descriptor, memoryview(bytearray(30_000)), 0)
+    held = direct_reads._memory(30_000)
+
+    # WHEN a child reads something else
+    child = os.fork()
+    if not child:
+        buffer = bytearray(30_000)
+        done = direct_reads.read_direct(descriptor, memoryview(buffer), 50_000) and set(buffer) == {2}
+        os._exit(not done)
+    status = os.waitpid(child, 0)[1]
+    os.close(descriptor)
+
+    # THEN the parent's is unchanged
+    assert status == 0
+    assert set(held) == {1}

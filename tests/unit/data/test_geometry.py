@@ -100,3 +100,12 @@ def test_any_division_is_within_the_budget(num_samples, sample_bytes, batch_size
         return
     assert 1 <= geometry.window_samples <= num_samples
     assert num_held(geometry.num_lanes) * geometry.window_samples * sample_bytes <= memory_bytes
+
+
+def test_reads_that_have_a_price_bring_more():
+    near = divide(10**6, Layout(), ROW, 256, 512 * MIB, shuffle=True)
+    far = divide(10**6, Layout(read_bytes=MIB), ROW, 256, 512 * MIB, shuffle=True)
+
+    assert near.block_samples * 4096 <= 256 * KIB
+    assert far.block_samples * 4096 == MIB
+    assert far.num_lanes < near.num_lanes

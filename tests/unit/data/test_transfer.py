@@ -120,7 +120,7 @@ def test_an_unfinished_file_of_another_source_is_refused_or_discarded(tmp_path, 
         transfer(ArraySource(VALUES), tmp_path / "x.npy").run()
     monkeypatch.undo()
 
-    with pytest.raises(BadInput, match="unfinished file of another conversion"):
+    with pytest.raises(BadInput, match=r"unfinished file of another conversion"):
         transfer(ArraySource(VALUES[:50]), tmp_path / "x.npy").run()
     done = transfer(ArraySource(VALUES[:50]), tmp_path / "x.npy", discard_other=True).run()
 
@@ -142,7 +142,7 @@ def test_a_journal_that_makes_no_sense_is_not_believed(tmp_path, monkeypatch, br
 
 def test_a_full_disk_keeps_what_is_done(tmp_path, monkeypatch):
     interrupt_after(monkeypatch, 5, OSError(errno.ENOSPC, "No space left on device"))
-    with pytest.raises(BadFile, match="the disk is full. What is done is kept in .*make room and run the same again"):
+    with pytest.raises(BadFile, match=r"the disk is full. What is done is kept in .*make room and run the same again"):
         transfer(ArraySource(VALUES), tmp_path / "x.npy").run()
     assert not (tmp_path / "x.npy").exists()
     monkeypatch.undo()
@@ -160,7 +160,7 @@ def test_a_disk_that_is_full_at_once_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_a_source_that_cannot_be_read_leaves_nothing(tmp_path):
-    with pytest.raises(BadFile, match="array can't be read at sample 48: Input/output error"):
+    with pytest.raises(BadFile, match=r"array can't be read at sample 48: Input/output error"):
         transfer(ArraySource(VALUES, fails_at=50), tmp_path / "x.npy").run()
 
     assert list(tmp_path.iterdir()) == []
@@ -183,14 +183,14 @@ def test_overflows_are_counted_for_a_while_only(tmp_path, monkeypatch):
     monkeypatch.setattr(transfers, "_COUNT_SECONDS", 0.0)
     values = np.full((100, 3), 1e300)
 
-    with pytest.raises(Overflow, match="at least 24 values, in the first 8 of 100 samples, would"):
+    with pytest.raises(Overflow, match=r"at least 24 values, in the first 8 of 100 samples, would"):
         transfer(ArraySource(values), tmp_path / "x.npy").run()
 
 
 def test_errors_that_are_nobody_elses_are_not_hidden(tmp_path, monkeypatch):
     interrupt_after(monkeypatch, 1, RuntimeError("a mistake"))
 
-    with pytest.raises(RuntimeError, match="a mistake"):
+    with pytest.raises(RuntimeError, match=r"a mistake"):
         transfer(ArraySource(VALUES), tmp_path / "x.npy").run()
 
 
@@ -223,7 +223,7 @@ def test_samples_of_other_shapes_and_gaps_are_refused():
     out = [np.empty((2, 2))]
     with pytest.raises(BadInput, match=r"samples differ in shape: 1.png is \[3\], and the first one is \[2\]"):
         read_block(SampleArrays([[1.0, 2], [3, 4, 5]]), 0, 2, out)
-    with pytest.raises(BadFile, match="1.png can't be read"):
+    with pytest.raises(BadFile, match=r"1.png can't be read"):
         read_block(SampleArrays([[1.0, 2], None]), 0, 2, out)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from memfit.core.errors import BadFile, MemfitError
+from memfit.core.errors import BadFile, BadInput, MemfitError
 from memfit.core.units import MIB
 from memfit.data import workers
 from memfit.data.geometry import Geometry
@@ -299,6 +299,13 @@ class TestStarting:
         )
         found = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=_path())
         assert found.stdout.split() == ["0", "1", "4", "9", "16", "25", "36"], found.stderr
+
+    def test_workers_of_workers_are_refused(self):
+        def make(number):
+            return list(WorkerBatches(Given(1, same_number), 1, limit_bytes=MIB))
+
+        with pytest.raises(BadInput, match="a worker of another loader can't start workers of its own"):
+            next(WorkerBatches(Given(1, make), 1, limit_bytes=MIB))
 
     def test_a_process_that_cannot_be_started_leaves_nothing(self, monkeypatch):
         def refuse(process):

@@ -106,6 +106,21 @@ def test_parquet_has_row_groups_of_one_block(tmp_path, compression):
     assert table["y"].to_pylist() == data[1].tolist()
 
 
+def test_names_of_classes_are_kept(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    data = [arrays(4)[0], np.array([0, 2, 1, 0])]
+    names = ("cat", "dog", "emu")
+
+    for name in ("folder", "x.h5", "x.parquet"):
+        written(tmp_path / name, (X, Y), data, classes=names)
+
+    assert (tmp_path / "folder" / "classes.json").read_text() == '["cat", "dog", "emu"]'
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert list(file["y"].attrs["classes"]) == list(names)
+    assert parquet.read_table(tmp_path / "x.parquet")["y"].to_pylist() == ["cat", "emu", "dog", "cat"]
+
+
 @pytest.mark.parametrize(("name", "module"), [("x.h5", "h5py"), ("x.parquet", "pyarrow")])
 def test_a_missing_library_is_named(tmp_path, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
@@ -124,7 +139,8 @@ def test_a_writer_can_be_closed_before_it_is_complete(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "kind"), [("a.npy", "npy"), ("a.H5", "hdf5"), ("a.hdf5", "hdf5"), ("a.parquet", "parquet"), ("a", "folder")]
+    ("path", "kind"),
+    [("a.npy", "npy"), ("a.H5", "hdf5"), ("a.hdf5", "hdf5"), ("a.parquet", "parquet"), ("a", "folder")],
 )
 def test_the_ending_tells_the_format(path, kind):
     assert kind_of(Path(path)) == kind
@@ -143,27 +159,27 @@ def test_other_formats_are_refused(name):
 
 
 def test_several_fields_do_not_go_into_one_npy_file():
-    with pytest.raises(BadInput, match="one .npy file holds one array, and the source has 2: x, y"):
+    with pytest.raises(BadInput, match=r"one .npy file holds one array, and the source has 2: x, y"):
         plan_target(Path("x.npy"), (X, Y), 3)
 
 
 def test_compression_is_that_of_the_format():
-    with pytest.raises(BadInput, match="compression 'zstd' is not for hdf5 files; for those there is gzip and lzf"):
+    with pytest.raises(BadInput, match=r"compression 'zstd' is not for hdf5 files; for those there is gzip and lzf"):
         plan_target(Path("x.h5"), (X,), 3, compression="zstd")
-    with pytest.raises(BadInput, match="is not for npy files; for those there is none"):
+    with pytest.raises(BadInput, match=r"is not for npy files; for those there is none"):
         plan_target(Path("x.npy"), (X,), 3, compression="gzip")
 
 
 def test_types_that_a_format_lacks_are_refused():
     text = Field("name", np.dtype("U5"), ())
 
-    with pytest.raises(BadInput, match="'name' is str160, which parquet files don't hold"):
+    with pytest.raises(BadInput, match=r"'name' is str160, which parquet files don't hold"):
         plan_target(Path("x.parquet"), (text,), 3)
     assert plan_target(Path("x.npy"), (text,), 3).kind == "npy"
 
 
 def test_chunks_are_bounded():
-    with pytest.raises(BadInput, match="Give at most 1GiB"):
+    with pytest.raises(BadInput, match=r"Give at most 1GiB"):
         plan_target(Path("x.npy"), (X,), 3, chunk_bytes=2**31)
 
 

@@ -83,6 +83,9 @@ class KerasStream(keras.utils.PyDataset):  # type: ignore[misc,unused-ignore]
         model.fit(data, initial_epoch=data.epoch, epochs=data.epoch + 1)
         model.fit(data, initial_epoch=data.epoch, epochs=10)
 
+    On TensorFlow, Keras has batches fetched ahead as TensorFlow sees fit, beside the stream's memory: some, and more
+    where the speed of training changes much. `as_tf_dataset` holds it to one.
+
     Args:
         stream: to read; its position moves on with the epochs.
         num_workers: processes that read and transform; by default that happens in this process.

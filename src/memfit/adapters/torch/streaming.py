@@ -2,17 +2,14 @@
 
 Workers of a loader work ahead, so that only the loader's own process knows how many batches the program has had; and
 workers that aren't kept between epochs begin each time as fresh copies, which know nothing of epochs before. So the
-dataset has a block of memory that all processes share, with the state that the next epoch begins from. The first worker
-takes an epoch from it and the others look up which one it took.
+dataset shares with all processes which epochs were begun, and loaders count what they give out.
 """
 
-import json
 import logging
 import math
 import multiprocessing
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -21,6 +18,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from memfit.adapters.torch.shared_epochs import SharedEpochs
 from memfit.core import env
 from memfit.core.errors import BadInput, MemfitError
 from memfit.core.units import format_size
@@ -38,8 +36,6 @@ _DECIDED_BY = {
     "generator": "the order follows from the stream's seed",
 }
 _DECIDED = {*_DECIDED_BY, "sampler", "batch_sampler", "in_order"}
-# How long workers wait for the first one to begin, which may have to load a large program.
-_BEGIN_SECONDS = 600.0
 
 
 class Divisible(Protocol):
@@ -102,11 +98,13 @@ class TorchStream(IterableDataset[Any]):
             self.stream = stream.split(*ranks)
         else:
             self.stream = stream.copy()
-        self._shared = _Shared()
+        self._shared = SharedEpochs()
         self._num_iterations = 0
         self._begun: dict[str, Any] | None = None
         """The state that the iteration in this process began from; None where there is none."""
         self._num_given = 0
+        self._own: dict[str, Any] | None = None
+        """A state that this worker alone was given, by a loader that keeps a state of each worker."""
         self.load_state_dict(self.stream.state_dict())
         self.counted = Counted(self)
         """The position in loaders that count what they give out."""
@@ -119,8 +117,13 @@ class TorchStream(IterableDataset[Any]):
         _refuse_collation(sys._getframe(1).f_locals.get("self"))
         worker = get_worker_info()
         number, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        epoch = self._take_epoch(number, is_worker=worker is not None)
-        state = self._shared.state
+        state, self._own = self._own, None
+        if state is not None:
+            epoch = int(state["epoch"])
+            self._shared.set_next(epoch + 1)
+        else:
+            epoch = self._take_epoch(number, is_worker=worker is not None)
+            state = self._shared.state
         # Also for a later epoch: the order follows from its seed and its division of the budget.
         self.stream.load_state_dict(state)
         if epoch != state["epoch"]:
@@ -148,8 +151,11 @@ class TorchStream(IterableDataset[Any]):
         return self.next_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration begins where `state` was taken, whoever made it and with however many workers."""
+        """The next iteration begins where `state` was taken, with however many workers; in a worker, its own one."""
         self.stream.load_state_dict(state)
+        if get_worker_info() is not None:
+            self._own = state
+            return
         self._shared.state = state
         self._shared.set_next(int(state["epoch"]))
         self._begun = None
@@ -192,113 +198,20 @@ class TorchStream(IterableDataset[Any]):
 
     def _run(self, begun: dict[str, Any], number: int, num_workers: int) -> Iterator[Any]:
         batches = self.stream.part(number, num_workers)
+        is_worker = get_worker_info() is not None
         try:
             for batch in batches:
                 if self._begun is begun:
                     self._num_given += 1
-                yield to_tensors(batch)
+                # Shared here: PyTorch would do it in a thread, whose errors nobody hears of, and wait for ever.
+                yield to_tensors(batch, is_shared=is_worker)
                 del batch
         finally:
             close = getattr(batches, "close", None)
             if close is not None:
                 close()
-        if self._begun is begun and get_worker_info() is None:
+        if self._begun is begun and not is_worker:
             self._begun = None
-
-
-class _Shared:
-    """What all processes know of a dataset: the state it was brought to, and which epochs were begun since.
-
-    The memory is a tensor, which PyTorch shares with forked processes and with those that are started anew.
-    """
-
-    _SIZE = 2**15
-    _NUM_GROUPS = 16
-    # Numbers at the beginning: next epoch, whether it is kept, whether workers began one, how many they began, length
-    # and version of the state; then of each group of workers its name, its iteration and the epoch that it took; then the state as
-    # text.
-    _NEXT, _IS_HELD, _IS_TAKEN, _NUM_TAKEN, _LENGTH, _VERSION, _GROUPS = range(7)
-    _TEXT = (_GROUPS + 3 * _NUM_GROUPS) * 8
-
-    def __init__(self) -> None:
-        self._block = torch.zeros(self._SIZE, dtype=torch.uint8).share_memory_()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy that wasn't made to start a process is a dataset of its own.
-        self._block = state["_block"].share_memory_()
-
-    @property
-    def _numbers(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        numbers: np.ndarray[Any, np.dtype[np.int64]] = self._block[: self._TEXT].numpy().view(np.int64)
-        return numbers
-
-    @property
-    def next_epoch(self) -> int:
-        """The epoch that the next iteration takes."""
-        return int(self._numbers[self._NEXT])
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether workers have begun an epoch since the position was last set."""
-        return bool(self._numbers[self._IS_TAKEN])
-
-    def set_next(self, epoch: int, *, is_held: bool = False) -> None:
-        """The next iteration takes this epoch; with `is_held` it stays the next one."""
-        numbers = self._numbers
-        numbers[self._NEXT], numbers[self._IS_HELD], numbers[self._IS_TAKEN] = epoch, is_held, False
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The state that the dataset was brought to."""
-        numbers = self._numbers
-        while True:
-            version, length = int(numbers[self._VERSION]), int(numbers[self._LENGTH])
-            text = self._block[self._TEXT : self._TEXT + length].numpy().tobytes()
-            if version % 2 == 0 and version == numbers[self._VERSION]:
-                found: dict[str, Any] = json.loads(text)
-                return found
-            time.sleep(0.001)  # it is being written
-
-    @state.setter
-    def state(self, state: dict[str, Any]) -> None:
-        text = json.dumps(state).encode()
-        assert len(text) <= self._SIZE - self._TEXT, "the state of a stream is small"
-        numbers = self._numbers
-        numbers[self._VERSION] += 1
-        self._block[self._TEXT : self._TEXT + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        numbers[self._LENGTH] = len(text)
-        numbers[self._VERSION] += 1
-
-    def take(self, group: int | None = None, iteration: int = 0) -> int:
-        """The epoch that begins now, in this process or, with `group`, in workers."""
-        numbers = self._numbers
-        epoch = int(numbers[self._NEXT])
-        if not numbers[self._IS_HELD]:
-            numbers[self._NEXT] = epoch + 1
-        numbers[self._IS_TAKEN] = group is not None
-        if group is None:
-            return epoch
-        place = self._GROUPS + 3 * int(numbers[self._NUM_TAKEN] % self._NUM_GROUPS)
-        numbers[self._NUM_TAKEN] += 1
-        # The name last: who finds it may read the rest.
-        numbers[place] = -1
-        numbers[place + 1 : place + 3] = iteration, epoch
-        numbers[place] = group
-        return epoch
-
-    def taken_by(self, group: int, iteration: int) -> int:
-        """The epoch that the first worker of a group took, when it has."""
-        parent, deadline = os.getppid(), time.monotonic() + _BEGIN_SECONDS
-        while time.monotonic() < deadline and os.getppid() == parent:
-            rows = self._numbers[self._GROUPS :].reshape(-1, 3)
-            found = rows[(rows[:, 0] == group) & (rows[:, 1] == iteration)]
-            if len(found):
-                return int(found[0, 2])
-            time.sleep(0.001)
-        raise MemfitError(
-            "the first worker of the DataLoader has not begun the epoch. If other threads of the program start "
-            "processes at the same time, use `stream.loader(num_workers=...)`, which doesn't need to know them."
-        )
 
 
 class Counted:
@@ -492,17 +405,20 @@ def is_over_stream(loader: Any) -> bool:
     return is_plain and loader.batch_size is None and isinstance(loader.dataset, TorchStream)
 
 
-def to_tensors(batch: Any) -> Any:
-    """The batch with tensors in the place of arrays, which they share their memory with."""
-    if isinstance(batch, np.ndarray):
-        return _tensor(batch)
+def to_tensors(batch: Any, *, is_shared: bool = False) -> Any:
+    """The batch with tensors in the place of arrays, which they share their memory with.
+
+    With `is_shared` they are in memory that other processes can map.
+    """
+    if isinstance(batch, np.ndarray | np.generic):
+        tensor = _tensor(np.asarray(batch))
+        return _shared(tensor) if is_shared else tensor
     if isinstance(batch, dict):
-        return {key: to_tensors(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_tensors(value) for value in batch))
+        return {key: to_tensors(value, is_shared=is_shared) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(to_tensors(value) for value in batch)
-    return _tensor(np.asarray(batch)) if isinstance(batch, np.generic) else batch
+        values = [to_tensors(value, is_shared=is_shared) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
 
 
 def _tensor(array: np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
@@ -518,6 +434,18 @@ def _tensor(array: np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
             ) from None
         # Earlier versions of PyTorch have no unsigned types but that of bytes.
         return torch.from_numpy(array.astype(f"i{min(8, 2 * array.dtype.itemsize)}"))
+
+
+def _shared(tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return tensor.share_memory_()
+    except RuntimeError as error:
+        free = _free_shared_bytes()
+        raise MemfitError(
+            f"a worker has no room for an array of {format_size(tensor.nbytes)} in the memory that it shares with the "
+            f"program{'' if free is None else f': /dev/shm has {format_size(free)} free'}. Give the container a larger "
+            f"--shm-size, or the loader fewer workers. ({error})"
+        ) from None
 
 
 def _ranks() -> tuple[int, int] | None:
@@ -541,12 +469,13 @@ def _room(stream: Divisible, num_workers: int, *, pin_memory: bool) -> tuple[int
         return 0, None
     num_workers = stream.working(num_workers)
     batch_bytes = max(1, stream.batch_bytes)
-    # One is in the hands of the program, and one on its way to memory that a device copies from.
-    num_ahead = max(1, stream.in_flight_bytes // batch_bytes - 1 - int(pin_memory))
+    # The program holds one while it takes the next; another is on its way to memory that a device copies from.
+    num_held = 2 + int(pin_memory)
+    num_ahead = max(1, stream.in_flight_bytes // batch_bytes - num_held)
     where = "the stream's budget"
     shared = _free_shared_bytes()
-    if shared is not None and shared // batch_bytes - 1 < num_ahead:
-        num_ahead, where = max(0, shared // batch_bytes - 1), f"/dev/shm, which has {format_size(shared)} free,"
+    if shared is not None and shared // batch_bytes - num_held < num_ahead:
+        num_ahead, where = max(0, shared // batch_bytes - num_held), f"/dev/shm, which has {format_size(shared)} free,"
     if num_ahead < num_workers:
         _log.warning(
             "%d of %d workers are used: %s has room for no more batches of %s. Give the stream more memory%s, or "

@@ -1,9 +1,10 @@
 """Columns of Arrow and Feather files as a source of samples.
 
 Such a file is a row of messages, each with a batch of rows. A message begins with its own description, a FlatBuffers
-table that states the number of rows and the bytes that follow, so that the places of all batches are found by looking at
-a few bytes of each. That works for files with a table of contents (Feather, "ARROW1") and for those without (streams, as
-the `datasets` library stores them). Batches are read, not mapped: mapped pages count as this process's memory.
+table that states the number of rows and the bytes that follow, so that the places of all batches are found by looking
+at a few bytes of each. That works for files with a table of contents (Feather, "ARROW1") and for those without
+(streams, as the `datasets` library stores them). Batches are read, not mapped: mapped pages count as this process's
+memory. A batch together with the messages about columns at the file's beginning is a whole stream, which Arrow reads.
 
 Layout: https://arrow.apache.org/docs/format/Columnar.html#encapsulated-message-format
 """
@@ -11,7 +12,7 @@ Layout: https://arrow.apache.org/docs/format/Columnar.html#encapsulated-message-
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.core.units import MIB
-from memfit.data.files import ByteFile, fingerprint_of, open_file
+from memfit.data.files import ByteFile, fingerprint_of, is_remote, open_file
 from memfit.data.source import Array, Field, Layout
 from memfit.data.sources.arrow_columns import BatchReader, describe_type, find_classes
 from memfit.data.sources.table_fields import Column, Part, choose_fields
@@ -60,25 +61,24 @@ def open_arrow(
     contents = _contents(file)
     shown = repr(name)
     try:
-        schema = pa.ipc.read_schema(pa.py_buffer(contents.schema))
-        reader = _Batches(file, contents, schema)
-        first = reader.get(0) if contents.places else None
+        schema = pa.ipc.read_schema(pa.py_buffer(contents.preamble))
+        first = _Batches(file, contents, range(len(schema))).get(0) if contents.places else None
         table = tuple(
             describe_type(field.name, field.type, None if first is None else first.column(place))
             for place, field in enumerate(schema)
         )
+        del first
         parts = choose_fields(table, columns=columns, labels=labels, source=shown)
-        chosen = [table[place] for part in parts for place in part.columns]
-        if contents.has_dictionaries:
-            _check_dictionaries(schema, chosen, shown)
         classes: tuple[str, ...] = ()
         for part in parts:
             if part.has_classes:
-                batches = (reader.get(number).select([part.field.name]) for number in range(len(contents.places)))
-                classes = find_classes(batches, part.field.name, shown)
+                reader = _Batches(file, contents, part.columns)
+                classes = find_classes(map(reader.get, range(len(contents.places))), part.field.name, shown)
     except (OSError, pa.ArrowException) as error:
         raise BadFile(f"{shown} is damaged: {_reason(error)}. Copy or make it again.") from error
-    return ArrowSource(file, contents, table, parts, classes)
+    # Workers may run in another folder than the one in which a relative path was given.
+    place = name if is_remote(name) else os.path.abspath(os.path.expanduser(name))
+    return ArrowSource(place, file, contents, table, parts, classes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +86,24 @@ class _Contents:
     """Where the messages of a file lie.
 
     Attributes:
-        schema: the message that describes the columns.
+        preamble: the messages that describe the columns and hold the values of those that are stored as numbers of
+            entries in a dictionary.
         places: offset and bytes of each batch's message.
         edges: first rows of the batches and, last, the number of rows.
-        has_dictionaries: whether values of some columns are stored apart.
     """
 
-    schema: bytes
+    preamble: bytes
     places: tuple[tuple[int, int], ...]
     edges: Array
-    has_dictionaries: bool
 
 
 class _Batches:
     """Batches of a file, of which the last one that was asked for is kept."""
 
-    def __init__(self, file: ByteFile, contents: _Contents, schema: Any) -> None:
+    def __init__(self, file: ByteFile, contents: _Contents, columns: Iterable[int]) -> None:
         self._file = file
         self._contents = contents
-        self._schema = schema
+        self._columns = sorted(columns)
         self._kept: tuple[int, Any] = -1, None
 
     def get(self, number: int) -> Any:
@@ -114,13 +113,12 @@ class _Batches:
             # The old one goes before the new one comes.
             self._kept = -1, None
             offset, size = self._contents.places[number]
-            message = np.empty(size, np.uint8)
-            self._file.read_into(offset, message)
-            batch = pa.ipc.read_record_batch(pa.py_buffer(message), self._schema)
-            rows = int(self._contents.edges[number + 1] - self._contents.edges[number])
-            if batch.num_rows != rows:
-                raise BadFile(f"{self._file.name!r} has changed: batch {number} has {batch.num_rows} rows, not {rows}.")
-            self._kept = number, batch
+            num_before = len(self._contents.preamble)
+            stream = np.empty(num_before + size, np.uint8)
+            stream[:num_before] = np.frombuffer(self._contents.preamble, np.uint8)
+            self._file.read_into(offset, stream[num_before:])
+            options = pa.ipc.IpcReadOptions(included_fields=self._columns, use_threads=False)
+            self._kept = number, pa.ipc.open_stream(pa.py_buffer(stream), options=options).read_next_batch()
         return self._kept[1]
 
 
@@ -128,6 +126,7 @@ class ArrowSource:
     """Rows of an Arrow file, read batch by batch.
 
     Args:
+        place: where it is, from any folder.
         file: its bytes.
         contents: where the batches lie.
         table: all its columns.
@@ -137,12 +136,14 @@ class ArrowSource:
 
     def __init__(
         self,
+        place: str,
         file: ByteFile,
         contents: _Contents,
         table: tuple[Column, ...],
         parts: tuple[Part, ...],
         classes: tuple[str, ...],
     ) -> None:
+        self._place = place
         self._file = file
         self._contents = contents
         self._table = table
@@ -171,8 +172,9 @@ class ArrowSource:
         """Blocks are the batches."""
         stored = max((size for _, size in self._contents.places), default=0)
         rows = int(np.diff(self._contents.edges).max(initial=0))
-        # A batch as stored and, where it is compressed, unpacked; of all its columns, as they can't be told apart.
-        return Layout(self._contents.edges, stored + rows * self._row_bytes() + _SPARE_BYTES)
+        # A batch as stored and, where it is compressed, unpacked.
+        unpacked = rows * sum(field.sample_bytes for field in self.fields)
+        return Layout(self._contents.edges, len(self._contents.preamble) + stored + unpacked + _SPARE_BYTES)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -182,7 +184,7 @@ class ArrowSource:
     def fingerprint(self) -> str:
         """Changes with the file's size and time of change, and with the choice of columns."""
         chosen = [self._table[place].name for part in self._parts for place in part.columns]
-        return fingerprint_of([self.name], "arrow", chosen, [part.field.is_label for part in self._parts])
+        return fingerprint_of([self._place], "arrow", chosen, [part.field.is_label for part in self._parts])
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
         """Fills `out` with samples `start` to `stop`."""
@@ -226,22 +228,14 @@ class ArrowSource:
         return self._contents.places[low : int(np.searchsorted(self._contents.edges, stop))]
 
     def _batches(self) -> _Batches:
-        import pyarrow as pa
-
         batches: _Batches | None = getattr(self._threads, "batches", None)
         if batches is None:
-            schema = pa.ipc.read_schema(pa.py_buffer(self._contents.schema))
-            batches = self._threads.batches = _Batches(self._file, self._contents, schema)
+            columns = (place for part in self._parts for place in part.columns)
+            batches = self._threads.batches = _Batches(self._file, self._contents, columns)
         return batches
 
-    def _row_bytes(self) -> int:
-        return sum(
-            8 if column.dtype is None else column.dtype.itemsize * int(np.prod(column.shape, dtype=np.int64))
-            for column in self._table
-        )
-
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._file, self._contents, self._table, self._parts, self._classes
+        return self._place, self._file, self._contents, self._table, self._parts, self._classes
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__init__(*state)  # type: ignore[misc]
@@ -253,7 +247,8 @@ class ArrowSource:
 def _contents(file: ByteFile) -> _Contents:
     """Goes from message to message and looks at their descriptions."""
     offset = 8 if _bytes(file, 0, 6) == _MAGIC else 0
-    schema, places, edges, has_dictionaries = b"", [], [0], False
+    preamble, edges = b"", [0]
+    places: list[tuple[int, int]] = []
     while file.size - offset >= 8:
         marker, size = struct.unpack("<II", _bytes(file, offset, 8))
         if marker == _CONTINUES and size == 0:
@@ -271,16 +266,20 @@ def _contents(file: ByteFile) -> _Contents:
                 f"{file.name!r} is truncated or damaged: the batch of {num_rows} rows at offset {offset} ends at "
                 f"{offset + whole}, and the file has {file.size} bytes. Copy or make it again."
             )
-        if kind == _SCHEMA:
-            schema = _bytes(file, offset, whole)
+        if kind == _DICTIONARY and places:
+            raise BadInput(
+                f"{file.name!r} changes the dictionary of a column on its way, at offset {offset}, so that its batches "
+                "can't be read by themselves. Store the table as Parquet."
+            )
+        if kind in (_SCHEMA, _DICTIONARY):
+            preamble += _bytes(file, offset, whole)
         elif kind == _BATCH and num_rows:
             places.append((offset, whole))
             edges.append(edges[-1] + num_rows)
-        has_dictionaries |= kind == _DICTIONARY
         offset += whole
-    if not schema:
+    if not preamble:
         raise BadFile(f"{file.name!r} is not an Arrow or Feather file: it doesn't say what its columns are.")
-    return _Contents(schema, tuple(places), np.array(edges, np.int64), has_dictionaries)
+    return _Contents(preamble, tuple(places), np.array(edges, np.int64))
 
 
 def _described(message: bytes) -> tuple[int, int, int]:
@@ -314,17 +313,6 @@ def _bytes(file: ByteFile, offset: int, size: int) -> bytes:
     buffer = bytearray(min(size, max(0, file.size - offset)))
     file.read_into(offset, buffer)
     return bytes(buffer)
-
-
-def _check_dictionaries(schema: Any, chosen: Sequence[Column], source: str) -> None:
-    import pyarrow as pa
-
-    stored_apart = [repr(column.name) for column in chosen if pa.types.is_dictionary(schema.field(column.name).type)]
-    if stored_apart:
-        raise BadInput(
-            f"{', '.join(stored_apart)} of {source} are stored as numbers of entries in a dictionary, which isn't "
-            "supported in Arrow files. Store the table as Parquet, or leave them out with columns=."
-        )
 
 
 def _reason(error: Exception) -> str:

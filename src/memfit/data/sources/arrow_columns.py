@@ -27,7 +27,9 @@ def describe_type(name: str, kind: Any, first: Any = None) -> Column:
 
     stored_as = str(kind) if len(str(kind)) <= 60 else f"{str(kind)[:60]}..."
     if isinstance(kind, pa.FixedShapeTensorType):
-        return Column(name, number_dtype(kind.value_type), tuple(kind.shape), stored_as=stored_as)
+        is_in_order = kind.permutation is None or list(kind.permutation) == sorted(kind.permutation)
+        dtype = number_dtype(kind.value_type) if is_in_order else None
+        return Column(name, dtype, tuple(kind.shape), stored_as=stored_as)
     shape = []
     while is_list(kind):
         length = kind.list_size if pa.types.is_fixed_size_list(kind) else None
@@ -69,7 +71,8 @@ def number_dtype(kind: Any) -> np.dtype[Any] | None:
     if pa.types.is_decimal(kind):
         return np.dtype(np.float64)
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
-        return np.dtype(kind.to_pandas_dtype())
+        dtype: np.dtype[Any] = np.dtype(kind.to_pandas_dtype())
+        return dtype
     return None
 
 
@@ -119,7 +122,7 @@ class BatchReader:
         import pyarrow as pa
 
         num_rows = len(column)
-        if isinstance(column.type, pa.ExtensionType):
+        if isinstance(column.type, pa.BaseExtensionType):
             column = column.storage
         if is_list(column.type):
             column = self._flat(column, name, row, shape)

@@ -17,8 +17,9 @@ from memfit.core.units import KIB
 from memfit.data.files import fingerprint_of
 from memfit.data.source import Array, Field, Layout
 from memfit.data.sources.csv_bytes import PackedBytes, PlainBytes, open_bytes
+from memfit.data.sources.csv_cache import load_index
 from memfit.data.sources.csv_dialect import MISSING, is_number
-from memfit.data.sources.csv_index import Index, arrow, check_widths, load_index, parse
+from memfit.data.sources.csv_index import Index, arrow, check_widths, parse
 from memfit.data.sources.csv_records import Malformed, iterate_cells
 from memfit.data.sources.table_fields import Column, Part, choose_fields, fill
 
@@ -51,7 +52,9 @@ class CsvSource:
         self._text = text
         self._index = index
         self._parts = parts
+        self._piece_bytes = max(_PIECE_BYTES, int(np.diff(index.offsets).max()))
         self._places = sorted({place for part in parts for place in part.columns})
+        self._order = {place: number for number, place in enumerate(self._places)}
         self._types = {place: index.columns[place].kind for place in self._places}
         labelled = [part.columns[0] for part in parts if part.has_classes]
         self._classes = index.classes[labelled[0]] if labelled else ()
@@ -78,11 +81,10 @@ class CsvSource:
     @property
     def layout(self) -> Layout:
         """Blocks of rows."""
-        largest = max(_PIECE_BYTES, int(np.diff(self._index.offsets).max()))
         is_packed = self._text.is_packed
         return Layout(
             edges=self._index.rows,
-            scratch_bytes=_PARSING_FACTOR * largest,
+            scratch_bytes=_PARSING_FACTOR * self._piece_bytes,
             is_sequential=is_packed,
             reason=f"{self.name} is packed by gzip, and can only be unpacked from its beginning" if is_packed else "",
         )
@@ -107,12 +109,12 @@ class CsvSource:
         rows, offsets = self._index.rows, self._index.offsets
         first, end = self._blocks(start, stop)
         while first < end:
-            after = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _PIECE_BYTES, "right")) - 1)
+            after = max(first + 1, int(np.searchsorted(offsets, offsets[first] + self._piece_bytes, "right")) - 1)
             after = min(after, end)
             low, high = max(start, int(rows[first])), min(stop, int(rows[after]))
             table = self._parse(first, after).slice(low - int(rows[first]), high - low)
             for part, array in zip(self._parts, out, strict=True):
-                values = [self._values(table.column(self._places.index(place)), place) for place in part.columns]
+                values = [self._values(table.column(self._order[place]), place) for place in part.columns]
                 fill(array[low - start : high - start], values)
             first = after
 

@@ -2,18 +2,11 @@
 
 Rows of text have no fixed length, so that the millionth can be found only by one who has seen those before it. One pass
 over the file, in bounded memory, notes where every block of rows begins, checks every row, and finds what the columns
-are. What is kept are a few numbers a block, in arrays that forked workers share, and it is kept between runs too: a
-pass over a large file takes minutes.
+are. What is kept are a few numbers a block, in arrays that forked workers share.
 """
 
-import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
-import os
-import tempfile
-import zipfile
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from memfit.core.env import cache_folder
 from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.core.units import KIB, MIB, format_size
-from memfit.data.files import stat_of
 from memfit.data.source import Array
 from memfit.data.sources.csv_bytes import PackedBytes, PlainBytes
 from memfit.data.sources.csv_dialect import MISSING, Dialect, find_dialect, is_number
@@ -35,12 +26,12 @@ BLOCK_BYTES = 128 * KIB
 # The edges of all blocks are held in memory.
 _MOST_BLOCKS = 2**19
 _CHUNK_BYTES = 512 * KIB
+# Arrow takes as long to begin a column as to read half a KiB of it, so that tables of many columns are read in larger
+# blocks, up to a limit.
+_COLUMN_BYTES = 512
+_MOST_BLOCK_BYTES = 4 * MIB
 _LONGEST_RECORD = 16 * MIB
 _LONGEST_CLASSES = 16 * MIB
-# Smaller files are looked through again in less time than a look into the cache is worth.
-LEAST_CACHED_BYTES = 4 * MIB
-_MOST_CACHED = 256
-_FORMAT = 1
 _SHOWN = 60
 
 
@@ -111,26 +102,39 @@ def parse(data: Any, dialect: Dialect, types: dict[int, str], wanted: Sequence[i
         wanted: places of the columns to give; all if None.
     """
     pa = arrow()
-    known = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_(), "text": pa.string(), "": pa.float64()}
+    # A few sizes for all, so that options can be used again.
+    block_bytes = 1 << max(16, len(data).bit_length())
+    chosen = tuple(range(len(dialect.names)) if wanted is None else wanted)
+    read, cut, convert = _options(dialect, tuple(sorted(types.items())), chosen, block_bytes)
     # The streaming reader costs less a call than the other one, which starts a thread each time.
     reader = pa.csv.open_csv(
         pa.BufferReader(pa.py_buffer(data)),
-        read_options=pa.csv.ReadOptions(
-            use_threads=False,
-            block_size=len(data) + 1,
-            column_names=[str(place) for place in range(len(dialect.names))],
-        ),
-        parse_options=pa.csv.ParseOptions(delimiter=dialect.delimiter, newlines_in_values=True),
-        convert_options=pa.csv.ConvertOptions(
-            column_types={str(place): known[kind] for place, kind in types.items()},
-            include_columns=None if wanted is None else [str(place) for place in wanted],
-            null_values=MISSING,
-            decimal_point=dialect.decimal,
-        ),
+        read_options=read,
+        parse_options=cut,
+        convert_options=convert,
         # Arrow's own allocator keeps what it once had, which is several times what one block takes.
         memory_pool=pa.system_memory_pool(),
     )
     return reader.read_all()
+
+
+@functools.lru_cache(maxsize=64)
+def _options(
+    dialect: Dialect, types: tuple[tuple[int, str], ...], wanted: tuple[int, ...], block_bytes: int
+) -> tuple[Any, Any, Any]:
+    pa = arrow()
+    known = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_(), "text": pa.string(), "": pa.float64()}
+    names = [str(place) for place in range(len(dialect.names))]
+    return (
+        pa.csv.ReadOptions(use_threads=False, block_size=block_bytes, column_names=names),
+        pa.csv.ParseOptions(delimiter=dialect.delimiter, newlines_in_values=True),
+        pa.csv.ConvertOptions(
+            column_types={names[place]: known[kind] for place, kind in types},
+            include_columns=[names[place] for place in wanted],
+            null_values=MISSING,
+            decimal_point=dialect.decimal,
+        ),
+    )
 
 
 def build_index(text: PlainBytes | PackedBytes, labels: Sequence[str], size_bytes: int) -> Index:
@@ -149,7 +153,7 @@ def build_index(text: PlainBytes | PackedBytes, labels: Sequence[str], size_byte
     odd: dict[int, ColumnFacts] = {}
     while True:
         looking = _Pass(text.name, tuple(labels), forced, max(BLOCK_BYTES, size_bytes // _MOST_BLOCKS))
-        for data, is_last in _whole_records(text):
+        for data, is_last in _chunks(text):
             looking.add(data, is_last)
         found = looking.finish()
         # Of a column of labels that only later turned out to be text, classes were missed.
@@ -161,9 +165,8 @@ def build_index(text: PlainBytes | PackedBytes, labels: Sequence[str], size_byte
         odd = {place: found.columns[place] for place in forced if found.columns[place].odd_line} | odd
 
 
-def _whole_records(text: PlainBytes | PackedBytes) -> Iterator[tuple[bytes, bool]]:
-    """Chunks of a file, each with the bytes before it that its reader hasn't used; whether it is the last."""
-    # The bytes of a record that the chunk before ended in are kept by the pass itself.
+def _chunks(text: PlainBytes | PackedBytes) -> Iterator[tuple[bytes, bool]]:
+    """Chunks of a file, and for each whether it is the last; one without bytes where the file has none."""
     ahead: bytes | None = None
     for chunk in text.chunks(_CHUNK_BYTES):
         if ahead is not None:
@@ -180,6 +183,7 @@ class _Pass:
     labels: tuple[str, ...]
     forced: frozenset[int]
     block_bytes: int
+    least_bytes: int = 0
     dialect: Dialect | None = None
     # Of the first byte that isn't used yet: its offset, row and line.
     offset: int = 0
@@ -202,7 +206,10 @@ class _Pass:
             if self.dialect is None and not self._begin(data, is_last):
                 self.left = data
                 return
-            data = data[self._skipped(data) :]
+            if len(data) < self.least_bytes and not is_last:
+                self.left = data
+                return
+            data = data[self._skipped() :]
             self._use(data, is_last)
         except Malformed as problem:
             raise self.bad(data, problem.position, problem.text) from None
@@ -255,9 +262,11 @@ class _Pass:
                 return False
             raise
         self.columns = [ColumnFacts() for _ in self.dialect.names]
+        self.least_bytes = min(_COLUMN_BYTES * len(self.columns), _MOST_BLOCK_BYTES)
+        self.block_bytes = max(self.block_bytes, self.least_bytes)
         return True
 
-    def _skipped(self, data: bytes) -> int:
+    def _skipped(self) -> int:
         """Bytes before the first row, which are passed over once."""
         assert self.dialect is not None
         if self.offset >= self.dialect.start:
@@ -433,66 +442,3 @@ def _merged(first: str, second: str) -> str:
 def _shown(data: bytes) -> str:
     text = data[: 4 * _SHOWN].decode("utf-8", errors="replace")
     return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
-
-
-def load_index(text: PlainBytes | PackedBytes, labels: Sequence[str]) -> Index:
-    """The index of a file: from the cache if it was made before and the file hasn't changed, else made now."""
-    size_bytes, changed = stat_of(text.path)
-    key = hashlib.sha256(repr((_FORMAT, text.path, size_bytes, changed, sorted(labels))).encode()).hexdigest()[:32]
-    cached = os.path.join(cache_folder(), "csv", f"{key}.npz")
-    if size_bytes < LEAST_CACHED_BYTES:
-        return build_index(text, labels, size_bytes)
-    found = read_cached(cached)
-    if found is None:
-        found = build_index(text, labels, size_bytes)
-        if stat_of(text.path) != (size_bytes, changed):
-            raise BadFile(f"{text.name!r} was changed while it was read. Wait until it is written, and start again.")
-        with contextlib.suppress(OSError):
-            write_cached(cached, found)
-    return found
-
-
-def write_cached(path: str, index: Index) -> None:
-    """Keeps an index; the oldest ones go when there are many."""
-    folder = os.path.dirname(path)
-    os.makedirs(folder, exist_ok=True)
-    facts = {
-        "dialect": {name: getattr(index.dialect, name) for name in Dialect.__slots__},
-        "columns": [[getattr(column, name) for name in ColumnFacts.__slots__] for column in index.columns],
-        "classes": {str(place): names for place, names in index.classes.items()},
-    }
-    packed = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-    number, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
-    try:
-        with os.fdopen(number, "wb") as file:
-            np.savez(file, offsets=index.offsets, rows=index.rows, lines=index.lines, facts=packed)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    kept = sorted((entry for entry in os.scandir(folder)), key=lambda entry: entry.stat().st_mtime)
-    for entry in kept[:-_MOST_CACHED]:
-        os.unlink(entry.path)
-
-
-def read_cached(path: str) -> Index | None:
-    """An index that was kept; None where there is none that can be trusted."""
-    try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
-            offsets, rows, lines = stored["offsets"], stored["rows"], stored["lines"]
-            facts = json.loads(stored["facts"].tobytes())
-        dialect = Dialect(**{**facts["dialect"], "names": tuple(facts["dialect"]["names"])})
-        columns = tuple(ColumnFacts(*column) for column in facts["columns"])
-        classes = {int(place): tuple(names) for place, names in facts["classes"].items()}
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
-        return None
-    is_sound = (
-        offsets.ndim == rows.ndim == lines.ndim == 1
-        and len(offsets) == len(rows) == len(lines) + 1 > 1
-        and bool((np.diff(offsets) > 0).all() and (np.diff(rows) > 0).all())
-        and len(columns) == len(dialect.names)
-    )
-    return Index(dialect, offsets, rows, lines, columns, classes) if is_sound else None

@@ -65,7 +65,7 @@ def open_hdf5(
     try:
         features, targets = choose(file, columns, labels, name)
         datasets = tuple(describe(find(file, key, name), key, key in targets, name) for key in [*features, *targets])
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, KeyError) as error:
         raise BadFile(f"{name!r} is damaged: {reason_of(error)}. Copy or make it again.") from error
     finally:
         file.close()
@@ -150,6 +150,7 @@ class Hdf5Source:
                     _read(handle, start, stop, array, dataset.field.dtype)
                 except (OSError, RuntimeError) as error:
                     raise BadFile(self._damage(dataset, handle, start, stop, reason_of(error))) from error
+        self._check_size()
 
     def will_need(self, start: int, stop: int) -> None:
         """Has the kernel fetch the chunks of these samples without waiting for them."""
@@ -204,6 +205,21 @@ class Hdf5Source:
                         "while it is read."
                     ) from error
             return self._opened
+
+    def _check_size(self) -> None:
+        """HDF5 gives zeros for what lies beyond the end of a file that was cut off after it was opened."""
+        if self._local is None:
+            return
+        try:
+            size = os.stat(self._place).st_size
+        except OSError:
+            # Deleted, but open: all of it is still there.
+            return
+        if size < self._local.size:
+            raise BadFile(
+                f"{self._name!r} has become shorter: it had {self._local.size} bytes and now ends at offset {size}. "
+                "Leave the file as it is while it is read, or start again."
+            )
 
     def _stored(self, opened: _Opened, start: int, stop: int) -> list[tuple[int, int]] | None:
         """Where in the file the samples' bytes lie, as offset and size; None where that isn't known."""

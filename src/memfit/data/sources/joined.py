@@ -125,6 +125,7 @@ class Concatenated:
         return Layout(
             edges=merged,
             scratch_bytes=max(layout.scratch_bytes for layout in layouts),
+            read_bytes=max(layout.read_bytes for layout in layouts),
             is_sequential=bool(sequential),
             is_by_sample=any(layout.is_by_sample for layout in layouts),
             reason=sequential[0].reason if sequential else "",
@@ -143,6 +144,21 @@ class ConcatenatedSamples(Concatenated):
         owned = tuple(np.array(array) for array in arrays)
         self._renumber(part, owned)
         return owned
+
+    @property
+    def num_skipped(self) -> int:
+        """Different samples that this process left out because they can't be read."""
+        return sum(getattr(source, "num_skipped", 0) for source in self._sources)
+
+    @property
+    def skipped(self) -> list[str]:
+        """Names of the first samples that each part left out."""
+        return [name for source in self._sources for name in getattr(source, "skipped", ())]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how the parts were understood."""
+        return tuple(note for source in self._sources for note in getattr(source, "notes", ()))
 
     def stored_bytes(self, sample: int) -> int:
         """Bytes of its file."""
@@ -222,6 +238,7 @@ class Paired:
         return Layout(
             edges=layouts[0].edges,
             scratch_bytes=sum(layout.scratch_bytes for layout in layouts),
+            read_bytes=max(layout.read_bytes for layout in layouts),
             is_sequential=bool(sequential),
             reason=sequential[0].reason if sequential else "",
         )

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
-from memfit.data.files import ByteFile, fingerprint_of, open_file
+from memfit.data.files import ByteFile, is_remote, fingerprint_of, open_file
 from memfit.data.source import Array, Field, Layout
 
 MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 64 << 10
 _SCRATCH_BYTES = 256 << 10
+# A request over a network takes as long as bringing about so many bytes.
+_REMOTE_READ_BYTES = 1 << 20
 _STREAMED_KINDS = "biufcmMSU"
 """Kinds of numpy's dtypes whose values are in the file itself."""
 
@@ -239,6 +241,7 @@ def layout_of(arrays: Sequence[NpyArray]) -> Layout:
     records = sum(_records_bytes(array) for array in arrays if array.dtype.fields is not None)
     return Layout(
         scratch_bytes=max(_SCRATCH_BYTES, records) if arrays else 0,
+        read_bytes=_REMOTE_READ_BYTES if any(is_remote(array.file.name) for array in arrays) else 0,
         is_sequential=bool(scattered),
         reason=(
             f"{scattered[0]} is in Fortran order, which scatters each sample over the whole file; "

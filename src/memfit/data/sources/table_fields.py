@@ -86,7 +86,7 @@ def choose_fields(
         # A column of arrays keeps its name.
         name = "numbers" if any(table[place].name == "features" for place in arrays) else "features"
         dtype = _common_dtype([table[place].dtype for place in numbers])
-        parts.append(Part(Field(name, dtype, (len(numbers),)), tuple(numbers)))
+        parts.append(Part(Field(name, dtype, (len(numbers),), is_tabular=True), tuple(numbers)))
     for place in arrays:
         column = table[place]
         assert column.dtype is not None

@@ -96,7 +96,7 @@ class EpochIterator:
 
 
 def stream_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("memfit")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("memfit-stream")]
 
 
 def test_epochs_come_in_the_streams_order_whatever_is_asked_for(data, expected):

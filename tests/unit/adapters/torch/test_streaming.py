@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from memfit.adapters.torch import streaming
 from memfit.adapters.torch.streaming import StreamLoader, TorchRandomness, TorchStream, to_tensors
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, MemfitError
 from memfit.core.units import KIB, MIB
 from memfit.data.geometry import Geometry
 from memfit.data.stream import Stream
@@ -148,6 +148,22 @@ class TestDataset:
 
         assert list(loader)[:4] == [2 * 10, 2 * 10, 4 * 10, 4 * 10]
 
+    def test_a_worker_can_be_given_its_own_position(self):
+        expected = epochs(1)[0]
+        dataset = TorchStream(stream_of())
+        # GIVEN two workers, of which one has given two batches and the other one
+        states = [stream_of().state_after(4), stream_of().state_after(2)]
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            num_workers=2,
+            worker_init_fn=lambda worker: dataset.load_state_dict(states[worker]),
+        )
+
+        # THEN each goes on where it was
+        assert numbers(loader) == flat(zip(expected[4::2], expected[3::2], strict=True))
+        assert loader.dataset.next_state()["epoch"] == 1
+
     def test_what_only_the_loader_knows_is_not_guessed(self):
         dataset = TorchStream(stream_of())
         batches = iter(DataLoader(dataset, batch_size=None, num_workers=1))
@@ -173,6 +189,18 @@ class TestDataset:
 
         with pytest.raises(BadFile, match="arrays is damaged at sample 0"):
             list(DataLoader(TorchStream(stream), batch_size=None, num_workers=2))
+
+    def test_a_worker_without_room_for_its_batch_says_so(self, monkeypatch):
+        def full(tensor):
+            raise RuntimeError("unable to allocate shared memory(shm) for file: No space left on device (28)")
+
+        dataset = TorchStream(stream_of())
+        monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+        monkeypatch.setattr(streaming, "_free_shared_bytes", lambda: 30)
+        with pytest.raises(
+            MemfitError, match=r"no room for an array of 40 B in the memory .*: /dev/shm has 30 B free\."
+        ):
+            list(DataLoader(dataset, batch_size=None, num_workers=1))
 
 
 class Reporting(torch.utils.data.IterableDataset):
@@ -309,22 +337,22 @@ class TestLoader:
         assert ahead(2) == (2, 3)
         assert ahead(4) == (4, 1)
         assert not caplog.records
-        # A quarter of 4 KiB has room for 4 batches of 240 bytes, of which one is the program's.
+        # A quarter of 4 KiB has room for 4 batches of 240 bytes, of which two are the program's.
         with caplog.at_level(logging.WARNING):
-            assert ahead(4, batch_size=20, memory_bytes=4 * KIB, lanes=4) == (3, 1)
-        assert "3 of 4 workers are used: the stream's budget has room for no more batches of 240 B" in caplog.text
+            assert ahead(4, batch_size=20, memory_bytes=4 * KIB, lanes=4) == (2, 1)
+        assert "2 of 4 workers are used: the stream's budget has room for no more batches of 240 B" in caplog.text
 
     def test_no_more_workers_than_have_something_to_do(self):
         assert StreamLoader(stream_of(lanes=3), 4).num_workers == 3
         assert StreamLoader(stream_of(lanes=1), 4).num_workers == 1
 
     def test_a_small_shared_memory_is_not_overrun(self, monkeypatch, caplog):
-        monkeypatch.setattr(streaming, "_free_shared_bytes", lambda: 250)
+        monkeypatch.setattr(streaming, "_free_shared_bytes", lambda: 370)
         loader = StreamLoader(stream_of(), 4)
         assert (loader.num_workers, loader.prefetch_factor) == (1, 1)
-        assert "1 of 4 workers are used: /dev/shm, which has 250 B free, has room" in caplog.text
+        assert "1 of 4 workers are used: /dev/shm, which has 370 B free, has room" in caplog.text
         assert "--shm-size" in caplog.text
-        monkeypatch.setattr(streaming, "_free_shared_bytes", lambda: 100)
+        monkeypatch.setattr(streaming, "_free_shared_bytes", lambda: 250)
         assert StreamLoader(stream_of(), 4).num_workers == 0
 
     def test_where_there_is_no_shared_memory_of_that_kind(self, monkeypatch):

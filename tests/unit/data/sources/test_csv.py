@@ -1,6 +1,7 @@
 import csv
 import gzip
 import io
+import itertools
 import math
 import os
 import pickle
@@ -24,6 +25,7 @@ def small_steps(monkeypatch, tmp_path):
     """Chunks, blocks and pieces of a few rows, so that small files have many, and a cache of the test's own."""
     monkeypatch.setattr(csv_index, "_CHUNK_BYTES", 200)
     monkeypatch.setattr(csv_index, "BLOCK_BYTES", 60)
+    monkeypatch.setattr(csv_index, "_COLUMN_BYTES", 1)
     monkeypatch.setattr(csv_source, "_PIECE_BYTES", 150)
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
 
@@ -79,7 +81,7 @@ def test_tables_come_back_as_they_were_written(
     expected = np.array([[math.nan if x is None else x, n] for x, n, _ in rows], np.float64)
     np.testing.assert_array_equal(features, expected)
     assert [source.classes[number] for number in labels] == [label for *_, label in rows]
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         start, stop = sorted((min(start, len(rows)), min(stop, len(rows))))
         part, numbers = read(source, start, stop, [np.float32, np.int32])
         np.testing.assert_array_equal(part, expected[start:stop].astype(np.float32))
@@ -139,9 +141,9 @@ def test_columns_without_names_go_by_their_numbers(tmp_path):
 
 def test_unknown_columns_and_text_as_features(tmp_path):
     path = write(tmp_path / "x.csv", table())
-    with pytest.raises(BadInput, match="has no column 'F' .*did you mean 'f'"):
+    with pytest.raises(BadInput, match=r"has no column 'F' .*did you mean 'f'"):
         open_csv(path, columns=["F"], labels=None)
-    with pytest.raises(BadInput, match="'t' of .* is text, which can't be features"):
+    with pytest.raises(BadInput, match=r"'t' of .* is text, which can't be features"):
         open_csv(path, columns=None, labels=None)
 
 

@@ -1,5 +1,4 @@
-import os
-import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -7,18 +6,17 @@ import pytest
 from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.data.sources import csv_index
 from memfit.data.sources.csv_bytes import open_bytes
-from memfit.data.sources.csv_index import arrow, build_index, load_index, read_cached, write_cached
+from memfit.data.sources.csv_index import arrow, build_index
 
 pytest.importorskip("pyarrow")
 
 
 @pytest.fixture(autouse=True)
-def small_steps(monkeypatch, tmp_path):
-    """Chunks and blocks of a few rows, so that small files have many, and a cache of the test's own."""
+def small_steps(monkeypatch):
+    """Chunks and blocks of a few rows, so that small files have many."""
     monkeypatch.setattr(csv_index, "_CHUNK_BYTES", 64)
     monkeypatch.setattr(csv_index, "BLOCK_BYTES", 40)
-    monkeypatch.setattr(csv_index, "LEAST_CACHED_BYTES", 0)
-    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(csv_index, "_COLUMN_BYTES", 1)
 
 
 def index_of(path, data, labels=()):
@@ -44,6 +42,13 @@ def test_blocks_rows_and_lines(tmp_path):
 def test_a_last_line_without_an_end(tmp_path):
     index = index_of(tmp_path / "x.csv", "a\n1\n2")
     assert (index.rows[-1], index.offsets[-1]) == (2, 5)
+
+
+def test_many_columns_make_larger_blocks(tmp_path, monkeypatch):
+    data = "a,b,c,d\n" + "1,2,3,4\n" * 200
+    assert np.diff(index_of(tmp_path / "x.csv", data).offsets).max() < 60
+    monkeypatch.setattr(csv_index, "_COLUMN_BYTES", 100)
+    assert np.diff(index_of(tmp_path / "x.csv", data).offsets)[:-1].min() >= 400
 
 
 def test_blank_lines_make_no_blocks(tmp_path):
@@ -90,7 +95,7 @@ def test_too_many_classes(tmp_path, monkeypatch):
     monkeypatch.setattr(csv_index, "MOST_CLASSES", 10)
     monkeypatch.setattr("memfit.data.sources.table_fields.MOST_CLASSES", 10)
     data = "t,n\n" + "".join(f"name {row},1\n" for row in range(30))
-    with pytest.raises(BadInput, match="column 't' of .*x.csv has more than 10 different strings"):
+    with pytest.raises(BadInput, match=r"column 't' of .*x\.csv has more than 10 different strings"):
         index_of(tmp_path / "x.csv", data, ["t"])
     assert index_of(tmp_path / "y.csv", data).classes == {}
     monkeypatch.setattr(csv_index, "MOST_CLASSES", 100)
@@ -155,94 +160,8 @@ def test_characters_cut_by_chunks_are_whole(tmp_path):
     assert index_of(tmp_path / "x.csv", data, ["t"]).classes == {0: ("€uro",)}
 
 
-def same(first, second):
-    return first is not None and pickle.dumps(first) == pickle.dumps(second)
-
-
-def test_the_index_is_kept_until_the_file_changes(tmp_path, monkeypatch):
-    path = tmp_path / "x.csv"
-    path.write_text("t,n\n" + "x,1\ny,2\n" * 40)
-    first = load_index(open_bytes(path), ["t"])
-    builds = []
-    monkeypatch.setattr(csv_index, "build_index", lambda *given: builds.append(given) or build_index(*given))
-    again = load_index(open_bytes(path), ["t"])
-    assert not builds
-    assert (again.dialect, again.columns, again.classes) == (first.dialect, first.columns, first.classes)
-    assert all((getattr(again, name) == getattr(first, name)).all() for name in ("offsets", "rows", "lines"))
-    # WHEN other labels are asked for, or the file is another one, THEN it is looked through again
-    load_index(open_bytes(path), [])
-    path.write_text("t,n\n" + "x,1\nz,2\n" * 41)
-    assert load_index(open_bytes(path), ["t"]).classes == {0: ("x", "z")}
-    assert len(builds) == 2
-
-
-def test_a_damaged_cache_is_ignored(tmp_path):
-    path = tmp_path / "x.csv"
-    path.write_text("t,n\n" + "x,1\ny,2\n" * 40)
-    expected = load_index(open_bytes(path), ["t"])
-    (cached,) = (tmp_path / "cache" / "csv").iterdir()
-    whole = cached.read_bytes()
-    for damaged in (b"", b"nonsense", whole[: len(whole) // 2], whole[:200] + b"\xff" * 50 + whole[250:]):
-        cached.write_bytes(damaged)
-        assert read_cached(str(cached)) is None
-        assert load_index(open_bytes(path), ["t"]).classes == expected.classes
-    cached.unlink()
-    np.savez(cached, offsets=np.arange(3), rows=np.zeros(3), lines=np.zeros(2), facts=np.zeros(2, np.uint8))
-    assert read_cached(str(cached)) is None
-    write_cached(
-        str(cached),
-        csv_index.Index(expected.dialect, expected.offsets, expected.rows * 0, expected.lines, expected.columns, {}),
-    )
-    assert read_cached(str(cached)) is None
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "file"))
-    path = tmp_path / "x.csv"
-    path.write_text("a\n1\n")
-    assert load_index(open_bytes(path), []).rows[-1] == 1
-
-
-def test_the_cache_keeps_the_newest(tmp_path, monkeypatch):
-    monkeypatch.setattr(csv_index, "_MOST_CACHED", 3)
-    index = index_of(tmp_path / "x.csv", "a\n1\n")
-    for number in range(6):
-        write_cached(str(tmp_path / "kept" / f"{number}.npz"), index)
-        os.utime(tmp_path / "kept" / f"{number}.npz", (number, number))
-    assert sorted(os.listdir(tmp_path / "kept")) == ["3.npz", "4.npz", "5.npz"]
-
-
-def test_nothing_half_written_stays(tmp_path, monkeypatch):
-    index = index_of(tmp_path / "x.csv", "a\n1\n")
-
-    def full(*_given, **_named):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np, "savez", full)
-    with pytest.raises(OSError, match="No space"):
-        write_cached(str(tmp_path / "kept" / "x.npz"), index)
-    assert os.listdir(tmp_path / "kept") == []
-
-
-def test_a_file_that_changes_meanwhile(tmp_path, monkeypatch):
-    path = tmp_path / "x.csv"
-    path.write_text("a\n1\n")
-    sizes = iter([(4, 1.0), (6, 2.0)])
-    monkeypatch.setattr(csv_index, "stat_of", lambda _: next(sizes))
-    with pytest.raises(BadFile, match="was changed while it was read"):
-        load_index(open_bytes(path), [])
-
-
-def test_small_files_are_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(csv_index, "LEAST_CACHED_BYTES", 1000)
-    (tmp_path / "x.csv").write_text("a\n1\n")
-    load_index(open_bytes(tmp_path / "x.csv"), [])
-    assert not (tmp_path / "cache").exists()
-
-
 def test_without_pyarrow(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     arrow.cache_clear()
     try:
         with pytest.raises(MissingDependency, match=r"pip install 'memfit\[data\]'"):

@@ -204,7 +204,7 @@ def test_a_folder_without_any_image_that_can_be_read(tmp_path):
         damage(tmp_path / "a" / f"{number}.png")
     with pytest.raises(BadFile, match=r"the image .*0\.png' can't be read"):
         open_images(tmp_path)
-    with pytest.raises(BadFile, match="none of 30 images in .* can be read; the first is .*0.png'"):
+    with pytest.raises(BadFile, match=r"none of 30 images in .* can be read; the first is .*0\.png'"):
         open_images(tmp_path, on_error="skip")
     # One that can is found wherever it is
     save(tmp_path / "a" / "21.png")
@@ -288,5 +288,5 @@ def test_images_behind_an_address(tmp_path):
     np.testing.assert_array_equal(source.read_sample(0)[0], COLOURS)
     assert source.sample_name(0) == "memory://photographs/a/1.png"
     system.rm("/photographs", recursive=True)
-    with pytest.raises(BadFile, match="the image 'memory://photographs/a/1.png' can't be read"):
+    with pytest.raises(BadFile, match=r"the image 'memory://photographs/a/1\.png' can't be read"):
         source.read_sample(0)

@@ -1,0 +1,296 @@
+"""How much memory a stream takes, for every kind of source, without workers and with four.
+
+    python -m benchmarks.stream_memory [SOURCE ...] [--memory 32MiB] [--factor 20] [--folder FOLDER]
+
+Each stream runs in a process of its own, in a control group. Its memory is that of all its processes together: their
+anonymous pages, shared ones counted once (Pss_Anon of /proc/PID/smaps_rollup), and shared memory, sampled while an
+epoch is read; less what the process had right before it began. Workers' own start is thus part of the figure. The second
+proof is a group whose limit is what was there before plus the budget plus 64 MiB: the kernel kills what takes more.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.reporting import ROOT, Bar, bullets, publish, table
+from benchmarks.stream_cases import (
+    Table,
+    forget,
+    group,
+    python_command,
+    scratch,
+    table_of,
+    write_arrow,
+    write_csv,
+    write_hdf5,
+    write_images,
+    write_npy,
+    write_npz,
+    write_parquet,
+)
+from memfit.core.units import KIB, MIB, format_size, parse_size
+
+SLACK_BYTES = 64 * MIB
+BATCH_SIZE = 32
+ROW_BYTES = 4 * KIB
+IMAGE_SIDE = 256
+# Making text and images takes long: they are a smaller multiple of the budget.
+SMALLER = 2
+READINGS = (("plain", 0), ("loader", 4), ("parallel", 4))
+SAMPLE_SECONDS = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What one stream took.
+
+    Attributes:
+        source: kind of file.
+        reading: how it was read.
+        num_workers: that it was read with.
+        size_bytes: of the data.
+        grown_bytes: greatest memory over the baseline.
+        charged_bytes: greatest charge of its group, page cache included.
+        is_through: whether it finished within the limit, too.
+        trouble: why it has no figures.
+    """
+
+    source: str
+    reading: str
+    num_workers: int
+    size_bytes: int
+    grown_bytes: int = 0
+    charged_bytes: int = 0
+    is_through: bool = False
+    trouble: str = ""
+
+
+def makers(size: int) -> dict[str, Callable[[Path], tuple[Path, int]]]:
+    """For each kind of source, what makes a file or folder of it in a folder, and says how large its samples are."""
+    rows = table_of(size, ROW_BYTES)
+    small = Table(size // SMALLER // 64, 16)
+    num_images = size // SMALLER // (3 * IMAGE_SIDE * IMAGE_SIDE)
+    return {
+        ".npy": lambda at: (write_npy(at / "x.npy", rows), rows.num_bytes),
+        ".npz": lambda at: (write_npz(at / "stored.npz", rows, compressed=False), rows.num_bytes),
+        ".npz, compressed": lambda at: (write_npz(at / "packed.npz", rows, compressed=True), rows.num_bytes),
+        "HDF5": lambda at: (write_hdf5(at / "x.h5", rows, chunk_rows=32), rows.num_bytes),
+        "Parquet": lambda at: (write_parquet(at / "x.parquet", rows, group_rows=64), rows.num_bytes),
+        "Arrow": lambda at: (write_arrow(at / "x.arrow", rows, group_rows=64), rows.num_bytes),
+        "CSV": lambda at: (write_csv(at / "x.csv", small), small.num_bytes),
+        "images": lambda at: (write_images(at / "images", num_images, side=IMAGE_SIDE), size // SMALLER),
+    }
+
+
+def child(path: str, reading: str, num_workers: int, memory: str) -> int:
+    """Opens the stream, says so, waits for a line, and reads an epoch."""
+    import memfit
+
+    has_labels = Path(path).suffix in (".h5", ".parquet", ".arrow", ".csv")
+    stream = memfit.stream(path, batch_size=BATCH_SIZE, memory=memory, labels="y" if has_labels else None)
+    batches: Any = stream
+    if reading == "loader":
+        # Made before the baseline is taken, as PyTorch's own size is none of ours.
+        batches = stream.loader(num_workers=num_workers)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    count = 0
+    for batch in stream.parallel(num_workers) if reading == "parallel" else batches:
+        count += len(batch[1] if isinstance(batch, (tuple, list)) else batch)
+    print(json.dumps({"samples": count, "expected": stream.num_samples}), flush=True)
+    return 0
+
+
+def processes_in(place: Path) -> list[int]:
+    """Processes of a group."""
+    return [int(line) for line in (place / "cgroup.procs").read_text(encoding="ascii").split()]
+
+
+def held_bytes(processes: Sequence[int]) -> int:
+    """Anonymous and shared memory of processes, each page counted once."""
+    anonymous = shared = 0
+    for process in processes:
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii")
+            anonymous += _field(text, "Pss_Anon")
+            shared += _field(text, "Pss_Shmem")
+    # Memory that is on its way from a worker is mapped by nobody.
+    return anonymous + max(shared, _shared_in_use())
+
+
+def _field(text: str, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * KIB if found else 0
+
+
+def _shared_in_use() -> int:
+    status = os.statvfs("/dev/shm")
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+
+def unreclaimable_bytes(place: Path) -> int:
+    """What a group is charged with and can't give back."""
+    figures = dict(line.split() for line in (place / "memory.stat").read_text(encoding="ascii").splitlines())
+    used = int((place / "memory.usage_in_bytes").read_text(encoding="ascii"))
+    return used - int(figures["total_inactive_file"]) - int(figures["total_active_file"])
+
+
+@contextlib.contextmanager
+def started(place: Path, arguments: Sequence[object]) -> Iterator[Any]:
+    """A child in the group, ready to read."""
+
+    def enter() -> None:
+        (place / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+
+    process = subprocess.Popen(
+        python_command("benchmarks.stream_memory", "--child", *arguments),
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=enter,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout is not None and process.stdin is not None and process.stderr is not None
+        if process.stdout.readline().strip() != "ready":
+            raise RuntimeError((process.stderr.read().strip().splitlines() or ["killed"])[-1])
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def let_go(process: Any) -> None:
+    """Has a ready child begin."""
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def outcome(process: Any) -> str:
+    """What went wrong with a child that has ended; "" where nothing did."""
+    output, errors = process.communicate()
+    if process.returncode == -9:
+        return "killed"
+    if process.returncode:
+        return (errors.strip().splitlines() or ["failed"])[-1]
+    counted = json.loads(output.splitlines()[-1])
+    return "" if counted["samples"] == counted["expected"] else f"gave {counted['samples']} samples"
+
+
+def sample(arguments: Sequence[object]) -> tuple[int, int]:
+    """Greatest memory over the baseline, and greatest charge of the group."""
+    with group(8 << 30) as place:
+        assert place is not None
+        with started(place, arguments) as process:
+            baseline = most = held_bytes(processes_in(place))
+            (place / "memory.max_usage_in_bytes").write_text("0", encoding="ascii")
+            let_go(process)
+            while process.poll() is None:
+                most = max(most, held_bytes(processes_in(place)))
+                time.sleep(SAMPLE_SECONDS)
+            trouble = outcome(process)
+            if trouble:
+                raise RuntimeError(trouble)
+            charged = int((place / "memory.max_usage_in_bytes").read_text(encoding="ascii"))
+    return most - baseline, charged
+
+
+def fits(arguments: Sequence[object], budget_bytes: int) -> bool:
+    """Whether it finishes in a group with just the room that it may take."""
+    with group(8 << 30) as place:
+        assert place is not None
+        with started(place, arguments) as process:
+            limit = unreclaimable_bytes(place) + budget_bytes + SLACK_BYTES
+            (place / "memory.limit_in_bytes").write_text(str(limit), encoding="ascii")
+            let_go(process)
+            return outcome(process) == ""
+
+
+def measure(name: str, path: Path, size_bytes: int, memory: str) -> Iterator[Peak]:
+    """All readings of one source."""
+    for reading, num_workers in READINGS:
+        arguments = (path, reading, num_workers, memory)
+        try:
+            forget([path])
+            grown, charged = sample(arguments)
+            forget([path])
+            through = fits(arguments, parse_size(memory))
+            yield Peak(name, reading, num_workers, size_bytes, grown, charged, through)
+        except RuntimeError as error:
+            yield Peak(name, reading, num_workers, size_bytes, trouble=str(error)[:160])
+
+
+def main() -> int:
+    """Measures all sources and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="*", help="kinds of sources; all by default")
+    parser.add_argument("--child", nargs=4, metavar=("PATH", "READING", "WORKERS", "MEMORY"), help="only read")
+    parser.add_argument("--memory", default="32MiB", help="the budget; default 32MiB")
+    parser.add_argument("--factor", type=int, default=20, help="size of the data, in budgets; default 20")
+    parser.add_argument("--folder", help="where the data is made; by default where temporary files go")
+    given = parser.parse_args()
+    if given.child:
+        path, reading, workers, memory = given.child
+        return child(path, reading, int(workers), memory)
+    budget = parse_size(given.memory)
+    peaks: list[Peak] = []
+    for name, make in makers(budget * given.factor).items():
+        if given.sources and name not in given.sources:
+            continue
+        with scratch(given.folder) as place:
+            path, size = make(place)
+            for peak in measure(name, path, size, given.memory):
+                peaks.append(peak)
+                print(f"-- {peak}", flush=True)
+    limit = budget + SLACK_BYTES
+    bars = [
+        Bar(
+            f"{peak.source}, {peak.reading}, {peak.num_workers} workers",
+            f"{format_size(peak.grown_bytes)}, {'finishes' if peak.is_through else 'killed'} in a group of as much"
+            if not peak.trouble
+            else peak.trouble,
+            f"at most {format_size(limit)}",
+            not peak.trouble and peak.grown_bytes <= limit and peak.is_through,
+        )
+        for peak in peaks
+    ]
+    rows = [
+        (
+            f"{peak.source}, {peak.reading}",
+            peak.num_workers,
+            format_size(peak.size_bytes),
+            f"{peak.size_bytes / budget:.0f}",
+            format_size(peak.grown_bytes),
+            format_size(peak.charged_bytes),
+        )
+        for peak in peaks
+    ]
+    method = bullets(
+        [
+            f"memory={given.memory!r}, batches of {BATCH_SIZE}; rows of {format_size(ROW_BYTES)} (CSV: 64 bytes; images: "
+            f"{IMAGE_SIDE} x {IMAGE_SIDE} pixels, sizes are those of the pixels).",
+            "Text and images are half as large as the other data, since making them takes long.",
+            "The charge of the group counts the page cache, which fills whatever room a group has and is given back "
+            "when it is needed, and all that was there before.",
+        ]
+    )
+    head = ("source", "workers", "size of the data", "in budgets", "peak over the baseline", "most charged, with cache")
+    complete = not given.sources and given.factor >= 20
+    sections = ["## How", method, "## Peaks", table(head, rows)]
+    publish("stream_memory", "Memory of streams", bars, sections, save=complete)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

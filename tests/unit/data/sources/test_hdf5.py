@@ -1,0 +1,311 @@
+"""HDF5 files are read by chunks, within a cache of known size."""
+
+import os
+import pickle
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memfit.core.errors import BadFile, BadInput, MissingDependency
+from memfit.data.sources import hdf5
+from memfit.data.sources.hdf5 import Hdf5Source, open_hdf5
+
+h5py = pytest.importorskip("h5py")
+
+NUM_SAMPLES = 103
+X = np.random.default_rng(0).standard_normal((NUM_SAMPLES, 6, 5)).astype(np.float32)
+Y = np.arange(NUM_SAMPLES) % 7
+
+
+def write(path: Path, **options: Any) -> str:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=X, **options)
+        file.create_dataset("labels", data=Y)
+    return str(path)
+
+
+def read(source: Hdf5Source, start: int, stop: int, *dtypes: str) -> list[Any]:
+    types = dtypes or [field.dtype for field in source.fields]
+    out = [np.empty((stop - start, *field.shape), dtype) for field, dtype in zip(source.fields, types, strict=True)]
+    source.read(start, stop, out)
+    return out
+
+
+LAYOUTS = {
+    "contiguous": {},
+    "chunked": {"chunks": (10, 6, 5)},
+    "gzip": {"chunks": (10, 6, 5), "compression": "gzip", "shuffle": True},
+    "lzf": {"chunks": (16, 6, 5), "compression": "lzf", "fletcher32": True},
+    "cut": {"chunks": (10, 4, 2), "compression": "gzip"},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reads_what_is_stored(tmp_path: Path, layout: str) -> None:
+    source = open_hdf5(write(tmp_path / "a.h5", **LAYOUTS[layout]))
+    assert [(field.name, field.shape, field.is_label) for field in source.fields] == [
+        ("images", (6, 5), False),
+        ("labels", (), True),
+    ]
+    assert source.num_samples == NUM_SAMPLES
+    for start, stop in [(0, NUM_SAMPLES), (0, 10), (7, 33), (100, 103), (5, 5)]:
+        source.will_need(start, stop)
+        x, y = read(source, start, stop)
+        np.testing.assert_array_equal(x, X[start:stop])
+        np.testing.assert_array_equal(y, Y[start:stop])
+        source.drop(start, stop)
+
+
+def test_edges_are_those_of_the_chunks(tmp_path: Path) -> None:
+    chunked = open_hdf5(write(tmp_path / "a.h5", **LAYOUTS["cut"])).layout
+    assert chunked.edges is not None
+    assert chunked.edges.tolist() == [*range(0, NUM_SAMPLES, 10), NUM_SAMPLES]
+    contiguous = open_hdf5(write(tmp_path / "b.h5")).layout
+    assert contiguous.edges is None
+    assert 0 < contiguous.scratch_bytes < chunked.scratch_bytes
+
+
+def test_converts_as_numpy_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN values that an integer doesn't hold, of which HDF5 would make its largest
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.arange(300, dtype=">i4").reshape(30, 10)
+    monkeypatch.setattr(hdf5, "PIECE_BYTES", 160)
+    source = open_hdf5(tmp_path / "a.h5")
+    assert source.fields[0].dtype == np.dtype("int32")
+    # WHEN they are read as other types
+    # THEN they wrap around as in NumPy
+    np.testing.assert_array_equal(read(source, 3, 30, "uint8")[0], np.arange(300).reshape(30, 10)[3:].astype(np.uint8))
+    np.testing.assert_array_equal(read(source, 0, 30)[0], np.arange(300).reshape(30, 10))
+    assert read(source, 0, 30, "float16")[0].dtype == np.float16
+
+
+def test_booleans_and_enumerations(tmp_path: Path) -> None:
+    kind = h5py.enum_dtype({"red": 0, "blue": 1}, basetype="i1")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.array([True, False, True])
+        file.create_dataset("y", data=np.array([0, 1, 1]), dtype=kind)
+    x, y = read(open_hdf5(tmp_path / "a.h5"), 0, 3)
+    assert x.tolist() == [True, False, True]
+    assert y.tolist() == [0, 1, 1]
+    assert y.dtype == np.int8
+
+
+def test_each_chunk_is_unpacked_once_when_read_in_parts(tmp_path: Path) -> None:
+    # GIVEN chunks that cut through samples, and their bytes damaged after the first read
+    path = write(tmp_path / "a.h5", chunks=(50, 2, 2), compression="gzip")
+    source = open_hdf5(path)
+    read(source, 0, 1)
+    with h5py.File(path) as file:
+        places = [(info.byte_offset, info.size) for info in chunk_infos(file["images"]) if info.chunk_offset[0] == 0]
+    with open(path, "r+b") as file:
+        for offset, size in places:
+            file.seek(offset)
+            file.write(bytes(size))
+    # WHEN the rest of the block is read
+    # THEN it comes from the cache
+    np.testing.assert_array_equal(read(source, 1, 50)[0], X[1:50])
+
+
+def chunk_infos(dataset: Any) -> list[Any]:
+    return [dataset.id.get_chunk_info(number) for number in range(dataset.id.get_num_chunks())]
+
+
+def test_pickled_and_closed_sources_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.h5", **LAYOUTS["gzip"])
+    monkeypatch.chdir(tmp_path)
+    source = open_hdf5("a.h5")
+    read(source, 0, 5)
+    other = pickle.loads(pickle.dumps(source))
+    monkeypatch.chdir("/")
+    np.testing.assert_array_equal(read(other, 0, 5)[0], X[:5])
+    source.close()
+    source.close()
+    np.testing.assert_array_equal(read(source, 0, 5)[0], X[:5])
+    assert source.name == "a.h5"
+    assert source.classes == ()
+    assert source.fingerprint() == other.fingerprint()
+    assert repr(source) == "Hdf5Source('a.h5')"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_reads_after_a_fork(tmp_path: Path) -> None:
+    # GIVEN an open file, and its lock held at the moment of the fork
+    source = open_hdf5(write(tmp_path / "a.h5", **LAYOUTS["gzip"]))
+    read(source, 0, 5)
+    assert source._opened is not None
+    with source._opened.lock:
+        child = os.fork()
+        if child == 0:
+            # WHEN the child reads
+            code = 1
+            try:
+                code = 0 if (read(source, 20, 40)[0] == X[20:40]).all() else 2
+                source.close()
+            finally:
+                os._exit(code)
+    # THEN it neither waits for ever nor disturbs the parent
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    np.testing.assert_array_equal(read(source, 50, 60)[0], X[50:60])
+
+
+def test_closing_what_a_parent_opened_leaves_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_hdf5(write(tmp_path / "a.h5"))
+    read(source, 0, 5)
+    opened = source._opened
+    assert opened is not None
+    opened.process = -1
+    source.close()
+    assert opened.file.id.valid
+    opened.file.close()
+
+
+def test_threads_read_at_once(tmp_path: Path) -> None:
+    source = open_hdf5(write(tmp_path / "a.h5", **LAYOUTS["cut"]))
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for start in np.random.default_rng(seed).integers(0, 90, 20).tolist():
+            if (read(source, start, start + 13)[0] != X[start : start + 13]).any():
+                wrong.append(start)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_damaged_chunk_is_named_with_its_offset(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5", **LAYOUTS["lzf"])
+    with h5py.File(path) as file:
+        place = next(info for info in chunk_infos(file["images"]) if info.chunk_offset[0] == 32)
+    with open(path, "r+b") as file:
+        file.seek(place.byte_offset + 10)
+        file.write(b"\xff" * 40)
+    source = open_hdf5(path)
+    np.testing.assert_array_equal(read(source, 0, 32)[0], X[:32])
+    with pytest.raises(BadFile) as raised:
+        read(source, 20, 60)
+    said = str(raised.value)
+    assert f"dataset 'images' of {path!r} is damaged in the chunk that begins with sample 32" in said
+    assert f"at offset {place.byte_offset} of the file" in said
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "gzip"])
+def test_truncated_file(tmp_path: Path, layout: str) -> None:
+    path = write(tmp_path / "a.h5", **LAYOUTS[layout])
+    os.truncate(path, os.path.getsize(path) - 500)
+    with pytest.raises(BadFile, match=r"a\.h5' is truncated: .*truncated file"):
+        open_hdf5(path)
+
+
+def test_file_cut_off_while_it_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5")
+    source = open_hdf5(path)
+    read(source, 0, 1)
+    os.truncate(path, 4000)
+    # HDF5 itself would give zeros.
+    with pytest.raises(BadFile, match=r"has become shorter: it had \d+ bytes and now ends at offset 4000"):
+        read(source, 50, 60)
+    os.unlink(path)
+    read(source, 0, 1)
+
+
+def test_damage_without_chunks_is_named_with_its_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_hdf5(write(tmp_path / "a.h5"))
+
+    def fail(*_: Any) -> None:
+        raise OSError("input/output error")
+
+    monkeypatch.setattr(hdf5, "_read_stored", fail)
+    with pytest.raises(BadFile, match=r"'images' of .* is damaged among samples 50 to 60, from offset \d+ of the file"):
+        read(source, 50, 60)
+
+
+def test_no_hdf5_file(tmp_path: Path) -> None:
+    (tmp_path / "a.h5").write_bytes(b"something else" * 100)
+    with pytest.raises(BadFile, match="is not an HDF5 file"):
+        open_hdf5(tmp_path / "a.h5")
+    with pytest.raises(BadFile, match=r"none\.h5"):
+        open_hdf5(tmp_path / "none.h5")
+
+
+def test_file_that_changes_after_it_was_opened(tmp_path: Path) -> None:
+    source = open_hdf5(write(tmp_path / "a.h5"))
+    before = source.fingerprint()
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["images"] = X[:50]
+        file["labels"] = Y[:50]
+    assert source.fingerprint() != before
+    with pytest.raises(
+        BadFile, match=r"has changed since it was opened: dataset 'images' is now of shape \(50, 6, 5\)"
+    ):
+        read(source, 0, 5)
+
+
+def test_lengths_must_agree(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["y"] = np.zeros((5, 2)), np.zeros(4)
+    with pytest.raises(BadInput, match="differ in their number of samples: 'x' has 5, 'y' has 4"):
+        open_hdf5(tmp_path / "a.h5")
+
+
+def test_pages_are_dropped_as_a_whole_where_chunks_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdf5, "MOST_INDEXED", 3)
+    monkeypatch.setattr(hdf5, "_DROP_EVERY_BYTES", 2000)
+    source = open_hdf5(write(tmp_path / "a.h5", **LAYOUTS["gzip"]))
+    dropped: list[tuple[int, int]] = []
+    assert source._local is not None
+    monkeypatch.setattr(type(source._local), "drop", lambda self, offset, size: dropped.append((offset, size)))
+    source.will_need(0, 10)
+    source.drop(0, 10)
+    assert dropped == []
+    source.drop(10, 20)
+    assert dropped == [(0, os.path.getsize(tmp_path / "a.h5"))]
+
+
+def test_dropped_pages_are_those_of_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.h5", **LAYOUTS["gzip"])
+    with h5py.File(path) as file:
+        expected = {(info.byte_offset, info.size) for info in chunk_infos(file["images"])[1:3]}
+    source = open_hdf5(path)
+    dropped: set[tuple[int, int]] = set()
+    monkeypatch.setattr(type(source._local), "drop", lambda self, offset, size: dropped.add((offset, size)))
+    source.drop(15, 25)
+    assert expected <= dropped
+    assert len(dropped) == 3
+
+
+def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.h5")
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(MissingDependency, match=r"h5py is needed: pip install 'memfit\[data\]'"):
+        open_hdf5(path)
+
+
+def test_reads_remote_files(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    content = Path(write(tmp_path / "a.h5", **LAYOUTS["gzip"])).read_bytes()
+    fsspec.filesystem("memory").pipe_file("/datasets/a.h5", content)
+    source = open_hdf5("memory://datasets/a.h5")
+    source.will_need(0, 10)
+    np.testing.assert_array_equal(read(source, 9, 31)[0], X[9:31])
+    source.drop(0, 10)
+    source.close()
+    np.testing.assert_array_equal(read(pickle.loads(pickle.dumps(source)), 9, 31)[0], X[9:31])
+
+
+def test_damaged_table_of_contents(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5", **LAYOUTS["gzip"])
+    content = bytearray(Path(path).read_bytes())
+    place = content.index(b"TREE")
+    content[place : place + 4] = b"EERT"
+    Path(path).write_bytes(content)
+    with pytest.raises(BadFile, match=r"a\.h5'"):
+        read(open_hdf5(path), 0, 10)

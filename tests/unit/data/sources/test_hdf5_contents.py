@@ -1,0 +1,153 @@
+"""Datasets are found by their names, and those that can't be streamed are refused."""
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memfit.core.errors import BadFile, BadInput, MissingDependency
+from memfit.data.source import Field
+from memfit.data.sources import hdf5_contents
+from memfit.data.sources.hdf5_contents import Dataset, choose, describe, find
+
+h5py = pytest.importorskip("h5py")
+
+
+def made(path: Path, *names: str) -> Any:
+    file = h5py.File(path / "a.h5", "w")
+    for name in names:
+        file[name] = np.zeros((3, 2))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("names", "columns", "labels", "expected"),
+    [
+        (["images", "labels", "other"], None, None, (["images"], ["labels"])),
+        (["train/X", "train/y", "notes"], None, None, (["train/X"], ["train/y"])),
+        (["anything"], None, None, (["anything"], [])),
+        (["a", "b", "c"], ["/b/", "a"], "/c", (["b", "a"], ["c"])),
+        (["a", "b"], ["a", "b"], ["b"], (["a"], ["b"])),
+        (["a", "b"], None, "b", (["a"], ["b"])),
+        (["data", "b", "c"], None, "c", (["data"], ["c"])),
+        (["a", "b"], "a", None, (["a"], [])),
+    ],
+)
+def test_choice(tmp_path: Path, names: Any, columns: Any, labels: Any, expected: Any) -> None:
+    with made(tmp_path, *names) as file:
+        assert choose(file, columns, labels, "a.h5") == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "columns", "labels", "said"),
+    [
+        (
+            ["a", "b"],
+            None,
+            None,
+            "isn't obvious. Name them: columns= for features, labels= for labels. It has:\n  a  (3, 2)",
+        ),
+        (["train/x", "train/y", "test/x", "test/y"], None, None, "  test/x  (3, 2) float64"),
+        (["a", "b", "c"], None, "c", "isn't obvious"),
+        ([], None, None, "has no datasets"),
+        (["a"], [], None, "is left for the features"),
+        (["a"], [1], None, "1 is not a string"),
+        ([f"d{number:02}" for number in range(60)], None, None, "  and 10 more"),
+    ],
+)
+def test_no_choice(tmp_path: Path, names: Any, columns: Any, labels: Any, said: str) -> None:
+    with made(tmp_path, *names) as file, pytest.raises(BadInput) as raised:
+        choose(file, columns, labels, "a.h5")
+    assert said in str(raised.value)
+
+
+def test_names_that_are_not_there(tmp_path: Path) -> None:
+    with made(tmp_path, "train/images", "train/labels") as file:
+        with pytest.raises(BadInput, match=r"no dataset 'train/image' \(did you mean 'train/images'"):
+            find(file, "train/image", "a.h5")
+        with pytest.raises(BadInput, match=r"'train' of 'a\.h5' is a group, not a dataset. It has:\n  train/images"):
+            find(file, "train", "a.h5")
+        with pytest.raises(BadInput, match="no dataset ''"):
+            find(file, "", "a.h5")
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "said"),
+    [
+        (["a", "b"], None, "'d' of 'a.h5' holds strings. Store them as class numbers"),
+        (np.array([b"a", b"b"]), None, "holds strings"),
+        ([np.arange(2), np.arange(3)], "vlen", "holds arrays of different lengths"),
+        (np.zeros(2, [("u", "f4"), ("v", "i4")]), None, "is compound, with the fields 'u', 'v'"),
+        (np.zeros(2, np.complex64), None, "holds complex64, which are not real numbers"),
+        (5.0, None, "is a single value"),
+        (None, "empty", "is empty"),
+    ],
+)
+def test_datasets_that_cannot_be_streamed(tmp_path: Path, values: Any, dtype: Any, said: str) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        if dtype == "vlen":
+            file.create_dataset("d", (2,), h5py.vlen_dtype(np.int32))
+        elif dtype == "empty":
+            file["d"] = h5py.Empty("f4")
+        else:
+            file["d"] = values
+        with pytest.raises(BadInput) as raised:
+            describe(file["d"], "d", False, "a.h5")
+    assert said in str(raised.value)
+
+
+def test_filter_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a dataset with a filter that h5py doesn't have
+    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    settings.set_chunk((3, 2))
+    settings.set_filter(32026, h5py.h5z.FLAG_OPTIONAL, ())
+    tried: list[str] = []
+    real = builtins.__import__
+
+    def without_plugins(name: str, *rest: Any) -> Any:
+        if name == "hdf5plugin":
+            tried.append(name)
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_plugins)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        space = h5py.h5s.create_simple((3, 2))
+        h5py.h5d.create(file.id, b"d", h5py.h5t.NATIVE_FLOAT, space, settings)
+        # WHEN it is described
+        # THEN the plugin is tried, and asked for
+        with pytest.raises(MissingDependency, match=r"with blosc2 \(filter 32026\).*: pip install hdf5plugin"):
+            describe(file["d"], "d", False, "a.h5")
+    assert tried == ["hdf5plugin"]
+
+
+def test_virtual_dataset_whose_files_are_missing(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "part.h5", "w") as file:
+        file["d"] = np.ones((3, 2))
+    layout = h5py.VirtualLayout((3, 2), "f8")
+    layout[:] = h5py.VirtualSource("part.h5", "d", (3, 2))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_virtual_dataset("d", layout)
+        assert describe(file["d"], "d", False, "a.h5").chunks is None
+        (tmp_path / "part.h5").unlink()
+        # HDF5 itself would give zeros.
+        with pytest.raises(BadFile, match=r"made of other files, of which 'part\.h5' is missing"):
+            describe(file["d"], "d", False, "a.h5")
+
+
+def test_cache_holds_one_run_of_chunks_or_a_small_dataset() -> None:
+    field = Field("x", np.dtype("f4"), (1000, 100))
+    cut = Dataset("x", field, 10**6, (16, 300, 50), True)
+    assert cut.chunk_grid == (4, 2)
+    assert cut.cache_bytes == 8 * cut.chunk_bytes
+    assert cut.num_slots > 8
+    assert cut.scratch_bytes > cut.cache_bytes + 3 * cut.chunk_bytes
+    small = Dataset("y", Field("y", np.dtype("i8"), ()), 10_000, (128,), False)
+    assert small.cache_bytes == 79 * 128 * 8
+    large = Dataset("y", Field("y", np.dtype("i8"), ()), 10**6, (128,), False)
+    assert large.cache_bytes == 128 * 8
+    contiguous = Dataset("y", Field("y", np.dtype("i8"), ()), 10**6, None, False)
+    assert (contiguous.cache_bytes, contiguous.chunk_grid, contiguous.chunk_bytes) == (0, (), 0)
+    assert contiguous.scratch_bytes == hdf5_contents.PIECE_BYTES

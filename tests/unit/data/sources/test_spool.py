@@ -1,0 +1,129 @@
+import errno
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memfit.core.errors import BadFile
+from memfit.data.journal import Journal
+from memfit.data.sources import spool
+from memfit.data.sources.npz import NpzSource
+from memfit.data.sources.spool import SpooledSource, spooled
+
+SOURCE = str(Path(__file__).parents[4] / "src")
+X, Y = np.random.default_rng(0).standard_normal((300, 4)), np.arange(300) % 5
+
+
+@pytest.fixture
+def source(tmp_path):
+    np.savez_compressed(tmp_path / "data.npz", x=X, y=Y)
+    return NpzSource(tmp_path / "data.npz")
+
+
+def read(source, start, stop):
+    out = [np.empty((stop - start, *field.shape), field.dtype) for field in source.fields]
+    source.will_need(start, stop)
+    source.read(start, stop, out)
+    source.drop(start, stop)
+    source.close()
+    return out
+
+
+def test_samples_can_be_read_from_anywhere(tmp_path, source):
+    told = []
+    unpacked = spooled(source, tmp_path / "spool", announce=told.append)
+
+    assert not unpacked.layout.is_sequential
+    assert (unpacked.name, unpacked.fields, unpacked.num_samples) == (source.name, source.fields, 300)
+    assert (unpacked.classes, unpacked.fingerprint()) == (source.classes, source.fingerprint())
+    x, y = read(unpacked, 250, 280)
+    assert np.array_equal(x, X[250:280])
+    assert np.array_equal(y, Y[250:280])
+    assert len(told) == 1
+    assert "unpacking" in told[0]
+    assert "11.7 KiB, once" in told[0]
+
+
+def test_it_is_unpacked_once(tmp_path, source, capsys, monkeypatch):
+    spooled(source, tmp_path / "spool")
+    assert capsys.readouterr().err.startswith("memfit: unpacking ")
+    monkeypatch.setattr(spool, "_unpack", None)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = spooled(source, tmp_path / "spool")
+
+    assert isinstance(again, SpooledSource)
+    assert capsys.readouterr().err == ""
+    assert len(list((tmp_path / "spool").iterdir())) == 1
+
+
+def test_changed_data_gets_a_place_of_its_own(tmp_path, source):
+    spooled(source, tmp_path / "spool", announce=len)
+    np.savez_compressed(tmp_path / "data.npz", x=X + 1, y=Y)
+    changed = NpzSource(tmp_path / "data.npz")
+
+    assert np.array_equal(read(spooled(changed, tmp_path / "spool", announce=len), 0, 3)[0], X[:3] + 1)
+    assert len(list((tmp_path / "spool").iterdir())) == 2
+
+
+def test_a_damaged_spool_is_made_again(tmp_path, source):
+    unpacked = spooled(source, tmp_path / "spool", announce=len)
+    unpacked.paths[0].write_bytes(unpacked.paths[0].read_bytes()[:200])
+
+    assert np.array_equal(read(spooled(source, tmp_path / "spool", announce=len), 0, 300)[0], X)
+
+
+def test_the_folder_is_that_of_the_environment(tmp_path, source, monkeypatch):
+    monkeypatch.setenv("MEMFIT_SPOOL", str(tmp_path / "elsewhere"))
+
+    unpacked = spooled(source, announce=len)
+
+    assert unpacked.paths[0].parent == tmp_path / "elsewhere" / source.fingerprint()
+    description = json.loads((unpacked.paths[0].parent / "memfit.json").read_text())
+    assert description == {"name": source.name, "classes": [], "bytes": 300 * 40}
+
+
+def test_a_disk_without_room_is_named(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(spool, "free_bytes", lambda path: 100)
+
+    with pytest.raises(BadFile, match=r"That takes 11\.7 KiB, and .* has 100 B left. .* set MEMFIT_SPOOL"):
+        spooled(source, tmp_path / "spool", announce=len)
+
+
+def test_a_folder_that_can_not_be_written_is_named(tmp_path, source, monkeypatch):
+    def refuse(*arguments):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Journal, "_acquire", refuse)
+
+    with pytest.raises(BadFile, match=r"can't be written to: Permission denied. Set MEMFIT_SPOOL"):
+        spooled(source, tmp_path / "spool")
+
+
+RANK = """
+import sys
+from memfit.data.sources.npz import NpzSource
+from memfit.data.sources.spool import spooled
+print(spooled(NpzSource(sys.argv[1]), sys.argv[2]).num_samples)
+"""
+
+
+def test_several_processes_unpack_it_once(tmp_path, source):
+    command = [sys.executable, "-c", RANK, tmp_path / "data.npz", tmp_path / "spool"]
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
+
+    written = [process.communicate(timeout=60) for process in processes]
+
+    assert [output for output, _ in written] == ["300\n"] * 3
+    assert sum("unpacking" in error for _, error in written) == 1
+    assert [path.name for path in (tmp_path / "spool").iterdir()] == [source.fingerprint()]

@@ -1,0 +1,124 @@
+"""Columns of tables become fields."""
+
+import numpy as np
+import pytest
+
+from memfit.core.errors import BadInput
+from memfit.data.sources.table_fields import MOST_CLASSES, Column, choose_fields, describe_unknown, fill, sort_classes
+
+
+def column(name: str, dtype: str | None = "float32", shape: tuple[int, ...] = (), *, is_text: bool = False) -> Column:
+    return Column(name, None if dtype is None else np.dtype(dtype), shape, is_text, stored_as=dtype or "string")
+
+
+TABLE = [
+    column("age", "int16"),
+    column("height", "float32"),
+    column("photo", "uint8", (4, 4)),
+    column("species", None, is_text=True),
+    column("born", None),
+    column("is_wild", "bool"),
+]
+
+
+def test_numbers_become_one_matrix_and_arrays_fields_of_their_own() -> None:
+    parts = choose_fields(TABLE, columns=["height", "photo", "age"], labels="species", source="t")
+    assert [(part.field.name, part.field.dtype.name, part.field.shape, part.columns) for part in parts] == [
+        ("features", "float32", (2,), (1, 0)),
+        ("photo", "uint8", (4, 4), (2,)),
+        ("species", "int64", (), (3,)),
+    ]
+    assert [part.field.is_label for part in parts] == [False, False, True]
+    assert [part.field.is_tabular for part in parts] == [True, False, False]
+    assert [part.has_classes for part in parts] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        (["uint8", "int16", "float16", "bool"], "float32"),
+        (["float32", "float32"], "float32"),
+        # 2**24 + 1 doesn't fit into single precision.
+        (["int32", "float32"], "float64"),
+        (["uint8", "float64"], "float64"),
+        (["int64"], "float64"),
+    ],
+)
+def test_type_of_the_matrix_holds_every_value(dtypes: list[str], expected: str) -> None:
+    table = [column(f"c{number}", dtype) for number, dtype in enumerate(dtypes)]
+    assert choose_fields(table, columns=None, labels=None, source="t")[0].field.dtype == expected
+
+
+def test_labels_leave_the_features() -> None:
+    parts = choose_fields(TABLE[:2], columns=["age", "height"], labels=["age"], source="t")
+    assert [(part.field.name, part.columns, part.field.dtype.name) for part in parts] == [
+        ("features", (1,), "float32"),
+        ("age", (0,), "int16"),
+    ]
+    parts = choose_fields([TABLE[0], TABLE[5]], columns=None, labels="is_wild", source="t")
+    assert parts[1].field.dtype == np.int64
+    assert len(choose_fields(TABLE[:3], columns=["photo"], labels=["age", "height"], source="t")) == 3
+
+
+def test_array_called_features_keeps_its_name() -> None:
+    parts = choose_fields([column("features", shape=(3,)), column("a")], columns=None, labels=None, source="t")
+    assert [part.field.name for part in parts] == ["numbers", "features"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "labels", "said"),
+    [
+        (["hieght"], None, "t has no column 'hieght' (did you mean 'height'?). It has: 'age', 'height'"),
+        (["age"], "spezies", "'spezies' (did you mean 'species'?)"),
+        (["zzz"], None, "t has no column 'zzz'. It has:"),
+        (None, None, "'species' of t is text, which can't be features. Leave out with columns="),
+        (["age", "born"], None, "'born' (string) of t can't be features"),
+        (["age"], "born", "column 'born' of t (string) can't be labels"),
+        (["age", "age"], None, "columns names 'age' more than once"),
+        ([], None, "columns names no column"),
+        (["age"], "age", "no column of t is left for the features"),
+        ([3], None, "columns must be names of columns, and 3 is not a string"),
+    ],
+)
+def test_names_and_columns_that_cannot_be_used(columns: list[str] | None, labels: str | None, said: str) -> None:
+    with pytest.raises(BadInput) as raised:
+        choose_fields(TABLE, columns=columns, labels=labels, source="t")
+    assert said in str(raised.value)
+
+
+def test_two_columns_of_one_name() -> None:
+    with pytest.raises(BadInput, match="more than one column named 'a'"):
+        choose_fields([column("a"), column("a")], columns=None, labels=None, source="t")
+
+
+def test_two_text_labels() -> None:
+    table = [column("a"), column("b", None, is_text=True), column("c", None, is_text=True)]
+    with pytest.raises(BadInput, match="'b', 'c' of t are all text, and only one"):
+        choose_fields(table, columns=["a"], labels=["b", "c"], source="t")
+
+
+def test_many_names_are_not_all_listed() -> None:
+    assert describe_unknown(["x"], [f"column {n}" for n in range(100)], "column", "t").endswith("and 60 more.")
+
+
+def test_classes_are_sorted_and_limited() -> None:
+    assert sort_classes(["owl", "cat", "owl"], "c", "t") == ("cat", "owl")
+    with pytest.raises(BadInput, match="column 'c' of t has more than 65,536 different strings"):
+        sort_classes((str(number) for number in range(MOST_CLASSES + 1)), "c", "t")
+
+
+def test_fill_puts_columns_side_by_side() -> None:
+    values = [np.arange(20_000), np.arange(20_000) * 0.5, np.arange(20_000, dtype=np.uint8)]
+    out = np.empty((20_000, 3), np.float32)
+    fill(out, values)
+    np.testing.assert_array_equal(out, np.stack(values, 1).astype(np.float32))
+
+
+def test_fill_reshapes_single_columns() -> None:
+    matrix, vector, images = np.empty((5, 1)), np.empty(5, np.int64), np.empty((5, 2, 2), np.uint8)
+    fill(matrix, [np.arange(5)])
+    fill(vector, [np.arange(5) > 2])
+    fill(images, [np.arange(20).reshape(5, 2, 2)])
+    assert matrix[:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert vector.tolist() == [0, 0, 0, 1, 1]
+    assert images.reshape(-1).tolist() == list(range(20))

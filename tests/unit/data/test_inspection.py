@@ -1,0 +1,167 @@
+import json
+import os
+
+import numpy as np
+import pytest
+
+from memfit.core.errors import BadFile, BadInput
+from memfit.core.units import MIB
+from memfit.data import inspection
+from memfit.data.inspection import inspect
+
+VALUES = np.random.default_rng(0).standard_normal((3000, 100))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_file_is_described(folder):
+    np.save("x.npy", VALUES)
+
+    found = inspect("x.npy")
+
+    assert (found.name, found.num_samples) == ("x.npy", 3000)
+    assert found.loaded_bytes == VALUES.nbytes
+    assert found.disk_bytes == VALUES.nbytes + 128
+    assert found.savings == {"float32": VALUES.nbytes // 2, "float16": VALUES.nbytes * 3 // 4}
+    (field,) = found.fields
+    assert (field.name, field.dtype, field.shape) == ("x", "float64", (100,))
+    assert found.warnings == (
+        "stored as float64, twice what training in float32 uses: every epoch reads twice the bytes. "
+        "`memfit data convert --dtype float32` halves the file and measures what that does to the numbers.",
+    )
+    data = json.loads(json.dumps(found.to_json()))
+    assert data["origins"]["host_bytes"] == "measured"
+    assert data["streaming"]["memory_bytes"] == 512 * MIB
+
+
+def test_the_first_look_is_at_a_sample_of_the_values(folder, monkeypatch):
+    values = VALUES.copy()
+    values[0, 0], values[-1, 0], values[-1, 1] = np.nan, np.inf, 99.0
+    np.save("x.npy", values)
+    monkeypatch.setattr(inspection, "_LOOK_BYTES", 16 * 800 * 10)
+
+    seen = inspect("x.npy").fields[0].seen
+
+    assert seen.num_values == 16 * 10 * 100
+    assert (seen.num_nan, seen.num_infinite, seen.maximum) == (1, 1, 99.0)
+
+
+def test_labels_and_narrow_types_save_nothing(folder):
+    np.save("x.npy", VALUES.astype("f4"))
+    np.save("y.npy", np.arange(3000))
+
+    found = inspect(("x.npy", "y.npy"))
+
+    assert found.savings == {"float16": 3000 * 100 * 2}
+    assert [(field.name, field.is_label) for field in found.fields] == [("x", False), ("y", True)]
+    assert found.fields[1].seen.maximum == 2999
+    assert found.warnings == ()
+
+
+def test_how_it_streams_follows_from_the_budget(folder):
+    np.save("x.npy", VALUES.astype("f4"))
+
+    whole = inspect("x.npy", memory="64MiB").streaming
+    parts = inspect("x.npy", memory="1MiB", batch_size=8).streaming
+
+    assert whole.neighbours_together == whole.neighbours_at_best
+    assert parts.neighbours_together > 2 * parts.neighbours_at_best > 0
+    assert whole.blocks_per_window == whole.num_blocks
+    assert parts.window_bytes < MIB
+
+
+def test_few_blocks_are_warned_of(folder, monkeypatch):
+    monkeypatch.setattr(inspection, "_FEW_BLOCKS", 200)
+    np.save("x.npy", VALUES.astype("f4"))
+
+    (warning,) = inspect("x.npy", memory="1MiB", batch_size=8).warnings
+
+    assert "of samples are followed by one of the same block, against" in warning
+    assert warning.endswith("in a full shuffle. More memory helps.")
+    # All of it in one window is a full shuffle, however few blocks it has.
+    assert inspect("x.npy", memory="64MiB").warnings == ()
+
+
+def test_few_large_chunks_are_warned_of(folder):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File("x.h5", "w") as file:
+        file.create_dataset("x", data=VALUES.astype("f4"), chunks=(100, 100))
+
+    (warning,) = inspect("x.h5", memory="4MiB", batch_size=8).warnings
+
+    assert "smaller chunks: `memfit data convert --chunk 256KiB`" in warning
+
+
+def test_a_budget_that_is_too_small_is_a_warning(folder):
+    np.save("x.npy", VALUES)
+
+    found = inspect("x.npy", memory="10KiB", batch_size=512)
+
+    assert found.streaming is None
+    assert "is too little for batches of 512 samples" in found.warnings[0]
+
+
+def test_what_is_unpacked_first_is_warned_of(folder):
+    np.savez_compressed("x.npz", x=VALUES)
+    np.save("fortran.npy", np.asfortranarray(VALUES))
+
+    for path, reason in (("x.npz", "compressed"), ("fortran.npy", "Fortran order")):
+        found = inspect(path)
+        assert found.streaming.is_unpacked_first
+        assert reason in found.warnings[0]
+        assert "unpacked to a scratch folder (2.29 MiB) when it is streamed for the first time" in found.warnings[0]
+        assert found.fields[0].seen.num_values > 0
+
+
+def test_images_are_described(folder):
+    image = pytest.importorskip("PIL.Image")
+    for name in ("cat", "dog"):
+        os.makedirs(f"images/{name}")
+        for number in range(3):
+            image.fromarray(np.full((8, 8 + number, 3), number, np.uint8)).save(f"images/{name}/{number}.png")
+
+    found = inspect("images")
+
+    assert found.classes == ("cat", "dog")
+    assert found.fields[0].is_ragged
+    assert found.loaded_bytes is None
+    assert any("6 files of" in warning and "resize them to one shape" in warning for warning in found.warnings)
+
+
+def test_text_labels_have_no_values(folder):
+    np.save("names.npy", np.array(["a", "b"] * 50))
+    np.save("x.npy", VALUES[:100])
+
+    found = inspect({"x": "x.npy"})
+
+    assert found.fields[0].seen is not None
+    assert inspection._seen([]) is None
+    assert inspection._seen([np.array([np.nan])]).minimum is None
+
+
+@pytest.mark.parametrize("host", [None, 10**6])
+def test_whose_limit_it_is(folder, monkeypatch, host):
+    np.save("x.npy", VALUES)
+    monkeypatch.setattr(inspection, "host_memory_bytes", lambda: host)
+    monkeypatch.setattr(inspection, "cgroup_limit_bytes", lambda: host)
+
+    found = inspect("x.npy")
+
+    assert (found.host_bytes, found.is_limited) == (host, host is not None)
+
+
+def test_bad_input_is_refused(folder):
+    with pytest.raises(BadFile, match=r"there is no 'x.npy'"):
+        inspect("x.npy")
+    np.save("x.npy", VALUES)
+    with pytest.raises(BadInput, match=r"batch_size must be at least 1, but 0 was given"):
+        inspect("x.npy", batch_size=0)
+    with pytest.raises(BadInput, match=r"is not a size"):
+        inspect("x.npy", memory="much")
+    np.save("objects.npy", np.array([{}, 3], dtype=object), allow_pickle=True)
+    with pytest.raises(BadFile, match=r"pickle"):
+        inspect("objects.npy")
