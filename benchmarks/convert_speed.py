@@ -23,7 +23,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.reporting import ROOT, Bar, bullets, publish, table
-from benchmarks.stream_cases import Finished, forget, how_cold, python_command, run_limited, scratch, table_of, write_npy
+from benchmarks.stream_cases import (
+    Finished,
+    forget,
+    how_cold,
+    python_command,
+    run_limited,
+    scratch,
+    table_of,
+    write_npy,
+)
 from memfit.core.units import GIB, KIB, MIB, format_size, parse_size
 
 GROUP_BYTES = 300 * 10**6
@@ -103,8 +112,11 @@ def compare(source: Path, folder: Path, repeats: int, drop_caches: bool) -> Spee
         speeds.charged_bytes = max(speeds.charged_bytes, done.most_bytes or 0)
         speeds.cat.append(run(copy(plain), source, target, drop_caches).answer["seconds"])
         speeds.forced.append(run(copy(f"{plain} && sync '{target}'"), source, target, drop_caches).answer["seconds"])
-        print(f"-- convert {speeds.convert[-1]:.1f} s, cat {speeds.cat[-1]:.1f} s, "
-              f"cat and sync {speeds.forced[-1]:.1f} s", flush=True)
+        print(
+            f"-- convert {speeds.convert[-1]:.1f} s, cat {speeds.cat[-1]:.1f} s, "
+            f"cat and sync {speeds.forced[-1]:.1f} s",
+            flush=True,
+        )
     target.unlink(missing_ok=True)
     return speeds
 
@@ -192,8 +204,8 @@ def main() -> int:
     method = bullets(
         [
             f"{format_size(size)} of float64, to float32; {given.repeats} runs of each, in turns; each in a control "
-            f"group of {GROUP_BYTES // 10**6} MB. The conversion waits until its file is on disk, and measures the loss "
-            "of precision of every value.",
+            f"group of {GROUP_BYTES // 10**6} MB. The conversion waits until its file is on disk, and measures the "
+            "loss of precision of every value.",
             how_cold(given.drop_caches),
             f"Kills: a file of {format_size(kill_size)}; each conversion is killed up to {EACH} times, after a time "
             f"drawn between 0 and that of a whole run. {kills.num_resumed} of {kills.num_runs} went on where a killed "

@@ -34,6 +34,13 @@ SCRIPTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("guard_faults", (), ("--schedules", "36")),
     ("guard_kills", (), ("--kills", "12")),
     ("guard_overhead", (), ("resnet18", "--rounds", "4")),
+    ("stream_speed", (), ("--size", "256MiB", "--repeats", "1", "--seconds", "5", "--no-peers")),
+    ("stream_tables", (), ("--size", "64MB", "--repeats", "1")),
+    ("stream_memory", (), (".npy", "--factor", "4")),
+    ("stream_shuffle", (), ("--shuffles", "3", "--epochs", "1")),
+    ("stream_resume", (), ("--points", "20")),
+    ("stream_workers", (), ("--samples", "100000")),
+    ("convert_speed", (), ("--size", "256MiB", "--repeats", "1", "--kills", "4", "--kill-size", "128MiB")),
 )
 
 

@@ -103,9 +103,11 @@ def write_npz(path: Path, table: Table, *, compressed: bool) -> Path:
     import zipfile
 
     kind = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
-    with zipfile.ZipFile(path, "w", kind, compresslevel=1 if compressed else None) as archive:
-        with archive.open("x.npy", "w", force_zip64=True) as file:
-            _write_npy(file, table)
+    with (
+        zipfile.ZipFile(path, "w", kind, compresslevel=1 if compressed else None) as archive,
+        archive.open("x.npy", "w", force_zip64=True) as file,
+    ):
+        _write_npy(file, table)
     _flush(path)
     return path
 
@@ -351,7 +353,7 @@ def run_limited(
                 text=True,
                 check=False,
                 timeout=timeout_seconds,
-                preexec_fn=enter,  # noqa: PLW1509
+                preexec_fn=enter,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             )
             code, output, errors = done.returncode, done.stdout, done.stderr

@@ -4,8 +4,9 @@
 
 Each stream runs in a process of its own, in a control group. Its memory is that of all its processes together: their
 anonymous pages, shared ones counted once (Pss_Anon of /proc/PID/smaps_rollup), and shared memory, sampled while an
-epoch is read; less what the process had right before it began. Workers' own start is thus part of the figure. The second
-proof is a group whose limit is what was there before plus the budget plus 64 MiB: the kernel kills what takes more.
+epoch is read; less what the process had right before it began. What workers take to start is thus part of the figure.
+The second proof is a group whose limit is what was there before plus the budget plus 64 MiB: the kernel kills what
+takes more.
 """
 
 import argparse
@@ -45,7 +46,8 @@ ROW_BYTES = 4 * KIB
 IMAGE_SIDE = 256
 # Making text and images takes long: they are a smaller multiple of the budget.
 SMALLER = 2
-READINGS = (("plain", 0), ("loader", 4), ("parallel", 4))
+# With a transform all workers work, whatever the number of lanes.
+READINGS = (("plain", 0), ("loader", 4), ("parallel", 4), ("loader with a transform", 4))
 SAMPLE_SECONDS = 0.005
 
 
@@ -56,7 +58,8 @@ class Peak:
     Attributes:
         source: kind of file.
         reading: how it was read.
-        num_workers: that it was read with.
+        num_workers: that were asked for.
+        num_processes: that there were at most, the program's own included.
         size_bytes: of the data.
         grown_bytes: greatest memory over the baseline.
         charged_bytes: greatest charge of its group, page cache included.
@@ -70,6 +73,7 @@ class Peak:
     size_bytes: int
     grown_bytes: int = 0
     charged_bytes: int = 0
+    num_processes: int = 0
     is_through: bool = False
     trouble: str = ""
 
@@ -91,14 +95,20 @@ def makers(size: int) -> dict[str, Callable[[Path], tuple[Path, int]]]:
     }
 
 
+def unchanged(features: Any) -> Any:
+    """A transform that does nothing."""
+    return features
+
+
 def child(path: str, reading: str, num_workers: int, memory: str) -> int:
     """Opens the stream, says so, waits for a line, and reads an epoch."""
     import memfit
 
-    has_labels = Path(path).suffix in (".h5", ".parquet", ".arrow", ".csv")
-    stream = memfit.stream(path, batch_size=BATCH_SIZE, memory=memory, labels="y" if has_labels else None)
+    labels = "y" if Path(path).suffix in (".h5", ".parquet", ".arrow", ".csv") else None
+    transform = unchanged if "transform" in reading else None
+    stream = memfit.stream(path, batch_size=BATCH_SIZE, memory=memory, labels=labels, transform=transform)
     batches: Any = stream
-    if reading == "loader":
+    if reading.startswith("loader"):
         # Made before the baseline is taken, as PyTorch's own size is none of ours.
         batches = stream.loader(num_workers=num_workers)
     print("ready", flush=True)
@@ -188,8 +198,9 @@ def outcome(process: Any) -> str:
     return "" if counted["samples"] == counted["expected"] else f"gave {counted['samples']} samples"
 
 
-def sample(arguments: Sequence[object]) -> tuple[int, int]:
-    """Greatest memory over the baseline, and greatest charge of the group."""
+def sample(arguments: Sequence[object]) -> tuple[int, int, int]:
+    """Greatest memory over the baseline, greatest charge of the group, and most processes."""
+    num_processes = 1
     with group(8 << 30) as place:
         assert place is not None
         with started(place, arguments) as process:
@@ -197,13 +208,15 @@ def sample(arguments: Sequence[object]) -> tuple[int, int]:
             (place / "memory.max_usage_in_bytes").write_text("0", encoding="ascii")
             let_go(process)
             while process.poll() is None:
-                most = max(most, held_bytes(processes_in(place)))
+                processes = processes_in(place)
+                num_processes = max(num_processes, len(processes))
+                most = max(most, held_bytes(processes))
                 time.sleep(SAMPLE_SECONDS)
             trouble = outcome(process)
             if trouble:
                 raise RuntimeError(trouble)
             charged = int((place / "memory.max_usage_in_bytes").read_text(encoding="ascii"))
-    return most - baseline, charged
+    return most - baseline, charged, num_processes
 
 
 def fits(arguments: Sequence[object], budget_bytes: int) -> bool:
@@ -223,10 +236,10 @@ def measure(name: str, path: Path, size_bytes: int, memory: str) -> Iterator[Pea
         arguments = (path, reading, num_workers, memory)
         try:
             forget([path])
-            grown, charged = sample(arguments)
+            grown, charged, processes = sample(arguments)
             forget([path])
             through = fits(arguments, parse_size(memory))
-            yield Peak(name, reading, num_workers, size_bytes, grown, charged, through)
+            yield Peak(name, reading, num_workers, size_bytes, grown, charged, processes, through)
         except RuntimeError as error:
             yield Peak(name, reading, num_workers, size_bytes, trouble=str(error)[:160])
 
@@ -253,8 +266,21 @@ def main() -> int:
             for peak in measure(name, path, size, given.memory):
                 peaks.append(peak)
                 print(f"-- {peak}", flush=True)
+    complete = not given.sources and given.factor >= 20
+    publish(
+        "stream_memory",
+        "Memory of streams",
+        bars_of(peaks, budget),
+        sections(peaks, given.memory),
+        save=complete,
+    )
+    return 0
+
+
+def bars_of(peaks: Sequence[Peak], budget: int) -> list[Bar]:
+    """Each peak against the budget and what is granted beside it."""
     limit = budget + SLACK_BYTES
-    bars = [
+    return [
         Bar(
             f"{peak.source}, {peak.reading}, {peak.num_workers} workers",
             f"{format_size(peak.grown_bytes)}, {'finishes' if peak.is_through else 'killed'} in a group of as much"
@@ -265,10 +291,16 @@ def main() -> int:
         )
         for peak in peaks
     ]
+
+
+def sections(peaks: Sequence[Peak], memory: str) -> list[str]:
+    """How it was measured, and all peaks."""
+    budget = parse_size(memory)
     rows = [
         (
             f"{peak.source}, {peak.reading}",
             peak.num_workers,
+            peak.num_processes,
             format_size(peak.size_bytes),
             f"{peak.size_bytes / budget:.0f}",
             format_size(peak.grown_bytes),
@@ -278,18 +310,23 @@ def main() -> int:
     ]
     method = bullets(
         [
-            f"memory={given.memory!r}, batches of {BATCH_SIZE}; rows of {format_size(ROW_BYTES)} (CSV: 64 bytes; images: "
-            f"{IMAGE_SIDE} x {IMAGE_SIDE} pixels, sizes are those of the pixels).",
+            f"memory={memory!r}, batches of {BATCH_SIZE}; rows of {format_size(ROW_BYTES)} (CSV: 64 bytes; "
+            f"images: {IMAGE_SIDE} x {IMAGE_SIDE} pixels, sizes are those of the pixels).",
             "Text and images are half as large as the other data, since making them takes long.",
             "The charge of the group counts the page cache, which fills whatever room a group has and is given back "
             "when it is needed, and all that was there before.",
         ]
     )
-    head = ("source", "workers", "size of the data", "in budgets", "peak over the baseline", "most charged, with cache")
-    complete = not given.sources and given.factor >= 20
-    sections = ["## How", method, "## Peaks", table(head, rows)]
-    publish("stream_memory", "Memory of streams", bars, sections, save=complete)
-    return 0
+    head = (
+        "source",
+        "workers",
+        "processes",
+        "size of the data",
+        "in budgets",
+        "peak over the baseline",
+        "most charged",
+    )
+    return ["## How", method, "## Peaks", table(head, rows)]
 
 
 if __name__ == "__main__":

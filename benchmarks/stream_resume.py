@@ -3,10 +3,10 @@
     python -m benchmarks.stream_resume [--points 240] [--seed 0]
 
 At each point a source, numbers of workers (0 to 4) and of ranks (1 to 4), and a batch are drawn. All ranks read up to
-that batch; their states must be equal. New streams, with other numbers of workers and ranks, load the state and read to
-the end. What both gave, rank by rank and batch by batch, must be the order of the epoch that one stream without workers
-gives, sample by sample, and that order must hold each sample once. At every fifth point real loaders with worker
-processes read; at the others the same shares are read in this process.
+that batch; the states of those that have given as many must be equal. New streams, with other numbers of workers and
+ranks, load the state and read to the end. What both gave, rank by rank and batch by batch, must be the order of the
+epoch that one stream without workers gives, sample by sample, and that order must hold each sample once. At every fifth
+point real loaders with worker processes read; at the others the same shares are read in this process.
 """
 
 import argparse
@@ -139,7 +139,9 @@ def read_ranks(
             stream = stream.split(rank, reading.num_ranks)
         found, after = read_share(stream, reading, num_batches)
         shares.append(found)
-        states.append(after)
+        # At the end of an epoch that can't be dealt out evenly, the first ranks give one batch more.
+        if num_batches is None or len(found) == num_batches:
+            states.append(after)
     rounds = max(map(len, shares), default=0)
     given = [number for turn in range(rounds) for share in shares if turn < len(share) for number in share[turn]]
     return given, states
@@ -213,8 +215,14 @@ def main() -> int:
             if number % 20 == 0:
                 print(f"-- {number} points", flush=True)
     exact = [outcome for outcome in outcomes if not outcome.trouble]
-    bars = [Bar("points at which a stream was resumed exactly", f"{len(exact)} of {len(outcomes)}", "all, at least 200",
-                len(exact) == len(outcomes) and len(outcomes) >= 200)]
+    bars = [
+        Bar(
+            "points at which a stream was resumed exactly",
+            f"{len(exact)} of {len(outcomes)}",
+            "all, at least 200",
+            len(exact) == len(outcomes) and len(outcomes) >= 200,
+        )
+    ]
     rows = []
     for name in sources:
         own = [outcome for outcome in outcomes if outcome.point.source == name]

@@ -30,12 +30,12 @@ NUM_CLASSES = (10, 100, 1000)
 METHOD = """\
 Labels are sorted: class `i` is the i-th part of the file. Correlations are those of the sample's number with its place
 in the epoch, and with the number of the sample that follows, without their signs; both lie between 0 and 1 and are near
-0 in a full shuffle, so that the difference itself is held to 0.05. All else is relative to the mean over full shuffles: mean distance between a
-sample's number and its place, number of runs of equal labels, longest run, variance of the labels within a batch and
-number of classes in a batch. The longest run differs from one full shuffle to the next, and is held to the greatest of
-them plus one. Each figure is the mean over epochs and the worst over 10, 100 and 1000 classes. The number of classes in
-a batch is shown and not held to the bar: where a class has fewer samples than a few blocks, a window has blocks of only
-some of the classes, and so has each batch; the next lane's batch has others.
+0 in a full shuffle, so that the difference itself is held to 0.05. All else is relative to the mean over full shuffles:
+mean distance between a sample's number and its place, number of runs of equal labels, longest run, variance of the
+labels within a batch and number of classes in a batch. The longest run differs from one full shuffle to the next, and
+is held to the greatest of them plus one. Each figure is the mean over epochs and the worst over 10, 100 and 1000
+classes. The number of classes in a batch is shown and not held to the bar: where a class has fewer samples than a few
+blocks, a window has blocks of only some of the classes, and so has each batch; the next lane's batch has others.
 """
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -69,9 +69,7 @@ class Case:
         layout = Layout(edges, scratch_bytes=self.block_samples * self.sample_bytes)
         fields = (Field("x", np.dtype(np.uint8), (self.sample_bytes,)),)
         sizes = sizes_of(fields, [fields[0].dtype])
-        geometry = divide(
-            self.num_samples, layout, sizes, self.batch_size, self.memory_bytes, shuffle=True
-        )
+        geometry = divide(self.num_samples, layout, sizes, self.batch_size, self.memory_bytes, shuffle=True)
         return geometry, whole_order(Order(geometry, edges, 0, epoch))
 
 

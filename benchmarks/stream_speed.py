@@ -145,9 +145,7 @@ def version(python: Path, name: str) -> str:
 def run(reader: Reader, rows: Table, drop_caches: bool) -> Finished:
     """One run of a reader, added to its results."""
     forget(reader.paths, drop_caches=drop_caches)
-    done = run_limited(
-        reader.command, environment={"PYTHONPATH": str(ROOT)}, timeout_seconds=600 + START_SECONDS
-    )
+    done = run_limited(reader.command, environment={"PYTHONPATH": str(ROOT)}, timeout_seconds=600 + START_SECONDS)
     reader.most_bytes = max(reader.most_bytes, done.most_bytes or 0)
     answer = done.answer
     if done.code != 0 or not answer:

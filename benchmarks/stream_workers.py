@@ -176,7 +176,11 @@ def main() -> int:
     if given.child:
         return child(*given.child, given.samples, given.epochs, given.workers)
     options = ("--samples", given.samples, "--epochs", given.epochs, "--workers", given.workers)
-    shown = {"stream": "memfit.stream.loader", "index": "memfit.stream.loader, index of image files", "objects": "list of paths"}
+    shown = {
+        "stream": "memfit.stream.loader",
+        "index": "memfit.stream.loader, index of image files",
+        "objects": "list of paths",
+    }
     bars, rows = [], []
     with scratch(given.folder) as place:
         path = write_npy(place / "small.npy", Table(given.samples, NUM_COLUMNS))

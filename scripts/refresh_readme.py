@@ -31,6 +31,8 @@ PAGES = (
     ROOT / "docs" / "dryrun.md",
     ROOT / "docs" / "plan.md",
     ROOT / "docs" / "guard.md",
+    ROOT / "docs" / "stream.md",
+    ROOT / "docs" / "data.md",
     *sorted((ROOT / "examples").glob("*/README.md")),
 )
 IMAGE = ROOT / "docs" / "images" / "page.png"

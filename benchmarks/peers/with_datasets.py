@@ -1,4 +1,4 @@
-"""Hugging Face datasets: Arrow files read as an IterableDataset with a shuffle buffer, as its guide says for large data."""
+"""Hugging Face datasets: an IterableDataset with a shuffle buffer, which its guide recommends for large data."""
 
 from pathlib import Path
 

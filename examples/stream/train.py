@@ -51,7 +51,7 @@ def train(folder, num_workers, name, killed_after):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, NUM_CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
-    stream = memfit.stream((folder / "x.npy", folder / "y.npy"), batch_size=BATCH_SIZE, memory="64MiB")
+    stream = memfit.stream((folder / "x.npy", folder / "y.npy"), batch_size=BATCH_SIZE, memory="32MiB")
     guard = memfit.Guard(
         model, optimizer, checkpoint=folder / name, checkpoint_every=CHECKPOINT_EVERY, plan=None, remember=False
     )

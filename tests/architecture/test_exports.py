@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 PUBLIC = [
     "AllocatorOptions",
+    "ArrayFile",
     "BadInput",
     "BrokenUpdate",
     "CannotFit",
@@ -25,6 +26,7 @@ PUBLIC = [
     "SimulatedDevice",
     "StepFailed",
     "StepResult",
+    "Stream",
     "SupervisedRun",
     "Timeline",
     "__version__",
@@ -37,10 +39,12 @@ PUBLIC = [
     "load_plan",
     "max_batch",
     "named_job",
+    "open_array",
     "plan",
     "run",
     "search",
     "simulate",
+    "stream",
 ]
 
 

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument(
         "--chunk",
         metavar="SIZE",
-        help="written at a time, and in one HDF5 chunk or row group; default 16MiB for .npy, 1MiB for the others",
+        help="written at a time, and in one HDF5 chunk or row group; default 8MiB for .npy, 1MiB for the others",
     )
     _add_choice(convert)
     convert.add_argument("--compress", metavar="METHOD", help="gzip or lzf for .h5; gzip, snappy or zstd for .parquet")

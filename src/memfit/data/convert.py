@@ -13,11 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import format_size, parse_size
 from memfit.data.journal import Journal
 from memfit.data.precision import Statistics, parse_dtype, target_dtypes
-from memfit.data.transfer import Progress, Transfer, free_bytes
+from memfit.data.source import Field, Source
+from memfit.data.transfer import Done, Progress, Transfer, free_bytes
 from memfit.data.writing import CLASSES_FILE, Target, plan_target
 
 
@@ -127,7 +130,7 @@ def convert(
         source: a path, or anything else that `memfit.stream` takes.
         destination: a file that ends in .npy, .h5 or .parquet, or a folder for one .npy file a field.
         dtype: for floating fields, or for features that are integers; None for the types they have.
-        chunk: bytes that are read and written at a time, and of an HDF5 chunk or a Parquet row group. By default 16
+        chunk: bytes that are read and written at a time, and of an HDF5 chunk or a Parquet row group. By default 8
             MiB for .npy and 1 MiB for the others, which shuffle the better the smaller their chunks are.
         columns: as for `memfit.stream`.
         labels: as for `memfit.stream`.
@@ -150,48 +153,58 @@ def convert(
     _check_places(path, read, overwrite=overwrite)
     opened = open_source(source, columns=columns, labels=labels)
     try:
-        fields = opened.fields
-        _check_fields(fields)
-        dtypes = target_dtypes(fields, kind)
-        new = tuple(replace(field, dtype=dtype) for field, dtype in zip(fields, dtypes, strict=True))
-        sample_bytes = sum(field.sample_bytes for field in fields)
-        target = plan_target(
-            path,
-            new,
-            opened.num_samples,
-            read_bytes=sample_bytes,
-            chunk_bytes=chunk_bytes,
-            compression=compression,
-            classes=opened.classes,
-        )
+        target = _plan(opened, path, kind, chunk_bytes, compression)
         journal = Journal(path)
+        options = {"columns": repr(columns), "labels": repr(labels), "allow_overflow": allow_overflow}
         with _writable(path, journal):
             _check_room(path, target, journal)
             done = Transfer(
                 opened,
                 target,
                 journal,
-                {"columns": repr(columns), "labels": repr(labels), "allow_overflow": allow_overflow},
+                options,
                 allow_overflow=allow_overflow,
                 discard_other=overwrite,
                 progress=progress,
             ).run()
-        name, num_samples, classes = opened.name, opened.num_samples, opened.classes
+        return _report(opened, target, done, read, path, time.perf_counter() - began)
     finally:
         opened.close()
+
+
+def _plan(
+    opened: Source, path: Path, dtype: np.dtype[Any] | None, chunk_bytes: int | None, compression: str | None
+) -> Target:
+    fields = opened.fields
+    _check_fields(fields)
+    dtypes = target_dtypes(fields, dtype)
+    return plan_target(
+        path,
+        tuple(replace(field, dtype=after) for field, after in zip(fields, dtypes, strict=True)),
+        opened.num_samples,
+        read_bytes=sum(field.sample_bytes for field in fields),
+        chunk_bytes=chunk_bytes,
+        compression=compression,
+        classes=opened.classes,
+    )
+
+
+def _report(opened: Source, target: Target, done: Done, read: Sequence[Path], path: Path, seconds: float) -> Conversion:
+    fields = tuple(
+        ConvertedField(before.name, before.shape, before.dtype.name, after.dtype.name, statistics)
+        for before, after, statistics in zip(opened.fields, target.fields, done.statistics, strict=True)
+    )
+    stored = opened.num_samples * sum(field.sample_bytes for field in opened.fields)
     return Conversion(
-        name,
+        opened.name,
         str(path),
-        num_samples,
-        tuple(
-            ConvertedField(field.name, field.shape, field.dtype.name, after.name, statistics)
-            for field, after, statistics in zip(fields, dtypes, done.statistics, strict=True)
-        ),
-        size_on_disk(read) or num_samples * sample_bytes,
+        opened.num_samples,
+        fields,
+        size_on_disk(read) or stored,
         size_on_disk([path]),
-        time.perf_counter() - began,
+        seconds,
         done.resumed_at,
-        classes,
+        opened.classes,
     )
 
 
@@ -269,7 +282,7 @@ def _check_places(path: Path, read: Sequence[Path], *, overwrite: bool) -> None:
         raise BadFile(f"{str(path)!r} is not a file. Name another destination.")
 
 
-def _check_fields(fields: Sequence[Any]) -> None:
+def _check_fields(fields: Sequence[Field]) -> None:
     for field in fields:
         if field.is_ragged:
             raise BadInput(

@@ -108,7 +108,10 @@ def divide(
         return Geometry(num_samples, batch_size, 1, window, window)
     num_lanes, window_bytes = 1, usable // num_held(1)
     natural = _natural_block_bytes(layout.edges, held)
-    block_bytes = max(_MOST_BLOCK_BYTES, held, layout.read_bytes) if natural is None else max(_LEAST_BLOCK_BYTES, natural)
+    if natural is None:
+        block_bytes = max(_MOST_BLOCK_BYTES, held, layout.read_bytes)
+    else:
+        block_bytes = max(_LEAST_BLOCK_BYTES, natural)
     if num_samples * held <= usable // 2:
         window_bytes = num_samples * held
     else:

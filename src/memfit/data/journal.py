@@ -53,8 +53,7 @@ class Journal:
 
     def discard(self) -> None:
         """Removes the unfinished file and the journal."""
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        self._forget()
         remove(self.part)
 
     def finish(self) -> None:
@@ -68,8 +67,12 @@ class Journal:
         os.replace(self.part, self.destination)
         sync_folder(self.destination.parent)
         remove(aside)
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        self._forget()
+
+    def _forget(self) -> None:
+        remove(self.path)
+        # A kill while the journal was replaced leaves the new one under this name.
+        remove(_temporary(self.path))
 
     @contextmanager
     def locked(self, *, wait: bool) -> Iterator[None]:
@@ -118,7 +121,7 @@ class Journal:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a small file so that it is there entirely or not at all, also after a loss of power."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = _temporary(path)
     try:
         with open(temporary, "wb") as file:
             file.write(content)
@@ -130,6 +133,10 @@ def write_whole(path: Path, content: bytes) -> None:
             temporary.unlink()
         raise
     sync_folder(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")
 
 
 def sync_folder(path: Path) -> None:

@@ -1,13 +1,14 @@
 """Samples on their way from a source to a file: read, converted, written and forced to disk at the same time.
 
 While one block is converted, the next is read by one thread, the last is written by another, and what was written
-before is forced to disk by a third, which then lets go of its pages and notes in the journal how far it came. Three
+before is forced to disk by a third, which then lets go of its pages and notes in the journal how far it came. Four
 blocks are in memory, whatever the size of the data.
 """
 
 import contextlib
 import errno
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +33,10 @@ _SYNC_BYTES = 32 * MIB
 _JOURNAL_SECONDS = 0.5
 # How long overflows are counted after the first was found and nothing is written any more.
 _COUNT_SECONDS = 5.0
-_NUM_SLOTS = 3
+# Blocks in memory: two that are read ahead, one that is converted and one that is written.
+_NUM_SLOTS = 4
+# Of these, one is under way while the other waits; more would let unwritten pages pile up.
+_MOST_SYNCS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,8 @@ class Transfer:
         }
         self._writer: Writer = writer_for(target)
         self._converters: list[Converter] = []
-        self._syncing: Future[None] | None = None
+        self._syncing: deque[Future[None]] = deque()
+        self._failure: OSError | None = None
         self._unsynced_bytes = 0
         self._last_journal = 0.0
 
@@ -161,13 +166,16 @@ class Transfer:
         pools = [ThreadPoolExecutor(1, f"memfit-{name}") for name in ("read", "write", "sync")]
         reader, writer, syncer = pools
         try:
-            reading = reader.submit(self._read, slots[0], *bounds[0]) if bounds else None
+            ahead = max(1, len(slots) - 2)
+            reading = deque(
+                reader.submit(self._read, slots[number], *bounds[number]) for number in range(len(bounds))[:ahead]
+            )
             for number, (first, last) in enumerate(bounds):
                 slot = slots[number % len(slots)]
-                assert reading is not None
-                reading.result()
-                if number + 1 < len(bounds):
-                    reading = reader.submit(self._read, slots[(number + 1) % len(slots)], *bounds[number + 1])
+                reading.popleft().result()
+                if number + ahead < len(bounds):
+                    after = slots[(number + ahead) % len(slots)]
+                    reading.append(reader.submit(self._read, after, *bounds[number + ahead]))
                 self._convert(slot, first, last)
                 snapshot = [converter.statistics.copy() for converter in self._converters]
                 slot.written = writer.submit(self._write, slot, first, last, snapshot, syncer)
@@ -176,8 +184,8 @@ class Transfer:
             for slot in slots:
                 if slot.written is not None:
                     slot.written.result()
-            if self._syncing is not None:
-                self._syncing.result()
+            while self._syncing:
+                self._syncing.popleft().result()
         finally:
             for pool in pools:
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -210,14 +218,21 @@ class Transfer:
     def _write(
         self, slot: _Slot, first: int, last: int, snapshot: Sequence[Statistics], syncer: ThreadPoolExecutor
     ) -> None:
+        if self._failure is not None:
+            # After a failed write, others fail in ways that say less.
+            raise self._failure
         arrays = [array[: last - first] for array in slot.after]
-        self._writer.write(first, arrays)
+        try:
+            self._writer.write(first, arrays)
+        except OSError as error:
+            self._failure = error
+            raise
         self._unsynced_bytes += sum(array.nbytes for array in arrays)
         if self._unsynced_bytes >= _SYNC_BYTES:
-            if self._syncing is not None:
-                self._syncing.result()
+            while len(self._syncing) >= _MOST_SYNCS:
+                self._syncing.popleft().result()
             self._unsynced_bytes = 0
-            self._syncing = syncer.submit(self._sync, last, snapshot)
+            self._syncing.append(syncer.submit(self._sync, last, snapshot))
 
     def _sync(self, num_durable: int, statistics: Sequence[Statistics]) -> None:
         self._writer.sync()

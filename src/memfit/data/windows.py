@@ -5,7 +5,7 @@ again: fresh memory costs as much as the copy into it.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,14 +201,15 @@ class Windows:
         for span in spans:
             places.append((span, row))
             row += span.stop - span.start
-        num_readers = min(self._num_readers(), len(places))
+        num_readers = self._num_readers()
         if num_readers == 1:
             self._read_spans(places, arrays)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(num_readers, thread_name_prefix="memfit-stream")
-        shares = (places[first::num_readers] for first in range(num_readers))
-        for _ in self._pool.map(lambda share: self._read_spans(share, arrays), shares):
+        # Each thread takes the next span when it is done with one: none waits for another that has slow ones.
+        ahead = iter(places)
+        for _ in self._pool.map(lambda _: self._read_spans(ahead, arrays), range(num_readers)):
             pass
 
     def _num_readers(self) -> int:
@@ -218,7 +219,7 @@ class Windows:
         room = self.limit_bytes // _SCRATCH_SHARE // max(1, layout.scratch_bytes)
         return max(1, min(most, room))
 
-    def _read_spans(self, places: Sequence[tuple[Span, int]], arrays: list[Array]) -> None:
+    def _read_spans(self, places: Iterable[tuple[Span, int]], arrays: list[Array]) -> None:
         for span, row in places:
             if self._is_closed:
                 return

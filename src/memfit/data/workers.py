@@ -82,8 +82,8 @@ class WorkerBatches:
     def __init__(self, stream: Divisible, num_workers: int, *, limit_bytes: int) -> None:
         if multiprocessing.current_process().daemon:
             raise BadInput(
-                "a worker of another loader can't start workers of its own. Iterate over the stream itself there, or give "
-                "that loader no workers."
+                "a worker of another loader can't start workers of its own. Iterate over the stream itself there, or "
+                "give that loader no workers."
             )
         # Each process has a batch in the making and one that is ready.
         room = max(1, limit_bytes // max(1, 2 * stream.batch_bytes))

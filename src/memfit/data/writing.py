@@ -22,7 +22,7 @@ from memfit.data.source import Array, Field
 
 # Sequential formats are written by pieces of this size. The others are read by whole chunks, and a shuffle is the
 # better the smaller these are; below a mebibyte compression and the cost of a read suffer.
-_PIECE_BYTES = 16 * MIB
+_PIECE_BYTES = 8 * MIB
 _CHUNK_BYTES = MIB
 _COMPRESSIONS = {"hdf5": ("gzip", "lzf"), "parquet": ("gzip", "snappy", "zstd"), "npy": (), "folder": ()}
 _TYPES = {"hdf5": "fiubc", "parquet": "fiub", "npy": "fiubcmMSU", "folder": "fiubcmMSU"}

@@ -77,3 +77,11 @@ def test_visible_devices(monkeypatch):
     assert env.visible_cuda_devices() is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert env.visible_cuda_devices() == ""
+
+
+def test_the_spool_folder_is_part_of_the_cache_unless_given(monkeypatch):
+    monkeypatch.delenv("MEMFIT_SPOOL", raising=False)
+    monkeypatch.setenv("MEMFIT_CACHE", "cache")
+    assert env.spool_folder() == os.path.join("cache", "spool")
+    monkeypatch.setenv("MEMFIT_SPOOL", "large-disk")
+    assert env.spool_folder() == "large-disk"

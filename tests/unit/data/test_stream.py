@@ -32,14 +32,18 @@ def numbers(batches):
 
 
 def flat(batches):
-    return [number for batch in numbers(batches) for number in batch]
+    return joined(numbers(batches))
+
+
+def joined(lists):
+    return [number for part in lists for number in part]
 
 
 def test_an_epoch_gives_every_sample_once_in_an_order_of_its_own():
     stream = stream_of()
     first, second = numbers(stream), numbers(stream)
 
-    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(1000))
+    assert sorted(joined(first)) == sorted(joined(second)) == list(range(1000))
     assert first != second
     assert len(stream) == len(first) == 32
     assert stream.epoch == 2
@@ -197,7 +201,7 @@ def test_another_batch_size_goes_on_in_the_same_order():
     later.load_state_dict(stream.state_dict())
     batches.close()
 
-    assert sum(before, []) + flat(later) == flat(stream_of())
+    assert joined(before) + flat(later) == flat(stream_of())
 
 
 def test_states_that_dont_belong_here_are_refused():

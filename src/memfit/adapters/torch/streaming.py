@@ -438,7 +438,7 @@ def _tensor(array: np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:
     try:
-        return tensor.share_memory_()
+        tensor.share_memory_()
     except RuntimeError as error:
         free = _free_shared_bytes()
         raise MemfitError(
@@ -446,6 +446,7 @@ def _shared(tensor: torch.Tensor) -> torch.Tensor:
             f"program{'' if free is None else f': /dev/shm has {format_size(free)} free'}. Give the container a larger "
             f"--shm-size, or the loader fewer workers. ({error})"
         ) from None
+    return tensor
 
 
 def _ranks() -> tuple[int, int] | None:

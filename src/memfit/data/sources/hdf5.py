@@ -35,7 +35,7 @@ from memfit.data.sources.hdf5_contents import (
     reason_of,
 )
 
-_DROP_EVERY_BYTES = 8 * MIB
+_DROP_EVERY_BYTES = 16 * MIB
 # Handles of a parent process, which a child may neither use nor close.
 _abandoned: list[object] = []
 
@@ -72,14 +72,53 @@ def open_hdf5(
     return Hdf5Source(name, place, local, datasets)
 
 
+class _Handle:
+    """An open dataset.
+
+    h5py spends 50 microseconds on describing to HDF5 what is read and where to, and the reading itself takes 4: so the
+    descriptions are kept.
+    """
+
+    def __init__(self, dataset: Any, stored: np.dtype[Any]) -> None:
+        import h5py
+
+        self.dataset = dataset
+        self._stored = stored
+        self._type = h5py.h5t.py_create(stored)
+        self._chosen = dataset.id.get_space()
+        self._target: tuple[tuple[int, ...], Any] = (), None
+
+    def read(self, start: int, stop: int, out: Array) -> None:
+        if out.dtype == self._stored:
+            self.read_stored(start, out)
+            return
+        # HDF5 converts too, but not as NumPy does (it limits integers, and float16 takes four times as long).
+        step = max(1, PIECE_BYTES // max(1, out[:1].size * self._stored.itemsize))
+        piece = np.empty((min(step, stop - start), *out.shape[1:]), self._stored)
+        for first in range(start, stop, step):
+            part = piece[: min(step, stop - first)]
+            self.read_stored(first, part)
+            np.copyto(out[first - start : first - start + len(part)], part, casting="unsafe")
+
+    def read_stored(self, start: int, out: Array) -> None:
+        import h5py
+
+        if out.size == 0:
+            return
+        if self._target[0] != out.shape:
+            self._target = out.shape, h5py.h5s.create_simple(out.shape)
+        self._chosen.select_hyperslab((start, *(0 for _ in out.shape[1:])), out.shape)
+        self.dataset.id.read(self._target[1], self._chosen, out, self._type)
+
+
 class _Opened:
     """What one process has open."""
 
-    def __init__(self, file: Any, datasets: Sequence[Any]) -> None:
+    def __init__(self, file: Any, handles: Sequence[_Handle]) -> None:
         self.process = os.getpid()
         self.lock = threading.RLock()
         self.file = file
-        self.datasets = datasets
+        self.handles = handles
         self.index: list[_Places | None] | None = None
         self.undropped_bytes = 0
 
@@ -145,11 +184,11 @@ class Hdf5Source:
             return
         opened = self._open()
         with opened.lock:
-            for dataset, handle, array in zip(self._datasets, opened.datasets, out, strict=True):
+            for dataset, handle, array in zip(self._datasets, opened.handles, out, strict=True):
                 try:
-                    _read(handle, start, stop, array, dataset.field.dtype)
+                    handle.read(start, stop, array)
                 except (OSError, RuntimeError) as error:
-                    raise BadFile(self._damage(dataset, handle, start, stop, reason_of(error))) from error
+                    raise BadFile(self._damage(dataset, handle.dataset, start, stop, reason_of(error))) from error
         self._check_size()
 
     def will_need(self, start: int, stop: int) -> None:
@@ -159,18 +198,18 @@ class Hdf5Source:
                 self._local.will_need(offset, size)
 
     def drop(self, start: int, stop: int) -> None:
-        """Gives the kernel's pages of these samples' chunks back."""
+        """Gives the kernel's pages of the file back, from time to time.
+
+        Not just those of these samples: the kernel reads ahead in pieces of up to some MiB, and a piece that is only
+        partly given back stays whole. Dropped chunk by chunk, 95% of a file stayed in memory.
+        """
         if self._local is None:
             return
         opened = self._open()
-        ranges = self._stored(opened, start, stop)
-        for offset, size in ranges or ():
-            self._local.drop(offset, size)
-        if ranges is None:
-            opened.undropped_bytes += (stop - start) * sum(dataset.field.sample_bytes for dataset in self._datasets)
-            if opened.undropped_bytes >= _DROP_EVERY_BYTES:
-                self._local.drop(0, self._local.size)
-                opened.undropped_bytes = 0
+        opened.undropped_bytes += (stop - start) * sum(dataset.field.sample_bytes for dataset in self._datasets)
+        if opened.undropped_bytes >= _DROP_EVERY_BYTES:
+            self._local.drop(0, self._local.size)
+            opened.undropped_bytes = 0
 
     def close(self) -> None:
         """Closes the file in this process; a later read opens it again."""
@@ -226,7 +265,8 @@ class Hdf5Source:
         with opened.lock:
             if opened.index is None:
                 opened.index = [
-                    _Places.of(dataset, handle) for dataset, handle in zip(self._datasets, opened.datasets, strict=True)
+                    _Places.of(dataset, handle.dataset)
+                    for dataset, handle in zip(self._datasets, opened.handles, strict=True)
                 ]
             index = opened.index
         if any(places is None for places in index):
@@ -341,7 +381,7 @@ def _open(name: str, place: str) -> Any:
     return file
 
 
-def _open_cached(file: Any, dataset: Dataset) -> Any:
+def _open_cached(file: Any, dataset: Dataset) -> _Handle:
     """A dataset whose cache holds what one run of samples needs, and no more."""
     import h5py
 
@@ -351,31 +391,7 @@ def _open_cached(file: Any, dataset: Dataset) -> Any:
     handle = h5py.Dataset(h5py.h5d.open(file.id, dataset.path.encode(), access))
     if handle.shape != (dataset.num_samples, *dataset.field.shape):
         raise OSError(f"dataset {dataset.path!r} is now of shape {handle.shape}")
-    return handle
-
-
-def _read(handle: Any, start: int, stop: int, out: Array, stored: np.dtype[Any]) -> None:
-    if out.dtype == stored:
-        _read_stored(handle, start, out)
-        return
-    # The library converts too, but not as NumPy does (it limits integers, and float16 takes four times as long).
-    step = max(1, PIECE_BYTES // max(1, out[:1].size * stored.itemsize))
-    piece = np.empty((min(step, stop - start), *out.shape[1:]), stored)
-    for first in range(start, stop, step):
-        part = piece[: min(step, stop - first)]
-        _read_stored(handle, first, part)
-        np.copyto(out[first - start : first - start + len(part)], part, casting="unsafe")
-
-
-def _read_stored(handle: Any, start: int, out: Array) -> None:
-    """Like h5py's `read_direct`, which spends a tenth of a millisecond on finding out what a slice is."""
-    import h5py
-
-    if out.size == 0:
-        return
-    chosen = handle.id.get_space()
-    chosen.select_hyperslab((start, *(0 for _ in out.shape[1:])), out.shape)
-    handle.id.read(h5py.h5s.create_simple(out.shape), chosen, out)
+    return _Handle(handle, dataset.field.dtype)
 
 
 def _chunk_regions(dataset: Dataset, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:

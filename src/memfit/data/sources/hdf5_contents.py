@@ -28,7 +28,7 @@ _SMALL_BYTES = 2 * MIB
 PIECE_BYTES = 1 * MIB
 # The library's cache for its own tables of contents may grow to 32 MiB if it is let.
 MOST_METADATA_BYTES = 8 * MIB
-# Where chunks lie is remembered for no more chunks than this; beyond it the file's pages are dropped as a whole.
+# Where chunks lie is remembered for no more chunks than this; those of larger files aren't asked for ahead of time.
 MOST_INDEXED = 2**18
 _MOST_LISTED = 50
 _FILTERS = {

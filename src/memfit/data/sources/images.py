@@ -315,7 +315,8 @@ def _pixels(data: bytes) -> Array:
     """An array of (height, width, 3)."""
     with _opened(data) as image:
         image.load()
-        if image.mode.startswith("I;16"):
+        # Older versions of Pillow open PNG files of 16 bits as of 32.
+        if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
             gray = (np.asarray(image) >> 8).astype(np.uint8)
             return np.repeat(gray[:, :, None], 3, axis=2)
         if image.mode in ("I", "F"):

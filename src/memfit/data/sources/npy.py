@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
-from memfit.data.files import ByteFile, is_remote, fingerprint_of, open_file
+from memfit.data.files import ByteFile, fingerprint_of, is_remote, open_file
 from memfit.data.source import Array, Field, Layout
 
 MAGIC = b"\x93NUMPY"

@@ -36,10 +36,10 @@ _USUAL_PAGE_BYTES = 1 * MIB
 _INDEX_BYTES = 2.5
 # Row groups larger than this aren't asked for ahead of time: the kernel would keep them whole.
 _MOST_AHEAD_BYTES = 8 * MIB
-_DROP_EVERY_BYTES = 8 * MIB
+_DROP_EVERY_BYTES = 16 * MIB
 _RELEASED_BYTES = 16 * MIB
 # What the pool takes beyond what it is asked for, measured: an eighth, and a few segments.
-_POOL_BYTES = 6 * MIB
+_POOL_BYTES = 10 * MIB
 # Of a file's table of contents: in memory it takes a few times its bytes.
 _METADATA_FACTOR = 4
 _abandoned: list[object] = []
@@ -237,17 +237,18 @@ class ParquetSource:
                         self._local.will_need(offset, size)
 
     def drop(self, start: int, stop: int) -> None:
-        """Gives the kernel's pages of these samples' row groups back."""
-        if self._local is None or stop <= start:
+        """Gives the kernel's pages of the file back, from time to time.
+
+        Not just those of these samples: the kernel reads ahead in pieces of up to some MiB, and a piece that is only
+        partly given back stays whole. Dropped by row groups, a third of a file stayed in memory.
+        """
+        if self._local is None:
             return
         opened = self._this_process()
         opened.undropped_bytes += (stop - start) * sum(field.sample_bytes for field in self.fields)
-        # In the middle of a row group, pages that were read ahead are still of use.
-        if stop in self._groups.edges or opened.undropped_bytes >= _DROP_EVERY_BYTES:
+        if opened.undropped_bytes >= _DROP_EVERY_BYTES:
+            self._local.drop(0, self._local.size)
             opened.undropped_bytes = 0
-            for chunks in self._chunks(start, stop):
-                for offset, size in chunks:
-                    self._local.drop(offset, size)
 
     def close(self) -> None:
         """Closes the file in this process; a later read opens it again."""
@@ -334,7 +335,10 @@ class ParquetSource:
         said = f"row group {number} of {self._name!r} (rows {self._groups.edges[group]} on) is damaged"
         for leaf in self._groups.leaves:
             chunk = cursor.file.metadata.row_group(number).column(leaf)
-            name = chunk.path_in_schema.partition(".")[0]
+            try:
+                name = chunk.path_in_schema.partition(".")[0]
+            except UnicodeDecodeError:
+                break
             try:
                 for _ in cursor.file.iter_batches(row_groups=[number], columns=[chunk.path_in_schema]):
                     pass

@@ -172,7 +172,8 @@ class TestDataset:
         with pytest.raises(BadInput, match=r"doesn't know how many were given out\. Use `stream\.loader\(num_workers"):
             dataset.state_dict()
 
-    @pytest.mark.parametrize("num_workers", [0, 1])
+    # PyTorch takes five seconds to end a worker that has raised an exception.
+    @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
     def test_batches_of_batches_are_refused(self, num_workers):
         with pytest.raises(BadInput, match=r"would make batches of them\. Give the DataLoader batch_size=None"):
             list(DataLoader(TorchStream(stream_of()), num_workers=num_workers))
@@ -188,19 +189,22 @@ class TestDataset:
         stream = stream_of(source=lambda *arrays, labels: ArraySource(*arrays, labels=labels, fails_at=0))
 
         with pytest.raises(BadFile, match="arrays is damaged at sample 0"):
-            list(DataLoader(TorchStream(stream), batch_size=None, num_workers=2))
+            list(DataLoader(TorchStream(stream), batch_size=None, num_workers=1))
+
+    def test_batches_of_workers_are_shared_before_pytorch_would(self):
+        loader = DataLoader(Sharing(TorchStream(stream_of())), batch_size=None, num_workers=1)
+        assert all(loader)
 
     def test_a_worker_without_room_for_its_batch_says_so(self, monkeypatch):
         def full(tensor):
             raise RuntimeError("unable to allocate shared memory(shm) for file: No space left on device (28)")
 
-        dataset = TorchStream(stream_of())
         monkeypatch.setattr(torch.Tensor, "share_memory_", full)
         monkeypatch.setattr(streaming, "_free_shared_bytes", lambda: 30)
         with pytest.raises(
             MemfitError, match=r"no room for an array of 40 B in the memory .*: /dev/shm has 30 B free\."
         ):
-            list(DataLoader(dataset, batch_size=None, num_workers=1))
+            to_tensors(np.zeros(5), is_shared=True)
 
 
 class Reporting(torch.utils.data.IterableDataset):
@@ -211,6 +215,11 @@ class Reporting(torch.utils.data.IterableDataset):
         assert get_worker_info() is not None
         for _ in self.dataset:
             yield self.dataset.state_dict()["samples"]
+
+
+class Sharing(Reporting):
+    def __iter__(self):
+        return (features.is_shared() and labels.is_shared() for features, labels in self.dataset)
 
 
 class TestRanks:

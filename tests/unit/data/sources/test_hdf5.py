@@ -223,7 +223,7 @@ def test_damage_without_chunks_is_named_with_its_samples(tmp_path: Path, monkeyp
     def fail(*_: Any) -> None:
         raise OSError("input/output error")
 
-    monkeypatch.setattr(hdf5, "_read_stored", fail)
+    monkeypatch.setattr(hdf5._Handle, "read_stored", fail)
     with pytest.raises(BadFile, match=r"'images' of .* is damaged among samples 50 to 60, from offset \d+ of the file"):
         read(source, 50, 60)
 
@@ -256,7 +256,7 @@ def test_lengths_must_agree(tmp_path: Path) -> None:
         open_hdf5(tmp_path / "a.h5")
 
 
-def test_pages_are_dropped_as_a_whole_where_chunks_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_dropped_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hdf5, "MOST_INDEXED", 3)
     monkeypatch.setattr(hdf5, "_DROP_EVERY_BYTES", 2000)
     source = open_hdf5(write(tmp_path / "a.h5", **LAYOUTS["gzip"]))
@@ -270,16 +270,16 @@ def test_pages_are_dropped_as_a_whole_where_chunks_are_many(tmp_path: Path, monk
     assert dropped == [(0, os.path.getsize(tmp_path / "a.h5"))]
 
 
-def test_dropped_pages_are_those_of_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_are_needed_soon_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.h5", **LAYOUTS["gzip"])
     with h5py.File(path) as file:
         expected = {(info.byte_offset, info.size) for info in chunk_infos(file["images"])[1:3]}
     source = open_hdf5(path)
-    dropped: set[tuple[int, int]] = set()
-    monkeypatch.setattr(type(source._local), "drop", lambda self, offset, size: dropped.add((offset, size)))
-    source.drop(15, 25)
-    assert expected <= dropped
-    assert len(dropped) == 3
+    asked: set[tuple[int, int]] = set()
+    monkeypatch.setattr(type(source._local), "will_need", lambda self, offset, size: asked.add((offset, size)))
+    source.will_need(15, 25)
+    assert expected <= asked
+    assert len(asked) == 3
 
 
 def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
