@@ -30,7 +30,7 @@ ROWS = (
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
 
 # These are handed an adapter by `_api`, so that they work, and are tested, without any framework.
-FORBIDDEN = {("data", "adapters"), ("guard", "adapters"), ("monitor", "adapters"), ("planner", "adapters"), ("runs", "adapters")}
+FORBIDDEN = {(part, "adapters") for part in ("data", "guard", "monitor", "planner", "runs")}
 
 FRAMEWORKS = {"torch", "torchvision", "timm", "transformers", "keras", "jax", "tensorflow"}
 

@@ -72,7 +72,7 @@ def test_a_budget_that_is_too_small_says_how_much_is_needed():
         BadInput, match=r"memory=1.00 MiB is too little for batches of 1024 samples, which take 4.00 MiB"
     ):
         divide(10**6, Layout(), ROW, 1024, MIB, shuffle=True)
-    with pytest.raises(BadInput, match="one read takes 2.00 GiB beside the samples"):
+    with pytest.raises(BadInput, match=r"one read takes 2.00 GiB beside the samples"):
         divide(10**6, Layout(scratch_bytes=2 * GIB), ROW, 16, GIB, shuffle=True)
     with pytest.raises(BadInput, match="too little"):
         divide(10, Layout(), Sizes(GIB, GIB), 1, MIB, shuffle=False)

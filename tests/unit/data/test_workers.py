@@ -4,13 +4,16 @@ import errno
 import faulthandler
 import gc
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -356,6 +359,41 @@ class TestSharing:
             os._exit(0)
         os.waitpid(child, 0)
         assert list(batches) == list(range(10))
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_what_a_process_does_step_by_step(is_shared):
+    # GIVEN the program in a thread, and the process's work in this one
+    near, far = multiprocessing.Pipe()
+    memory = workers._Memory.make() if is_shared else None
+    process = SimpleNamespace(sentinel=near)
+    program = workers._Worker(0, process, near, memory)
+    found, signals = [], [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    def take_all():
+        with pytest.raises(ValueError, match="the end"):
+            while True:
+                found.append(program.take().tolist())
+
+    def make(number):
+        if number == 6:
+            raise ValueError("the end")
+        return np.arange(number, number + 3)
+
+    taking = threading.Thread(target=take_all)
+    taking.start()
+    try:
+        workers._work(workers._Share(Given(9, make), 0, 1, MIB), far, memory, os.getppid())
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), signals, strict=True):
+            signal.signal(number, handler)
+    taking.join()
+    near.close()
+    far.close()
+    if memory is not None:
+        memory.close()
+
+    assert found == [[number, number + 1, number + 2] for number in range(6)]
 
 
 def test_streams_can_be_pickled():
