@@ -3,19 +3,23 @@
     python -m benchmarks.stream_memory [SOURCE ...] [--memory 32MiB] [--factor 20] [--folder FOLDER]
 
 Each stream runs in a process of its own, in a control group. Its memory is that of all its processes together: their
-anonymous pages, shared ones counted once (Pss_Anon of /proc/PID/smaps_rollup), and shared memory, sampled while an
-epoch is read; less what the process had right before it began. What workers take to start is thus part of the figure.
+anonymous pages, shared ones counted once (Pss_Anon of /proc/PID/smaps_rollup), and shared memory, sampled while the
+data is opened and an epoch is read; less what the process had before it opened the data, with the libraries it needs
+loaded. What unpacking takes, and workers to start, is thus part of the figure.
 The second proof is a group whose limit is what was there before plus the budget plus 64 MiB: the kernel kills what
 takes more.
 """
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,7 +67,8 @@ class Peak:
         size_bytes: of the data.
         grown_bytes: greatest memory over the baseline.
         charged_bytes: greatest charge of its group, page cache included.
-        is_through: whether it finished within the limit, too.
+        is_unpacked: whether the data was unpacked to another file before it was read.
+        squeezed: what went wrong when it was read again within the limit; "" where it finished.
         trouble: why it has no figures.
     """
 
@@ -74,7 +79,8 @@ class Peak:
     grown_bytes: int = 0
     charged_bytes: int = 0
     num_processes: int = 0
-    is_through: bool = False
+    is_unpacked: bool = False
+    squeezed: str = ""
     trouble: str = ""
 
 
@@ -100,23 +106,39 @@ def unchanged(features: Any) -> Any:
     return features
 
 
+def load_libraries(suffix: str, reading: str) -> None:
+    """Imports what will be used, so that the size of other libraries isn't counted as ours."""
+    names = {
+        ".h5": ["h5py"],
+        ".parquet": ["pyarrow.parquet", "pyarrow.compute"],
+        ".arrow": ["pyarrow.ipc"],
+        ".csv": ["pyarrow.csv", "pyarrow.compute"],
+        "": ["PIL.Image", "PIL.JpegImagePlugin"],
+    }.get(suffix, [])
+    if reading.startswith("loader"):
+        names = [*names, "memfit.adapters.torch.streaming"]
+    for name in [*names, "memfit.data.workers", "memfit.data.sources.spool"]:
+        importlib.import_module(name)
+
+
 def child(path: str, reading: str, num_workers: int, memory: str) -> int:
-    """Opens the stream, says so, waits for a line, and reads an epoch."""
+    """Says that it is ready, waits for a line, opens a stream and reads an epoch."""
     import memfit
 
+    load_libraries(Path(path).suffix, reading)
+    print("ready", flush=True)
+    sys.stdin.readline()
     labels = "y" if Path(path).suffix in (".h5", ".parquet", ".arrow", ".csv") else None
     transform = unchanged if "transform" in reading else None
     stream = memfit.stream(path, batch_size=BATCH_SIZE, memory=memory, labels=labels, transform=transform)
     batches: Any = stream
     if reading.startswith("loader"):
-        # Made before the baseline is taken, as PyTorch's own size is none of ours.
         batches = stream.loader(num_workers=num_workers)
-    print("ready", flush=True)
-    sys.stdin.readline()
     count = 0
     for batch in stream.parallel(num_workers) if reading == "parallel" else batches:
         count += len(batch[1] if isinstance(batch, (tuple, list)) else batch)
-    print(json.dumps({"samples": count, "expected": stream.num_samples}), flush=True)
+    is_unpacked = type(stream.source).__name__ == "SpooledSource"
+    print(json.dumps({"samples": count, "expected": stream.num_samples, "is_unpacked": is_unpacked}), flush=True)
     return 0
 
 
@@ -156,7 +178,8 @@ def unreclaimable_bytes(place: Path) -> int:
 
 @contextlib.contextmanager
 def started(place: Path, arguments: Sequence[object]) -> Iterator[Any]:
-    """A child in the group, ready to read."""
+    """A child in the group, ready to read; what it unpacks is removed afterwards."""
+    spool = tempfile.mkdtemp(dir=Path(str(arguments[0])).parent)
 
     def enter() -> None:
         (place / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
@@ -169,7 +192,7 @@ def started(place: Path, arguments: Sequence[object]) -> Iterator[Any]:
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=enter,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MEMFIT_SPOOL": spool},
     )
     try:
         assert process.stdout is not None and process.stdin is not None and process.stderr is not None
@@ -179,6 +202,7 @@ def started(place: Path, arguments: Sequence[object]) -> Iterator[Any]:
     finally:
         process.kill()
         process.wait()
+        shutil.rmtree(spool, ignore_errors=True)
 
 
 def let_go(process: Any) -> None:
@@ -187,19 +211,20 @@ def let_go(process: Any) -> None:
     process.stdin.flush()
 
 
-def outcome(process: Any) -> str:
-    """What went wrong with a child that has ended; "" where nothing did."""
+def outcome(process: Any) -> tuple[str, bool]:
+    """What went wrong with a child that has ended, "" where nothing did; and whether it had to unpack the data."""
     output, errors = process.communicate()
     if process.returncode == -9:
-        return "killed"
+        return "killed", False
     if process.returncode:
-        return (errors.strip().splitlines() or ["failed"])[-1]
+        return (errors.strip().splitlines() or ["failed"])[-1], False
     counted = json.loads(output.splitlines()[-1])
-    return "" if counted["samples"] == counted["expected"] else f"gave {counted['samples']} samples"
+    trouble = "" if counted["samples"] == counted["expected"] else f"gave {counted['samples']} samples"
+    return trouble, counted["is_unpacked"]
 
 
-def sample(arguments: Sequence[object]) -> tuple[int, int, int]:
-    """Greatest memory over the baseline, greatest charge of the group, and most processes."""
+def sample(arguments: Sequence[object]) -> tuple[int, int, int, bool]:
+    """Greatest memory over the baseline, greatest charge of the group, most processes, and whether it unpacked."""
     num_processes = 1
     with group(8 << 30) as place:
         assert place is not None
@@ -212,22 +237,22 @@ def sample(arguments: Sequence[object]) -> tuple[int, int, int]:
                 num_processes = max(num_processes, len(processes))
                 most = max(most, held_bytes(processes))
                 time.sleep(SAMPLE_SECONDS)
-            trouble = outcome(process)
+            trouble, is_unpacked = outcome(process)
             if trouble:
                 raise RuntimeError(trouble)
             charged = int((place / "memory.max_usage_in_bytes").read_text(encoding="ascii"))
-    return most - baseline, charged, num_processes
+    return most - baseline, charged, num_processes, is_unpacked
 
 
-def fits(arguments: Sequence[object], budget_bytes: int) -> bool:
-    """Whether it finishes in a group with just the room that it may take."""
+def check_fit(arguments: Sequence[object], budget_bytes: int) -> str:
+    """What goes wrong in a group with just the room that it may take; "" where it finishes."""
     with group(8 << 30) as place:
         assert place is not None
         with started(place, arguments) as process:
             limit = unreclaimable_bytes(place) + budget_bytes + SLACK_BYTES
             (place / "memory.limit_in_bytes").write_text(str(limit), encoding="ascii")
             let_go(process)
-            return outcome(process) == ""
+            return outcome(process)[0]
 
 
 def measure(name: str, path: Path, size_bytes: int, memory: str) -> Iterator[Peak]:
@@ -236,10 +261,10 @@ def measure(name: str, path: Path, size_bytes: int, memory: str) -> Iterator[Pea
         arguments = (path, reading, num_workers, memory)
         try:
             forget([path])
-            grown, charged, processes = sample(arguments)
+            grown, charged, processes, is_unpacked = sample(arguments)
             forget([path])
-            through = fits(arguments, parse_size(memory))
-            yield Peak(name, reading, num_workers, size_bytes, grown, charged, processes, through)
+            squeezed = check_fit(arguments, parse_size(memory))
+            yield Peak(name, reading, num_workers, size_bytes, grown, charged, processes, is_unpacked, squeezed)
         except RuntimeError as error:
             yield Peak(name, reading, num_workers, size_bytes, trouble=str(error)[:160])
 
@@ -283,11 +308,9 @@ def bars_of(peaks: Sequence[Peak], budget: int) -> list[Bar]:
     return [
         Bar(
             f"{peak.source}, {peak.reading}, {peak.num_workers} workers",
-            f"{format_size(peak.grown_bytes)}, {'finishes' if peak.is_through else 'killed'} in a group of as much"
-            if not peak.trouble
-            else peak.trouble,
+            peak.trouble or f"{format_size(peak.grown_bytes)}, {peak.squeezed or 'finishes'} in a group of as much",
             f"at most {format_size(limit)}",
-            not peak.trouble and peak.grown_bytes <= limit and peak.is_through,
+            not peak.trouble and peak.grown_bytes <= limit and not peak.squeezed,
         )
         for peak in peaks
     ]
@@ -301,6 +324,7 @@ def sections(peaks: Sequence[Peak], memory: str) -> list[str]:
             f"{peak.source}, {peak.reading}",
             peak.num_workers,
             peak.num_processes,
+            "yes" if peak.is_unpacked else "no",
             format_size(peak.size_bytes),
             f"{peak.size_bytes / budget:.0f}",
             format_size(peak.grown_bytes),
@@ -321,6 +345,7 @@ def sections(peaks: Sequence[Peak], memory: str) -> list[str]:
         "source",
         "workers",
         "processes",
+        "unpacked first",
         "size of the data",
         "in budgets",
         "peak over the baseline",

@@ -111,6 +111,8 @@ def batches_of(reader: str, path: Path, batch_size: int, workers: int) -> Any:
 
     labels = None if path.suffix == ".npy" else "y"
     stream = memfit.stream(path, batch_size=batch_size, memory=MEMORY, labels=labels)
+    if type(stream.source).__name__ == "SpooledSource":
+        raise SystemExit("it was unpacked to another file first, which isn't what is compared here")
     return stream.loader(num_workers=workers) if workers else stream
 
 

@@ -6,7 +6,7 @@ the forms that PyTorch, Keras and TensorFlow take.
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from memfit.catalogue.host import host_memory_bytes
@@ -34,12 +34,6 @@ class Stream(_Stream):
     As it is, it gives NumPy arrays, read by one thread ahead. `loader`, `torch`, `keras`, `tensorflow` and `parallel`
     give the same batches in the same order to frameworks and with workers.
     """
-
-    def parallel(self, num_workers: int) -> Iterator[Any]:
-        """One epoch of NumPy batches that `num_workers` processes make."""
-        from memfit.data.workers import WorkerBatches
-
-        return WorkerBatches(self, num_workers, limit_bytes=self.in_flight_bytes)
 
     def loader(self, num_workers: int = 0, **options: Any) -> "StreamLoader":
         """A loader of torch tensors whose state is the position of the training, not of its workers.

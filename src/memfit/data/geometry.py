@@ -29,7 +29,10 @@ _MOST_BLOCK_BYTES = 256 * KIB
 # The order of all blocks is held in memory.
 _MOST_BLOCKS = 2**19
 # Batches in the hands of the user, of workers and in queues, for which room is kept.
-_BATCHES_IN_FLIGHT = 8
+_BATCHES_IN_FLIGHT = 16
+# Reads at once, and those of them whose scratch memory is set aside: beyond that, it is little.
+_MOST_READERS = 64
+_NUM_COUNTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,11 @@ def divide(
     return Geometry(num_samples, batch_size, num_lanes, window, _block_samples(window_bytes, layout, held, num_samples))
 
 
+def num_readers(layout: Layout, memory_bytes: int) -> int:
+    """Reads that may be under way at once, all threads and workers together, in a quarter of the memory."""
+    return min(max(memory_bytes // 4 // max(1, layout.scratch_bytes), 1), _MOST_READERS)
+
+
 def in_flight_bytes(batch_bytes: int, memory_bytes: int) -> int:
     """The part of a budget that is kept for batches: in queues, in the hands of workers and of the user."""
     return min(_BATCHES_IN_FLIGHT * batch_bytes, memory_bytes // 4)
@@ -134,7 +142,7 @@ def in_flight_bytes(batch_bytes: int, memory_bytes: int) -> int:
 def _usable_bytes(layout: Layout, sizes: Sizes, batch_size: int, memory_bytes: int) -> int:
     batch_bytes = batch_size * sizes.given_bytes
     in_flight = in_flight_bytes(batch_bytes, memory_bytes)
-    usable = memory_bytes - in_flight - layout.scratch_bytes
+    usable = memory_bytes - in_flight - layout.scratch_bytes * min(num_readers(layout, memory_bytes), _NUM_COUNTED)
     least = 2 * num_held(1) * sizes.held_bytes
     if batch_bytes > memory_bytes // 2:
         raise BadInput(

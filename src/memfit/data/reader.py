@@ -16,7 +16,7 @@ from memfit.core.errors import BadFile
 from memfit.data.order import Order
 from memfit.data.source import Array, SampleSource, Source
 from memfit.data.transforms import Transforms, stack
-from memfit.data.windows import Share, Windows
+from memfit.data.windows import Room, Share, Windows
 
 # Threads that read and decode samples ahead; decoders let go of the interpreter while they work.
 _NUM_DECODERS = 2
@@ -120,30 +120,30 @@ class Assembly:
         return {self.source.fields[index].name: arrays[index] for index in indices}
 
 
-def read_epoch(assembly: Assembly, order: Order, share: Share, *, epoch: int, limit_bytes: int) -> Iterator[Any]:
+def read_epoch(assembly: Assembly, order: Order, share: Share, room: Room, *, epoch: int) -> Iterator[Any]:
     """The batches of a share, one after the other.
 
     Args:
         assembly: of batches.
         order: of the epoch.
         share: which batches.
+        room: for samples in memory, beside the batch that is put together.
         epoch: counted from 0.
-        limit_bytes: of samples that are held in memory beside the batch that is put together.
     """
     if order.geometry.num_samples == 0:
         return iter(())
     if assembly.source.layout.is_by_sample:
-        return _by_sample(assembly, order, share, epoch, limit_bytes)
-    return _by_window(assembly, order, share, epoch, limit_bytes)
+        return _by_sample(assembly, order, share, room, epoch)
+    return _by_window(assembly, order, share, room, epoch)
 
 
-def _by_window(assembly: Assembly, order: Order, share: Share, epoch: int, limit_bytes: int) -> Iterator[Any]:
+def _by_window(assembly: Assembly, order: Order, share: Share, room: Room, epoch: int) -> Iterator[Any]:
     source = assembly.source
     held = [
         given if given.itemsize < field.dtype.itemsize else field.dtype
         for given, field in zip(assembly.dtypes, source.fields, strict=True)
     ]
-    windows = Windows(source, order, share, held, limit_bytes)
+    windows = Windows(source, order, share, held, room)
     numbers = _Numbers(order) if assembly.needs_numbers else None
     try:
         for start, stop in share.batches():
@@ -177,13 +177,13 @@ class _Numbers:
         return np.concatenate(parts)
 
 
-def _by_sample(assembly: Assembly, order: Order, share: Share, epoch: int, limit_bytes: int) -> Iterator[Any]:
+def _by_sample(assembly: Assembly, order: Order, share: Share, room: Room, epoch: int) -> Iterator[Any]:
     source = assembly.source
     assert isinstance(source, SampleSource)
     numbers = order.window(0, 0).samples()
     ahead = (int(number) for start, stop in share.batches() for number in numbers[start:stop])
     with ThreadPoolExecutor(_NUM_DECODERS, thread_name_prefix="memfit-stream") as pool:
-        reading = _read_ahead(source, ahead, pool, limit_bytes)
+        reading = _read_ahead(source, ahead, pool, room.held_bytes)
         try:
             for start, stop in share.batches():
                 # Transformed one by one, so that no more than a few are in memory as they were stored.

@@ -19,7 +19,6 @@ from memfit.core.units import MIB, parse_size
 from memfit.data.convert import paths_of, size_on_disk
 from memfit.data.sources.spool import SpooledSource, spooled
 from memfit.data.stream import Stream
-from memfit.data.workers import WorkerBatches
 
 _READ_BYTES = 4 * MIB
 _LOOK_SECONDS = 0.01
@@ -179,15 +178,7 @@ def _run(stream: Stream, num_workers: int, seconds: float) -> tuple[int, float, 
 
 
 def _epoch(stream: Stream, num_workers: int) -> Iterator[Any]:
-    if not num_workers:
-        yield from stream
-        return
-    workers = WorkerBatches(stream, num_workers, limit_bytes=stream.in_flight_bytes)
-    try:
-        yield from workers
-    finally:
-        workers.close()
-    stream.set_epoch(stream.epoch + 1)
+    return stream.parallel(num_workers) if num_workers else iter(stream)
 
 
 def _num_rows(batch: Any) -> int:

@@ -12,13 +12,14 @@ import numpy as np
 
 from memfit.core.errors import BadInput
 from memfit.core.units import format_size
-from memfit.data.geometry import Geometry, divide, in_flight_bytes, sizes_of
+from memfit.data.geometry import Geometry, divide, in_flight_bytes, num_readers, sizes_of
 from memfit.data.order import Order
 from memfit.data.reader import Assembly, read_epoch
 from memfit.data.schedule import Schedule
 from memfit.data.source import Field, Source
 from memfit.data.transforms import Randomness, Transforms
-from memfit.data.windows import Share
+from memfit.data.windows import Room, Share
+from memfit.data.workers import WorkerBatches
 
 _FORMAT = 1
 _FLOATING = ("float16", "float32", "float64")
@@ -131,12 +132,13 @@ class Stream:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the epoch that comes next, or what is left of the one that was loaded."""
-        if self._is_running:
-            # The last epoch was left before its end.
-            self.set_epoch(self.epoch + 1)
-        self._is_running = True
-        self._rounds = 0
-        return self._run(self.epoch, self._read(self.epoch, self._start, 0, 1))
+        epoch = self._begin()
+        return self._run(epoch, self._read(epoch, self._start, 0, 1))
+
+    def parallel(self, num_workers: int) -> Iterator[Any]:
+        """The same as by iterating, made by processes: an epoch."""
+        epoch = self._begin()
+        return self._run(epoch, WorkerBatches(self, num_workers, limit_bytes=self.in_flight_bytes))
 
     def part(self, worker: int, num_workers: int) -> Iterator[Any]:
         """The batches that one worker makes of the epoch that comes next, in order; counts as no iteration.
@@ -152,9 +154,11 @@ class Stream:
         """How many of `num_workers` workers have something to do.
 
         Where lanes can't be dealt out evenly, fewer workers read each block once, which is faster than more workers
-        that read blocks several times; except where transforms or decoding are what takes the time.
+        that read blocks several times; except where transforms or decoding are what takes the time. No more than there
+        is room for what reading takes.
         """
         lanes = self.geometry.num_lanes
+        num_workers = min(num_workers, num_readers(self.source.layout, self.memory_bytes))
         apart = [count for count in range(1, num_workers + 1) if lanes % (self.num_ranks * count) == 0]
         reads_once = self.source.layout.is_by_sample or not self.shuffle
         if reads_once or (self._transforms.changes_samples and (lanes == 1 or not apart)):
@@ -213,13 +217,27 @@ class Stream:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_is_running": False}
 
+    def _begin(self) -> int:
+        """The epoch of an iteration that begins now."""
+        if self._is_running:
+            # The last epoch was left before its end.
+            self.set_epoch(self.epoch + 1)
+        self._is_running = True
+        self._rounds = 0
+        return self.epoch
+
     def _run(self, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            # Counted before it is handed over: a state that is taken while the batch is used lies after it.
-            if self._is_running and self.epoch == epoch:
-                self._rounds += 1
-            yield batch
-            del batch
+        try:
+            for batch in batches:
+                # Counted before it is handed over: a state that is taken while the batch is used lies after it.
+                if self._is_running and self.epoch == epoch:
+                    self._rounds += 1
+                yield batch
+                del batch
+        finally:
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
         if self._is_running and self.epoch == epoch:
             self.set_epoch(epoch + 1)
 
@@ -227,7 +245,8 @@ class Stream:
         order = Order(self.geometry, self.source.layout.edges, self.seed if self.shuffle else None, epoch)
         share = Share(self._schedule(start), self.rank or 0, worker, num_workers)
         assembly = Assembly(self.source, self._dtypes, self._transforms, self.seed, self._floating)
-        return read_epoch(assembly, order, share, epoch=epoch, limit_bytes=self.window_bytes // num_workers)
+        readers = max(1, num_readers(self.source.layout, self.memory_bytes) // num_workers)
+        return read_epoch(assembly, order, share, Room(self.window_bytes // num_workers, readers), epoch=epoch)
 
     def _schedule(self, start: int) -> Schedule:
         return Schedule(start, self.num_samples, self.batch_size, self.num_ranks, self.drop_last)

@@ -20,8 +20,6 @@ from memfit.data.source import Array, Source
 _NUM_WAITING = 8
 # Threads that decode; decoders of some formats take turns.
 _NUM_DECODING = 2
-# Scratch memory of the readers is at most this part of what is held.
-_SCRATCH_SHARE = 8
 
 _Key = tuple[int, int]
 
@@ -51,6 +49,19 @@ class Share:
         return self.schedule.is_given_by(places, self.rank, self.worker, self.num_workers)
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a reader may take.
+
+    Attributes:
+        held_bytes: of samples in memory, beside the batch that is put together.
+        num_readers: reads of the source that may be under way at once.
+    """
+
+    held_bytes: int
+    num_readers: int = 1
+
+
 @dataclass(slots=True)
 class Held:
     """A window in memory.
@@ -78,14 +89,14 @@ class Windows:
         order: of the epoch.
         share: what the reader gives.
         dtypes: of the arrays in memory, one a field.
-        limit_bytes: of windows in memory. It is exceeded only by a window that is waited for while none is free.
+        room: for windows in memory. It is exceeded only by a window that is waited for while none is free.
     """
 
     source: Source
     order: Order
     share: Share
     dtypes: Sequence[np.dtype[Any]]
-    limit_bytes: int
+    room: Room
     _held: dict[_Key, Held] = field(default_factory=dict)
     _spare: list[Array] = field(default_factory=list)
     _held_bytes: int = 0
@@ -214,10 +225,8 @@ class Windows:
 
     def _num_readers(self) -> int:
         """Threads that read at once, as far as there is memory for what each of them takes."""
-        layout = self.source.layout
-        most = _NUM_WAITING if layout.edges is None else _NUM_DECODING
-        room = self.limit_bytes // _SCRATCH_SHARE // max(1, layout.scratch_bytes)
-        return max(1, min(most, room))
+        most = _NUM_WAITING if self.source.layout.edges is None else _NUM_DECODING
+        return max(1, min(most, self.room.num_readers))
 
     def _read_spans(self, places: Iterable[tuple[Span, int]], arrays: list[Array]) -> None:
         for span, row in places:
@@ -258,9 +267,9 @@ class Windows:
                 for index, spare in enumerate(self._spare):
                     if spare.nbytes >= size:
                         return self._spare.pop(index)
-                while self._spare and self._held_bytes + size > self.limit_bytes:
+                while self._spare and self._held_bytes + size > self.room.held_bytes:
                     self._held_bytes -= self._spare.pop(0).nbytes
-                if self._held_bytes + size <= self.limit_bytes or self._wanted == key:
+                if self._held_bytes + size <= self.room.held_bytes or self._wanted == key:
                     self._held_bytes += size
                     return np.empty(size, np.uint8)
                 self._changed.wait()

@@ -9,7 +9,7 @@ from memfit.data.order import Order
 from memfit.data.reader import Assembly, read_epoch
 from memfit.data.schedule import Schedule
 from memfit.data.transforms import Transforms
-from memfit.data.windows import Share
+from memfit.data.windows import Room, Share
 from tests.sources import ArraySource, NamedSamples
 
 
@@ -18,7 +18,7 @@ def read(source, *, batch_size=4, transform=None, batch_transform=None, epoch=0,
     dtypes = [field.dtype for field in source.fields]
     assembly = Assembly(source, dtypes, Transforms(transform, batch_transform), seed, np.dtype("float32"))
     share = Share(Schedule(0, source.num_samples, batch_size))
-    return read_epoch(assembly, Order(geometry, None, seed, epoch), share, epoch=epoch, limit_bytes=limit_bytes)
+    return read_epoch(assembly, Order(geometry, None, seed, epoch), share, Room(limit_bytes), epoch=epoch)
 
 
 def test_batches_have_the_form_of_the_fields():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from memfit.core.errors import BadInput
 from memfit.core.units import MIB
 from memfit.data.geometry import Geometry
+from memfit.data.source import Layout
 from memfit.data.stream import Stream
 from tests.sources import ArraySource, NamedSamples
 
@@ -265,3 +266,30 @@ def test_bad_settings_are_refused(options, message):
         stream_of(**options)
     with pytest.raises(BadInput, match="rank 2 of 2 ranks"):
         stream_of().split(2, 2)
+
+
+def test_epochs_made_by_processes_are_counted_as_others_are():
+    stream, plain = stream_of(), stream_of()
+
+    made = [numbers(stream.parallel(2)), numbers(stream.parallel(2))]
+
+    assert made == [numbers(plain), numbers(plain)]
+    batches = stream.parallel(2)
+    next(batches)
+    assert stream.state_dict() == plain.state_after(1)
+    batches.close()
+
+
+def test_no_more_workers_than_there_is_room_for_what_reading_takes():
+    class Costly(ArraySource):
+        @property
+        def layout(self):
+            return Layout(scratch_bytes=100_000)
+
+        @layout.setter
+        def layout(self, value):
+            pass
+
+    stream = Stream(Costly(np.zeros((5000, 8))), batch_size=4, memory_bytes=MIB, shuffle=False)
+
+    assert stream.working(8) == 2

@@ -7,7 +7,7 @@ from memfit.core.errors import BadFile
 from memfit.data.geometry import Geometry
 from memfit.data.order import Order
 from memfit.data.schedule import Schedule
-from memfit.data.windows import Share, Windows
+from memfit.data.windows import Room, Share, Windows
 from tests.sources import ArraySource
 
 FLOAT = np.dtype("float32")
@@ -16,7 +16,7 @@ FLOAT = np.dtype("float32")
 def windows_over(source, geometry, *, share=None, limit_bytes=10**9, seed=0):
     order = Order(geometry, None, seed, 0)
     share = share or Share(Schedule(0, geometry.num_samples, geometry.batch_size))
-    return order, Windows(source, order, share, [FLOAT], limit_bytes)
+    return order, Windows(source, order, share, [FLOAT], Room(limit_bytes, 4))
 
 
 def drain(order, windows):
@@ -105,7 +105,7 @@ def test_no_thread_is_left_behind():
 def test_values_are_converted_on_the_way_out():
     source, geometry = ArraySource(rows(50).astype(np.float16)), Geometry(50, 10, 1, 50, 5)
     order = Order(geometry, None, 0, 0)
-    windows = Windows(source, order, Share(Schedule(0, 50, 10)), [np.dtype("float16")], 10**6)
+    windows = Windows(source, order, Share(Schedule(0, 50, 10)), [np.dtype("float16")], Room(10**6))
     out = [np.empty((50, 3), np.float64)]
 
     windows.take(0, 0, 0, 50, out)

@@ -366,8 +366,8 @@ def test_what_a_process_does_step_by_step(is_shared):
     # GIVEN the program in a thread, and the process's work in this one
     near, far = multiprocessing.Pipe()
     memory = workers._Memory.make() if is_shared else None
-    process = SimpleNamespace(sentinel=near)
-    program = workers._Worker(0, process, near, memory)
+    lives, never = multiprocessing.Pipe()
+    program = workers._Worker(0, SimpleNamespace(sentinel=lives), near, memory)
     found, signals = [], [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
     def take_all():
@@ -380,7 +380,7 @@ def test_what_a_process_does_step_by_step(is_shared):
             raise ValueError("the end")
         return np.arange(number, number + 3)
 
-    taking = threading.Thread(target=take_all)
+    taking = threading.Thread(target=take_all, daemon=True)
     taking.start()
     try:
         workers._work(workers._Share(Given(9, make), 0, 1, MIB), far, memory, os.getppid())
@@ -388,8 +388,8 @@ def test_what_a_process_does_step_by_step(is_shared):
         for number, handler in zip((signal.SIGINT, signal.SIGTERM), signals, strict=True):
             signal.signal(number, handler)
     taking.join()
-    near.close()
-    far.close()
+    for end in (near, far, lives, never):
+        end.close()
     if memory is not None:
         memory.close()
 

@@ -4,7 +4,6 @@ Each iteration of the dataset is an epoch of the stream, in the stream's order. 
 more: its own tuning of buffers would fill memory that the stream was told not to use.
 """
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -33,13 +32,10 @@ class Streamed(Protocol):
         """What is left of the epoch, made here, without a change of position."""
 
     def parallel(self, num_workers: int) -> Iterator[Any]:
-        """The same, made by worker processes."""
+        """An epoch, made by worker processes."""
 
     def copy(self) -> Any:
         """Another one at the same position."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Goes to the beginning of an epoch."""
 
 
 def as_tf_dataset(stream: Streamed, num_workers: int = 0) -> "tf.data.Dataset":
@@ -70,29 +66,9 @@ class _Epochs:
     def __init__(self, stream: Streamed, num_workers: int) -> None:
         self._stream = stream
         self._num_workers = num_workers
-        self._numbers = itertools.count(1)
-        self._latest = 0
-        self._is_running = False
 
     def __call__(self) -> Iterator[Any]:
-        return self._from_workers() if self._num_workers else iter(self._stream)
-
-    def _from_workers(self) -> Iterator[Any]:
-        if self._is_running:
-            # The last iteration was left, and TensorFlow hasn't let go of it yet.
-            self._stream.set_epoch(self._stream.epoch + 1)
-        self._is_running = True
-        self._latest = number = next(self._numbers)
-        made = self._stream.parallel(self._num_workers)
-        try:
-            yield from made
-        finally:
-            close = getattr(made, "close", None)
-            if close is not None:
-                close()
-            if number == self._latest:
-                self._is_running = False
-                self._stream.set_epoch(self._stream.epoch + 1)
+        return self._stream.parallel(self._num_workers) if self._num_workers else iter(self._stream)
 
 
 def _first_batch(stream: Streamed) -> Any:
