@@ -28,7 +28,6 @@ from typing import Any
 
 from benchmarks.reporting import ROOT, Bar, bullets, publish, table
 from benchmarks.stream_cases import (
-    Table,
     forget,
     group,
     python_command,
@@ -87,7 +86,7 @@ class Peak:
 def makers(size: int) -> dict[str, Callable[[Path], tuple[Path, int]]]:
     """For each kind of source, what makes a file or folder of it in a folder, and says how large its samples are."""
     rows = table_of(size, ROW_BYTES)
-    small = Table(size // SMALLER // 64, 16)
+    small = table_of(size // SMALLER, KIB)
     num_images = size // SMALLER // (3 * IMAGE_SIDE * IMAGE_SIDE)
     return {
         ".npy": lambda at: (write_npy(at / "x.npy", rows), rows.num_bytes),
@@ -334,7 +333,7 @@ def sections(peaks: Sequence[Peak], memory: str) -> list[str]:
     ]
     method = bullets(
         [
-            f"memory={memory!r}, batches of {BATCH_SIZE}; rows of {format_size(ROW_BYTES)} (CSV: 64 bytes; "
+            f"memory={memory!r}, batches of {BATCH_SIZE}; rows of {format_size(ROW_BYTES)} (CSV: 1 KiB; "
             f"images: {IMAGE_SIDE} x {IMAGE_SIDE} pixels, sizes are those of the pixels).",
             "Text and images are half as large as the other data, since making them takes long.",
             "The charge of the group counts the page cache, which fills whatever room a group has and is given back "

@@ -23,8 +23,8 @@ Written by `python scripts/generate_cli_docs.py`; don't edit by hand.
 {description}
 
 The command line can do nothing that Python can't: each command parses its arguments, calls the function of the same
-name in `memfit` and prints the result. Reports go to standard output, progress and errors to standard error. An error
-is one message that says what was given, what was expected and what to do.
+name in `memfit` (`data`: in `memfit.data`) and prints the result. Reports go to standard output, progress and errors to
+standard error. An error is one message that says what was given, what was expected and what to do.
 
 ## Exit codes
 

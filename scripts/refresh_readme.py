@@ -64,7 +64,7 @@ def run(command: str) -> str:
     environment = {**os.environ, "COLUMNS": WIDTH, "NO_COLOR": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "src"}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 3):
-        raise SystemExit(f"{command} failed:\n{done.stderr}")
+        raise SystemExit(f"{command} failed:\n{done.stdout}{done.stderr}")
     shown = done.stdout.replace(f"{ROOT}{os.sep}", "")
     return "\n".join(line.rstrip() for line in shown.rstrip().splitlines())
 

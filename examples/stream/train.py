@@ -25,7 +25,7 @@ except ImportError:
     resource = None
 
 NUM_CLASSES, NUM_SAMPLES, WIDTH, BATCH_SIZE = 8, 2**18, 256, 1024
-KILLED_AFTER, CHECKPOINT_EVERY, PRINTED_EVERY = 150, 64, 32
+KILLED_AFTER, CHECKPOINT_EVERY, PRINTED_EVERY = 220, 64, 32
 
 
 def make_files(folder):
@@ -121,7 +121,7 @@ def run_all(folder, limit_mib):
 def main():
     if len(sys.argv) <= 2:
         with tempfile.TemporaryDirectory() as folder:
-            return run_all(Path(folder), int(sys.argv[1]) if len(sys.argv) > 1 else 192)
+            return run_all(Path(folder), int(sys.argv[1]) if len(sys.argv) > 1 else 240)
     folder, limit_mib, num_workers, name, *killed_after = sys.argv[1:]
     torch.set_num_threads(1)
     limit_memory(int(limit_mib))

@@ -4,12 +4,12 @@ The parts under `data` know no framework; here a source is opened, unpacked wher
 the forms that PyTorch, Keras and TensorFlow take.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from memfit.catalogue.host import host_memory_bytes
+from memfit.core import env
 from memfit.core.units import GIB, MIB, parse_size
 from memfit.data.array import ArrayFile, open_array
 from memfit.data.source import Source
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ArrayFile", "Stream", "open_array", "stream"]
 
-# Of the memory that is free, this share is for data; the model needs the rest.
+# Of the memory that the container may have, this share is for data; the model needs the rest.
 _AUTO_SHARE = 4
 _AUTO_LEAST, _AUTO_MOST = 64 * MIB, 4 * GIB
 
@@ -93,7 +93,9 @@ def stream(
             for this sample. The program's own generators are seeded for it, too.
         batch_transform: the same for a batch.
         dtype: that floating values are given in: float16, float32 or float64; None for as stored.
-        memory: budget of data in memory, all workers together; "auto" for a quarter of what the container has left.
+        memory: budget of data in memory, all workers together; "auto" for up to a quarter of what the container may
+            have, which the ranks of this machine share. The order follows from it, too: give a size where runs on
+            machines of different memory are to have the same.
         columns: names of the columns, datasets or keys to give; all of them by default.
         labels: name of the column, dataset or key with the labels, or path of a file with them.
         drop_last: whether samples that don't fill a batch on each rank are left out.
@@ -121,14 +123,10 @@ def _budget(memory: str | int) -> int:
     limit = host_memory_bytes()
     if limit is None:
         return 512 * MIB
-    free = max(0, limit - _resident_bytes())
-    return min(max(free // _AUTO_SHARE, _AUTO_LEAST), _AUTO_MOST)
-
-
-def _resident_bytes() -> int:
-    import psutil
-
-    return int(psutil.Process(os.getpid()).memory_info().rss)
+    share = max(limit // _AUTO_SHARE // env.num_local_ranks(), _AUTO_LEAST)
+    # Not of what is free, and a power of two: the order follows from the budget, and must be the same in all ranks and
+    # when a run is resumed, though no two processes take equally much.
+    return int(min(2 ** (share.bit_length() - 1), _AUTO_MOST))
 
 
 def _in_blocks(source: Source, memory_bytes: int) -> Source:

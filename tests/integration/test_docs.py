@@ -333,6 +333,18 @@ def test_every_argument_of_a_guard_and_every_part_of_a_result_is_documented():
     assert re.findall(r"^\| `(\w+)` \|", result, re.MULTILINE)[1:] == list(memfit.StepResult.__dataclass_fields__)
 
 
+def test_every_argument_of_a_stream_is_documented():
+    text = (ROOT / "docs" / "stream.md").read_text(encoding="utf-8")
+    arguments = text.partition("\n## Arguments of `memfit.stream`\n")[2].partition("\n| method")[0]
+
+    documented = re.findall(r"^\| `(\w+)` \|([^|]*)\|", arguments, re.MULTILINE)
+    parameters = inspect.signature(memfit.stream).parameters.values()
+    assert [name for name, _ in documented] == [parameter.name for parameter in parameters]
+    defaults = [parameter.default for parameter in parameters]
+    shown = ["" if default is inspect.Parameter.empty else repr(default).replace("'", '"') for default in defaults]
+    assert [default.strip(" `") for _, default in documented] == shown
+
+
 def test_the_results_in_the_readme_are_those_of_the_pages():
     """Figures may be refreshed at any time, but none may be made up."""
     text = README.read_text(encoding="utf-8")

@@ -306,6 +306,38 @@ def test_guard_says_what_is_needed_where_nothing_is_left():
     assert not free
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of data are Linux's")
+def test_a_stream_trains_where_loading_fails_and_goes_on_with_other_workers():
+    shown = run("examples/stream/train.py")
+
+    assert "MemoryError: Unable to allocate 256. MiB" in shown
+    first, _, rest = shown.partition("the same again, now with 2 workers:")
+    assert "killed after step 220" in first
+    # Checkpoints are written in the background, so that the last one may not have been whole.
+    assert re.match(r"\n  goes on after step (64|128|192)\n", rest)
+    assert rest.endswith("the same losses: True\n")
+    losses = [float(value) for value in re.findall(r": loss ([\d.]+)$", rest, re.MULTILINE)][-8:]
+    assert losses[-1] < losses[0] - 0.5, "nothing is learned"
+
+
+def test_keras_learns_from_one_file_and_is_tested_on_another(monkeypatch):
+    needs("keras", "h5py", "pyarrow")
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    shown = run("examples/stream_keras/train.py")
+
+    assert "classes of the test file: ash, birch, cedar, dogwood" in shown
+    assert float(re.search(r"accuracy on the test file: ([\d.]+)%", shown)[1]) > 90
+
+
+def test_a_conversion_halves_the_file_and_says_what_it_did_to_the_numbers(tmp_path):
+    shown = run("examples/convert/convert.py", str(tmp_path))
+
+    assert re.search(r"float64 +float32 .* 5\.96e-08 ", shown)
+    assert "50% saved" in shown
+    assert re.search(r"of a plain read \(measured\)", shown)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.npy", "train.npy"]
+
+
 def test_search_takes_no_more_memory_for_more_trials(tmp_path):
     first = run("examples/search/search.py", "3", str(tmp_path))
     shown = run("examples/search/search.py", "6", str(tmp_path))

@@ -44,6 +44,14 @@ def launched_rank() -> tuple[int, int] | None:
     return (rank, num_ranks) if 0 <= rank < num_ranks and num_ranks > 1 else None
 
 
+def num_local_ranks() -> int:
+    """Processes that torchrun has started on this machine; 1 for a process that stands alone."""
+    try:
+        return max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
+    except (KeyError, ValueError):
+        return 1
+
+
 def cache_folder() -> str:
     """Where findings are kept between runs: MEMFIT_CACHE, else the user's cache folder."""
     given = os.environ.get("MEMFIT_CACHE")

@@ -26,6 +26,10 @@ _LEAST_BLOCKS = 64
 # long one.
 _LEAST_BLOCK_BYTES = 64 * KIB
 _MOST_BLOCK_BYTES = 256 * KIB
+# In a window that is shuffled, each sample has a number that says where it lies.
+_ROW_BYTES = 4
+# Arrays in a window begin at multiples of this.
+ALIGNMENT = 64
 # The order of all blocks is held in memory.
 _MOST_BLOCKS = 2**19
 # Batches in the hands of the user, of workers and in queues, for which room is kept.
@@ -63,6 +67,13 @@ class Geometry:
     def from_json(cls, data: dict[str, Any]) -> "Geometry":
         """What `to_json` gave."""
         return cls(**{name: int(data[name]) for name in cls.__slots__})
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether an order can follow from it."""
+        return min(self.batch_size, self.num_lanes, self.num_merged) > 0 and (
+            self.num_samples == 0 or (self.window_samples > 0 and self.block_samples >= 0)
+        )
 
     @property
     def num_windows_held(self) -> int:
@@ -105,14 +116,14 @@ def divide(
         # Each sample is as easily read as any other: one window with all of them, of which only the order is held.
         return Geometry(num_samples, batch_size, 1, num_samples, num_samples)
     usable = _usable_bytes(layout, sizes, batch_size, memory_bytes)
-    held = sizes.held_bytes
+    held = _held_bytes(sizes, shuffle=shuffle)
     if not shuffle:
         window = _capped(usable // 4 // held, num_samples)
         return Geometry(num_samples, batch_size, 1, window, window)
     num_lanes, window_bytes = 1, usable // num_held(1)
-    natural = _natural_block_bytes(layout.edges, held)
+    natural = _natural_block_bytes(layout.edges, sizes.held_bytes)
     if natural is None:
-        block_bytes = max(_MOST_BLOCK_BYTES, held, layout.read_bytes)
+        block_bytes = max(_MOST_BLOCK_BYTES, sizes.held_bytes, layout.read_bytes)
     else:
         block_bytes = max(_LEAST_BLOCK_BYTES, natural)
     if num_samples * held <= usable // 2:
@@ -126,7 +137,13 @@ def divide(
     if natural is not None:
         num_merged = max(1, _block_bytes(window_bytes, layout) // max(1, natural))
         return Geometry(num_samples, batch_size, num_lanes, window, 0, num_merged)
-    return Geometry(num_samples, batch_size, num_lanes, window, _block_samples(window_bytes, layout, held, num_samples))
+    block = _block_samples(window_bytes, layout, sizes.held_bytes, num_samples)
+    return Geometry(num_samples, batch_size, num_lanes, window, block)
+
+
+def windows_bytes(geometry: Geometry, sizes: Sizes, *, shuffle: bool) -> int:
+    """Bytes of all windows that are in memory at once, with the order of their samples."""
+    return geometry.num_windows_held * geometry.window_samples * _held_bytes(sizes, shuffle=shuffle)
 
 
 def num_readers(layout: Layout, memory_bytes: int) -> int:
@@ -135,8 +152,11 @@ def num_readers(layout: Layout, memory_bytes: int) -> int:
 
 
 def in_flight_bytes(batch_bytes: int, memory_bytes: int) -> int:
-    """The part of a budget that is kept for batches: in queues, in the hands of workers and of the user."""
-    return min(_BATCHES_IN_FLIGHT * batch_bytes, memory_bytes // 4)
+    """The part of a budget that is kept for batches: in queues, in the hands of workers and of the user.
+
+    Two of them always are: the one that the program uses, and the next one, which is put together meanwhile.
+    """
+    return min(_BATCHES_IN_FLIGHT * batch_bytes, max(memory_bytes // 4, 2 * batch_bytes))
 
 
 def _usable_bytes(layout: Layout, sizes: Sizes, batch_size: int, memory_bytes: int) -> int:
@@ -144,7 +164,7 @@ def _usable_bytes(layout: Layout, sizes: Sizes, batch_size: int, memory_bytes: i
     in_flight = in_flight_bytes(batch_bytes, memory_bytes)
     usable = memory_bytes - in_flight - layout.scratch_bytes * min(num_readers(layout, memory_bytes), _NUM_COUNTED)
     least = 2 * num_held(1) * sizes.held_bytes
-    if batch_bytes > memory_bytes // 2:
+    if batch_bytes > memory_bytes // 3:
         raise BadInput(
             f"memory={format_size(memory_bytes)} is too little for batches of {batch_size} samples, which take "
             f"{format_size(batch_bytes)} each ({format_size(sizes.given_bytes)} a sample). Give memory of at least "
@@ -159,6 +179,10 @@ def _usable_bytes(layout: Layout, sizes: Sizes, batch_size: int, memory_bytes: i
             "data in smaller blocks: `memfit data convert`."
         )
     return usable
+
+
+def _held_bytes(sizes: Sizes, *, shuffle: bool) -> int:
+    return sizes.held_bytes + (_ROW_BYTES if shuffle else 0)
 
 
 def _natural_block_bytes(edges: Array | None, held_bytes: int) -> int | None:

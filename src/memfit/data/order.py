@@ -5,8 +5,9 @@ Blocks are permuted; the permuted sequence is cut into lanes; each lane into win
 so that any process can find out what comes there without having given out what came before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from memfit.data.source import Array
 
 # What a generator of random numbers is for, so that no two share their numbers.
 _BLOCKS, _WINDOW, SAMPLE, BATCH = 1, 2, 3, 4
+# Of so few blocks, the permutation is the best of several.
+_MANY_BLOCKS = 10_000
+_NUM_DRAWN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,8 @@ class Window:
 
     def samples(self) -> Array:
         """Their numbers in the source, in the order in which they are given out."""
-        stored = np.concatenate([np.arange(span.start, span.stop) for span in self.spans])
-        return stored if self.permutation is None else stored[self.permutation]
+        rows = np.arange(self.num_samples) if self.permutation is None else self.permutation
+        return numbers_of(self.spans, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ class Order:
         self._epoch = epoch
         self._starts, self._stops = _blocks(geometry, edges)
         if seed is not None:
-            permutation = random_generator(seed, epoch, _BLOCKS).permutation(len(self._starts))
+            permutation = _scattered(random_generator(seed, epoch, _BLOCKS), len(self._starts))
             self._starts, self._stops = self._starts[permutation], self._stops[permutation]
         # Place in the permuted sequence at which each block ends.
         self._ends = np.cumsum(self._stops - self._starts)
@@ -98,20 +102,42 @@ class Order:
 
     def window(self, lane: int, index: int) -> Window:
         """Window `index` of a lane."""
-        first, last = (int(bound) for bound in self._bounds[lane][index : index + 2])
+        first, last = self.extent(lane, index)
+        permutation = np.arange(last - first, dtype=row_dtype(last - first)) if self.is_shuffled else None
+        if permutation is not None:
+            self.permute(lane, index, permutation)
+        return Window(lane, first, self.spans(lane, index), permutation)
+
+    def extent(self, lane: int, index: int) -> tuple[int, int]:
+        """Numbers in the lane of a window's first sample and of the one after its last."""
+        first, last = self._bounds[lane][index : index + 2].tolist()
+        return first, last
+
+    def spans(self, lane: int, index: int) -> tuple[Span, ...]:
+        """Where the samples of a window lie."""
+        first, last = self.extent(lane, index)
         base = int(self._lane_starts[lane])
-        spans = tuple(self._spans(base + first, base + last))
-        permutation = None
-        if self._seed is not None:
-            generator = random_generator(self._seed, self._epoch, _WINDOW, lane, index)
-            permutation = generator.permutation(last - first).astype(np.int32 if last - first < 2**31 else np.int64)
-        return Window(lane, first, spans, permutation)
+        return tuple(self._spans(base + first, base + last))
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether samples come in another order than they are stored in."""
+        return self._seed is not None
+
+    def permute(self, lane: int, index: int, rows: Array) -> None:
+        """Brings `rows`, which counts from 0, into the order in which a window's samples are given out."""
+        assert self._seed is not None
+        random_generator(self._seed, self._epoch, _WINDOW, lane, index).shuffle(rows)
 
     def places(self, window: Window) -> Array:
         """Places in the epoch of a window's samples, in the order in which they are given out."""
+        return self.lane_places(window.lane, window.first, window.first + window.num_samples)
+
+    def lane_places(self, lane: int, start: int, stop: int) -> Array:
+        """Places in the epoch of samples `start` to `stop` of a lane."""
         hand, num_lanes = self.geometry.batch_size, self.geometry.num_lanes
-        turn, offset = np.divmod(np.arange(window.first, window.first + window.num_samples), hand)
-        places: Array = (turn * num_lanes + window.lane) * hand + offset
+        turn, offset = np.divmod(np.arange(start, stop), hand)
+        places: Array = (turn * num_lanes + lane) * hand + offset
         return places
 
     def samples(self, start: int, stop: int) -> Array:
@@ -165,6 +191,34 @@ class Order:
             yield Span(offset, offset + count)
             start += count
             block += 1
+
+
+def numbers_of(spans: Sequence[Span], rows: Array) -> Array:
+    """Numbers in the source of the samples that are the `rows`-th of those in the spans."""
+    starts = np.array([span.start for span in spans], np.int64)
+    sizes = np.array([span.stop - span.start for span in spans], np.int64)
+    firsts = np.cumsum(sizes) - sizes
+    index = np.searchsorted(firsts, rows, side="right") - 1
+    numbers: Array = (starts - firsts)[index] + rows
+    return numbers
+
+
+def row_dtype(num_samples: int) -> np.dtype[Any]:
+    """The type that holds the order of a window's samples."""
+    return np.dtype(np.int32 if num_samples < 2**31 else np.int64)
+
+
+def _scattered(generator: np.random.Generator, num_blocks: int) -> Array:
+    """A permutation of blocks in which places tell little about where a block lies.
+
+    By chance, a permutation of n has a correlation of about 1 / sqrt(n) with the order as stored. That is nothing for
+    samples, which are many, but not for a few hundred blocks: so it is the best of several.
+    """
+    if num_blocks > _MANY_BLOCKS or num_blocks < 3:
+        return generator.permutation(num_blocks)
+    drawn = [generator.permutation(num_blocks) for _ in range(_NUM_DRAWN)]
+    places = np.arange(num_blocks) - (num_blocks - 1) / 2
+    return min(drawn, key=lambda permutation: abs(float(places @ permutation)))
 
 
 def random_generator(*key: int) -> np.random.Generator:

@@ -163,7 +163,8 @@ class Converter:
             if finite.size == 0:
                 return
             low, high = finite.min(), finite.max()
-        self.statistics._widen(low.item(), high.item())
+        # An item of numpy's long floating type is one of numpy's own again, which JSON doesn't know.
+        self.statistics._widen(*((float(low), float(high)) if values.dtype.kind == "f" else (low.item(), high.item())))
 
     def _narrow(self, start: int, first: int, values: Array, out: Array) -> None:
         """Floating values to a floating type of fewer digits."""

@@ -144,37 +144,21 @@ def _by_window(assembly: Assembly, order: Order, share: Share, room: Room, epoch
         for given, field in zip(assembly.dtypes, source.fields, strict=True)
     ]
     windows = Windows(source, order, share, held, room)
-    numbers = _Numbers(order) if assembly.needs_numbers else None
     try:
         for start, stop in share.batches():
             arrays = assembly.empty(stop - start)
+            numbers = np.empty(stop - start, np.int64) if assembly.needs_numbers else None
             row = 0
             for piece in order.pieces(start, stop):
                 end = row + piece.stop - piece.start
-                windows.take(piece.lane, piece.window, piece.start, piece.stop, [array[row:end] for array in arrays])
+                if numbers is not None:
+                    numbers[row:end] = windows.numbers(piece)
+                windows.take(piece, [array[row:end] for array in arrays])
                 row = end
-            yield assembly.from_arrays(arrays, None if numbers is None else numbers.of(start, stop), epoch, start)
+            yield assembly.from_arrays(arrays, numbers, epoch, start)
             del arrays
     finally:
         windows.close()
-
-
-class _Numbers:
-    """Numbers in the source of the samples at places, with the windows that they were last found in kept."""
-
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._kept: dict[int, tuple[int, Array]] = {}
-
-    def of(self, start: int, stop: int) -> Array:
-        parts = []
-        for piece in self._order.pieces(start, stop):
-            index, given = self._kept.get(piece.lane, (-1, np.empty(0, np.int64)))
-            if index != piece.window:
-                given = self._order.window(piece.lane, piece.window).samples()
-                self._kept[piece.lane] = piece.window, given
-            parts.append(given[piece.start : piece.stop])
-        return np.concatenate(parts)
 
 
 def _by_sample(assembly: Assembly, order: Order, share: Share, room: Room, epoch: int) -> Iterator[Any]:

@@ -3,7 +3,8 @@
 Ranks take turns: one round gives each of them a batch. Where the samples don't fill the last round, they are spread
 evenly over it, and where there are fewer than ranks, over the last two, so that all ranks give the same number of
 batches (a rank that gave one more would wait for the others for ever) and no sample is left out or given twice. Only
-batches of one sample can leave ranks with nothing to give in the last round.
+where batches have one sample, or fewer samples than ranks are left of the epoch, have some ranks nothing to give in the
+last round.
 """
 
 from collections.abc import Iterator

@@ -5,6 +5,7 @@ knows its position as a place in the order of an epoch, so that it can be contin
 ranks.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from memfit.core.errors import BadInput
 from memfit.core.units import format_size
-from memfit.data.geometry import Geometry, divide, in_flight_bytes, num_readers, sizes_of
+from memfit.data.geometry import ALIGNMENT, Geometry, divide, in_flight_bytes, num_readers, sizes_of, windows_bytes
 from memfit.data.order import Order
 from memfit.data.reader import Assembly, read_epoch
 from memfit.data.schedule import Schedule
@@ -20,6 +21,8 @@ from memfit.data.source import Field, Source
 from memfit.data.transforms import Randomness, Transforms
 from memfit.data.windows import Room, Share
 from memfit.data.workers import WorkerBatches
+
+_log = logging.getLogger("memfit")
 
 _FORMAT = 1
 _FLOATING = ("float16", "float32", "float64")
@@ -114,7 +117,8 @@ class Stream:
         """Bytes of samples that are held in memory beside batches, all workers together."""
         if self.source.layout.is_by_sample:
             return max(self.memory_bytes // 2, 1)
-        return self.geometry.num_windows_held * self.geometry.window_samples * self._sizes.held_bytes
+        padding = self.geometry.num_windows_held * (len(self.fields) + 1) * ALIGNMENT
+        return windows_bytes(self.geometry, self._sizes, shuffle=self.shuffle) + padding
 
     @property
     def in_flight_bytes(self) -> int:
@@ -138,7 +142,12 @@ class Stream:
     def parallel(self, num_workers: int) -> Iterator[Any]:
         """The same as by iterating, made by processes: an epoch."""
         epoch = self._begin()
-        return self._run(epoch, WorkerBatches(self, num_workers, limit_bytes=self.in_flight_bytes))
+        try:
+            batches = WorkerBatches(self, num_workers, limit_bytes=self.in_flight_bytes)
+        except BaseException:
+            self._is_running = False
+            raise
+        return self._run(epoch, batches)
 
     def part(self, worker: int, num_workers: int) -> Iterator[Any]:
         """The batches that one worker makes of the epoch that comes next, in order; counts as no iteration.
@@ -177,6 +186,15 @@ class Stream:
             raise BadInput(f"rank {rank} of {num_ranks} ranks was asked for; ranks are counted from 0.")
         share = self.copy()
         share.rank, share.num_ranks = rank, num_ranks
+        schedule = share._schedule(0)
+        most, fewest = schedule.num_batches(0), schedule.num_batches(num_ranks - 1)
+        if most != fewest and rank == 0:
+            _log.warning(
+                "ranks of the stream give different numbers of batches, %d and %d: there are too few samples for the "
+                "last batch of each. Processes that wait for each other in every step never end then; drop_last=True "
+                "leaves these samples out.",
+                *(most, fewest),
+            )
         return share
 
     def copy(self) -> "Stream":
@@ -259,20 +277,22 @@ class Stream:
                 )
             geometry = Geometry.from_json(state["geometry"])
             place, epoch, is_shuffled = int(state["samples"]), int(state["epoch"]), bool(state["shuffle"])
+            fingerprint = state["fingerprint"]
+            int(state["seed"])
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, BadInput):
                 raise
             raise BadInput(f"this is no state of a stream: {error!r}. Give what `state_dict` returned.") from None
-        if geometry.num_samples != self.num_samples or state["fingerprint"] != self._fingerprint:
+        if geometry.num_samples != self.num_samples or fingerprint != self._fingerprint:
             raise BadInput(
                 f"the state is of other data: it was taken with {geometry.num_samples} samples, and "
                 f"{self.source.name} has {self.num_samples}, or was changed since. Give the same files, or begin anew."
             )
-        if not 0 <= place <= self.num_samples or epoch < 0:
-            raise BadInput(f"the state of the stream is damaged: sample {place} of epoch {epoch}.")
+        if not 0 <= place <= self.num_samples or epoch < 0 or not geometry.is_sound:
+            raise BadInput(f"the state of the stream is damaged: sample {place} of epoch {epoch}, {geometry}.")
         if is_shuffled != self.shuffle:
             raise BadInput(f"the state was taken with shuffle={is_shuffled}, and the stream has {self.shuffle}.")
-        held = geometry.num_windows_held * geometry.window_samples * self._sizes.held_bytes
+        held = windows_bytes(geometry, self._sizes, shuffle=self.shuffle)
         if held > self.memory_bytes and not self.source.layout.is_by_sample:
             raise BadInput(
                 f"the state was taken with a larger budget: its order needs {format_size(held)} of memory, and "

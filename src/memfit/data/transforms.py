@@ -143,14 +143,11 @@ def stack(values: Sequence[Any], names: Callable[[int], str]) -> Array:
         values: one a sample.
         names: what to call the sample at a position, in a message.
     """
-    first = np.asarray(values[0])
-    if first.dtype == object:
-        raise BadInput(
-            f"{names(0)} became {_kind(values[0])}, which is no array. A transform gives back arrays or numbers."
-        )
-    batch = np.empty((len(values), *first.shape), first.dtype)
-    for position, value in enumerate(values):
-        array = np.asarray(value)
+    arrays = [_array(value, names, position) for position, value in enumerate(values)]
+    first = arrays[0]
+    # The type that holds all of them: in that of the first, fractions and the ends of texts could be lost.
+    batch = np.empty((len(arrays), *first.shape), np.result_type(*{array.dtype for array in arrays}))
+    for position, array in enumerate(arrays):
         if array.shape != first.shape:
             raise BadInput(
                 f"samples of a batch differ in shape: {names(0)} is {list(first.shape)}, {names(position)} is "
@@ -158,6 +155,19 @@ def stack(values: Sequence[Any], names: Callable[[int], str]) -> Array:
             )
         batch[position] = array
     return batch
+
+
+def _array(value: Any, names: Callable[[int], str], position: int) -> Array:
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        array = None  # a list of arrays of different shapes
+    if array is None or array.dtype == object:
+        raise BadInput(
+            f"{names(position)} became {_kind(value)}, which is no array. A transform gives back arrays or numbers, or "
+            "a dict of them."
+        )
+    return array
 
 
 def _call_of(function: Callable[..., Any], name: str) -> _Call:

@@ -4,6 +4,7 @@ A worker that gives only some of a window's samples, because others share its la
 again: fresh memory costs as much as the copy into it.
 """
 
+import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from memfit.data.order import Order, Span, Window
+from memfit.data.geometry import ALIGNMENT
+from memfit.data.order import Order, Piece, Span, numbers_of, row_dtype
 from memfit.data.schedule import Schedule
 from memfit.data.source import Array, Source
 
@@ -20,6 +22,11 @@ from memfit.data.source import Array, Source
 _NUM_WAITING = 8
 # Threads that decode; decoders of some formats take turns.
 _NUM_DECODING = 2
+# Samples whose places are looked at together: of very small samples, places take more room than the samples.
+_NUM_LOOKED_AT = 2**16
+# Where only some samples of a span are wanted, as much as is read at once, and a gap that isn't worth reading.
+_PIECE_BYTES = 1 << 20
+_GAP_BYTES = 64 << 10
 
 _Key = tuple[int, int]
 
@@ -70,12 +77,16 @@ class Held:
         arrays: one a field.
         rows: for each sample in the order in which they are given out, its row in the arrays; None where they are the
             same. Of samples that aren't held, any.
+        spans: where the samples of the window lie.
+        kept: which of the samples in the spans are held; None where all are.
         num_left: samples that are still to be given out.
-        buffer: the memory behind the arrays.
+        buffer: the memory behind the arrays and the rows.
     """
 
     arrays: list[Array]
     rows: Array | None
+    spans: Sequence[Span]
+    kept: Array | None
     num_left: int
     buffer: Array
 
@@ -107,9 +118,16 @@ class Windows:
     _thread: threading.Thread | None = None
     _pool: ThreadPoolExecutor | None = None
 
-    def take(self, lane: int, window: int, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Copies samples `start` to `stop` of a window into `out`, one array a field."""
-        held = self._wait_for((lane, window))
+    def numbers(self, piece: Piece) -> Array:
+        """Numbers in the source of samples that are yet to be taken."""
+        held = self._wait_for((piece.lane, piece.window))
+        rows = np.arange(piece.start, piece.stop) if held.rows is None else held.rows[piece.start : piece.stop]
+        return numbers_of(held.spans, rows if held.kept is None else held.kept[rows])
+
+    def take(self, piece: Piece, out: Sequence[Array]) -> None:
+        """Copies samples of a window into `out`, one array a field."""
+        start, stop = piece.start, piece.stop
+        held = self._wait_for((piece.lane, piece.window))
         if held.rows is None:
             for array, into in zip(held.arrays, out, strict=True):
                 into[...] = array[start:stop]
@@ -123,7 +141,7 @@ class Windows:
                     into[...] = array[rows]
         held.num_left -= stop - start
         if held.num_left == 0:
-            self._release((lane, window))
+            self._release((piece.lane, piece.window))
 
     def close(self) -> None:
         """Ends the reading ahead and lets go of all memory."""
@@ -155,15 +173,14 @@ class Windows:
         with self._changed:
             held = self._held.pop(key)
             held.arrays.clear()
+            held.rows = None
             self._spare.append(held.buffer)
             self._changed.notify_all()
 
     def _read_ahead(self) -> None:
         try:
-            ahead = self._needed()
-            for key in ahead:
-                window = self.order.window(*key)
-                held = self._load(window, key)
+            for key in self._needed():
+                held = self._load(key)
                 if held is None:
                     return
                 with self._changed:
@@ -183,28 +200,41 @@ class Windows:
                     latest[piece.lane] = piece.window
                     yield piece.lane, piece.window
 
-    def _load(self, window: Window, key: _Key) -> Held | None:
+    def _load(self, key: _Key) -> Held | None:
         """Reads a window; None when the reader was closed meanwhile."""
-        given = self.share.gives(self.order.places(window))
-        num_given = int(np.count_nonzero(given))
-        total = window.num_samples
-        rows = window.permutation
-        kept = None
-        if num_given < total:
-            # Rows in memory are those of the samples that are given, in the order in which they are stored.
-            stored = np.flatnonzero(given) if rows is None else rows[given]
-            kept = np.sort(stored)
-            places = np.arange(total) if rows is None else rows
-            rows = np.searchsorted(kept, places)
-        buffer = self._buffer(num_given, key)
+        first, last = self.order.extent(*key)
+        given = self._given(key[0], first, last)
+        num_given, num_samples = int(np.count_nonzero(given)), last - first
+        needs_rows = self.order.is_shuffled or num_given < num_samples
+        row_bytes = _aligned(num_samples * row_dtype(num_samples).itemsize) if needs_rows else 0
+        buffer = self._buffer(row_bytes + self._arrays_bytes(num_given), key)
         if buffer is None:
             return None
-        arrays = self._carve(buffer, num_given)
+        rows = kept = None
+        if needs_rows:
+            rows = buffer[:row_bytes].view(row_dtype(num_samples))[:num_samples]
+            for start in range(0, num_samples, _NUM_LOOKED_AT):
+                stop = min(start + _NUM_LOOKED_AT, num_samples)
+                rows[start:stop] = np.arange(start, stop)
+            if self.order.is_shuffled:
+                self.order.permute(*key, rows)
+        if rows is not None and num_given < num_samples:
+            kept = _keep(rows, given)
+        arrays = self._carve(buffer[row_bytes:], num_given)
+        spans = self.order.spans(*key)
         if kept is None:
-            self._read_whole(window.spans, arrays)
+            self._read_whole(spans, arrays)
         else:
-            self._read_kept(window.spans, kept, arrays)
-        return Held(arrays, rows, num_given, buffer)
+            self._read_kept(spans, kept, arrays)
+        return Held(arrays, rows, spans, kept, num_given, buffer)
+
+    def _given(self, lane: int, first: int, last: int) -> Array:
+        """For each sample of a window whether it is given, in the order in which they are given out."""
+        given = np.empty(last - first, np.bool_)
+        for start in range(first, last, _NUM_LOOKED_AT):
+            stop = min(start + _NUM_LOOKED_AT, last)
+            given[start - first : stop - first] = self.share.gives(self.order.lane_places(lane, start, stop))
+        return given
 
     def _read_whole(self, spans: Sequence[Span], arrays: list[Array]) -> None:
         row = 0
@@ -249,19 +279,35 @@ class Windows:
             first += span.stop - span.start
 
     def _read_some(self, span: Span, wanted: Array, arrays: list[Array]) -> None:
-        start, stop = span.start + int(wanted[0]), span.start + int(wanted[-1]) + 1
-        if stop - start == len(wanted):
-            self.source.read(start, stop, arrays)
-        else:
-            scratch = [np.empty((stop - start, *array.shape[1:]), array.dtype) for array in arrays]
-            self.source.read(start, stop, scratch)
-            for array, whole in zip(arrays, scratch, strict=True):
-                np.take(whole, wanted - wanted[0], axis=0, out=array, mode="clip")
-        self.source.drop(start, stop)
+        for low, high in self._pieces(span, wanted):
+            start, stop = span.start + int(wanted[low]), span.start + int(wanted[high - 1]) + 1
+            into = [array[low:high] for array in arrays]
+            if stop - start == high - low:
+                self.source.read(start, stop, into)
+            else:
+                scratch = [np.empty((stop - start, *array.shape[1:]), array.dtype) for array in arrays]
+                self.source.read(start, stop, scratch)
+                for array, whole in zip(into, scratch, strict=True):
+                    np.take(whole, wanted[low:high] - wanted[low], axis=0, out=array, mode="clip")
+            self.source.drop(start, stop)
 
-    def _buffer(self, num_samples: int, key: _Key) -> Array | None:
+    def _pieces(self, span: Span, wanted: Array) -> Iterator[tuple[int, int]]:
+        """Parts of `wanted` that are read at once, so that what is read beside them takes little room and time."""
+        numbers = wanted + span.start
+        sample_bytes = max(1, self._arrays_bytes(1))
+        edges = self.source.layout.edges
+        if edges is None:
+            apart = np.diff(numbers // max(1, _PIECE_BYTES // sample_bytes)) > 0
+            apart |= np.diff(numbers) > max(1, _GAP_BYTES // sample_bytes)
+        else:
+            # Blocks are read as a whole; small ones together.
+            step = max(1, int(_PIECE_BYTES * len(edges) / max(1, int(edges[-1]) * sample_bytes)))
+            apart = np.diff(np.searchsorted(edges[::step], numbers, side="right")) > 0
+        cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(wanted)]
+        return itertools.pairwise(cuts)
+
+    def _buffer(self, size: int, key: _Key) -> Array | None:
         """Memory for a window, when there is some; None when the reader was closed."""
-        size = self._buffer_bytes(num_samples)
         with self._changed:
             while not self._is_closed:
                 for index, spare in enumerate(self._spare):
@@ -275,7 +321,7 @@ class Windows:
                 self._changed.wait()
         return None
 
-    def _buffer_bytes(self, num_samples: int) -> int:
+    def _arrays_bytes(self, num_samples: int) -> int:
         return sum(_aligned(self._field_bytes(index, num_samples)) for index in range(len(self.dtypes)))
 
     def _field_bytes(self, index: int, num_samples: int) -> int:
@@ -292,5 +338,16 @@ class Windows:
         return arrays
 
 
+def _keep(rows: Array, given: Array) -> Array:
+    """Which samples in memory are given, sorted; `rows` becomes their rows where only these are held."""
+    is_kept = np.zeros(len(rows), np.bool_)
+    is_kept[rows[given]] = True
+    held = np.cumsum(is_kept, dtype=rows.dtype)
+    held -= 1
+    np.take(held, rows, out=rows, mode="clip")
+    kept: Array = np.flatnonzero(is_kept).astype(rows.dtype)
+    return kept
+
+
 def _aligned(size: int) -> int:
-    return -(-size // 64) * 64
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -134,7 +134,8 @@ def plan_target(
         known = " and ".join(_COMPRESSIONS[kind]) or "none, so that any sample can be read without those before it"
         raise BadInput(f"compression {compression!r} is not for {kind} files; for those there is {known}.")
     for field in fields:
-        if field.dtype.kind not in _TYPES[kind]:
+        is_too_wide = kind == "parquet" and field.dtype.kind == "f" and field.dtype.itemsize > 8
+        if field.dtype.kind not in _TYPES[kind] or is_too_wide:
             raise BadInput(
                 f"{field.name!r} is {field.dtype.name}, which {kind} files don't hold. Leave it out with --columns, or "
                 "name a folder or a .npy file as destination."

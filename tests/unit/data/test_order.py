@@ -96,3 +96,13 @@ def test_the_order_is_near_that_of_a_full_shuffle():
 def test_generators_depend_on_their_key_alone():
     assert random_generator(1, 2).integers(2**62) == random_generator(1, 2).integers(2**62)
     assert random_generator(1, 2).integers(2**62) != random_generator(2, 1).integers(2**62)
+
+
+def test_few_blocks_are_as_little_correlated_with_their_places_as_many():
+    geometry = Geometry(30_000, 50, 1, 6_000, 100)
+
+    def correlation(seed):
+        return abs(np.corrcoef(Order(geometry, None, seed, 0).samples(0, 30_000), np.arange(30_000))[0, 1])
+
+    # By chance it would be 0.058 on average.
+    assert max(correlation(seed) for seed in range(10)) < 0.03

@@ -221,7 +221,7 @@ def test_states_that_dont_belong_here_are_refused():
         stream_of().load_state_dict(state | {"samples": 2000})
     with pytest.raises(BadInput, match="shuffle=True, and the stream has False"):
         stream_of(shuffle=False).load_state_dict(state)
-    with pytest.raises(BadInput, match=r"needs 140.* KiB of memory, and memory=19"):
+    with pytest.raises(BadInput, match=r"needs 148.* KiB of memory, and memory=19"):
         stream_of(memory_bytes=20_000).load_state_dict(state)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from memfit.core.errors import BadFile
 from memfit.data.geometry import Geometry
-from memfit.data.order import Order
+from memfit.data.order import Order, Piece
 from memfit.data.schedule import Schedule
 from memfit.data.windows import Room, Share, Windows
 from tests.sources import ArraySource
@@ -24,7 +24,7 @@ def drain(order, windows):
     for start, stop in windows.share.batches():
         for piece in order.pieces(start, stop):
             out = [np.empty((piece.stop - piece.start, 3), FLOAT)]
-            windows.take(piece.lane, piece.window, piece.start, piece.stop, out)
+            windows.take(piece, out)
             values.extend(out[0][:, 0].astype(int).tolist())
     windows.close()
     return values
@@ -60,7 +60,8 @@ def test_workers_with_lanes_of_their_own_read_nothing_twice_and_others_keep_what
 
 def test_memory_stays_within_the_limit():
     source, geometry = ArraySource(rows(2000)), Geometry(2000, 10, 4, 60, 5)
-    limit = 6 * 60 * 12 + 6 * 64
+    # Of each window the samples, and a number for each that says where it lies.
+    limit = 6 * 60 * (12 + 4) + 6 * 2 * 64
     order, windows = windows_over(source, geometry, limit_bytes=limit)
     most = 0
 
@@ -73,7 +74,7 @@ def test_memory_stays_within_the_limit():
     windows._held = Watched()
     drain(order, windows)
 
-    assert 4 * 60 * 12 <= most <= limit
+    assert 4 * 60 * (12 + 4) <= most <= limit
 
 
 def test_a_limit_below_what_is_needed_at_once_doesnt_stop_the_reader():
@@ -94,7 +95,7 @@ def test_no_thread_is_left_behind():
     before = threading.active_count()
     order, windows = windows_over(ArraySource(rows(5000)), Geometry(5000, 10, 4, 60, 5), limit_bytes=5000)
     piece = next(order.pieces(0, 10))
-    windows.take(piece.lane, piece.window, piece.start, piece.stop, [np.empty((10, 3), FLOAT)])
+    windows.take(piece, [np.empty((10, 3), FLOAT)])
     assert threading.active_count() > before
 
     windows.close()
@@ -108,6 +109,6 @@ def test_values_are_converted_on_the_way_out():
     windows = Windows(source, order, Share(Schedule(0, 50, 10)), [np.dtype("float16")], Room(10**6))
     out = [np.empty((50, 3), np.float64)]
 
-    windows.take(0, 0, 0, 50, out)
+    windows.take(Piece(0, 0, 0, 50), out)
 
     assert out[0][:, 1].tolist() == order.samples(0, 50).tolist()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memfit.core.errors import BadFile
-from memfit.data.sources.csv_records import Malformed, find_stop, iterate_cells
+from memfit.data.sources.csv_records import Malformed, find_stop, iterate_cells, lone_return
 
 # Those that pandas takes for missing too, and a blank.
 MISSING = (
@@ -72,8 +72,10 @@ def find_dialect(head: bytes, name: str) -> Dialect:
     delimiter = _find_delimiter(body, name)
     rows = _first_rows(body, delimiter)
     if not rows and body.strip():
-        stop = start + find_stop(body, 0, delimiter)
-        raise Malformed(stop, "a quote is opened and never closed")
+        stop = find_stop(body, 0, delimiter)
+        if body[stop : stop + 1] == b"\r":
+            raise lone_return(start + stop)
+        raise Malformed(start + stop, "a quote is opened and never closed")
     if not rows:
         raise BadFile(f"{name!r} has no rows. A CSV file of at least one row was expected.")
     decimal = _find_decimal([cells for _, cells in rows], delimiter)

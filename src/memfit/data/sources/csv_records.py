@@ -82,7 +82,7 @@ def _split_plain(data: bytes) -> Array:
     if data.count(b"\r", 0, complete) != data.count(b"\r\n", 0, complete):
         returns = np.flatnonzero(codes[:complete] == _CARRIAGE_RETURN)
         lone = returns[codes[returns + 1] != _LINE_FEED]
-        raise _lone_return(int(lone[0]))
+        raise lone_return(int(lone[0]))
     return ends
 
 
@@ -115,11 +115,12 @@ def _split_by_pattern(data: bytes, delimiter: str) -> Array:
         ends.append(position)
     stuck = find_stop(data, position, delimiter)
     if stuck < len(data) - 1 and data[stuck] == _CARRIAGE_RETURN:
-        raise _lone_return(stuck)
+        raise lone_return(stuck)
     return np.array(ends, np.int64)
 
 
-def _lone_return(position: int) -> Malformed:
+def lone_return(position: int) -> Malformed:
+    """An error for a line that ends as on the first Macintosh computers."""
     return Malformed(
         position,
         "a carriage return without a line feed; lines must end with \\n or \\r\\n. Convert the file, for instance "

@@ -36,6 +36,7 @@ from memfit.data.sources.hdf5_contents import (
 )
 
 _DROP_EVERY_BYTES = 16 * MIB
+_MOST_BLOCKS = 2**19
 # Handles of a parent process, which a child may neither use nor close.
 _abandoned: list[object] = []
 
@@ -166,7 +167,10 @@ class Hdf5Source:
         largest = max(self._datasets, key=lambda dataset: dataset.field.sample_bytes)
         edges = None
         if largest.chunks is not None:
-            edges = np.append(np.arange(0, self.num_samples, largest.chunks[0], dtype=np.int64), self.num_samples)
+            # Several chunks are a block where there are very many: the edges of all blocks are held in memory.
+            num_merged = ceil_divide(ceil_divide(self.num_samples, largest.chunks[0]), _MOST_BLOCKS)
+            step = largest.chunks[0] * num_merged
+            edges = np.append(np.arange(0, self.num_samples, step, dtype=np.int64), self.num_samples)
         return Layout(edges, sum(dataset.scratch_bytes for dataset in self._datasets))
 
     @property
@@ -386,8 +390,8 @@ def _open_cached(file: Any, dataset: Dataset) -> _Handle:
     import h5py
 
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-    # Chunks that were read to their end go first.
-    access.set_chunk_cache(dataset.num_slots, dataset.cache_bytes, 1.0)
+    # Chunks that were read to their end go first; with 1.0 others would never go, whatever the size of the cache.
+    access.set_chunk_cache(dataset.num_slots, dataset.cache_bytes, 0.99)
     handle = h5py.Dataset(h5py.h5d.open(file.id, dataset.path.encode(), access))
     if handle.shape != (dataset.num_samples, *dataset.field.shape):
         raise OSError(f"dataset {dataset.path!r} is now of shape {handle.shape}")

@@ -173,13 +173,21 @@ def _list(root: str, inside: str) -> list[_Entry]:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
-                if entry.is_dir():
+                if is_folder(entry):
                     found.append(_Entry(entry.name, True, 0, 0))
                 elif entry.name.lower().endswith(ENDINGS):
                     found.append(_file(entry))
     except OSError as error:
         raise BadFile(f"{folder!r} can't be looked into: {error.strerror or error}.") from error
     return sorted(found, key=lambda entry: entry.name)
+
+
+def is_folder(entry: "os.DirEntry[str]") -> bool:
+    """Whether an entry is a folder or a link to one; a link that leads in a circle is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _file(entry: "os.DirEntry[str]") -> _Entry:

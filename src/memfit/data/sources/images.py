@@ -11,6 +11,7 @@ import contextlib
 import functools
 import io
 import os
+import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +20,19 @@ from typing import Any, TypeVar
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput, MissingDependency
+from memfit.core.units import MIB
 from memfit.data.files import is_remote, open_file
 from memfit.data.source import Array, Field, Layout
 from memfit.data.sources.image_index import ImageIndex, build_index
+from memfit.data.sources.skipped import SkippedSamples
 
 # Images whose sizes are looked at when a folder is opened.
 _NUM_PROBED = 16
 # Images that are tried for one that can be read, where others are to be skipped.
 _MOST_TRIED = 1000
 _NUM_NAMED = 20
+# Of a picture that isn't compressed at all: four channels of two bytes.
+_MOST_PIXEL_BYTES = 8
 _T = TypeVar("_T")
 
 
@@ -46,21 +51,14 @@ class ImageSource:
 
     Attributes:
         notes: what a user should know of how the folder was understood.
-        skipped: paths of the first images that this process left out.
     """
 
     def __init__(self, name: str, index: ImageIndex, fields: tuple[Field, ...], on_error: str) -> None:
         self._name = name
         self._index = index
         self._fields = fields
-        self._on_error = on_error
+        self._skipped = SkippedSamples() if on_error == "skip" else None
         self.notes = index.notes
-        self._forget()
-
-    def _forget(self) -> None:
-        self.skipped: list[str] = []
-        self._is_skipped: Array | None = None
-        self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -79,8 +77,14 @@ class ImageSource:
 
     @property
     def num_skipped(self) -> int:
-        """Different images that this process left out because they can't be read."""
-        return 0 if self._is_skipped is None else int(np.count_nonzero(self._is_skipped))
+        """Different images that were left out because they can't be read, by workers too."""
+        return 0 if self._skipped is None else len(self._skipped.numbers())
+
+    @property
+    def skipped(self) -> list[str]:
+        """Paths of the first of these."""
+        numbers = () if self._skipped is None else self._skipped.numbers()[:_NUM_NAMED]
+        return [self.sample_name(int(number)) for number in numbers]
 
     @property
     def layout(self) -> Layout:
@@ -107,8 +111,8 @@ class ImageSource:
         try:
             image = _quietly(_pixels, _read(path))
         except _Unreadable as error:
-            if self._on_error == "skip":
-                self._note_skipped(sample, path)
+            if self._skipped is not None:
+                self._skipped.add(sample)
                 return None
             raise _bad(path, error) from None
         if not self.classes:
@@ -149,21 +153,6 @@ class ImageSource:
 
     def close(self) -> None:
         """Does nothing: no file stays open."""
-
-    def _note_skipped(self, sample: int, path: str) -> None:
-        with self._lock:
-            if self._is_skipped is None:
-                self._is_skipped = np.zeros(self.num_samples, np.bool_)
-            if not self._is_skipped[sample]:
-                self._is_skipped[sample] = True
-                if len(self.skipped) < _NUM_NAMED:
-                    self.skipped.append(_shown(path))
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._name, self._index, self._fields, self._on_error
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
 
 
 def open_images(path: str | os.PathLike[str], *, on_error: str = "fail") -> ImageSource:
@@ -250,6 +239,7 @@ def _read(path: str) -> bytes:
             raise _Unreadable(str(error)) from None
         return bytes(data)
     try:
+        _check_file(os.stat(path))
         with open(path, "rb", buffering=0) as local:
             found = local.readall()
             if hasattr(os, "posix_fadvise"):
@@ -258,6 +248,19 @@ def _read(path: str) -> bytes:
     except OSError as error:
         raise _Unreadable(error.strerror or str(error)) from None
     return found
+
+
+def _check_file(status: os.stat_result) -> None:
+    """Refuses what would be read for ever, such as a pipe or a device, or would fill the memory."""
+    if not stat.S_ISREG(status.st_mode):
+        raise _Unreadable("it is a pipe, a device or a folder, and no file")
+    limit = _pillow().MAX_IMAGE_PIXELS
+    # Notes beside the pixels may take as much as those of a small image.
+    if limit is not None and status.st_size > _MOST_PIXEL_BYTES * limit + MIB:
+        raise _Unreadable(
+            f"its file has {status.st_size:,} bytes, more than {_MOST_PIXEL_BYTES} for each of "
+            f"PIL.Image.MAX_IMAGE_PIXELS = {limit:,}"
+        )
 
 
 @contextlib.contextmanager

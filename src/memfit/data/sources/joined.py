@@ -194,9 +194,10 @@ class Paired:
 
     def __init__(self, features: Source, labels: Source, *, are_labels: bool = True) -> None:
         if features.num_samples != labels.num_samples:
+            needed = "one label is needed for each sample" if are_labels else "as many are needed in each"
             raise BadInput(
                 f"{features.name} has {features.num_samples} samples, {labels.name} has {labels.num_samples}: "
-                "one label is needed for each sample. Check that both files are of the same data."
+                f"{needed}. Check that both files are of the same data."
             )
         for source in (features, labels):
             if source.layout.is_by_sample:

@@ -14,6 +14,7 @@ from typing import Any, cast
 from memfit.core.errors import BadFile, BadInput
 from memfit.data.files import is_remote, open_file
 from memfit.data.source import Source
+from memfit.data.sources.image_index import is_folder as is_folder_entry
 from memfit.data.sources.joined import Named, Paired, concatenate
 from memfit.data.sources.npy import MAGIC, NpySource
 from memfit.data.sources.npz import NpzSource, obvious_pair
@@ -161,7 +162,10 @@ def _open_path(path: str, columns: list[str] | None, labels: str | None, on_erro
 
 def missing(path: str) -> str:
     """What to say of a path at which there is nothing: the nearest name in its folder too."""
-    folder, name = os.path.split(os.path.expanduser(path))
+    place = os.path.expanduser(path)
+    if os.path.islink(place):
+        return f"{path!r} is a link to {os.readlink(place)!r}, where there is nothing that can be read."
+    folder, name = os.path.split(place)
     try:
         present = os.listdir(folder or ".")
     except OSError:
@@ -178,6 +182,10 @@ def kind_of(path: str) -> str:
     kind = _kind_by_name(path)
     file = open_file(path)
     name = repr(file.name)
+    if not is_remote(path) and not os.path.isfile(os.path.expanduser(path)):
+        raise BadFile(
+            f"{name} is a pipe or a device, of which only the next bytes can be read. Write its data to a file first."
+        )
     if not file.size:
         raise BadFile(f"{name} is empty: 0 bytes. Was it written to its end?")
     if kind is None:
@@ -223,7 +231,11 @@ def _entries(path: str) -> list[tuple[str, bool]]:
 
         found = [(entry.path, entry.is_folder) for entry in list_folder(path)]
     else:
-        found = [(os.path.join(path, e.name), e.is_dir()) for e in os.scandir(os.path.expanduser(path))]
+        try:
+            with os.scandir(os.path.expanduser(path)) as listed:
+                found = [(os.path.join(path, entry.name), is_folder_entry(entry)) for entry in listed]
+        except OSError as error:
+            raise BadFile(f"{path!r} can't be looked into: {error.strerror or error}.") from error
     visible = [entry for entry in found if not _base(entry[0]).startswith((".", "_"))]
     return sorted(visible, key=lambda entry: _by_number(entry[0]))
 

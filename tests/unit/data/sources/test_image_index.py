@@ -122,3 +122,12 @@ def test_folders_behind_an_address(monkeypatch):
 
 def test_endings_are_those_that_are_documented():
     assert set(image_index.ENDINGS) == {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+
+
+@pytest.mark.skipif(not hasattr(os, "symlink"), reason="this system has no links")
+def test_a_link_to_itself_is_passed_over(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.png").write_bytes(b"1")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path / "a" / "loop")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert build_index(str(tmp_path)).num_images == 1

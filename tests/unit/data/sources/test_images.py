@@ -8,7 +8,9 @@ import warnings
 import numpy as np
 import pytest
 
+import memfit
 from memfit.core.errors import BadFile, BadInput, MissingDependency
+from memfit.core.units import MIB
 from memfit.data.source import SampleSource
 from memfit.data.sources import images
 from memfit.data.sources.images import open_images
@@ -153,6 +155,39 @@ def test_unreadable_images_fail_or_are_skipped(tmp_path, data, reason):
     assert (source.num_skipped, source.skipped) == (1, [str(bad)])
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes among its files")
+def test_pipes_and_devices_are_never_read(tmp_path):
+    # GIVEN names of images behind which bytes come for ever, or never
+    save(tmp_path / "a" / "1.png")
+    os.mkfifo(tmp_path / "a" / "2.png")
+    (tmp_path / "a" / "3.png").symlink_to("/dev/zero")
+    with pytest.raises(BadFile, match=r"2\.png' can't be read: it is a pipe, a device or a folder, and no file"):
+        open_images(tmp_path)
+    source = open_images(tmp_path, on_error="skip")
+    assert [source.read_sample(sample) is None for sample in range(3)] == [False, True, True]
+    assert source.num_skipped == 2
+
+
+def test_files_too_large_for_an_image_are_not_read(tmp_path, monkeypatch):
+    save(tmp_path / "a" / "1.png")
+    with open(damage(tmp_path / "a" / "2.png"), "r+b") as file:
+        file.truncate(8 * 1000 + MIB + 1)
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(BadFile, match=r"2\.png' can't be read: its file has 1,056,577 bytes, more than 8 for each"):
+        open_images(tmp_path)
+
+
+def test_workers_count_what_they_leave_out(tmp_path):
+    # GIVEN images of which two can't be read, and two processes that read them
+    for number in range(8):
+        save(tmp_path / "a" / f"{number}.png")
+    damaged = [str(damage(tmp_path / "a" / f"{number}.png")) for number in (2, 5)]
+    stream = memfit.stream(tmp_path, batch_size=2, on_error="skip")
+    assert sum(len(images) for images, _ in stream.parallel(2)) == 6
+    # THEN the program knows what they left out
+    assert (stream.source.num_skipped, stream.source.skipped) == (2, damaged)
+
+
 def test_only_the_first_names_are_kept(tmp_path):
     for number in range(30):
         damage(tmp_path / "a" / f"{number:02d}.png")
@@ -258,7 +293,7 @@ def test_it_is_read_after_a_pickle_a_fork_and_by_threads(tmp_path):
         )
 
     copy = pickle.loads(pickle.dumps(source))
-    assert copy.num_skipped == 0
+    assert (copy.num_skipped, copy.skipped) == (1, [str(tmp_path / "a" / "9.png")])
     assert is_right(copy)
     found = []
     threads = [threading.Thread(target=lambda: found.append(is_right(source))) for _ in range(8)]
