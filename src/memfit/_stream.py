@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.catalogue.host import host_memory_bytes
 from memfit.core import env
+from memfit.core.errors import BadInput
 from memfit.core.units import GIB, MIB, parse_size
 from memfit.data.array import ArrayFile, open_array
 from memfit.data.source import Source
@@ -34,6 +35,14 @@ class Stream(_Stream):
     As it is, it gives NumPy arrays, read by one thread ahead. `loader`, `torch`, `keras`, `tensorflow` and `parallel`
     give the same batches in the same order to frameworks and with workers.
     """
+
+    def __getitem__(self, index: Any) -> Any:
+        """Refused, for who gives the stream itself to a DataLoader."""
+        raise BadInput(
+            "a stream gives batches one after the other, and none by number. For PyTorch take `stream.loader()`, or "
+            "`DataLoader(stream.torch(), batch_size=None)`; for Keras `stream.keras()`. `memfit.open_array` gives "
+            "single samples."
+        )
 
     def loader(self, num_workers: int = 0, **options: Any) -> "StreamLoader":
         """A loader of torch tensors whose state is the position of the training, not of its workers.

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -61,16 +64,40 @@ def test_transforms_may_draw_from_torch(path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_budget_by_itself_is_a_share_of_what_the_container_has_left(monkeypatch):
-    monkeypatch.setattr(_stream, "_resident_bytes", lambda: GIB)
-    for limit, expected in ((9 * GIB, 2 * GIB), (GIB + 100 * MIB, 64 * MIB), (999 * GIB, 4 * GIB), (None, 512 * MIB)):
+def test_a_budget_by_itself_is_a_share_of_what_the_container_may_have(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for limit, expected in ((9 * GIB, 2 * GIB), (100 * MIB, 64 * MIB), (999 * GIB, 4 * GIB), (None, 512 * MIB)):
         monkeypatch.setattr(_stream, "host_memory_bytes", lambda limit=limit: limit)
         assert _stream._budget("auto") == expected
+    monkeypatch.setattr(_stream, "host_memory_bytes", lambda: 8 * GIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert _stream._budget("auto") == 512 * MIB
     assert _stream._budget("1GiB") == GIB
 
 
-def test_the_memory_of_this_process_is_known():
-    assert _stream._resident_bytes() > MIB
+def test_ranks_with_a_budget_by_itself_have_the_same_order(tmp_path):
+    # GIVEN two processes, one of which takes 300 MiB more than the other
+    path = tmp_path / "x.npy"
+    np.save(path, np.zeros((1000, 4), np.float32))
+    script = (
+        "import sys, memfit\n"
+        "kept = bytearray(b'1') * int(sys.argv[2])\n"
+        "print(memfit.stream(sys.argv[1], batch_size=8, memory='auto').memory_bytes)"
+    )
+
+    def budget(size):
+        command = [sys.executable, "-c", script, str(path), str(size)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+
+    assert budget(0) == budget(300 * MIB)
+
+
+def test_a_loader_over_the_stream_itself_is_told_what_to_take(path):
+    from torch.utils.data import DataLoader
+
+    for options in ({}, {"batch_size": None}):
+        with pytest.raises(BadInput, match=r"none by number.*stream\.loader\(\)"):
+            next(iter(DataLoader(memfit.stream(path, batch_size=8), **options)))
 
 
 def test_bad_input_is_refused_before_anything_is_read(path, tmp_path):

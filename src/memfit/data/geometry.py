@@ -120,20 +120,22 @@ def divide(
     if not shuffle:
         window = _capped(usable // 4 // held, num_samples)
         return Geometry(num_samples, batch_size, 1, window, window)
-    num_lanes, window_bytes = 1, usable // num_held(1)
+    # Bytes of a window's samples, beside which it holds their order.
+    num_lanes, window_bytes = 1, usable // num_held(1) // held * sizes.held_bytes
     natural = _natural_block_bytes(layout.edges, sizes.held_bytes)
     if natural is None:
         block_bytes = max(_MOST_BLOCK_BYTES, sizes.held_bytes, layout.read_bytes)
     else:
         block_bytes = max(_LEAST_BLOCK_BYTES, natural)
     if num_samples * held <= usable // 2:
-        window_bytes = num_samples * held
+        window_bytes = num_samples * sizes.held_bytes
     else:
         for more in _LANES:
-            if usable // num_held(more) >= _ENOUGH_BLOCKS * block_bytes:
-                num_lanes, window_bytes = more, usable // num_held(more)
+            less_bytes = usable // num_held(more) // held * sizes.held_bytes
+            if less_bytes >= _ENOUGH_BLOCKS * block_bytes:
+                num_lanes, window_bytes = more, less_bytes
                 break
-    window = _capped(window_bytes // held, num_samples)
+    window = _capped(window_bytes // sizes.held_bytes, num_samples)
     if natural is not None:
         num_merged = max(1, _block_bytes(window_bytes, layout) // max(1, natural))
         return Geometry(num_samples, batch_size, num_lanes, window, 0, num_merged)

@@ -113,7 +113,7 @@ def _chunk_warnings(name: str, chunks: tuple[int, ...], shape: tuple[int, ...], 
 def _parquet(path: str, fields: Sequence[Field]) -> Storage:
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path) as file:
+    with open(path, "rb") as opened, parquet.ParquetFile(opened) as file:
         metadata = file.metadata
         count = metadata.num_row_groups
         sizes = [metadata.row_group(index).total_byte_size for index in range(min(count, 1000))]

@@ -73,6 +73,11 @@ class Stream:
         self._floating = floating
         self._sizes = sizes_of(source.fields, self._dtypes)
         self._transforms = Transforms(transform, batch_transform, randomness)
+        if self._transforms.takes_labels and not any(field.is_label for field in source.fields):
+            raise BadInput(
+                f"a transform takes features and labels, and {source.name} has no labels. Say which they are with "
+                "labels=..., or let the transform take the features alone."
+            )
         self.geometry = divide(
             source.num_samples, source.layout, self._sizes, batch_size, memory_bytes, shuffle=self.shuffle
         )

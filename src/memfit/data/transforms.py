@@ -93,6 +93,11 @@ class Transforms:
         """Whether batches are changed after they are put together."""
         return self._batch is not None
 
+    @property
+    def takes_labels(self) -> bool:
+        """Whether one of them can only be called with labels."""
+        return any(call is not None and call.takes_label for call in (self._sample, self._batch))
+
     @contextmanager
     def own_randomness(self) -> Iterator[None]:
         """Whatever is drawn inside, the program's random numbers are as before afterwards."""
@@ -158,14 +163,16 @@ def stack(values: Sequence[Any], names: Callable[[int], str]) -> Array:
 
 
 def _array(value: Any, names: Callable[[int], str], position: int) -> Array:
+    reason = ""
     try:
         array = np.asarray(value)
-    except ValueError:
-        array = None  # a list of arrays of different shapes
-    if array is None or array.dtype == object:
+    except (ValueError, TypeError, RuntimeError) as error:
+        # Arrays of different shapes, or tensors that NumPy has no type for.
+        array, reason = np.empty(0, object), f" ({error})"
+    if array.dtype == object:
         raise BadInput(
-            f"{names(position)} became {_kind(value)}, which is no array. A transform gives back arrays or numbers, or "
-            "a dict of them."
+            f"{names(position)} became {_kind(value)}, which is no array{reason}. A transform gives back arrays or "
+            "numbers, or a dict of them."
         )
     return array
 

@@ -310,9 +310,11 @@ class Windows:
         """Memory for a window, when there is some; None when the reader was closed."""
         with self._changed:
             while not self._is_closed:
-                for index, spare in enumerate(self._spare):
-                    if spare.nbytes >= size:
-                        return self._spare.pop(index)
+                large_enough = (index for index, spare in enumerate(self._spare) if spare.nbytes >= size)
+                found = next(large_enough, None)
+                large_enough.close()  # so that it holds on to none
+                if found is not None:
+                    return self._spare.pop(found)
                 while self._spare and self._held_bytes + size > self.room.held_bytes:
                     self._held_bytes -= self._spare.pop(0).nbytes
                 if self._held_bytes + size <= self.room.held_bytes or self._wanted == key:

@@ -380,6 +380,7 @@ class _ParquetWriter:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._writer: Any = None
+        self._file: Any = None
         self._part = Path()
 
     def open(self, part: Path, num_durable: int) -> int:
@@ -397,8 +398,10 @@ class _ParquetWriter:
                 kind = pyarrow.list_(kind, size)
             columns.append(pyarrow.field(field.name, kind, nullable=False))
         self._part = part
+        # As bytes: names that aren't UTF-8 are otherwise refused.
+        self._file = pyarrow.OSFile(os.fsencode(part), "wb")
         self._writer = parquet.ParquetWriter(
-            part,
+            self._file,
             pyarrow.schema(columns),
             compression=self._target.compression or "none",
             # Numbers that hardly repeat gain nothing from a dictionary, and cost one.
@@ -427,6 +430,7 @@ class _ParquetWriter:
     def finish(self) -> None:
         self._writer.close()
         self._writer = None
+        self._file.close()
         _sync_path(self._part)
 
     def close(self) -> None:
@@ -434,6 +438,9 @@ class _ParquetWriter:
             with contextlib.suppress(OSError):
                 self._writer.close()
             self._writer = None
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
 
 
 def _write_all(file: IO[bytes], content: memoryview) -> None:

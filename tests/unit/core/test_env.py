@@ -85,3 +85,12 @@ def test_the_spool_folder_is_part_of_the_cache_unless_given(monkeypatch):
     assert env.spool_folder() == os.path.join("cache", "spool")
     monkeypatch.setenv("MEMFIT_SPOOL", "large-disk")
     assert env.spool_folder() == "large-disk"
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 1), ("4", 4), ("0", 1), ("many", 1)])
+def test_the_number_of_ranks_on_this_machine(monkeypatch, given, expected):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
+
+    assert env.num_local_ranks() == expected

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from memfit.core.errors import BadInput
 from memfit.core.units import GIB, KIB, MIB
-from memfit.data.geometry import Geometry, Sizes, divide, num_held, sizes_of
+from memfit.data.geometry import Geometry, Sizes, divide, in_flight_bytes, num_held, sizes_of, windows_bytes
 from memfit.data.source import Field, Layout
 
 ROW = Sizes(4096, 4096)
@@ -54,6 +54,13 @@ def test_small_windows_have_small_blocks():
     assert geometry.window_samples / geometry.block_samples >= 60
 
 
+def test_windows_of_very_small_samples_have_as_many_blocks_as_others():
+    geometry = divide(10**8, Layout(), Sizes(4, 4), 32, 8 * MIB, shuffle=True)
+
+    assert geometry.window_samples / geometry.block_samples >= 60
+    assert windows_bytes(geometry, Sizes(4, 4), shuffle=True) == 2 * geometry.window_samples * 8
+
+
 def test_the_order_of_very_many_blocks_is_bounded():
     geometry = divide(10**9, Layout(), ROW, 32, 256 * MIB, shuffle=True)
 
@@ -96,10 +103,12 @@ def test_any_division_is_within_the_budget(num_samples, sample_bytes, batch_size
     try:
         geometry = divide(num_samples, Layout(), sizes, batch_size, memory_bytes, shuffle=shuffle)
     except BadInput:
-        assert batch_size * sample_bytes > memory_bytes // 2
+        assert batch_size * sample_bytes > memory_bytes // 3
         return
     assert 1 <= geometry.window_samples <= num_samples
     assert num_held(geometry.num_lanes) * geometry.window_samples * sample_bytes <= memory_bytes
+    held = windows_bytes(geometry, sizes, shuffle=shuffle)
+    assert held + in_flight_bytes(batch_size * sample_bytes, memory_bytes) <= memory_bytes
 
 
 def test_reads_that_have_a_price_bring_more():

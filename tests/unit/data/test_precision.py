@@ -148,6 +148,10 @@ def test_statistics_survive_json():
     again = Statistics.from_json(json.loads(json.dumps(found.to_json())))
 
     assert again == found
+    for dtype in ("g", "i8", "f2"):
+        converter = Converter(Field("x", np.dtype(dtype), ()), np.dtype(dtype))
+        converter.run(0, np.arange(3).astype(dtype), np.empty(3, dtype))
+        assert json.loads(json.dumps(converter.statistics.to_json()))["maximum"] == 2
     assert found.copy() == found
     assert found.copy() is not found
 

@@ -1,5 +1,8 @@
+import itertools
 import json
 import pickle
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -293,3 +296,100 @@ def test_no_more_workers_than_there_is_room_for_what_reading_takes():
     stream = Stream(Costly(np.zeros((5000, 8))), batch_size=4, memory_bytes=MIB, shuffle=False)
 
     assert stream.working(8) == 2
+
+
+def peak_of(stream):
+    tracemalloc.start()
+    try:
+        for _ in stream:
+            pass
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("transform", [None, float])
+def test_very_small_samples_stay_within_the_budget(transform):
+    stream = Stream(
+        ArraySource(np.zeros(4_000_000, np.float32)), batch_size=800, memory_bytes=8 * MIB, transform=transform
+    )
+    assert stream.geometry.window_samples < 1_000_000
+
+    # Beside it: the places of some samples that are looked at together.
+    assert peak_of(itertools.islice(stream, 3000 if transform is None else 3)) < 11 * MIB
+
+
+def test_large_batches_stay_within_the_budget():
+    x = np.zeros((20_000, 64), np.float32)
+    stream = Stream(ArraySource(x), batch_size=4000, memory_bytes=4 * MIB)
+
+    assert 2 * stream.batch_bytes <= stream.in_flight_bytes
+    assert stream.in_flight_bytes + stream.window_bytes <= 4 * MIB
+    assert peak_of(stream) < 4.5 * MIB
+
+
+def test_a_window_is_read_while_the_one_before_it_is_used():
+    # GIVEN windows whose arrays don't end at a multiple of the alignment
+    source, window = ArraySource(np.zeros((10_000, 3), np.float32)), 1001
+    stream = Stream(source, batch_size=10, memory_bytes=50_000)
+    stream.geometry = Geometry(10_000, 10, 1, window, 1)
+
+    batches = iter(stream)
+    next(batches)
+
+    deadline = time.monotonic() + 30
+    while source.reads.sum() <= window and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert source.reads.sum() > window
+    batches.close()
+
+
+@pytest.mark.parametrize("name", ["format", "seed", "epoch", "samples", "shuffle", "geometry", "fingerprint"])
+def test_states_that_lack_something_are_refused(name):
+    state = stream_of().state_dict()
+    del state[name]
+
+    with pytest.raises(BadInput, match=f"no state of a stream: KeyError\\('{name}'\\)"):
+        stream_of().load_state_dict(state)
+
+
+@pytest.mark.parametrize("damage", [{"num_lanes": 0}, {"window_samples": 0}, {"block_samples": -1}, {"batch_size": 0}])
+def test_states_whose_division_can_be_of_no_stream_are_refused(damage):
+    state = stream_of().state_dict()
+    state["geometry"] |= damage
+
+    with pytest.raises(BadInput, match="is damaged"):
+        stream_of().load_state_dict(state)
+
+
+def test_workers_that_cant_be_started_use_up_no_epoch(monkeypatch):
+    stream = stream_of()
+    first = numbers(stream_of())
+
+    def refused(*args, **options):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("memfit.data.stream.WorkerBatches", refused)
+    with pytest.raises(OSError, match="no more processes"):
+        stream.parallel(2)
+
+    assert numbers(stream) == first
+
+
+def test_transforms_of_labels_need_labels():
+    source = ArraySource(np.zeros((10, 3)), name="x.npy")
+    for options in ({"transform": lambda x, y: (x, y)}, {"batch_transform": lambda x, y: (x, y)}):
+        with pytest.raises(BadInput, match=r"takes features and labels, and x\.npy has no labels"):
+            Stream(source, batch_size=2, memory_bytes=MIB, **options)
+
+
+def test_ranks_that_cant_give_equally_many_batches_are_told(caplog):
+    stream_of(12, batch_size=1).split(0, 4)
+    stream_of(10, batch_size=1, drop_last=True).split(0, 4)
+    stream_of(10, batch_size=1).split(1, 4)
+    assert not caplog.records
+
+    stream_of(10, batch_size=1).split(0, 4)
+
+    assert "different numbers of batches, 3 and 2" in caplog.text
+    assert "drop_last=True" in caplog.text

@@ -98,3 +98,18 @@ def test_stacking_names_the_sample_that_differs():
         stack([np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((3, 2))], name)
     with pytest.raises(BadInput, match="image 0 became NoneType None, which is no array"):
         stack([None], name)
+    with pytest.raises(BadInput, match=r"image 1 became tuple .*, which is no array"):
+        stack([np.zeros(2), (np.zeros(2), np.zeros(3))], name)
+
+    class Unusual:
+        def __array__(self, *args, **options):
+            raise TypeError("no such type in NumPy")
+
+    with pytest.raises(BadInput, match=r"no array \(no such type in NumPy\)\. A transform"):
+        stack([Unusual()], name)
+
+
+def test_stacking_loses_nothing_of_later_samples():
+    assert stack([0, 0.5], str).tolist() == [0, 0.5]
+    assert stack(["a", "abc"], str).tolist() == ["a", "abc"]
+    assert stack([np.uint8(3), np.uint8(4)], str).dtype == np.uint8

@@ -112,3 +112,70 @@ def test_values_are_converted_on_the_way_out():
     windows.take(Piece(0, 0, 0, 50), out)
 
     assert out[0][:, 1].tolist() == order.samples(0, 50).tolist()
+
+
+class Noting(ArraySource):
+    """Notes which runs are read."""
+
+    def __init__(self, *arrays, **options):
+        super().__init__(*arrays, **options)
+        self.runs = []
+
+    def read(self, start, stop, out):
+        self.runs.append((start, stop))
+        super().read(start, stop, out)
+
+
+def one_of_four(source, geometry, *, edges=None, seed=None):
+    order = Order(geometry, edges, seed, 0)
+    share = Share(Schedule(0, geometry.num_samples, geometry.batch_size), worker=1, num_workers=4)
+    return order, Windows(source, order, share, [FLOAT], Room(10**9))
+
+
+def test_a_worker_reads_only_its_batches_where_they_lie_apart():
+    source = Noting(rows(80_000))
+    order, windows = one_of_four(source, Geometry(80_000, 10_000, 1, 80_000, 80_000))
+
+    assert drain(order, windows) == [*range(10_000, 20_000), *range(50_000, 60_000)]
+    assert source.reads.sum() == 20_000
+
+
+def test_what_is_read_beside_the_samples_of_a_worker_is_bounded():
+    # GIVEN a window that is one span of 4.8 MB, of which a worker gives a sample in four
+    source = Noting(rows(400_000))
+    order, windows = one_of_four(source, Geometry(400_000, 10, 1, 400_000, 400_000), seed=3)
+
+    values = drain(order, windows)
+
+    assert len(values) == 100_000
+    assert max(stop - start for start, stop in source.runs) * 12 <= 2**20
+    assert source.reads.max() == 1
+
+
+def test_natural_blocks_of_which_some_samples_are_wanted_are_read_one_by_one_and_once():
+    edges = np.arange(0, 400_001, 100_000)
+    source = Noting(rows(400_000), edges=edges)
+    order, windows = one_of_four(source, Geometry(400_000, 10, 1, 400_000, 400_000), edges=edges)
+
+    assert len(drain(order, windows)) == 100_000
+    assert [start // 100_000 for start, _ in source.runs] == [0, 1, 2, 3]
+    assert all(stop <= (start // 100_000 + 1) * 100_000 for start, stop in source.runs)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_numbers_of_samples_are_those_of_the_order(seed, num_workers):
+    source, geometry = ArraySource(rows(500)), Geometry(500, 10, 1, 120, 7)
+    order = Order(geometry, None, seed, 0)
+    share = Share(Schedule(30, 500, 10), worker=num_workers - 1, num_workers=num_workers)
+    windows = Windows(source, order, share, [FLOAT], Room(10**6))
+
+    for start, stop in share.batches():
+        found, taken = [], []
+        for piece in order.pieces(start, stop):
+            found.extend(windows.numbers(piece).tolist())
+            out = [np.empty((piece.stop - piece.start, 3), FLOAT)]
+            windows.take(piece, out)
+            taken.extend(out[0][:, 0].astype(int).tolist())
+        assert found == taken == order.samples(start, stop).tolist()
+    windows.close()

@@ -176,6 +176,9 @@ def test_types_that_a_format_lacks_are_refused():
     with pytest.raises(BadInput, match=r"'name' is str160, which parquet files don't hold"):
         plan_target(Path("x.parquet"), (text,), 3)
     assert plan_target(Path("x.npy"), (text,), 3).kind == "npy"
+    if np.dtype("g").itemsize > 8:
+        with pytest.raises(BadInput, match=r"'long' is float\d+, which parquet files don't hold"):
+            plan_target(Path("x.parquet"), (Field("long", np.dtype("g"), ()),), 3)
 
 
 def test_chunks_are_bounded():

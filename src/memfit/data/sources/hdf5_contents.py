@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput, MissingDependency
-from memfit.core.units import MIB
+from memfit.core.units import MIB, format_size
 from memfit.data.source import Field
 from memfit.data.sources.table_fields import describe_unknown
 
@@ -31,6 +31,9 @@ MOST_METADATA_BYTES = 8 * MIB
 # Where chunks lie is remembered for no more chunks than this; those of larger files aren't asked for ahead of time.
 MOST_INDEXED = 2**18
 _MOST_LISTED = 50
+# No compression makes more of a byte than this; a dataset that says otherwise was hardly written to, or is damaged.
+_MOST_UNPACKED = 100_000
+_VAST_BYTES = 2**40
 _FILTERS = {
     32000: "lzf",
     32001: "blosc",
@@ -213,6 +216,7 @@ def describe(dataset: Any, path: str, is_label: bool, name: str) -> Dataset:
     _check_kind(dataset.dtype, said)
     _check_filters(dataset, said)
     _check_parts(dataset, said)
+    _check_written(dataset, said)
     dtype = np.dtype(dataset.dtype.str)
     field = Field(path, dtype.newbyteorder("="), tuple(map(int, dataset.shape[1:])), is_label=is_label)
     is_filtered = dataset.id.get_create_plist().get_nfilters() > 0
@@ -271,6 +275,18 @@ def _check_parts(dataset: Any, said: str) -> None:
             continue
         if not any(os.path.exists(os.path.join(base, part.file_name)) for base in (folder, os.getcwd())):
             raise BadFile(f"{said} is made of other files, of which {part.file_name!r} is missing. Put it back.")
+
+
+def _check_written(dataset: Any, said: str) -> None:
+    """HDF5 gives zeros for what was never written, of which a file of a kilobyte can promise a petabyte."""
+    if dataset.is_virtual or dataset.external:
+        return
+    size, stored = math.prod(map(int, dataset.shape)) * dataset.dtype.itemsize, dataset.id.get_storage_size()
+    if size > max(_VAST_BYTES, stored * _MOST_UNPACKED):
+        raise BadFile(
+            f"{said} is of the shape {dataset.shape}, {format_size(size)}, of which {format_size(stored)} are stored: "
+            "the rest was never written, or the file is damaged. Write it to its end, or make it smaller with resize()."
+        )
 
 
 def ceil_divide(number: int, divisor: int) -> int:

@@ -383,7 +383,8 @@ def _open(name: str, place: str, metadata: Any, buffer_bytes: int) -> Any:
         source: Any = pa.PythonFile(as_file(place), mode="r")
     else:
         # Read, not mapped: mapped pages count as this process's memory.
-        source = pa.OSFile(place)
+        # As bytes: names that aren't UTF-8 are otherwise refused.
+        source = pa.OSFile(os.fsencode(place))
     try:
         return pq.ParquetFile(
             source, metadata=metadata, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True

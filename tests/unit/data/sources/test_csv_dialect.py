@@ -106,3 +106,8 @@ def test_numbers():
     assert all(map(is_number, ["1", "-1.5e3", " 2 ", ".5", "inf", "NaN", "true", "+7"]))
     assert not any(map(is_number, ["", "x", "1,5", "1_000", "--1", "2020-01-01"]))
     assert is_number("1,5", ",")
+
+
+def test_lines_that_end_with_a_carriage_return_alone():
+    with pytest.raises(Malformed, match="a carriage return without a line feed"):
+        find_dialect(b"a,b\r1,2\r3,4\n", "a.csv")

@@ -309,3 +309,14 @@ def test_damaged_table_of_contents(tmp_path: Path) -> None:
     Path(path).write_bytes(content)
     with pytest.raises(BadFile, match=r"a\.h5'"):
         read(open_hdf5(path), 0, 10)
+
+
+def test_very_many_chunks_are_merged_into_fewer_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN 50 chunks, and room for the edges of 20 blocks
+    monkeypatch.setattr(hdf5, "_MOST_BLOCKS", 20)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(99), chunks=(2,))
+    edges = open_hdf5(tmp_path / "a.h5").layout.edges
+    # THEN each block is three chunks
+    assert edges is not None
+    assert edges.tolist() == [*range(0, 99, 6), 99]

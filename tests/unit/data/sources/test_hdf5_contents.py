@@ -151,3 +151,13 @@ def test_cache_holds_one_run_of_chunks_or_a_small_dataset() -> None:
     contiguous = Dataset("y", Field("y", np.dtype("i8"), ()), 10**6, None, False)
     assert (contiguous.cache_bytes, contiguous.chunk_grid, contiguous.chunk_bytes) == (0, (), 0)
     assert contiguous.scratch_bytes == hdf5_contents.PIECE_BYTES
+
+
+@pytest.mark.parametrize("chunks", [(1000,), None])
+def test_datasets_that_promise_what_was_never_written(tmp_path: Path, chunks: Any) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        vast = file.create_dataset("x", (10**15,), "f4", chunks=chunks)
+        with pytest.raises(BadFile, match=r"'x' of 'a\.h5' is of the shape \(10{15},\), .*, of which 0 B are stored"):
+            describe(vast, "x", False, "a.h5")
+        # Zeros that were never written are allowed where they can be streamed.
+        assert describe(file.create_dataset("y", (10**9,), "f4", chunks=(10**6,)), "y", False, "a.h5").num_samples

@@ -394,3 +394,36 @@ def test_many_files_are_one_source(folder):
     assert opened.num_samples == 600
     assert read(opened)[0][:, 0].tolist() == [number for number in range(200) for _ in range(3)]
     assert not isinstance(opened, ConcatenatedSamples)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes among its files")
+def test_pipes_devices_and_links_to_nothing_are_told(folder):
+    os.mkfifo(folder / "pipe.npy")
+    for path in (folder / "pipe.npy", "/dev/zero"):
+        with pytest.raises(BadFile, match="is a pipe or a device, of which only the next bytes can be read"):
+            open_source(path)
+    (folder / "link.npy").symlink_to("nowhere.npy")
+    with pytest.raises(BadFile, match=r"link\.npy' is a link to 'nowhere\.npy', where there is nothing"):
+        open_source(folder / "link.npy")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no links")
+def test_folders_with_links_in_circles_or_that_cannot_be_listed(folder, monkeypatch):
+    (folder / "loop").mkdir()
+    (folder / "loop" / "loop.npy").symlink_to(folder / "loop" / "loop.npy")
+    with pytest.raises(BadFile, match=r"loop\.npy' is a link to"):
+        open_source(folder / "loop")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(opening.os, "scandir", refuse)
+    with pytest.raises(BadFile, match="loop' can't be looked into: Permission denied"):
+        open_source(folder / "loop")
+
+
+def test_named_files_of_unequal_length_are_not_called_labels(folder):
+    np.save(folder / "long.npy", np.zeros((9, 2)))
+    np.save(folder / "short.npy", np.zeros(8))
+    with pytest.raises(BadInput, match="has 9 samples, .* has 8: as many are needed in each"):
+        open_source({"a": folder / "long.npy", "b": folder / "short.npy"})

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from memfit.core.errors import BadFile, BadInput, MissingDependency
+from memfit.data.convert import convert
+from memfit.data.inspection import inspect
 from memfit.data.source import Source
 from memfit.data.sources import parquet
 from memfit.data.sources.parquet import ParquetSource, open_parquet
@@ -283,3 +285,16 @@ def test_reads_remote_files(tmp_path: Path) -> None:
     source.drop(0, 10)
     source.close()
     check(pickle.loads(pickle.dumps(source)), 90, 310)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are text on this system")
+def test_names_that_are_no_utf8(tmp_path: Path) -> None:
+    # GIVEN a name as file systems of other countries and times have left them
+    path = tmp_path / os.fsdecode(b"caf\xe9.parquet")
+    np.save(tmp_path / "x.npy", np.arange(6.0).reshape(3, 2))
+    convert(tmp_path / "x.npy", path)
+    source = open_parquet(path)
+    out = np.empty((3, 2))
+    source.read(0, 3, [out])
+    assert out.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert inspect(path).storage
