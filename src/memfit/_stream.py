@@ -13,9 +13,11 @@ from memfit.core import env
 from memfit.core.errors import BadInput
 from memfit.core.units import GIB, MIB, parse_size
 from memfit.data.array import ArrayFile, open_array
-from memfit.data.source import Source
+from memfit.data.geometry import divide, sizes_of
+from memfit.data.source import Layout, Source
 from memfit.data.sources.opening import open_source
 from memfit.data.stream import Stream as _Stream
+from memfit.data.stream import given_dtypes
 from memfit.data.transforms import Randomness
 
 if TYPE_CHECKING:
@@ -112,8 +114,15 @@ def stream(
     """
     memory_bytes = _budget(memory)
     opened = open_source(source, columns=columns, labels=labels, on_error=on_error)
+    if _is_unpacked_first(opened, memory_bytes):
+        # Before much is written for nothing.
+        sizes = sizes_of(opened.fields, given_dtypes(opened.fields, dtype))
+        divide(opened.num_samples, Layout(), sizes, batch_size, memory_bytes, shuffle=shuffle)
+        from memfit.data.sources.spool import spooled
+
+        opened = spooled(opened)
     return Stream(
-        _in_blocks(opened, memory_bytes),
+        opened,
         batch_size=batch_size,
         shuffle=shuffle,
         seed=seed,
@@ -138,14 +147,10 @@ def _budget(memory: str | int) -> int:
     return int(min(2 ** (share.bit_length() - 1), _AUTO_MOST))
 
 
-def _in_blocks(source: Source, memory_bytes: int) -> Source:
-    """The source, or one over files that it is unpacked to where it can't be read in blocks that the budget allows."""
+def _is_unpacked_first(source: Source, memory_bytes: int) -> bool:
+    """Whether it can't be read in blocks that the budget allows."""
     layout = source.layout
-    if not layout.is_sequential and layout.scratch_bytes <= memory_bytes // 4:
-        return source
-    from memfit.data.sources.spool import spooled
-
-    return spooled(source)
+    return layout.is_sequential or (layout.edges is not None and layout.scratch_bytes > memory_bytes // 4)
 
 
 def _randomness() -> tuple[Randomness, ...]:

@@ -38,6 +38,18 @@ def test_files_that_cant_be_read_in_blocks_are_unpacked_first(tmp_path, monkeypa
     assert not stream.source.layout.is_sequential
 
 
+def test_a_budget_that_is_too_small_is_refused_before_anything_is_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    np.savez_compressed(tmp_path / "data.npz", x=np.zeros((100, 300)))
+    np.save(tmp_path / "data.npy", np.zeros((100, 300)))
+
+    for name in ("data.npz", "data.npy"):
+        with pytest.raises(BadInput, match="too little"):
+            memfit.stream(tmp_path / name, batch_size=10, memory="1KiB")
+
+    assert not (tmp_path / "cache").exists()
+
+
 def test_the_same_batches_for_every_framework(path):
     plain = np.concatenate(list(memfit.stream(path, batch_size=8, seed=4)))
 

@@ -69,7 +69,7 @@ class Stream:
         self.memory_bytes = memory_bytes
         self.drop_last = bool(drop_last)
         floating = _floating(dtype)
-        self._dtypes = tuple(_given_dtype(field, floating) for field in source.fields)
+        self._dtypes = given_dtypes(source.fields, dtype)
         self._floating = floating
         self._sizes = sizes_of(source.fields, self._dtypes)
         self._transforms = Transforms(transform, batch_transform, randomness)
@@ -319,6 +319,12 @@ def _floating(dtype: str | None) -> np.dtype[Any] | None:
             "None for as stored. Integers, such as the bytes of images, stay as they are."
         )
     return np.dtype(name)
+
+
+def given_dtypes(fields: Sequence[Field], dtype: str | None) -> tuple[np.dtype[Any], ...]:
+    """Types that fields are given in, where floating values are given as `dtype`."""
+    floating = _floating(dtype)
+    return tuple(_given_dtype(field, floating) for field in fields)
 
 
 def _given_dtype(field: Field, floating: np.dtype[Any] | None) -> np.dtype[Any]:

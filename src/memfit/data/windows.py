@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,9 @@ _NUM_LOOKED_AT = 2**16
 # Where only some samples of a span are wanted, as much as is read at once, and a gap that isn't worth reading.
 _PIECE_BYTES = 1 << 20
 _GAP_BYTES = 64 << 10
+
+_STACK_BYTES = 1 << 20
+_starting = threading.Lock()
 
 _Key = tuple[int, int]
 
@@ -250,8 +254,10 @@ class Windows:
             self._pool = ThreadPoolExecutor(num_readers, thread_name_prefix="memfit-stream")
         # Each thread takes the next span when it is done with one: none waits for another that has slow ones.
         ahead = iter(places)
-        for _ in self._pool.map(lambda _: self._read_spans(ahead, arrays), range(num_readers)):
-            pass
+        with _small_stacks():
+            reads = [self._pool.submit(self._read_spans, ahead, arrays) for _ in range(num_readers)]
+        for read in reads:
+            read.result()
 
     def _num_readers(self) -> int:
         """Threads that read at once, as far as there is memory for what each of them takes."""
@@ -338,6 +344,17 @@ class Windows:
             arrays.append(flat.reshape((num_samples, *item.shape)))
             start += _aligned(size)
         return arrays
+
+
+@contextmanager
+def _small_stacks() -> Iterator[None]:
+    """Threads that start inside have little room, as they need: limits of the system count all of it as used."""
+    with _starting:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
 
 
 def _keep(rows: Array, given: Array) -> Array:

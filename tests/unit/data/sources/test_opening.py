@@ -425,5 +425,5 @@ def test_folders_with_links_in_circles_or_that_cannot_be_listed(folder, monkeypa
 def test_named_files_of_unequal_length_are_not_called_labels(folder):
     np.save(folder / "long.npy", np.zeros((9, 2)))
     np.save(folder / "short.npy", np.zeros(8))
-    with pytest.raises(BadInput, match="has 9 samples, .* has 8: as many are needed in each"):
+    with pytest.raises(BadInput, match=r"has 9 samples, .* has 8: as many are needed in each"):
         open_source({"a": folder / "long.npy", "b": folder / "short.npy"})
