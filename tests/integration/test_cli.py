@@ -64,7 +64,7 @@ FLAGS = {
     "max-batch": ["TARGET", *(f for f in JOB_FLAGS if f[:6] not in ("--batc", "--work")), "--candidates"],
     "compare": ["TARGET", *JOB_FLAGS],
     "data": ["ACTION"],
-    "data inspect": ["PATH", "--columns", "--labels", "--memory", "--batch-size -b", "--json"],
+    "data inspect": ["PATH", "--columns", "--labels", "--memory", "--batch-size -b", "--on-error", "--json"],
     "data convert": [
         "SRC",
         "DST",
@@ -84,6 +84,7 @@ FLAGS = {
         "--labels",
         "--memory",
         "--batch-size -b",
+        "--on-error",
         "--num-workers",
         "--seconds",
         "--json",

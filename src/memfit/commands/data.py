@@ -114,6 +114,9 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 def _add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", default="512MiB", metavar="SIZE", help="budget of the stream; default 512MiB")
     parser.add_argument("--batch-size", "-b", type=int, default=32, metavar="N", help="samples of a batch; default 32")
+    parser.add_argument(
+        "--on-error", choices=("fail", "skip"), default="fail", help="for images that can't be read; default fail"
+    )
 
 
 def _columns(given: str | None) -> list[str] | None:
@@ -132,6 +135,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
         arguments.path,
         columns=_columns(arguments.columns),
         labels=arguments.labels,
+        on_error=arguments.on_error,
         memory=arguments.memory,
         batch_size=arguments.batch_size,
     )
@@ -171,6 +175,7 @@ def _bench(arguments: argparse.Namespace) -> None:
             arguments.path,
             columns=_columns(arguments.columns),
             labels=arguments.labels,
+            on_error=arguments.on_error,
             batch_size=arguments.batch_size,
             memory=arguments.memory,
             num_workers=arguments.num_workers,

@@ -148,6 +148,7 @@ def inspect(
     *,
     columns: Any = None,
     labels: Any = None,
+    on_error: str = "fail",
     memory: str | int = "512MiB",
     batch_size: int = 32,
 ) -> Inspection:
@@ -157,6 +158,7 @@ def inspect(
         source: as for `memfit.stream`.
         columns: as for `memfit.stream`.
         labels: as for `memfit.stream`.
+        on_error: as for `memfit.stream`.
         memory: the budget that it would be streamed with.
         batch_size: samples of a batch.
 
@@ -169,7 +171,7 @@ def inspect(
     if batch_size < 1:
         raise BadInput(f"batch_size must be at least 1, but {batch_size} was given.")
     memory_bytes = parse_size(memory)
-    opened = open_source(source, columns=columns, labels=labels)
+    opened = open_source(source, columns=columns, labels=labels, on_error=on_error)
     paths = list(paths_of(source))
     try:
         streaming, problem = _streaming(opened, memory_bytes, batch_size)

@@ -25,7 +25,7 @@ from memfit.data.source import Array, Field
 _PIECE_BYTES = 8 * MIB
 _CHUNK_BYTES = MIB
 _COMPRESSIONS = {"hdf5": ("gzip", "lzf"), "parquet": ("gzip", "snappy", "zstd"), "npy": (), "folder": ()}
-_TYPES = {"hdf5": "fiubc", "parquet": "fiub", "npy": "fiubcmMSU", "folder": "fiubcmMSU"}
+_TYPES = {"hdf5": "fiub", "parquet": "fiub", "npy": "fiubcmMSU", "folder": "fiubcmMSU"}
 CLASSES_FILE = "classes.json"
 """Names of the classes, beside .npy files, which have no place for them."""
 _KINDS = {".npy": "npy", ".h5": "hdf5", ".hdf5": "hdf5", ".parquet": "parquet", "": "folder"}

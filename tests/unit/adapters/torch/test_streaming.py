@@ -343,8 +343,8 @@ class TestLoader:
             return loader.num_workers, loader.prefetch_factor
 
         assert ahead(1) == (1, 4)
-        assert ahead(2) == (2, 3)
-        assert ahead(4) == (4, 1)
+        assert ahead(2) == (2, 4)
+        assert ahead(4) == (4, 3)
         assert not caplog.records
         # A quarter of 4 KiB has room for 4 batches of 240 bytes, of which two are the program's.
         with caplog.at_level(logging.WARNING):
