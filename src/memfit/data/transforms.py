@@ -101,8 +101,7 @@ class Transforms:
     @contextmanager
     def own_randomness(self) -> Iterator[None]:
         """Whatever is drawn inside, the program's random numbers are as before afterwards."""
-        calls = [call for call in (self._sample, self._batch) if call is not None and not call.takes_generator]
-        if not calls:
+        if self._sample is None and self._batch is None:
             yield
             return
         states = [each.save() for each in self._randomness]
@@ -126,10 +125,10 @@ class Transforms:
         keywords: dict[str, Any] = {}
         if call.takes_generator:
             keywords["rng"] = random_generator(*key)
-        else:
-            number = int(seed_sequence(*key).generate_state(1)[0])
-            for each in self._randomness:
-                each.seed(number)
+        # Also where it takes a generator: what it calls may draw from others.
+        number = int(seed_sequence(*key).generate_state(1)[0])
+        for each in self._randomness:
+            each.seed(number)
         if not call.takes_label:
             return call.function(features, **keywords), label
         result = call.function(features, label, **keywords)
