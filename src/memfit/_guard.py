@@ -36,6 +36,7 @@ AUTO = "auto"
 # Of the time of training, what checkpoints may cost where no interval is given; and the least time between two.
 _CHECKPOINT_SHARE = 0.01
 _CHECKPOINT_SECONDS = 60.0
+_FIRST_CHECKPOINT_SECONDS = 5.0
 # What batch norms of PyTorch say to a single value.
 _OF_ONE_SAMPLE = "Expected more than 1 value per channel"
 
@@ -57,8 +58,8 @@ class Guard:
         clip_value: greatest value of an element of a gradient.
         clip: called with the model to clip its gradients in another way.
         checkpoint: folder of checkpoints; the newest that is whole is resumed from. None: no checkpoints.
-        checkpoint_every: updates between two checkpoints; None: as often as costs 1% of the time, at most once a
-            minute.
+        checkpoint_every: updates between two checkpoints; None: as often as costs 1% of the time, after 5 s at first
+            and in the end once a minute.
         keep: how many checkpoints are kept.
         budget: what the step may take, "10GiB" or bytes; the memory that is there by default.
         micro_batch_size: samples of a micro-batch to begin with; None: the whole batch.
@@ -146,6 +147,7 @@ class Guard:
         self._every = checkpoint_every
         self._last_saved = time.monotonic()
         self._save_seconds = 0.0
+        self._num_saved = 0
         asked = request.checkpoint if request and self._keeps_checkpoints else None
         folder = checkpoint if checkpoint is not None else asked
         self._checkpointing = Checkpointing(self._loop, folder, keep)
@@ -220,6 +222,7 @@ class Guard:
         self._checkpointing.save(self.num_updates, {"attempts": self._attempts.to_json(), "asked": self._asked})
         self._save_seconds = time.perf_counter() - started
         self._last_saved = time.monotonic()
+        self._num_saved += 1
 
     @property
     def best(self) -> Best:
@@ -410,7 +413,9 @@ class Guard:
         if self._every is not None:
             return self.num_updates % self._every == 0
         passed = time.monotonic() - self._last_saved
-        return self._loop.agreed(passed >= max(_CHECKPOINT_SECONDS, self._save_seconds / _CHECKPOINT_SHARE))
+        # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
+        seldom = min(_CHECKPOINT_SECONDS, _FIRST_CHECKPOINT_SECONDS * 2**self._num_saved)
+        return self._loop.agreed(passed >= max(seldom, self._save_seconds / _CHECKPOINT_SHARE))
 
     # Settings.
 

@@ -4,14 +4,15 @@ The parts under `data` know no framework; here a source is opened, unpacked wher
 the forms that PyTorch, Keras and TensorFlow take.
 """
 
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from memfit.catalogue.host import host_memory_bytes
 from memfit.core import env
 from memfit.core.errors import BadInput
-from memfit.core.units import GIB, MIB, parse_size
+from memfit.core.units import GIB, MIB, format_size, parse_size
 from memfit.data.array import ArrayFile, open_array
 from memfit.data.geometry import divide, sizes_of
 from memfit.data.source import Layout, Source
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ArrayFile", "Stream", "open_array", "stream"]
 
+_log = logging.getLogger("memfit")
+
 # Of the memory that the container may have, this share is for data; the model needs the rest.
 _AUTO_SHARE = 4
 _AUTO_LEAST, _AUTO_MOST = 64 * MIB, 4 * GIB
@@ -37,6 +40,22 @@ class Stream(_Stream):
     As it is, it gives NumPy arrays, read by one thread ahead. `loader`, `torch`, `keras`, `tensorflow` and `parallel`
     give the same batches in the same order to frameworks and with workers.
     """
+
+    def __repr__(self) -> str:
+        share = "" if self.rank is None else f", rank {self.rank} of {self.num_ranks}"
+        return (
+            f"Stream({self.source.name!r}, {self.num_samples} samples in batches of {self.batch_size}, "
+            f"memory {format_size(self.memory_bytes)}, epoch {self.epoch}{share})"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        """An epoch of NumPy batches."""
+        if self.rank is None and env.launched_rank() is not None:
+            _log.warning(
+                "this process is one of several, and the stream gives each of them all batches. `stream.split(rank, "
+                "num_ranks)` gives it its share; `stream.loader()` and a guard do that by themselves."
+            )
+        return super().__iter__()
 
     def __getitem__(self, index: Any) -> Any:
         """Refused, for who gives the stream itself to a DataLoader."""

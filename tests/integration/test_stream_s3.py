@@ -129,7 +129,7 @@ def test_workers(server):
     assert all(np.array_equal(a[0], b[0]) for a, b in zip(alone, together, strict=True))
 
 
-def test_resumed_on_the_same_object_and_not_on_another(server):
+def test_resumed_on_the_same_object_and_not_on_another(server, caplog):
     address, system = "s3://data/changing.npy", s3fs.S3FileSystem()
     system.copy("data/x.npy", "data/changing.npy")
     first = stream(address, batch_size=30, memory="64MiB")
@@ -143,8 +143,13 @@ def test_resumed_on_the_same_object_and_not_on_another(server):
     second.load_state_dict(state)
 
     assert all(np.array_equal(a, b) for a, b in zip(rest, second, strict=True))
+    assert not caplog.text
     with system.open("data/changing.npy", "wb") as file:
         np.save(file, FEATURES + 1)
+    stream(address, batch_size=30, memory="64MiB").load_state_dict(state)
+    assert "written or copied since" in caplog.text
+    with system.open("data/changing.npy", "wb") as file:
+        np.save(file, FEATURES[1:])
     with pytest.raises(BadInput, match="the state is of other data"):
         stream(address, batch_size=30, memory="64MiB").load_state_dict(state)
 

@@ -119,3 +119,22 @@ def test_bad_input_is_refused_before_anything_is_read(path, tmp_path):
         memfit.stream(tmp_path / "missing.npy", batch_size=8)
     with pytest.raises(BadInput, match="on_error"):
         memfit.stream(path, batch_size=8, on_error="ignore")
+
+
+def test_a_stream_says_what_it_is(path):
+    stream = memfit.stream(path, batch_size=8)
+
+    assert "x.npy', 100 samples in batches of 8, memory 512.0 MiB, epoch 0)" in repr(stream)
+    assert "rank 1 of 2" in repr(stream.split(1, 2))
+
+
+def test_a_stream_that_isnt_split_says_so_to_one_process_of_several(path, monkeypatch, caplog):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    stream = memfit.stream(path, batch_size=8)
+
+    next(iter(stream.split(0, 2)))
+    assert not caplog.text
+    next(iter(stream))
+
+    assert "gives each of them all batches" in caplog.text

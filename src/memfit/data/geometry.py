@@ -33,7 +33,7 @@ ALIGNMENT = 64
 # The order of all blocks is held in memory.
 _MOST_BLOCKS = 2**19
 # Batches in the hands of the user, of workers and in queues, for which room is kept.
-_BATCHES_IN_FLIGHT = 16
+NUM_IN_FLIGHT = 16
 # Reads at once, and those of them whose scratch memory is set aside: beyond that, it is little.
 _MOST_READERS = 64
 _NUM_COUNTED = 8
@@ -158,7 +158,7 @@ def in_flight_bytes(batch_bytes: int, memory_bytes: int) -> int:
 
     Two of them always are: the one that the program uses, and the next one, which is put together meanwhile.
     """
-    return min(_BATCHES_IN_FLIGHT * batch_bytes, max(memory_bytes // 4, 2 * batch_bytes))
+    return min(NUM_IN_FLIGHT * batch_bytes, max(memory_bytes // 4, 2 * batch_bytes))
 
 
 def _usable_bytes(layout: Layout, sizes: Sizes, batch_size: int, memory_bytes: int) -> int:

@@ -13,7 +13,16 @@ import numpy as np
 
 from memfit.core.errors import BadInput
 from memfit.core.units import format_size
-from memfit.data.geometry import ALIGNMENT, Geometry, divide, in_flight_bytes, num_readers, sizes_of, windows_bytes
+from memfit.data.geometry import (
+    ALIGNMENT,
+    NUM_IN_FLIGHT,
+    Geometry,
+    divide,
+    in_flight_bytes,
+    num_readers,
+    sizes_of,
+    windows_bytes,
+)
 from memfit.data.order import Order
 from memfit.data.reader import Assembly, read_epoch
 from memfit.data.schedule import Schedule
@@ -128,6 +137,9 @@ class Stream:
     @property
     def in_flight_bytes(self) -> int:
         """Room for batches that are made and not yet given out, all workers together."""
+        if self.source.layout.is_by_sample:
+            # No windows are held, and transforms make batches smaller as often as larger.
+            return min(NUM_IN_FLIGHT * self.batch_bytes, self.memory_bytes // 2)
         return in_flight_bytes(self.batch_bytes, self.memory_bytes)
 
     def __len__(self) -> int:
@@ -222,6 +234,7 @@ class Stream:
             "samples": place,
             "shuffle": self.shuffle,
             "geometry": self.geometry.to_json(),
+            "fields": self._described(),
             "fingerprint": self._fingerprint,
         }
 
@@ -274,6 +287,10 @@ class Stream:
     def _schedule(self, start: int) -> Schedule:
         return Schedule(start, self.num_samples, self.batch_size, self.num_ranks, self.drop_last)
 
+    def _described(self) -> list[str]:
+        """What a sample is, for people and to compare."""
+        return [f"{field.name} {field.dtype.name} {list(field.shape)}" for field in self.fields]
+
     def _checked(self, state: dict[str, Any]) -> Geometry:
         try:
             if state["format"] != _FORMAT:
@@ -282,16 +299,23 @@ class Stream:
                 )
             geometry = Geometry.from_json(state["geometry"])
             place, epoch, is_shuffled = int(state["samples"]), int(state["epoch"]), bool(state["shuffle"])
-            fingerprint = state["fingerprint"]
+            fields, fingerprint = state["fields"], state["fingerprint"]
             int(state["seed"])
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, BadInput):
                 raise
             raise BadInput(f"this is no state of a stream: {error!r}. Give what `state_dict` returned.") from None
-        if geometry.num_samples != self.num_samples or fingerprint != self._fingerprint:
+        if geometry.num_samples != self.num_samples or fields != self._described():
             raise BadInput(
-                f"the state is of other data: it was taken with {geometry.num_samples} samples, and "
-                f"{self.source.name} has {self.num_samples}, or was changed since. Give the same files, or begin anew."
+                f"the state is of other data: it was taken with {geometry.num_samples} samples of {_listed(fields)}, "
+                f"and {self.source.name} has {self.num_samples} of {_listed(self._described())}. Give the same files, "
+                "or begin anew."
+            )
+        if fingerprint != self._fingerprint:
+            _log.warning(
+                "%s was written or copied since the position was saved, or has another name. If it holds the same, all "
+                "is as it was; otherwise samples come twice in this epoch, or not at all.",
+                self.source.name,
             )
         if not 0 <= place <= self.num_samples or epoch < 0 or not geometry.is_sound:
             raise BadInput(f"the state of the stream is damaged: sample {place} of epoch {epoch}, {geometry}.")
@@ -306,13 +330,18 @@ class Stream:
         return geometry
 
 
+def _listed(fields: Any) -> str:
+    return ", ".join(map(str, fields)) if isinstance(fields, list) else repr(fields)
+
+
 def _floating(dtype: str | None) -> np.dtype[Any] | None:
     if dtype is None:
         return None
     try:
         name = np.dtype(dtype).name
     except TypeError:
-        name = str(dtype)
+        # As PyTorch calls its own.
+        name = str(dtype).removeprefix("torch.")
     if name not in _FLOATING:
         raise BadInput(
             f"dtype={dtype!r} can't be given: it is the type of floating values, one of {', '.join(_FLOATING)}, or "

@@ -2,8 +2,8 @@
 
 Augmentation that draws from a generator shared by all samples gives other numbers with another number of workers, or
 after a resume. Here each call finds generators that were seeded from (seed, epoch, sample): the one handed over as
-`rng`, where the function asks for it, and otherwise the program's own (`random`, `numpy.random` and those that an
-adapter adds, such as PyTorch's), which are set back afterwards.
+`rng`, where the function asks for it, and the program's own (`random`, `numpy.random` and those that an adapter adds,
+such as PyTorch's), which are set back afterwards.
 """
 
 import inspect

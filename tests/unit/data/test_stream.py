@@ -210,9 +210,8 @@ def test_another_batch_size_goes_on_in_the_same_order():
 
 def test_states_that_dont_belong_here_are_refused():
     state = stream_of().state_dict()
-    with pytest.raises(
-        BadInput, match="the state is of other data: it was taken with 1000 samples, and arrays has 900"
-    ):
+    message = r"it was taken with 1000 samples of x float64 \[16\], x1 int64 \[\], and arrays has 900"
+    with pytest.raises(BadInput, match=message):
         stream_of(900).load_state_dict(state)
     with pytest.raises(BadInput, match="no state of a stream"):
         stream_of().load_state_dict({"epoch": 3})
@@ -393,3 +392,27 @@ def test_ranks_that_cant_give_equally_many_batches_are_told(caplog):
 
     assert "different numbers of batches, 3 and 2" in caplog.text
     assert "drop_last=True" in caplog.text
+
+
+def test_data_that_was_copied_is_taken_with_a_warning(caplog):
+    state = stream_of().state_after(3) | {"fingerprint": "of the original"}
+    stream = stream_of()
+
+    stream.load_state_dict(state)
+
+    assert "written or copied since the position was saved" in caplog.text
+    assert flat(stream) == flat(stream_of())[96:]
+
+
+def test_types_may_be_named_as_pytorch_does():
+    torch = pytest.importorskip("torch")
+
+    assert stream_of(dtype=torch.float16).dtypes[0] == np.float16
+
+
+def test_images_leave_half_of_the_memory_to_batches():
+    source = NamedSamples(100, shapes=lambda number: (100, 100, 3))
+    stream = Stream(source, batch_size=8, memory_bytes=4 * MIB)
+
+    assert stream.in_flight_bytes == 2 * MIB
+    assert stream.in_flight_bytes + stream.window_bytes <= 4 * MIB

@@ -15,7 +15,11 @@ def draw_from_generator(features, *, rng):
     return features + rng.random()
 
 
-@pytest.mark.parametrize("function", [draw, draw_from_generator])
+def draw_from_both(features, *, rng):
+    return features + rng.random() + np.random.random()
+
+
+@pytest.mark.parametrize("function", [draw, draw_from_generator, draw_from_both])
 def test_random_numbers_depend_on_the_sample_alone(function):
     transforms = Transforms(function, None)
 
