@@ -456,7 +456,10 @@ def test_a_script_without_edits_is_guarded_and_resumed_under_memfit_run(library,
     whole, _ = run(tmp_path / "whole")
     resumed, shown = run(tmp_path / "resumed", "--fail")
 
-    # THEN it is started again from the library's own last checkpoint, and comes to the same weights
+    # THEN it is started again from the library's own last checkpoint, and comes to the same weights, to the rounding of
+    # the smaller micro-batches that it is told to use
     assert "guarded" in whole
     assert "from the checkpoint" in shown
-    assert resumed == whole
+    *words, expected = whole.split()
+    assert resumed.split()[:-1] == words
+    assert float(resumed.split()[-1]) == pytest.approx(float(expected), rel=1e-6)

@@ -9,6 +9,8 @@ Each has its own --help. Exit codes: 0 done, 2 bad usage or input, 130 interrupt
 """
 
 import argparse
+import re
+from dataclasses import replace
 
 from memfit.commands import EXIT_FITS, output
 from memfit.core.errors import BadInput
@@ -89,8 +91,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Inspects, converts or measures, and reports."""
-    {"inspect": _inspect, "convert": _convert, "bench": _bench}[arguments.action](arguments)
+    try:
+        {"inspect": _inspect, "convert": _convert, "bench": _bench}[arguments.action](arguments)
+    except BadInput as error:
+        error.args = tuple(_as_options(part) if isinstance(part, str) else part for part in error.args)
+        raise
     return EXIT_FITS
+
+
+def _as_options(text: str) -> str:
+    """A message about arguments of Python, as one about options of the command line.
+
+    >>> _as_options("Leave out with columns= (the names), or use labels=. labels='a' was given for 'labels=1/x.csv'")
+    "Leave out with --columns (the names), or use --labels. --labels 'a' was given for 'labels=1/x.csv'"
+    """
+    # Files and folders may be called so: then a slash or a quote stands before it, or a value without quotes behind it.
+    named = r"(?<![\w/\\'\"-])(columns|labels)="
+    text = re.sub(named + r"(?=[\s,;:)]|\.(?![\w.])|$)", r"--\1", text)
+    return re.sub(named + r"(?=['\"\[(]|\.\.\.)", r"--\1 ", text)
 
 
 def _add(
@@ -139,6 +157,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
         memory=arguments.memory,
         batch_size=arguments.batch_size,
     )
+    found = replace(found, warnings=tuple(map(_as_options, found.warnings)))
     if arguments.json:
         output.print_json(found.to_json())
     else:

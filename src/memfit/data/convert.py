@@ -21,7 +21,7 @@ from memfit.data.journal import Journal
 from memfit.data.precision import Statistics, parse_dtype, target_dtypes
 from memfit.data.source import Field, Source
 from memfit.data.transfer import Done, Progress, Transfer, free_bytes
-from memfit.data.writing import CLASSES_FILE, Target, plan_target
+from memfit.data.writing import CLASSES_FILE, FIELDS_FILE, Target, plan_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,8 @@ def _check_places(path: Path, read: Sequence[Path], *, overwrite: bool) -> None:
     if not overwrite:
         raise BadFile(f"{str(path)!r} is there already. Replace it with --overwrite (overwrite=True), or name another.")
     if path.is_dir():
-        foreign = [each.name for each in path.iterdir() if each.suffix != ".npy" and each.name != CLASSES_FILE]
+        own = (CLASSES_FILE, FIELDS_FILE)
+        foreign = [each.name for each in path.iterdir() if each.suffix != ".npy" and each.name not in own]
         if foreign:
             raise BadFile(
                 f"the folder {str(path)!r} holds {foreign[0]!r}, which is no .npy file, and replacing the folder would "

@@ -3,6 +3,7 @@
 Only headers are read, and a few blocks for a first look at the values.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -166,17 +167,15 @@ def inspect(
         BadInput: it can't be streamed.
         BadFile: it is damaged, or isn't there.
     """
-    from memfit.data.sources.opening import open_source
-
     if batch_size < 1:
         raise BadInput(f"batch_size must be at least 1, but {batch_size} was given.")
     memory_bytes = parse_size(memory)
-    opened = open_source(source, columns=columns, labels=labels, on_error=on_error)
+    opened, left_out = _open(source, columns, labels, on_error)
     paths = list(paths_of(source))
     try:
         streaming, problem = _streaming(opened, memory_bytes, batch_size)
         storage = storage_of(paths, opened.fields)
-        warnings = [problem] if problem else []
+        warnings = [text for text in (left_out, problem) if text]
         host = host_memory_bytes()
         warnings += _warnings(opened, streaming, storage)
         return Inspection(
@@ -195,6 +194,24 @@ def inspect(
         )
     finally:
         opened.close()
+
+
+def _open(source: Any, columns: Any, labels: Any, on_error: str) -> tuple[Source, str]:
+    """The source, and what to say of columns that had to be left out: who looks at a table doesn't know them yet."""
+    from memfit.data.sources.opening import open_source
+    from memfit.data.sources.table_fields import UnusableColumns
+
+    try:
+        return open_source(source, columns=columns, labels=labels, on_error=on_error), ""
+    except UnusableColumns as error:
+        # Columns of a dict or a pair are not those of one table.
+        if columns is not None or not error.usable or not isinstance(source, str | os.PathLike | list):
+            raise
+        try:
+            usable = open_source(source, columns=list(error.usable), labels=labels, on_error=on_error)
+        except BadInput:
+            raise error from None
+        return usable, f"left out here: {error}"
 
 
 def loaded_bytes(source: Source) -> int:

@@ -28,6 +28,11 @@ _COMPRESSIONS = {"hdf5": ("gzip", "lzf"), "parquet": ("gzip", "snappy", "zstd"),
 _TYPES = {"hdf5": "fiub", "parquet": "fiub", "npy": "fiubcmMSU", "folder": "fiubcmMSU"}
 CLASSES_FILE = "classes.json"
 """Names of the classes, beside .npy files, which have no place for them."""
+FIELDS_FILE = "memfit-fields.json"
+"""Names of the fields, beside .npy files, and which of them are labels."""
+FIELDS_FORMAT = "memfit fields"
+IS_LABEL = "memfit_label"
+"""Attribute of HDF5 datasets: whether they are labels."""
 _KINDS = {".npy": "npy", ".h5": "hdf5", ".hdf5": "hdf5", ".parquet": "parquet", "": "folder"}
 
 
@@ -198,6 +203,23 @@ def header_of(field: Field, num_samples: int) -> bytes:
     raise BadInput(f"{field.name!r} has a type that .npy files can't describe: {field.dtype}.")
 
 
+def _describe(target: Target, part: Path) -> None:
+    """Writes beside .npy files what they have no place for."""
+    names = file_names(target.fields)
+    fields = [
+        {"file": name, "name": field.name, "is_label": field.is_label}
+        for name, field in zip(names, target.fields, strict=True)
+    ]
+    said: dict[str, Any] = {FIELDS_FILE: {"format": FIELDS_FORMAT, "version": 1, "fields": fields}}
+    if target.classes:
+        said[CLASSES_FILE] = target.classes
+    for name, content in said.items():
+        with open(part / name, "w", encoding="utf-8") as file:
+            file.write(json.dumps(content))
+            file.flush()
+            os.fsync(file.fileno())
+
+
 class NpyWriter:
     """One .npy file, or a folder with one for each field.
 
@@ -218,8 +240,7 @@ class NpyWriter:
         if self._target.kind == "folder":
             part.mkdir(parents=True, exist_ok=True)
             paths = [part / name for name in file_names(fields)]
-            if self._target.classes:
-                (part / CLASSES_FILE).write_text(json.dumps(self._target.classes), encoding="utf-8")
+            _describe(self._target, part)
         else:
             paths = [part]
         for path in paths:
@@ -278,7 +299,8 @@ class _Hdf5Writer:
             raise MissingDependency("HDF5 files need h5py: pip install 'memfit[data]'.") from None
         target = self._target
         self._disk = _PatientFile(part)
-        self._file = h5py.File(self._disk, "w")
+        # The format of 1.8 and later, of 2008: the one before it has no room for the names of 4,096 classes or more.
+        self._file = h5py.File(self._disk, "w", libver=("v108", "v108"))
         for field in target.fields:
             shape = (target.num_samples, *field.shape)
             is_chunked = all(shape)
@@ -292,6 +314,7 @@ class _Hdf5Writer:
                     shuffle=target.compression is not None and is_chunked,
                 )
             )
+            self._datasets[-1].attrs[IS_LABEL] = field.is_label
             if target.is_named(field):
                 self._datasets[-1].attrs["classes"] = list(target.classes)
         return 0

@@ -124,3 +124,24 @@ def test_what_is_quick_or_quiet_has_no_bar(folder, monkeypatch, options):
     assert run("convert", "x.npy", "small.npy", *options) == 0
 
     assert terminal.written == []
+
+
+def test_inspect_tells_of_columns_of_text(folder, capsys):
+    (folder / "t.csv").write_text("a,kind\n1,dog\n2,cat\n")
+
+    assert run("inspect", "t.csv", "--json") == 0
+
+    (warning, *_) = json.loads(capsys.readouterr().out)["warnings"]
+    assert "'kind' of" in warning
+    assert "Leave out with --columns (the names of those to use), or use as labels with --labels." in warning
+
+
+def test_messages_name_options(folder, capsys):
+    (folder / "labels=1.csv").write_text("a,kind\n1,dog\n2,cat\n")
+
+    assert run("convert", "labels=1.csv", "y.npy") == 2
+
+    error = " ".join(capsys.readouterr().err.split())
+    assert "labels=1.csv" in error
+    assert "Leave out with --columns (the names" in error
+    assert "with --labels." in error

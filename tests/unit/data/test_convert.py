@@ -69,6 +69,35 @@ def test_names_of_classes_are_reported_and_kept(folder):
     assert json.loads((folder / "named" / "classes.json").read_text()) == ["cat", "dog"]
 
 
+@pytest.mark.parametrize("destination", ["named", "named.h5"])
+def test_what_was_converted_opens_as_the_source_did(folder, destination):
+    (folder / "x.csv").write_text("a,b,kind\n1,4,dog\n2,5,cat\n3,6,dog\n")
+    convert("x.csv", destination, labels="kind")
+
+    source = open_source(destination)
+
+    assert [(field.name, field.is_label) for field in source.fields] == [("features", False), ("kind", True)]
+    assert source.classes == ("cat", "dog")
+    out = [np.empty((3, *field.shape), field.dtype) for field in source.fields]
+    source.read(0, 3, out)
+    source.close()
+    assert out[0].tolist() == [[1, 4], [2, 5], [3, 6]]
+    assert out[1].tolist() == [1, 0, 1]
+    # and once more, from there
+    convert(destination, "again")
+    assert open_source("again").classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize("destination", ["named", "named.h5"])
+def test_features_alone_stay_features(folder, destination):
+    np.savez("two.npz", one=VALUES, y=VALUES[:, 0], label=LABELS)
+    convert("two.npz", destination)
+
+    fields = open_source(destination).fields
+
+    assert sorted((field.name, field.is_label) for field in fields) == [("label", False), ("one", False), ("y", False)]
+
+
 def test_the_destination_is_not_replaced_unasked(folder):
     convert("x.npy", "small.npy")
     with pytest.raises(BadFile, match=r"'small.npy' is there already. Replace it with --overwrite"):

@@ -165,3 +165,39 @@ def test_bad_input_is_refused(folder):
     np.save("objects.npy", np.array([{}, 3], dtype=object), allow_pickle=True)
     with pytest.raises(BadFile, match=r"pickle"):
         inspect("objects.npy")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_columns_that_cannot_be_features_are_left_out_and_named(folder, kind):
+    if kind == "csv":
+        (folder / "t.csv").write_text("a,name,b,kind\n1,x,4,dog\n2,y,5,cat\n")
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = {"a": [1.0, 2.0], "name": ["x", "y"], "b": [4.0, 5.0], "kind": ["dog", "cat"]}
+        parquet.write_table(pyarrow.table(table), "t.parquet")
+
+    found = inspect(f"t.{kind}")
+
+    assert [(field.name, field.shape) for field in found.fields] == [("features", (2,))]
+    assert "left out here: 'name', 'kind' of " in found.warnings[0]
+    assert "are text, which can't be features" in found.warnings[0]
+    assert "or use as labels with labels=." in found.warnings[0]
+    assert "'name' of" in inspect(f"t.{kind}", labels="kind").warnings[0]
+    assert inspect(f"t.{kind}", labels="kind").classes == ("cat", "dog")
+
+
+def test_columns_that_were_asked_for_are_not_left_out(folder):
+    (folder / "t.csv").write_text("a,kind\n1,dog\n2,cat\n")
+    (folder / "texts.csv").write_text("kind\ndog\ncat\n")
+    np.save("x.npy", VALUES[:2])
+
+    for source, options in (
+        ("t.csv", {"columns": ["a", "kind"]}),
+        ("texts.csv", {}),
+        (("x.npy", "t.csv"), {}),
+        ("x.npy", {"labels": "t.csv"}),
+        ({"x": "t.csv"}, {}),
+    ):
+        with pytest.raises(BadInput, match=r"'kind' of .* is text"):
+            inspect(source, **options)

@@ -1,3 +1,4 @@
+import json
 import sys
 from pathlib import Path
 
@@ -119,6 +120,31 @@ def test_names_of_classes_are_kept(tmp_path):
     with h5py.File(tmp_path / "x.h5") as file:
         assert list(file["y"].attrs["classes"]) == list(names)
     assert parquet.read_table(tmp_path / "x.parquet")["y"].to_pylist() == ["cat", "emu", "dog", "cat"]
+
+
+def test_many_classes_are_kept(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    names = tuple(f"class {number}" for number in range(5000))
+
+    written(tmp_path / "x.h5", (X, Y), [arrays(4)[0], np.array([0, 2, 1, 0])], classes=names)
+
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert tuple(file["y"].attrs["classes"]) == names
+
+
+def test_what_is_a_label_is_kept(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    for name in ("folder", "x.h5"):
+        written(tmp_path / name, (X, Y), arrays(4))
+
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert (bool(file["x"].attrs["memfit_label"]), bool(file["y"].attrs["memfit_label"])) == (False, True)
+    said = json.loads((tmp_path / "folder" / "memfit-fields.json").read_text())
+    assert said["fields"] == [
+        {"file": "x.npy", "name": "x", "is_label": False},
+        {"file": "y.npy", "name": "y", "is_label": True},
+    ]
+    assert not (tmp_path / "folder" / "classes.json").exists()
 
 
 @pytest.mark.parametrize(("name", "module"), [("x.h5", "h5py"), ("x.parquet", "pyarrow")])

@@ -175,8 +175,8 @@ class Hdf5Source:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """None: labels are as stored."""
-        return ()
+        """Names in the attribute "classes" of the labels; none where they have none."""
+        return next((dataset.classes for dataset in self._datasets if dataset.classes), ())
 
     def fingerprint(self) -> str:
         """Changes with the file's size and time of change, and with the choice of datasets."""

@@ -8,7 +8,7 @@ before a sample is read.
 import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,12 @@ import numpy as np
 from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.core.units import MIB, format_size
 from memfit.data.source import Field
+from memfit.data.sources.converted import as_classes, can_have_classes
 from memfit.data.sources.table_fields import describe_unknown
+from memfit.data.writing import IS_LABEL
 
-FEATURE_NAMES = ("x", "images", "data", "features")
-LABEL_NAMES = ("y", "labels", "targets", "label")
+FEATURE_NAMES = ("x", "image", "images", "data", "feature", "features", "input", "inputs")
+LABEL_NAMES = ("y", "label", "labels", "target", "targets")
 
 # Small datasets, such as labels, stay in the cache whole: their chunks are shared by many blocks of the features.
 _SMALL_BYTES = 2 * MIB
@@ -56,6 +58,7 @@ class Dataset:
         num_samples: its length.
         chunks: its chunks' shape; None where it is stored in one piece.
         is_filtered: whether chunks have to be unpacked.
+        classes: names that its numbers stand for; () where they stand for themselves.
     """
 
     path: str
@@ -63,6 +66,7 @@ class Dataset:
     num_samples: int
     chunks: tuple[int, ...] | None
     is_filtered: bool
+    classes: tuple[str, ...] = ()
 
     @property
     def chunk_bytes(self) -> int:
@@ -119,11 +123,17 @@ def choose(
     found = _datasets_in(file)
     if not found:
         raise BadInput(f"{name!r} has no datasets.")
+    marked = _marked(file, found)
     if targets:
         rest = [path for path in found if path not in targets]
+        written = [path for path in rest if marked.get(path) is False]
+        if written:
+            return written, targets
         features = rest if len(rest) == 1 else [path for path in rest if _is_called(path, FEATURE_NAMES)]
         if len(features) == 1:
             return features, targets
+    elif False in marked.values():
+        return [path for path in marked if not marked[path]], [path for path in marked if marked[path]]
     else:
         pairs = _pairs(list(found))
         if len(pairs) == 1:
@@ -164,6 +174,20 @@ def _datasets_in(file: Any) -> dict[str, str]:
 
     file.visititems(visit)
     return found
+
+
+def _marked(file: Any, paths: Iterable[str]) -> dict[str, bool]:
+    """Datasets that memfit wrote, and whether each is a label."""
+    said = {path: file[path].attrs.get(IS_LABEL) for path in paths}
+    return {path: bool(is_label) for path, is_label in said.items() if isinstance(is_label, bool | np.bool_)}
+
+
+def _classes_of(dataset: Any, field: Field) -> tuple[str, ...]:
+    """Names that the numbers of a dataset stand for, where an attribute says it."""
+    if not field.is_label or not can_have_classes(field):
+        return ()
+    names = dataset.attrs.get("classes")
+    return as_classes(names.tolist()) if isinstance(names, np.ndarray) else ()
 
 
 def _listing(found: dict[str, str]) -> str:
@@ -222,7 +246,7 @@ def describe(dataset: Any, path: str, is_label: bool, name: str) -> Dataset:
     is_filtered = dataset.id.get_create_plist().get_nfilters() > 0
     # A virtual dataset has no chunks of its own.
     chunks = None if dataset.chunks is None or dataset.is_virtual else tuple(map(int, dataset.chunks))
-    return Dataset(path, field, int(dataset.shape[0]), chunks, is_filtered)
+    return Dataset(path, field, int(dataset.shape[0]), chunks, is_filtered, _classes_of(dataset, field))
 
 
 def _check_kind(dtype: np.dtype[Any], said: str) -> None:

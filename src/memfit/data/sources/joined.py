@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from memfit.core.errors import BadInput
+from memfit.core.errors import BadFile, BadInput
 from memfit.data.source import Array, Field, Layout, SampleSource, Source
 
 _RUN_BYTES = 128 << 10
@@ -111,7 +111,13 @@ class Concatenated:
             return
         for field, array in zip(self._sources[part].fields, arrays, strict=True):
             if field.is_label:
-                array[...] = table[array.astype(np.int64)]
+                numbers = array.astype(np.int64)
+                if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(table):
+                    raise BadFile(
+                        f"{self._sources[part].name} has a label between {numbers.min()} and {numbers.max()} that none "
+                        f"of the names of its {len(table)} classes is for. Make the file again."
+                    )
+                array[...] = table[numbers]
 
     def _make_layout(self) -> Layout:
         layouts = [source.layout for source in self._sources]

@@ -129,6 +129,7 @@ class NpySource:
         is_label: whether they are labels.
         columns: fields of a structured array to use, in this order; all if not given.
         labels: the field of a structured array that is the label.
+        classes: names that its numbers stand for.
 
     Raises:
         BadFile: it can't be read as such a file.
@@ -143,8 +144,10 @@ class NpySource:
         is_label: bool = False,
         columns: Sequence[str] | None = None,
         labels: str | None = None,
+        classes: tuple[str, ...] = (),
     ) -> None:
         self._path = os.fspath(path)
+        self._classes = classes
         self._file = open_file(path)
         self._array = NpyArray(self._file, repr(self._file.name))
         self._fields = fields_of(self._array, name, is_label=is_label, columns=columns, labels=labels)
@@ -171,8 +174,8 @@ class NpySource:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """None: labels are as stored."""
-        return ()
+        """As given: the file has no place for them."""
+        return self._classes
 
     def fingerprint(self) -> str:
         """From the file's name, size and time of change."""

@@ -8,12 +8,16 @@ import difflib
 import glob
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
+
+import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
 from memfit.data.files import is_remote, open_file
 from memfit.data.source import Source
+from memfit.data.sources.converted import Member, can_have_classes, read_classes, read_members
 from memfit.data.sources.image_index import is_folder as is_folder_entry
 from memfit.data.sources.joined import Named, Paired, concatenate
 from memfit.data.sources.npy import MAGIC, NpySource
@@ -85,6 +89,9 @@ def _open(source: Any, columns: list[str] | None, labels: Any, on_error: str) ->
     if _are_paths(labels):
         return Paired(_open(source, columns, None, on_error), as_labels(_open(labels, None, None, on_error)))
     if labels is not None and not isinstance(labels, str):
+        place = _place_of(labels)
+        if place:
+            raise BadInput(f"labels is an array that is in a file; it is streamed from there: give {place}.")
         raise BadInput(f"labels is the name of a column, key or dataset, or a path; {labels!r} was given")
     return concatenate([_open_path(path, columns, labels, on_error) for path in _paths(source)])
 
@@ -122,11 +129,38 @@ def _paths(source: Any) -> list[str]:
             raise BadInput("an empty list was given; at least one path is needed")
         if all(isinstance(path, str | os.PathLike) for path in given):
             return [path for one in given for path in _paths(one)]
+        place = next((place for place in map(_place_of, given) if place), "")
+    else:
+        place = _place_of(source)
+    if place:
+        raise BadInput(f"an array that is in a file was given; it is streamed from there: give {place}.")
     what = f"an array of shape {source.shape}" if hasattr(source, "shape") else f"{source!r} ({type(source).__name__})"
     raise BadInput(
         f"a path, a list of paths, a pair (features, labels) or a dict of names and paths is needed, and {what} was "
         "given. Data that is in memory already needs no streaming; np.save writes it to a file."
     )
+
+
+def _place_of(array: Any) -> str:
+    """How to name the file that an open array is read from; "" where there is none."""
+    from memfit.data.array import ArrayFile
+
+    if isinstance(array, ArrayFile):
+        return f"its path, {array.name!r}"
+    h5py = sys.modules.get("h5py")
+    if h5py is not None and isinstance(array, h5py.Dataset):
+        return f"its path, {_shown(array.file.filename)!r}, and columns={str(array.name).strip('/')!r}"
+    while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap) and array.filename is not None:
+            return f"its path, {_shown(os.fspath(array.filename))!r}"
+        # Such as what np.asarray made of one.
+        array = array.base
+    return ""
+
+
+def _shown(path: str) -> str:
+    """A path as one would write it in this folder."""
+    return path.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def _expand(path: str) -> list[str]:
@@ -256,10 +290,14 @@ def _open_folder(path: str, columns: list[str] | None, labels: str | None, on_er
                 f"the folder {path!r} holds files of several kinds: {', '.join(map(_base, data[:4]))}"
                 f"{', ...' if len(data) > 4 else ''}. Give a pattern, such as {os.path.join(path, '*.npy')!r}."
             )
+        present = [entry for entry, _ in entries]
+        members = read_members(present, data)
+        if members:
+            return _open_members(path, members, columns, labels, read_classes(present))
         pair = obvious_pair([_base(file) for file in data], ".npy") if labels is None and columns is None else None
         if pair is not None:
             features, targets = sorted(data, key=lambda file: pair.index(_base(file)))
-            return Paired(NpySource(features), as_labels(NpySource(targets, name="y")))
+            return Paired(NpySource(features), _open_labels(targets, "y", read_classes(present)))
         if data:
             return concatenate([_open_path(file, columns, labels, on_error) for file in data])
         if not any(_is_image(file) for file, _ in entries):
@@ -268,6 +306,40 @@ def _open_folder(path: str, columns: list[str] | None, labels: str | None, on_er
     from memfit.data.sources.images import open_images
 
     return open_images(path, on_error=on_error)
+
+
+def _open_members(
+    path: str, members: list[Member], columns: list[str] | None, labels: str | None, classes: tuple[str, ...]
+) -> Source:
+    """The fields of a folder that says what they are."""
+    paths = {member.name: member.path for member in members}
+    for name in (*(columns or ()), *([labels] if labels is not None else [])):
+        if name not in paths:
+            raise BadInput(
+                f"{path!r} has no field {name!r}{_nearest(name, paths)} It has {', '.join(map(repr, paths))}."
+            )
+    own = [member.name for member in members if member.is_label]
+    targets = [labels] if labels is not None else own if columns is None else []
+    features = [name for name in columns or paths if name not in targets and (columns is not None or name not in own)]
+    if not features:
+        raise BadInput(f"{path!r} has nothing but the label {labels!r} then; features are needed too.")
+    joined: Source = NpySource(paths[features[0]], name=features[0])
+    for name in features[1:]:
+        joined = Paired(joined, NpySource(paths[name], name=name), are_labels=False)
+    if not targets:
+        return joined
+    # The names are those of the labels that were written as such.
+    answers = _open_labels(paths[targets[0]], targets[0], classes if targets[0] in own else ())
+    for name in targets[1:]:
+        answers = Paired(answers, NpySource(paths[name], name=name), are_labels=False)
+    return Paired(joined, answers)
+
+
+def _open_labels(path: str, name: str, classes: tuple[str, ...]) -> Source:
+    source = NpySource(path, name=name)
+    if classes and len(source.fields) == 1 and can_have_classes(source.fields[0]):
+        return NpySource(path, name=name, classes=classes)
+    return as_labels(source)
 
 
 def _open_npy(path: str, columns: list[str] | None, labels: str | None) -> Source:

@@ -24,6 +24,18 @@ _MOST_NAMED = 40
 _CACHED_BYTES = 128 * 1024
 
 
+class UnusableColumns(BadInput):
+    """Columns of a table that can't be features.
+
+    Attributes:
+        usable: names of the other ones that were to be.
+    """
+
+    def __init__(self, message: str, usable: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.usable = usable
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table, as the file has it.
@@ -173,17 +185,23 @@ def _places(table: Sequence[Column], names: Sequence[str], source: str) -> dict[
 
 def _check_features(features: Sequence[Column], source: str) -> None:
     texts = [column.name for column in features if column.is_text]
+    others = [
+        f"{column.name!r} ({column.stored_as})" for column in features if column.dtype is None and not column.is_text
+    ]
+    said = []
     if texts:
-        raise BadInput(
+        said.append(
             f"{_quoted(texts)} of {source} {'is' if len(texts) == 1 else 'are'} text, which can't be features. Leave "
             "out with columns= (the names of those to use), or use as labels with labels=."
         )
-    others = [f"{column.name!r} ({column.stored_as})" for column in features if column.dtype is None]
     if others:
-        raise BadInput(
+        said.append(
             f"{_listed(others)} of {source} can't be features: neither numbers nor lists of equally many numbers. "
             "Leave out with columns= (the names of those to use), or store as numbers."
         )
+    if said:
+        usable = tuple(column.name for column in features if column.dtype is not None and not column.is_text)
+        raise UnusableColumns(" ".join(said), usable)
 
 
 def _label(column: Column, place: int, source: str) -> Part:

@@ -249,6 +249,23 @@ def test_file_that_changes_after_it_was_opened(tmp_path: Path) -> None:
         read(source, 0, 5)
 
 
+def test_names_of_classes(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.h5")
+    with h5py.File(path, "w") as file:
+        file["anything"] = np.zeros((2, 3))
+        file["kind"] = np.array([1, 0])
+        file["anything"].attrs["memfit_label"] = False
+        file["kind"].attrs["memfit_label"] = True
+        file["kind"].attrs["classes"] = ["cat", "dog"]
+
+    source = open_hdf5(path)
+
+    assert [(field.name, field.is_label) for field in source.fields] == [("anything", False), ("kind", True)]
+    assert source.classes == ("cat", "dog")
+    assert pickle.loads(pickle.dumps(source)).classes == ("cat", "dog")
+    assert open_hdf5(path, columns="anything").classes == ()
+
+
 def test_lengths_must_agree(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = np.zeros((5, 2)), np.zeros(4)

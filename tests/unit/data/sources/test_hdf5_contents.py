@@ -27,6 +27,8 @@ def made(path: Path, *names: str) -> Any:
     [
         (["images", "labels", "other"], None, None, (["images"], ["labels"])),
         (["train/X", "train/y", "notes"], None, None, (["train/X"], ["train/y"])),
+        (["image", "label", "other"], None, None, (["image"], ["label"])),
+        (["Feature", "Target"], None, None, (["Feature"], ["Target"])),
         (["anything"], None, None, (["anything"], [])),
         (["a", "b", "c"], ["/b/", "a"], "/c", (["b", "a"], ["c"])),
         (["a", "b"], ["a", "b"], ["b"], (["a"], ["b"])),
@@ -61,6 +63,41 @@ def test_no_choice(tmp_path: Path, names: Any, columns: Any, labels: Any, said: 
     with made(tmp_path, *names) as file, pytest.raises(BadInput) as raised:
         choose(file, columns, labels, "a.h5")
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "labels", "expected"),
+    [
+        (None, None, (["other", "x"], ["kind"])),
+        (None, "kind", (["other", "x"], ["kind"])),
+        (None, "other", (["x"], ["other"])),
+        ("x", None, (["x"], [])),
+    ],
+)
+def test_marks_say_what_is_a_label(tmp_path: Path, columns: Any, labels: Any, expected: Any) -> None:
+    # GIVEN "x" and "y" are there as well, but "y" was added by someone else
+    with made(tmp_path, "kind", "other", "x", "y") as file:
+        for name in ("kind", "other", "x"):
+            file[name].attrs["memfit_label"] = name == "kind"
+        file["y"].attrs["memfit_label"] = "perhaps"
+
+        assert choose(file, columns, labels, "a.h5") == expected
+
+
+def test_names_of_classes_of_labels(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["y"] = np.array([1, 0])
+        file["y"].attrs["classes"] = ["cat", "dog"]
+        file["x"] = np.zeros(2)
+        file["x"].attrs["classes"] = ["cat", "dog"]
+        for name, value in (("bytes", np.array([b"cat"])), ("number", 3), ("twice", ["cat", "cat"])):
+            file[name] = np.array([1, 0])
+            file[name].attrs["classes"] = value
+
+        assert describe(file["y"], "y", True, "a.h5").classes == ("cat", "dog")
+        for name in ("x", "bytes", "number", "twice"):
+            assert describe(file[name], name, True, "a.h5").classes == ()
+        assert describe(file["y"], "y", False, "a.h5").classes == ()
 
 
 def test_names_that_are_not_there(tmp_path: Path) -> None:

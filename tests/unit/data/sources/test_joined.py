@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.core.errors import BadInput
+from memfit.core.errors import BadFile, BadInput
 from memfit.data.source import Field, Layout, SampleSource
 from memfit.data.sources.joined import Concatenated, Named, Paired, concatenate
 
@@ -315,3 +315,11 @@ def test_joined_sources_can_be_pickled():
 
     assert copy.fingerprint() == source.fingerprint()
     assert read(copy, 2, 4)[0].tolist() == read(source, 2, 4)[0].tolist()
+
+
+def test_numbers_without_a_name_are_told():
+    first = Memory("a", {"y": np.array([0, 2])}, labels=("y",), classes=("cat", "dog"))
+    second = Memory("b", {"y": np.array([0, 1])}, labels=("y",), classes=("ant", "dog"))
+
+    with pytest.raises(BadFile, match="a has a label between 0 and 2 that none of the names of its 2 classes is for"):
+        concatenate([first, second]).read(0, 4, [np.empty(4, np.int64)])

@@ -1,4 +1,5 @@
 import gzip
+import json
 import os
 import pickle
 
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 
 from memfit.core.errors import BadFile, BadInput
+from memfit.data.array import open_array
 from memfit.data.sources import opening
 from memfit.data.sources.joined import Concatenated, ConcatenatedSamples
 from memfit.data.sources.npy import NpySource
@@ -427,3 +429,87 @@ def test_named_files_of_unequal_length_are_not_called_labels(folder):
     np.save(folder / "short.npy", np.zeros(8))
     with pytest.raises(BadInput, match=r"has 9 samples, .* has 8: as many are needed in each"):
         open_source({"a": folder / "long.npy", "b": folder / "short.npy"})
+
+
+# Arrays of files that are open already.
+
+
+def test_open_arrays_name_their_file(folder):
+    np.save("big.npy", X)
+    mapped = np.load("big.npy", mmap_mode="r")
+
+    said = "an array that is in a file was given; it is streamed from there: give its path, 'big.npy'."
+    assert refusal(mapped) == said
+    assert refusal([mapped, mapped]) == said
+    assert refusal((np.asarray(mapped)[2:], "big.npy")) == said
+    assert refusal(open_array("big.npy")) == said
+    assert "labels is an array that is in a file" in refusal("big.npy", labels=mapped)
+    assert "give its path, 'big.npy'." in refusal("big.npy", labels=mapped)
+
+
+def test_open_datasets_name_their_file(folder):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File("a.h5", "w") as file:
+        file["train/x"] = X
+
+        assert refusal(file["train/x"]).endswith("give its path, 'a.h5', and columns='train/x'.")
+
+
+# Folders that say what is in them.
+
+
+def said_folder(**arrays):
+    os.mkdir("said")
+    fields = []
+    for name, array in arrays.items():
+        np.save(f"said/file_{name}.npy", array)
+        fields.append({"file": f"file_{name}.npy", "name": name, "is_label": name.startswith("label")})
+    with open("said/memfit-fields.json", "w") as file:
+        json.dump({"format": "memfit fields", "version": 1, "fields": fields}, file)
+    with open("said/classes.json", "w") as file:
+        json.dump(["cat", "dog", "emu"], file)
+
+
+def test_a_folder_that_says_its_labels(folder):
+    said_folder(label=Y, a=X, b=X + 1)
+
+    source = open_source("said")
+
+    assert names(source) == [("a", False), ("b", False), ("label", True)]
+    assert source.classes == ("cat", "dog", "emu")
+    assert np.array_equal(read(source)[1], X + 1)
+    assert np.array_equal(read(source)[2], Y)
+    assert pickle.loads(pickle.dumps(source)).classes == source.classes
+    assert names(open_source("said", columns="b")) == [("b", False)]
+    assert names(open_source("said", columns="b", labels="label")) == [("b", False), ("label", True)]
+    other = open_source("said", labels="b")
+    assert (names(other), other.classes) == ([("a", False), ("b", True)], ())
+    assert "'said' has no field 'lable'; did you mean 'label'? It has 'a', 'b'" in refusal("said", labels="lable")
+    assert "features are needed too" in refusal("said", columns="b", labels="b")
+
+
+def test_a_folder_that_says_several_labels_or_none(folder):
+    said_folder(label_1=Y, label_2=X[:, 0], a=X)
+
+    source = open_source("said")
+
+    assert names(source) == [("a", False), ("label_1", True), ("label_2", True)]
+    assert source.classes == ("cat", "dog", "emu")
+    assert np.array_equal(read(source)[2], X[:, 0])
+    os.rename("said", "other")
+    said_folder(a=X)
+    assert names(open_source("said")) == [("a", False)]
+
+
+def test_names_of_classes_beside_an_obvious_pair(folder):
+    os.mkdir("pair")
+    np.save("pair/images.npy", X)
+    np.save("pair/labels.npy", Y)
+    (folder / "pair" / "classes.json").write_text('["cat", "dog", "emu"]')
+    assert open_source("pair").classes == ("cat", "dog", "emu")
+
+    np.save("pair/labels.npy", Y.astype("f4"))
+    assert open_source("pair").classes == ()
+    (folder / "pair" / "classes.json").write_text('["cat", "dog"')
+    np.save("pair/labels.npy", Y)
+    assert open_source("pair").classes == ()

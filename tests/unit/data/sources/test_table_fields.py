@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from memfit.core.errors import BadInput
-from memfit.data.sources.table_fields import MOST_CLASSES, Column, choose_fields, describe_unknown, fill, sort_classes
+from memfit.data.sources.table_fields import (
+    MOST_CLASSES,
+    Column,
+    UnusableColumns,
+    choose_fields,
+    describe_unknown,
+    fill,
+    sort_classes,
+)
 
 
 def column(name: str, dtype: str | None = "float32", shape: tuple[int, ...] = (), *, is_text: bool = False) -> Column:
@@ -122,3 +130,10 @@ def test_fill_reshapes_single_columns() -> None:
     assert matrix[:, 0].tolist() == [0, 1, 2, 3, 4]
     assert vector.tolist() == [0, 0, 0, 1, 1]
     assert images.reshape(-1).tolist() == list(range(20))
+
+
+def test_what_could_be_used_is_told() -> None:
+    table = [column("a"), column("b", None, is_text=True), column("c", None), column("d", shape=(2,))]
+    with pytest.raises(UnusableColumns, match=r"'b' of t is text.*'c' \(string\) of t can't be features") as caught:
+        choose_fields(table, columns=None, labels=None, source="t")
+    assert caught.value.usable == ("a", "d")
