@@ -60,7 +60,9 @@ SPLIT = ("vit_small", "mlp_mixer", "diffusion_unet", "llama")
 METHOD = """\
 The error of a tensor is its greatest difference over its greatest value; the worst tensor counts. For micro-batches it
 is the length of the difference of all gradients over the length of the gradients: single tensors whose true gradient is
-zero, such as the biases of keys in attention, hold nothing but rounding."""
+zero, such as the biases of keys in attention, hold nothing but rounding. Weights after the update are shown beside:
+Adam divides each gradient by its own size, which makes rounding in gradients near zero larger. They count where the
+update happens in the backward pass, which leaves no gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,8 @@ class Row:
 
     @property
     def worst(self) -> float:
-        """The greater error of gradients and weights."""
-        return max(self.gradients or 0.0, self.weights)
+        """The error of the gradients; of the weights where the update happens in the backward pass."""
+        return self.weights if self.gradients is None else self.gradients
 
 
 def make_plan(training: Training, share: int, allow: Sequence[str]) -> tuple[bool, Plan]:

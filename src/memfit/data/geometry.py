@@ -21,7 +21,7 @@ from memfit.data.source import Array, Field, Layout
 _LANES = (24, 12, 8, 4, 2)
 # Neighbours in a window of n blocks come from the same block once in n times; a full shuffle knows no blocks.
 _ENOUGH_BLOCKS = 160
-_LEAST_BLOCKS = 64
+_LEAST_BLOCKS = 128
 # Below the first, a read costs more than the bytes it brings; from the second on, scattered reads are as fast as one
 # long one.
 _LEAST_BLOCK_BYTES = 64 * KIB

@@ -27,6 +27,7 @@ _COSTLY_BYTES = 32 * MIB
 _FEW_BLOCKS = 64
 _SMALL_FILE_BYTES = 16 * KIB
 _NUM_FILES_WEIGHED = 1000
+_MOST_NAMED = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,9 @@ def _open(source: Any, columns: Any, labels: Any, on_error: str) -> tuple[Source
             usable = open_source(source, columns=list(error.usable), labels=labels, on_error=on_error)
         except BadInput:
             raise error from None
-        return usable, f"left out here: {error}"
+        names = ", ".join(map(repr, error.usable[:_MOST_NAMED]))
+        more = len(error.usable) - _MOST_NAMED
+        return usable, f"left out here: {error} Looked at: {names}{f' and {more} more' if more > 0 else ''}."
 
 
 def loaded_bytes(source: Source) -> int:
