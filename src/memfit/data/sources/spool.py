@@ -21,6 +21,8 @@ from memfit.data.sources.npy import NpySource
 from memfit.data.transfer import Transfer, free_bytes
 from memfit.data.writing import file_names, plan_target
 
+# Several are in memory at once, which a stream with a small budget has to allow for.
+_PIECE_BYTES = 2 << 20
 _DESCRIPTION = "memfit.json"
 
 
@@ -161,7 +163,8 @@ def _unpack(source: Source, place: Path, journal: Journal, announce: Callable[[s
     )
     sample_bytes = sum(field.sample_bytes for field in source.fields)
     # A name without an ending stands for a folder.
-    target = plan_target(place.with_suffix(""), source.fields, source.num_samples, read_bytes=sample_bytes)
+    folder = place.with_suffix("")
+    target = plan_target(folder, source.fields, source.num_samples, chunk_bytes=_PIECE_BYTES, read_bytes=sample_bytes)
     Transfer(source, target, journal, {"use": "spool"}, discard_other=True).run()
     description = {"name": source.name, "classes": list(source.classes), "bytes": size}
     write_whole(place / _DESCRIPTION, json.dumps(description).encode())
