@@ -21,7 +21,7 @@ demo: $(READY) ## A script that dies for want of memory, why, and the run that g
 	$(RUN) examples/demo/demo.py
 
 test: check browser ## Everything a change must pass: lint, types, tests with coverage
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 check: $(READY) ## Lint, format and types only
 	$(RUN) -m ruff check .

@@ -16,9 +16,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What guards find out about this machine's memory must not last from one test to the next.
 os.environ["MEMFIT_CACHE"] = tempfile.mkdtemp(prefix="memfit-tests-")
 
-# Started under nohup, processes would ignore what tests send them.
+# Started under nohup or in the background of a script, processes would ignore what tests send them.
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Processes that share the tests are given the width of a terminal, which commands then write for.
+os.environ.pop("COLUMNS", None)
 
 # No deadlines: a shared machine stalls for longer than any example takes.
 settings.register_profile("memfit", deadline=None)
