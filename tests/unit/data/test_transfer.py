@@ -73,7 +73,8 @@ def test_all_samples_arrive(tmp_path):
     assert done.statistics[0].num_values == 300
     assert seen[-1] == (2400, 2400)
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("memfit-")]
+    own = ("memfit-read", "memfit-write", "memfit-sync")
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(own)]
 
 
 def test_no_samples_are_a_file_too(tmp_path):
