@@ -51,7 +51,11 @@ def faulty(monkeypatch):
     monkeypatch.setattr(remote_files, "_FIRST_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(Faulty, "errors", [])
     monkeypatch.setattr(Faulty, "num_calls", 0)
-    return Faulty
+    yield Faulty
+    # What was fetched ahead and dropped may still be under way, and would take the next test's errors.
+    pool, remote_files._fetcher._pool = remote_files._fetcher._pool, None
+    if pool is not None:
+        pool.shutdown()
 
 
 @pytest.fixture
