@@ -124,7 +124,7 @@ class LocalFile:
         BadFile: there is none, or it isn't a file.
     """
 
-    _has_direct: bool | None
+    _lacks_direct: bool
     """Whether it can be read past the kernel's cache; None as long as nobody has tried."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -213,18 +213,18 @@ class LocalFile:
             _descriptors.give_back(opened)
 
     def _read_direct(self, offset: int, view: memoryview) -> bool:
-        if self._has_direct is False:
+        if self._lacks_direct:
             return False
         try:
             with self._descriptor(direct=True) as descriptor:
                 return direct_reads.read_direct(descriptor, view, offset)
         except _NoDirectReads:
-            self._has_direct = False
+            self._lacks_direct = True
             return False
 
     def _is_past_cache(self, length: int) -> bool:
         """Whether reads of so many bytes leave nothing in the kernel's cache."""
-        return self._has_direct is not False and direct_reads.is_worth_it(length)
+        return not self._lacks_direct and direct_reads.is_worth_it(length)
 
     def _open_direct(self) -> int:
         number = direct_reads.open_direct(self._path)
@@ -244,7 +244,7 @@ class LocalFile:
                 f"{self._name!r} has become shorter: it had {self._size} bytes and now has {size}. Leave the file as "
                 "it is while it is read, or start again."
             )
-        if hasattr(os, "posix_fadvise") and self._has_direct is False:
+        if hasattr(os, "posix_fadvise") and self._lacks_direct:
             with contextlib.suppress(OSError):
                 os.posix_fadvise(number, 0, 0, os.POSIX_FADV_RANDOM)
         return number
@@ -258,7 +258,7 @@ class LocalFile:
 
     def _begin(self) -> None:
         self._tokens = next(_tokens), next(_tokens)
-        self._has_direct = None
+        self._lacks_direct = False
 
     def __del__(self) -> None:
         # Missing where the constructor raised; the pool is missing when the interpreter ends.
@@ -274,20 +274,16 @@ class _NoDirectReads(Exception):
     """The file system has no reads past the cache."""
 
 
-class SequentialReader(io.RawIOBase):
-    """A ByteFile from its beginning to its end, as an ordinary binary file object that can also seek.
+class SeekableReader(io.RawIOBase):
+    """A ByteFile as an ordinary binary file object; subclasses say how it is read, from `_position` on.
 
     Args:
         file: what to read.
-        block_bytes: how much is read at once; the pages of a block are given back when the next one is read.
     """
 
-    def __init__(self, file: ByteFile, block_bytes: int = 256 << 10) -> None:
+    def __init__(self, file: ByteFile) -> None:
         super().__init__()
         self._file = file
-        self._block_bytes = block_bytes
-        self._block = bytearray()
-        self._block_start = 0
         self._position = 0
 
     def readable(self) -> bool:
@@ -309,6 +305,21 @@ class SequentialReader(io.RawIOBase):
             raise OSError(f"offset {base + offset} is before the beginning of {self._file.name!r}")
         self._position = base + offset
         return self._position
+
+
+class SequentialReader(SeekableReader):
+    """A ByteFile from its beginning to its end, as an ordinary binary file object that can also seek.
+
+    Args:
+        file: what to read.
+        block_bytes: how much is read at once; the pages of a block are given back when the next one is read.
+    """
+
+    def __init__(self, file: ByteFile, block_bytes: int = 256 << 10) -> None:
+        super().__init__(file)
+        self._block_bytes = block_bytes
+        self._block = bytearray()
+        self._block_start = 0
 
     def readinto(self, buffer: Any, /) -> int:
         """Reads at least one byte, at most the rest of a block; 0 at the end."""

@@ -23,6 +23,7 @@ from datetime import datetime
 from typing import Any
 
 from memfit.core.errors import BadFile, MissingDependency
+from memfit.data.files import SeekableReader
 
 # Requests to one server at a time, and bytes that may wait to be read or are on their way.
 _NUM_REQUESTS = 4
@@ -220,7 +221,7 @@ class RemoteFile:
         return f"RemoteFile({self.name!r})"
 
 
-class RemoteReader(io.RawIOBase):
+class RemoteReader(SeekableReader):
     """A remote file as an ordinary binary file object.
 
     Short reads are served from a few blocks that are kept, long ones go to the server as they are.
@@ -230,35 +231,13 @@ class RemoteReader(io.RawIOBase):
     """
 
     def __init__(self, file: RemoteFile) -> None:
-        super().__init__()
-        self._file = file
-        self._position = 0
+        super().__init__(file)
         self._blocks: OrderedDict[int, bytearray] = OrderedDict()
 
     @property
     def name(self) -> str:
         """Its address."""
         return self._file.name
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
-    def tell(self) -> int:
-        """Offset of the next byte."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Goes to an offset, counted from the beginning, the present one or the end."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
-        if base + offset < 0:
-            raise OSError(f"offset {base + offset} is before the beginning of {self.name!r}")
-        self._position = base + offset
-        return self._position
 
     def readinto(self, buffer: Any, /) -> int:
         """Fills the buffer as far as the file goes."""

@@ -305,4 +305,4 @@ def test_blocks_are_read_past_the_cache_and_the_same_without(tmp_path, monkeypat
 
     # THEN both read the same
     assert read(second) == expected
-    assert second._has_direct is False
+    assert second._lacks_direct

@@ -22,7 +22,7 @@ from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.core.units import MIB
 from memfit.data.files import ByteFile, fingerprint_of, is_remote, open_file
 from memfit.data.source import Array, Field, Layout
-from memfit.data.sources.arrow_columns import BatchReader, describe_type, find_classes
+from memfit.data.sources.arrow_columns import BatchReader, describe_type, find_classes, reason_of
 from memfit.data.sources.table_fields import Column, Part, choose_fields
 
 _MAGIC = b"ARROW1"
@@ -75,7 +75,7 @@ def open_arrow(
                 reader = _Batches(file, contents, part.columns)
                 classes = find_classes(map(reader.get, range(len(contents.places))), part.field.name, shown)
     except (OSError, pa.ArrowException) as error:
-        raise BadFile(f"{shown} is damaged: {_reason(error)}. Copy or make it again.") from error
+        raise BadFile(f"{shown} is damaged: {reason_of(error)}. Copy or make it again.") from error
     # Workers may run in another folder than the one in which a relative path was given.
     place = name if is_remote(name) else os.path.abspath(os.path.expanduser(name))
     return ArrowSource(place, file, contents, table, parts, classes)
@@ -201,7 +201,7 @@ class ArrowSource:
             except (OSError, pa.ArrowException) as error:
                 raise BadFile(
                     f"the batch of {self.name!r} that begins with row {first}, at offset "
-                    f"{self._contents.places[number][0]} of the file, is damaged: {_reason(error)}. Copy or make the "
+                    f"{self._contents.places[number][0]} of the file, is damaged: {reason_of(error)}. Copy or make the "
                     "file again."
                 ) from error
             row = end
@@ -313,7 +313,3 @@ def _bytes(file: ByteFile, offset: int, size: int) -> bytes:
     buffer = bytearray(min(size, max(0, file.size - offset)))
     file.read_into(offset, buffer)
     return bytes(buffer)
-
-
-def _reason(error: Exception) -> str:
-    return str(error).replace("\n", " ").rstrip(". ") or type(error).__name__

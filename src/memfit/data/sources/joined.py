@@ -12,6 +12,7 @@ import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
 from memfit.data.source import Array, Field, Layout, SampleSource, Source
+from memfit.data.sources.passing import Passing
 
 _RUN_BYTES = 128 << 10
 """Length of the blocks of a part that has no natural ones, where other parts have."""
@@ -281,7 +282,7 @@ class Paired:
         self._labels.close()
 
 
-class Named:
+class Named(Passing):
     """A source of one field under another name.
 
     Args:
@@ -299,53 +300,7 @@ class Named:
                 f"{source.name} was given for {name!r} and has {len(source.fields)} fields: {names}. "
                 "One was expected; give a file of a single array for each name."
             )
-        self._source = source
-        self._fields = (replace(source.fields[0], name=name),)
-
-    @property
-    def name(self) -> str:
-        """The source's."""
-        return self._source.name
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """The field under its new name."""
-        return self._fields
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in it."""
-        return self._source.num_samples
-
-    @property
-    def layout(self) -> Layout:
-        """The source's."""
-        return self._source.layout
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The source's."""
-        return self._source.classes
-
-    def fingerprint(self) -> str:
-        """The source's."""
-        return self._source.fingerprint()
-
-    def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills the array with samples `start` to `stop`."""
-        self._source.read(start, stop, out)
-
-    def will_need(self, start: int, stop: int) -> None:
-        """Passed on."""
-        self._source.will_need(start, stop)
-
-    def drop(self, start: int, stop: int) -> None:
-        """Passed on."""
-        self._source.drop(start, stop)
-
-    def close(self) -> None:
-        """Closes the source in this process."""
-        self._source.close()
+        super().__init__(source, (replace(source.fields[0], name=name),))
 
 
 def concatenate(sources: Sequence[Source]) -> Source:

@@ -18,7 +18,7 @@ from memfit.core.errors import BadFile, MissingDependency
 from memfit.core.units import KIB, MIB
 from memfit.data.files import ByteFile, LocalFile, fingerprint_of, is_remote, open_file
 from memfit.data.source import Array, Field, Layout
-from memfit.data.sources.arrow_columns import BatchReader, describe_type, find_classes, is_list, is_text
+from memfit.data.sources.arrow_columns import BatchReader, describe_type, find_classes, is_list, is_text, reason_of
 from memfit.data.sources.table_fields import Column, Part, choose_fields
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def open_parquet(
         groups = _row_groups(file.metadata, {table[place].name for part in parts for place in part.columns})
         scratch = _scratch_bytes(file.metadata, groups, table, parts, local)
     except _arrow_errors() as error:
-        raise BadFile(f"{shown} is damaged: {_reason(error)}. Copy or make it again.") from error
+        raise BadFile(f"{shown} is damaged: {reason_of(error)}. Copy or make it again.") from error
     finally:
         file.close()
     return ParquetSource(name, place, local, tuple(table), parts, classes, groups, scratch)
@@ -222,7 +222,7 @@ class ParquetSource:
                 self._read_group(cursor, group, row, [array[row - start : end - start] for array in out])
             except _arrow_errors() as error:
                 cursor.leave()
-                raise BadFile(self._damage(cursor, group, _reason(error))) from error
+                raise BadFile(self._damage(cursor, group, reason_of(error))) from error
             except BaseException:
                 cursor.leave()
                 raise
@@ -346,7 +346,7 @@ class ParquetSource:
                 offset, size = _extent(chunk)
                 return (
                     f"{said} in column {name!r}, whose {size} bytes begin at offset {offset} of the file: "
-                    f"{_reason(error)}. Copy or make the file again."
+                    f"{reason_of(error)}. Copy or make the file again."
                 )
         return f"{said}: {reason}. Copy or make the file again."
 
@@ -391,7 +391,7 @@ def _open(name: str, place: str, metadata: Any, buffer_bytes: int) -> Any:
         )
     except _arrow_errors() as error:
         source.close()
-        raise BadFile(f"{name!r} can't be opened as Parquet: {_reason(error)}. Copy or make it again.") from error
+        raise BadFile(f"{name!r} can't be opened as Parquet: {reason_of(error)}. Copy or make it again.") from error
 
 
 def _arrow_errors() -> tuple[type[Exception], ...]:
@@ -510,7 +510,3 @@ def _first_value(file: Any, field: Any, wanted: set[str] | None) -> Any:
 
 def _listed(given: Sequence[str] | str | None) -> list[str]:
     return [given] if isinstance(given, str) else list(given or ())
-
-
-def _reason(error: Exception) -> str:
-    return str(error).replace("\n", " ").rstrip(". ") or type(error).__name__

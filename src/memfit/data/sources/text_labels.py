@@ -10,13 +10,14 @@ from dataclasses import replace
 import numpy as np
 
 from memfit.core.errors import BadInput
-from memfit.data.source import Array, Field, Layout, Source
+from memfit.data.source import Array, Layout, Source
+from memfit.data.sources.passing import Passing
 
 _BLOCK_BYTES = 256 << 10
 _MAX_CLASSES = 100_000
 
 
-class TextLabels:
+class TextLabels(Passing):
     """A source of one field of text, as class numbers.
 
     Args:
@@ -33,25 +34,9 @@ class TextLabels:
                 f"the labels in {source.name} are text of the shape {field.shape} a sample; one text a sample can be a "
                 "class. Save numbers instead."
             )
-        self._source = source
+        super().__init__(source, (replace(field, dtype=np.dtype(np.int64)),))
         self._step = max(1, _BLOCK_BYTES // field.dtype.itemsize)
         self._texts = self._distinct(field.dtype)
-        self._fields = (replace(field, dtype=np.dtype(np.int64)),)
-
-    @property
-    def name(self) -> str:
-        """The source's."""
-        return self._source.name
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """The field, of numbers."""
-        return self._fields
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in it."""
-        return self._source.num_samples
 
     @property
     def layout(self) -> Layout:
@@ -64,27 +49,11 @@ class TextLabels:
         """The different texts, sorted."""
         return tuple(t.decode("utf-8", "replace") if isinstance(t, bytes) else str(t) for t in self._texts.tolist())
 
-    def fingerprint(self) -> str:
-        """The source's."""
-        return self._source.fingerprint()
-
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
         """Fills the array with the class numbers of samples `start` to `stop`."""
         for first in range(start, stop, self._step):
             texts = self._read(first, min(first + self._step, stop))
             out[0][first - start : first - start + len(texts)] = np.searchsorted(self._texts, texts)
-
-    def will_need(self, start: int, stop: int) -> None:
-        """Passed on."""
-        self._source.will_need(start, stop)
-
-    def drop(self, start: int, stop: int) -> None:
-        """Passed on."""
-        self._source.drop(start, stop)
-
-    def close(self) -> None:
-        """Closes the source in this process."""
-        self._source.close()
 
     def _read(self, start: int, stop: int) -> Array:
         texts: Array = np.empty(stop - start, self._source.fields[0].dtype)
