@@ -48,9 +48,9 @@ dryrun_results.reporters.use(run_text.format_run, _write_run_page)
 
 def estimate(
     model: Any,
+    *arguments: Any,
     loss: Callable[[Any, Any], Any] | None = None,
     batch: Any = None,
-    *,
     optimizer: Any = None,
     device: str | Device | None = None,
     precision: str | None = None,
@@ -61,9 +61,11 @@ def estimate(
     """Peak memory of a training step on a device that need not be there.
 
     Args:
-        model: an `nn.Module`, a callable that builds one (built without memory for its weights), or a `Job`.
-        loss: takes the model and a batch and returns the scalar loss.
-        batch: any nesting of tensors, meta tensors included.
+        model: an `nn.Module`, a callable that builds one (built without memory for its weights), a compiled
+            `keras.Model`, a training step of JAX, or a `Job`.
+        arguments: loss and batch by their place; what a step of JAX takes, arrays or shapes.
+        loss: takes the model and a batch and returns the scalar loss. Keras has it from `compile`.
+        batch: any nesting of tensors, meta tensors included; (x, y) for Keras.
         optimizer: an instance, a callable that takes parameters, a name such as "adamw", or None.
         device: a name of the catalogue ("rtx-3090"), "cpu", a size ("24GiB"); None means this machine's own GPU.
         precision: "fp32", "fp16", "bf16", "amp-fp16", "amp-bf16", or None to leave the model as it is.
@@ -74,7 +76,7 @@ def estimate(
     Returns:
         The peak, where it goes, and whether it fits.
     """
-    job = as_job(model, loss, batch, optimizer=optimizer, precision=precision, mode=mode)
+    job = as_job(model, arguments, loss, batch, optimizer=optimizer, precision=precision, mode=mode)
     size = None if batch_size is None else checked_batch_size(batch_size)
     return Estimator(job, resolve(device), allocator or AllocatorOptions(), size).run()
 
@@ -97,9 +99,9 @@ class MaxBatch:
 
 def max_batch(
     model: Any,
+    *arguments: Any,
     loss: Callable[[Any, Any], Any] | None = None,
     batch: Any = None,
-    *,
     optimizer: Any = None,
     device: str | Device | None = None,
     precision: str | None = None,
@@ -111,6 +113,7 @@ def max_batch(
 
     Args:
         model: as for `estimate`.
+        arguments: as for `estimate`.
         loss: as for `estimate`.
         batch: a batch of any size; its first dimension is varied.
         optimizer: as for `estimate`.
@@ -121,7 +124,7 @@ def max_batch(
         candidates: sizes to choose from; every whole number by default.
     """
     sizes = None if candidates is None else _checked_candidates(candidates)
-    job = as_job(model, loss, batch, optimizer=optimizer, precision=precision, mode=mode)
+    job = as_job(model, arguments, loss, batch, optimizer=optimizer, precision=precision, mode=mode)
     target = resolve(device)
     if target.usable_bytes is None:
         raise BadInput(f"the memory of {target.title} is unknown; name a size such as device='16GiB'.")

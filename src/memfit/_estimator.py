@@ -1,28 +1,29 @@
 """What the public verbs share: what users give made into jobs and devices, and traces made into estimates."""
 
+import importlib.util
 import operator
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memfit.allocator import replay, replay_plain
+from memfit.allocator import replay, replay_best_fit, replay_plain
 from memfit.catalogue import find_device
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadBatch, BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Estimate, HostMemory, Note
 from memfit.core.job import Job
-from memfit.core.replay import AllocatorOptions, Replay
+from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
 from memfit.core.scaling import Family, fit, needs_third
 from memfit.core.settings import Settings
-from memfit.core.timeline import Timeline
+from memfit.core.timeline import Category, Timeline
+from memfit.core.trace import Serving, Trace
 from memfit.core.units import MIB
-
-if TYPE_CHECKING:
-    from memfit.adapters.torch.trace import Trace
 
 # A second batch size is traced right away when the first trace took less than this.
 _EAGER_SECONDS = 0.6
-# What a process with PyTorch holds before any tensor, and what each loader worker adds (docs/estimate.md).
+# What a process with a framework holds before any tensor, and what each loader worker adds (docs/estimate.md).
 _PROCESS_BYTES = 600 * MIB
 _WORKER_BYTES = 250 * MIB
 
@@ -35,18 +36,101 @@ _WORKSPACE_DROPPED = Note(
 )
 
 
-def as_job(model: Any, loss: Any, batch: Any, **options: Any) -> Job:
-    """A job from what the caller gave: one already, or its parts."""
+def as_job(model: Any, arguments: tuple[Any, ...], loss: Any, batch: Any, **options: Any) -> Job:
+    """A job from what the caller gave: one already, or its parts.
+
+    Args:
+        model: a job, a model, or a training step of JAX.
+        arguments: what followed it: loss and batch, or what the step takes.
+        loss: given by name.
+        batch: given by name.
+        options: of the job; those that are None are left as they are.
+    """
     given = {name: value for name, value in options.items() if value is not None}
-    if isinstance(given.get("optimizer"), str):
-        given["optimizer"] = named_optimizer(given["optimizer"])
+    if not isinstance(model, Job) and not is_keras_model(model) and _is_jax_step(model, arguments):
+        if loss is not None or (batch is not None and arguments):
+            raise BadInput("a step of JAX takes its arguments one after the other: memfit.estimate(step, *arguments).")
+        return Job(model, None, arguments or batch, **given)
+    loss, batch = _loss_and_batch(arguments, loss, batch)
     if isinstance(model, Job):
         if loss is not None or batch is not None:
             raise BadInput("a Job brings its own loss and batch; give either a Job or a model with loss and batch.")
+        if framework_of(model) == TORCH and isinstance(given.get("optimizer"), str):
+            given["optimizer"] = named_optimizer(given["optimizer"])
         return replace(model, **given)
+    if is_keras_model(model):
+        if loss is not None and batch is None:
+            # memfit.estimate(model, (x, y))
+            loss, batch = None, loss
+        if loss is not None or given.get("optimizer") is not None:
+            raise BadInput(
+                "a Keras model brings its loss and optimizer from compile(); give the model and the batch only: "
+                "memfit.estimate(model, batch=(x, y))."
+            )
+        return Job(model, None, batch, **given)
+    if isinstance(given.get("optimizer"), str):
+        given["optimizer"] = named_optimizer(given["optimizer"])
     if loss is None:
         raise BadInput("loss is missing: give a function that takes (model, batch) and returns the scalar loss.")
     return Job(model, loss, batch, **given)
+
+
+def _loss_and_batch(arguments: tuple[Any, ...], loss: Any, batch: Any) -> tuple[Any, Any]:
+    """Loss and batch, given by place or by name."""
+    if len(arguments) > 2:
+        raise BadInput(
+            f"a model is followed by loss and batch, but {len(arguments)} arguments were given. "
+            "Where the first is a training step of JAX, import jax and give its arguments as arrays or shapes."
+        )
+    by_place = dict(zip(("loss", "batch"), arguments, strict=False))
+    for name, value in (("loss", loss), ("batch", batch)):
+        if value is not None and name in by_place:
+            raise BadInput(f"{name} was given twice, by its place and by its name.")
+    return by_place.get("loss", loss), by_place.get("batch", batch)
+
+
+TORCH, KERAS, JAX = "torch", "keras", "jax"
+"""Frameworks, whose adapters open jobs."""
+_TITLES = {TORCH: "PyTorch", KERAS: "Keras", JAX: "JAX"}
+
+
+def is_keras_model(model: Any) -> bool:
+    """Whether it is one of Keras, on whichever backend."""
+    keras = sys.modules.get("keras")
+    return keras is not None and hasattr(keras, "Model") and isinstance(model, keras.Model)
+
+
+def _is_jax_step(model: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether a function and its arguments are a step of JAX."""
+    if "jax" not in sys.modules or not callable(model):
+        return False
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "nn") and isinstance(model, torch.nn.Module):
+        return False
+    from memfit.adapters.jax import job
+
+    return job.is_step(model, arguments)
+
+
+def framework_of(job: Job) -> str:
+    """The framework that runs a job."""
+    if is_keras_model(job.model):
+        return KERAS
+    return JAX if job.loss is None else TORCH
+
+
+def open_job(job: Job, device: Device, batch_size: int | None = None) -> Any:
+    """The job, checked and ready to be traced, at its own batch size or the given one."""
+    framework = framework_of(job)
+    if framework == KERAS:
+        from memfit.adapters.keras import job as keras_jobs
+
+        return keras_jobs.open_job(job, device, batch_size)
+    if framework == JAX:
+        from memfit.adapters.jax import job as jax_jobs
+
+        return jax_jobs.open_job(job, device, batch_size)
+    return torch_adapter().open_job(job, device, batch_size)
 
 
 def resolve(device: Any) -> Device:
@@ -65,8 +149,8 @@ def resolve(device: Any) -> Device:
 
 def own_gpu() -> Device:
     """This machine's GPU."""
-    adapter = torch_adapter()
-    own = adapter.own_gpu()
+    # Others name no default.
+    own = None if importlib.util.find_spec("torch") is None and {"keras", "jax"} & set(sys.modules) else torch_adapter().own_gpu()
     if own is None:
         raise BadInput(
             "this machine has no CUDA device that PyTorch can use, so there is no default. "
@@ -82,9 +166,7 @@ def own_gpu() -> Device:
 
 def require_torch() -> None:
     """Refuses to go on without PyTorch."""
-    from importlib.util import find_spec
-
-    if find_spec("torch") is None:
+    if importlib.util.find_spec("torch") is None:
         raise MissingDependency("PyTorch is not installed. Install it with `pip install 'memfit[torch]'`.")
 
 
@@ -122,7 +204,7 @@ class Estimator:
         self._job = job
         self._device = device
         self._options = options
-        self.tracer = torch_adapter().open_job(job, device, batch_size)
+        self.tracer = open_job(job, device, batch_size)
         self._traces: dict[int | None, Trace] = {}
         self._family: Family | None = None
         self._family_tried = False
@@ -147,8 +229,9 @@ class Estimator:
         # A batch of 1 tells nothing of larger ones, nor they of it: PyTorch treats dimensions of size 1 apart (they
         # broadcast, and any stride makes them contiguous), so that it may go through other operators.
         family = self._fit() if batch_size > 1 else None
-        timeline = family.at(batch_size) if family is not None else self._trace(batch_size).timeline
-        return self._estimate(timeline, batch_size, started)
+        if family is None:
+            return self._estimate(self._trace(batch_size).timeline, batch_size, started)
+        return self._estimate(family.at(batch_size), batch_size, started, assigned_bytes=self._assigned(batch_size))
 
     def with_settings(self, settings: Settings) -> tuple[Estimate, int]:
         """(the estimate of the step as settings run it, bytes that wait in host memory)."""
@@ -162,7 +245,7 @@ class Estimator:
         options = replace(self._options, expandable_segments=True) if settings.expandable_segments else self._options
         return self._estimate(trace.timeline, size, started, trace, options), trace.host_bytes
 
-    def _trace(self, batch_size: int | None) -> "Trace":
+    def _trace(self, batch_size: int | None) -> Trace:
         if batch_size not in self._traces:
             self._traces[batch_size] = self.tracer.trace(batch_size)
         return self._traces[batch_size]
@@ -182,19 +265,35 @@ class Estimator:
                 self._family = None
         return self._family
 
+    def _assigned(self, batch_size: int) -> int | None:
+        """What a compiler would lay out at a size between, or beyond, those that it was asked about."""
+        known = sorted(
+            (size, trace.assigned_bytes) for size, trace in self._traces.items() if size and trace.assigned_bytes
+        )
+        if len(known) < 2:
+            return None
+        (n, least), (m, most) = known[0], known[-1]
+        return round(least + (most - least) * (batch_size - n) / (m - n))
+
     def _estimate(
         self,
         timeline: Timeline,
         batch_size: int | None,
         started: float,
-        fitted: "Trace | None" = None,
+        fitted: Trace | None = None,
         options: AllocatorOptions | None = None,
+        *,
+        assigned_bytes: int | None = None,
     ) -> Estimate:
         trace = self._traces[self.tracer.batch_size] if fitted is None else fitted
+        exact = self._traces.get(batch_size) if fitted is None else fitted
+        if exact is not None:
+            assigned_bytes = exact.assigned_bytes
         device = self._device
         context_bytes = device.context_bytes or 0
         floor = timeline.without_optional()
-        timeline, answer, unbounded, notes = _replayed(timeline, floor, device, options or self._options)
+        replays = _replays(trace.serving, options or self._options, assigned_bytes)
+        timeline, answer, unbounded, notes = _replayed(timeline, floor, device, replays)
         scale = 1 if not batch_size or not self.tracer.batch_size else batch_size / self.tracer.batch_size
         return Estimate(
             subject=self.tracer.name,
@@ -210,13 +309,58 @@ class Estimator:
             host=_host_memory(self._job, trace, device, scale),
             notes=(*trace.notes, *self.tracer.notes, *notes),
             num_parameters=trace.num_parameters,
+            state_bytes={str(category): size for category, size in (trace.state_bytes or state_of(timeline)).items()},
             seconds=time.perf_counter() - started,
             rescale=self.at_batch if self.tracer.batch_size is not None and fitted is None else None,
         )
 
 
+_Replays = tuple[Callable[[Timeline, int | None], Replay], Callable[[Timeline, int | None], Replay]]
+"""What a GPU and what the host make of a timeline under a limit, or without one."""
+
+
+def _replays(serving: Serving, options: AllocatorOptions, assigned_bytes: int | None) -> _Replays:
+    """Who hands out memory for a step.
+
+    Args:
+        serving: on a GPU.
+        options: of PyTorch's allocator.
+        assigned_bytes: what a compiler laid out for the whole step; None where there was none.
+    """
+    if assigned_bytes is not None:
+        return (lambda timeline, limit: _laid_out(timeline, assigned_bytes, limit),) * 2
+    if serving is Serving.BEST_FIT:
+        return replay_best_fit, replay_plain
+    return (lambda timeline, limit: replay(timeline, options, limit)), replay_plain
+
+
+def _laid_out(timeline: Timeline, assigned_bytes: int, limit: int | None) -> Replay:
+    """The memory of a step that was laid out ahead of time: all of it is taken for as long as the step runs."""
+    live = replay_plain(timeline)
+    # What lies in one place one after the other is counted once by the compiler; its own total is the truth.
+    total = max(assigned_bytes, 1)
+    allocated = tuple(min(size, total) for size in live.allocated)
+    peak = max(allocated, default=0)
+    failure = None
+    if limit is not None and total > limit:
+        failure = OutOfMemory(live.allocated.index(max(live.allocated)) if live.allocated else 0, total, 0, 0)
+    return Replay(allocated, (total,) * len(allocated), peak, total, live.requested_peak_bytes, 1, 0, failure)
+
+
+def state_of(timeline: Timeline) -> dict[Category, int]:
+    """Parameters, buffers, gradients and optimizer state: the most that lives of each at once."""
+    found = {}
+    for category in (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE):
+        size = Timeline(
+            tuple(block for block in timeline.blocks if block.category is category), timeline.num_ticks
+        ).peak()[1]
+        if size:
+            found[category] = size
+    return found
+
+
 def _replayed(
-    timeline: Timeline, floor: Timeline, device: Device, options: AllocatorOptions
+    timeline: Timeline, floor: Timeline, device: Device, replays: _Replays
 ) -> tuple[Timeline, Replay, Replay, tuple[Note, ...]]:
     """(the timeline as it runs, what the device makes of it, what an unlimited one would of the whole, remarks).
 
@@ -227,30 +371,31 @@ def _replayed(
         timeline: with everything the step would like to have.
         floor: with only what it can't do without.
         device: the target.
-        options: of its allocator.
+        replays: what its GPU and what the host make of a timeline.
     """
+    on_gpu, on_host = replays
     if device.kind is Kind.HOST:
-        free = replay_plain(timeline, None)
-        capped = replay_plain(timeline, device.usable_bytes)
+        free = on_host(timeline, None)
+        capped = on_host(timeline, device.usable_bytes)
         return timeline, replace(free, out_of_memory=capped.out_of_memory), free, ()
-    free = replay(timeline, options)
+    free = on_gpu(timeline, None)
     context_bytes = device.context_bytes or 0
     if device.usable_bytes is None or free.reserved_peak_bytes + context_bytes <= device.usable_bytes:
         return timeline, free, free, ()
     capacity = max(1, device.usable_bytes - context_bytes)
-    capped = replay(timeline, options, capacity)
+    capped = on_gpu(timeline, capacity)
     if capped.out_of_memory is None:
         return timeline, capped, free, (_CACHE_RELEASED,)
-    lean = replay(floor, options, capacity)
+    lean = on_gpu(floor, capacity)
     if lean.out_of_memory is None:
         return floor, lean, free, (_WORKSPACE_DROPPED,)
     return timeline, replace(free, out_of_memory=lean.out_of_memory), free, ()
 
 
-def _host_memory(job: Job, trace: "Trace", device: Device, scale: float) -> HostMemory:
+def _host_memory(job: Job, trace: Trace, device: Device, scale: float) -> HostMemory:
     """What the host holds beside the device: assumptions, each named."""
     batch_bytes = round(trace.batch_bytes * scale)
-    parts = {"Python and PyTorch (assumed)": _PROCESS_BYTES}
+    parts = {f"Python and {_TITLES[framework_of(job)]} (assumed)": _PROCESS_BYTES}
     if device.kind is Kind.CUDA:
         parts["model while it is built, before it moves to the device"] = trace.parameter_bytes
     parts["batch being fed"] = batch_bytes

@@ -9,7 +9,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memfit._estimator import Estimator, as_job, checked_batch_size, torch_adapter
+from memfit._estimator import (
+    JAX,
+    KERAS,
+    Estimator,
+    as_job,
+    checked_batch_size,
+    framework_of,
+    is_keras_model,
+    torch_adapter,
+)
 from memfit._plan_space import Opening
 from memfit._plan_target import AUTO, KEEP, cheapest, hints, target_within
 from memfit.core.device import Device, Kind, Origin
@@ -63,9 +72,9 @@ _MAX_SLOWDOWN = 10
 
 def plan(
     model: Any,
+    *arguments: Any,
     loss: Callable[[Any, Any], Any] | None = None,
     batch: Any = None,
-    *,
     optimizer: Any = None,
     device: str | Device | None = None,
     budget: str | int | None = None,
@@ -78,7 +87,9 @@ def plan(
     """The fastest way to run a training step within a budget of memory, proven on a simulated device.
 
     Args:
-        model: an `nn.Module`, a callable that builds one, or a `Job`.
+        model: an `nn.Module`, a callable that builds one, a compiled `keras.Model`, a `Job`, or a loss function of
+            JAX, followed by its parameters and batch.
+        arguments: loss and batch by their place.
         loss: takes the model and a batch and returns the scalar loss, or (loss, weight), where the weight is the
             loss's true denominator, such as the number of tokens.
         batch: any nesting of tensors; the batch of one update.
@@ -102,15 +113,28 @@ def plan(
         raise BadInput(f"count must be a whole number from 1 up, but {count!r} was given.")
     if count > 1 and SHARD not in allowed:
         raise BadInput(f"count={count} shards over several devices, but 'shard' is not allowed. Add it to allow.")
-    job = as_job(model, loss, batch, optimizer=optimizer)
+    job = as_job(model, arguments, loss, batch, optimizer=optimizer)
     if job.mode != "training":
         raise BadInput("a plan is for training; the job is one of inference.")
     size = None if effective_batch is None else checked_batch_size(effective_batch)
     target = target_within(device, budget)
+    framework = framework_of(job)
+    if framework == KERAS:
+        from memfit._keras_plan import plan_keras
+
+        return plan_keras(job, target, size, allowed, precision, measure)
+    if framework == JAX:
+        from memfit._jax_plan import plan_jax
+
+        return plan_jax(job, target, size, allowed, precision, measure)
     return _Planner(job, target, size, allowed, count, precision, measure).run()
 
 
 def _apply(found: Plan, model: Any, optimizer: Any) -> Any:
+    if is_keras_model(model):
+        from memfit.adapters.keras.fitting.fitted import FittedModel
+
+        return FittedModel(found.settings, model)
     return torch_adapter().fit(found.settings, model, optimizer)
 
 

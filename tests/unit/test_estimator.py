@@ -62,9 +62,9 @@ def test_a_fitted_estimate_has_no_other_batch_size(job):
 
 def test_a_job_and_its_parts_exclude_each_other(job):
     with pytest.raises(BadInput, match="either a Job or a model"):
-        as_job(job, loss, None)
+        as_job(job, (loss,), None, None)
     with pytest.raises(BadInput, match="loss is missing"):
-        as_job(job.model, None, None)
+        as_job(job.model, (), None, None)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "8"])

@@ -87,6 +87,7 @@ class Estimate:
         host: what the host must hold.
         notes: assumptions made on the way.
         num_parameters: elements of all parameters.
+        state_bytes: parameters, buffers, gradients and optimizer state, each in full, by category.
         seconds: how long the estimate took.
     """
 
@@ -103,6 +104,7 @@ class Estimate:
     host: HostMemory
     notes: tuple[Note, ...] = ()
     num_parameters: int = 0
+    state_bytes: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     rescale: "Callable[[int], Estimate] | None" = field(default=None, compare=False, repr=False)
     """Answers for another batch size; set by the one who traced, gone after a round trip through JSON."""
@@ -228,6 +230,7 @@ class Estimate:
             "host": self.host.parts,
             "notes": [asdict(note) for note in self.notes],
             "num_parameters": self.num_parameters,
+            "state_bytes": self.state_bytes,
             "seconds": self.seconds,
             "origin": {
                 "peak_bytes": Origin.SIMULATED.value,
@@ -261,6 +264,7 @@ class Estimate:
                 host=HostMemory({part: int(size) for part, size in data["host"].items()}),
                 notes=tuple(Note(**note) for note in data["notes"]),
                 num_parameters=int(data["num_parameters"]),
+                state_bytes={str(name): int(size) for name, size in data["state_bytes"].items()},
                 seconds=float(data["seconds"]),
             )
         except BadFile:

@@ -18,9 +18,12 @@ class Job:
     """A training or inference step, ready to be estimated.
 
     Args:
-        model: a module, or a callable that builds one (built without memory for its weights).
-        loss: takes the model and a batch and returns the scalar loss.
-        batch: any nesting of tensors, or a callable that makes one for a given batch size.
+        model: a module, a callable that builds one (built without memory for its weights), a compiled `keras.Model`,
+            or a training step of JAX.
+        loss: takes the model and a batch and returns the scalar loss; None for Keras, which has it from `compile`,
+            and for a step of JAX.
+        batch: any nesting of tensors, or a callable that makes one for a given batch size; of a step of JAX, the tuple
+            of its arguments.
         optimizer: an instance, a callable that takes parameters, or None.
         precision: "fp32", "fp16", "bf16", "amp-fp16", "amp-bf16", or None to leave the model as it is.
         mode: "training" or "inference".
@@ -32,8 +35,8 @@ class Job:
     """
 
     model: Any
-    loss: Callable[[Any, Any], Any]
-    batch: Any
+    loss: Callable[[Any, Any], Any] | None = None
+    batch: Any = None
     optimizer: Any = None
     precision: str | None = None
     mode: str = "training"

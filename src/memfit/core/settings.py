@@ -89,6 +89,7 @@ class Settings:
         freeze: paths of the modules whose parameters aren't trained.
         micro_batch_size: samples of the largest part; a batch of another size than planned for is split into as many
             parts as that takes. 0: into `micro_batches` parts, or one for each sample where there are fewer.
+        jit_compile: whether the step is compiled as a whole (Keras); None: as the model was compiled.
     """
 
     micro_batches: int = 1
@@ -109,6 +110,7 @@ class Settings:
     quantized_base: bool = False
     freeze: tuple[str, ...] = ()
     micro_batch_size: int = 0
+    jit_compile: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write."""
@@ -138,7 +140,9 @@ def _check_types(values: dict[str, Any]) -> None:
     plain = Settings()
     for name, value in values.items():
         own = getattr(plain, name)
-        if isinstance(own, bool):
+        if name == "jit_compile":
+            right = value is None or isinstance(value, bool)
+        elif isinstance(own, bool):
             right = isinstance(value, bool)
         elif isinstance(own, int):
             least = 1 if name in ("micro_batches", "num_devices") else 0

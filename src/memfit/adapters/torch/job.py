@@ -7,12 +7,13 @@ import torch
 
 from memfit.adapters.torch.failures import explained
 from memfit.adapters.torch.stand_in import build_without_weights, check_model, map_tensors, tensors_in
-from memfit.adapters.torch.trace import Step, Trace, trace, undisturbed
+from memfit.adapters.torch.trace import Step, trace, undisturbed
 from memfit.core.device import Device
 from memfit.core.errors import BadBatch, BadInput, BadModel, BadOptimizer, StepFailed
 from memfit.core.estimate import Note
 from memfit.core.job import Job
 from memfit.core.settings import Settings
+from memfit.core.trace import Trace
 
 _DEFAULT_BATCH_SIZE = 8
 
@@ -103,6 +104,7 @@ class OpenJob:
         """The step at `batch_size`, ready to be traced; arguments as for `trace`."""
         job = self.job
         batch = self.batch
+        assert job.loss is not None
         if batch_size is not None and batch_size != self.batch_size:
             batch = self._made(batch_size) if callable(job.batch) else resized(batch, self.batch_size, batch_size)
         return Step(

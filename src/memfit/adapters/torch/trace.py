@@ -21,9 +21,9 @@ from memfit.adapters.torch.restoration import random_states_kept
 from memfit.adapters.torch.simulation import ONE_AT_A_TIME, Simulation, eager
 from memfit.adapters.torch.stand_in import ShapeCopies, dense_parts, map_tensors, swapped, tensors_in
 from memfit.core.device import Device, Kind
-from memfit.core.estimate import Note
 from memfit.core.settings import Settings
-from memfit.core.timeline import Category, Phase, Timeline
+from memfit.core.timeline import Category, Phase
+from memfit.core.trace import Trace
 
 if TYPE_CHECKING:
     from memfit.adapters.torch.fitting.fitted import Fitted
@@ -54,21 +54,6 @@ class Step:
     training: bool = True
     set_to_none: bool = True
     settings: Settings | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """What a traced step asked for."""
-
-    timeline: Timeline
-    notes: tuple[Note, ...]
-    num_parameters: int
-    parameter_bytes: int
-    batch_bytes: int
-    host_bytes: int = 0
-    """Host memory for what waits there, as the settings say."""
-    gives_weight: bool = False
-    """Whether the loss function returned (loss, weight)."""
 
 
 def trace(step: Step, device: Device) -> Trace:

@@ -34,7 +34,7 @@ from memfit.core.profile import Measurement
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.core.units import MIB
 
-_MAX_TURNS = 5
+_MAX_TURNS = 9
 _MAX_REPEATS = 7
 
 # Scratch memory of an optimizer's update: parameters, gradients and two moments of this size, as Adam has.
@@ -128,21 +128,30 @@ def time_passes(
         limit_seconds: about how long all turns after the first may take.
     """
     given = batch if batch_size is None else _resized(batch, batch_size)
-    least = [math.inf] * len(plans)
+    # Plans that differ in their update only have the same passes, which are timed once.
+    passes = [_without_update(settings) for settings in plans]
+    least = dict.fromkeys(passes, math.inf)
     with untouched(model, loss):
         wait = _Passes(model, loss, None).wait
         end = math.inf
         for turn in range(_MAX_TURNS):
             begun = time.perf_counter()
-            for index, settings in enumerate(plans):
+            # There and back again, so that nobody always follows the same one.
+            for settings in list(least) if turn % 2 else list(least)[::-1]:
                 seconds = _time_one(model, loss, given, settings, wait)
                 # The first turn is a warm-up, unless there is no time for another.
-                least[index] = seconds if turn < 2 else min(least[index], seconds)
+                least[settings] = seconds if turn < 2 else min(least[settings], seconds)
             last = time.perf_counter()
             end = last + limit_seconds if not turn else end
             if last + (last - begun) > end:
                 break
-    return least
+    return [least[settings] for settings in passes]
+
+
+def _without_update(settings: Settings) -> Settings:
+    return replace(
+        settings, kernels=OptimizerKernels.KEEP, state=OptimizerState.KEEP, step_in_backward=False, set_to_none=True
+    )
 
 
 def _time_one(
@@ -152,10 +161,7 @@ def _time_one(
     settings: Settings,
     wait: Callable[[], None],
 ) -> float:
-    bare = replace(
-        settings, kernels=OptimizerKernels.KEEP, state=OptimizerState.KEEP, step_in_backward=False, set_to_none=True
-    )
-    with Fitted(bare, model) as fitted:
+    with Fitted(settings, model) as fitted:
         wait()
         begun = time.perf_counter()
         fitted.accumulate(loss, batch)

@@ -1,0 +1,1 @@
+"""JAX: training steps, compiled for shapes and read."""

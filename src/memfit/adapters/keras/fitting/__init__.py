@@ -1,0 +1,1 @@
+"""What makes a Keras model fit: micro-batches, recomputation, precision, adapters."""

@@ -1,0 +1,1 @@
+"""What keeps a `fit` of Keras going when memory runs out."""

@@ -1,0 +1,245 @@
+"""A compiled Keras model: checked, built for a batch, its layers named and its variables sorted by what they are for."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from memfit.adapters.keras.batch import Batch, Spec, flatten, item_bytes, mapped
+from memfit.core.errors import BadBatch, BadModel, StepFailed
+from memfit.core.timeline import Category
+
+OPTIMIZER = "(optimizer)"
+METRICS = "(metrics)"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One variable of a model.
+
+    Args:
+        variable: Keras's.
+        category: what it is for.
+        module: dotted path of the layer that holds it, or of the one that it keeps state for.
+    """
+
+    variable: Any
+    category: Category
+    module: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its numbers, as Keras declares them."""
+        return number_of(self.variable) * item_bytes(str(self.variable.dtype))
+
+
+def number_of(variable: Any) -> int:
+    """Elements of a variable."""
+    count = 1
+    for size in variable.shape:
+        count *= int(size)
+    return count
+
+
+def check_model(model: Any, *, training: bool) -> None:
+    """Refuses a model that has no training step."""
+    if not training:
+        return
+    if not getattr(model, "compiled", False):
+        raise BadModel(
+            f"the model {model.name!r} isn't compiled, so that it has neither loss nor optimizer. "
+            "Compile it first: model.compile(optimizer=..., loss=...)."
+        )
+    if not isinstance(model.optimizer, keras.optimizers.Optimizer):
+        raise BadModel(
+            f"the model {model.name!r} was compiled with the optimizer {model.optimizer!r}. "
+            "Compile it with one of Keras: model.compile(optimizer='adam', loss=...)."
+        )
+
+
+def check_inputs(model: Any, batch: Batch) -> None:
+    """Refuses a batch whose arrays don't have the shapes of the model's inputs; both are shown."""
+    inputs = getattr(model, "inputs", None)
+    if not inputs:
+        return
+    given = _ordered(batch.x, inputs)
+    if len(given) != len(inputs):
+        raise BadBatch(
+            f"the model {model.name!r} has {len(inputs)} inputs, {_shapes(inputs)}, but the batch's x holds "
+            f"{len(given)}: {', '.join(str(spec.shape) for spec in given)}. Give as many arrays: ([a, b], y)."
+        )
+    for wanted, spec in zip(inputs, given, strict=True):
+        if not _matches(tuple(wanted.shape), spec.shape):
+            raise BadBatch(
+                f"the batch doesn't match the model's inputs: {wanted.name!r} of {model.name!r} takes arrays of shape "
+                f"{_shape(wanted)}, but {spec.shape} was given."
+            )
+
+
+def _ordered(x: Any, inputs: Any) -> list[Spec]:
+    """The arrays of x in the order of the model's inputs."""
+    if isinstance(x, dict):
+        names = [tensor.name for tensor in inputs]
+        if set(names) <= set(x):
+            return [x[name] for name in names]
+        missing = ", ".join(sorted(set(names) - set(x)))
+        if not any(isinstance(part, dict | list | tuple) for part in x.values()) and len(x) != len(names):
+            raise BadBatch(
+                f"the model's inputs are {', '.join(names)}, but the batch's x has {', '.join(x)}: {missing} is missing."
+            )
+        # Models made with a dictionary of inputs sort it by its keys.
+        return [x[name] for name in sorted(x)]
+    return [spec for spec in flatten(x) if spec is not None]
+
+
+def _matches(wanted: tuple[Any, ...], given: tuple[int, ...]) -> bool:
+    if len(wanted) == len(given) + 1 and wanted[-1] in (None, 1):
+        # Keras adds a last dimension of 1 where it is missing, and takes away one that is too much.
+        wanted = wanted[:-1]
+    elif len(given) == len(wanted) + 1 and given[-1] == 1:
+        given = given[:-1]
+    if len(wanted) != len(given):
+        return False
+    # A model whose batch size is fixed is traced at others all the same; Keras checks that itself.
+    return all(size is None or size == real for size, real in zip(wanted[1:], given[1:], strict=True))
+
+
+def _shape(tensor: Any) -> str:
+    sizes = ["batch" if size is None else str(size) for size in tensor.shape[:1]]
+    sizes += ["any" if size is None else str(size) for size in tensor.shape[1:]]
+    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+
+
+def _shapes(inputs: Any) -> str:
+    return ", ".join(f"{tensor.name!r} of shape {_shape(tensor)}" for tensor in inputs)
+
+
+def build(model: Any, batch: Batch, *, training: bool) -> None:
+    """Makes the variables that the first step would make: of layers, metrics and loss; not those of the optimizer.
+
+    Call it where the model is kept `untouched`.
+    """
+    symbolic = mapped(lambda spec: None if spec is None else keras.KerasTensor(spec.shape, spec.dtype), batch.data)
+    optimizer = model.optimizer if training else None
+    try:
+        if training:
+            with _built(optimizer):
+                model._symbolic_build(data_batch=symbolic)
+        elif not all(layer.built for layer in model._flatten_layers()):
+            x = symbolic[0] if isinstance(symbolic, tuple) else symbolic
+            keras.src.backend.compute_output_spec(model, x, training=False)
+    except Exception as error:
+        shapes = ", ".join(str(spec.shape) for spec in batch.specs())
+        text = " ".join(str(error).split())
+        raise StepFailed(
+            f"Keras can't build the model {model.name!r} for a batch of the shapes {shapes}: "
+            f"{type(error).__name__}: {text}\nCall the model on one batch first, or give a batch that fits it."
+        ) from error
+
+
+class _built:  # noqa: N801 - reads as the statement it is
+    """The optimizer says that it is built, so that Keras leaves it alone: each backend has its own way to."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def __enter__(self) -> None:
+        self._was = self._optimizer.built
+        self._optimizer.built = True
+
+    def __exit__(self, *_: Any) -> None:
+        self._optimizer.built = self._was
+
+
+def layer_paths(model: Any) -> dict[int, str]:
+    """The dotted path of each layer by its `id`, in the order of the model: names of the layers from the outside in."""
+    paths: dict[int, str] = {id(model): ""}
+    _name(model, "", paths)
+    return paths
+
+
+def _name(layer: Any, prefix: str, paths: dict[int, str]) -> None:
+    taken: dict[str, int] = {}
+    for part in layer._layers:
+        if id(part) in paths:
+            continue
+        name = part.name
+        # Nothing keeps the parts of a layer of the user's own from having one name.
+        taken[name] = taken.get(name, 0) + 1
+        if taken[name] > 1:
+            name = f"{name}#{taken[name]}"
+        paths[id(part)] = f"{prefix}.{name}" if prefix else name
+    for part in layer._layers:
+        path = paths[id(part)]
+        if path == (f"{prefix}.{path.rpartition('.')[2]}" if prefix else path.rpartition(".")[2]):
+            _name(part, path, paths)
+
+
+def held(model: Any, *, training: bool) -> list[Held]:
+    """Every variable of a model that is built, each once: layers, metrics, then the optimizer's."""
+    paths = layer_paths(model)
+    seen: set[int] = set()
+    found: list[Held] = []
+
+    def add(variable: Any, category: Category, module: str) -> None:
+        if id(variable) not in seen:
+            seen.add(id(variable))
+            found.append(Held(variable, category, module))
+
+    for layer in _layers(model):
+        path = paths.get(id(layer), "")
+        for variable in layer._trainable_variables:
+            add(variable, Category.PARAMETER, path)
+        for variable in layer._non_trainable_variables:
+            add(variable, Category.BUFFER, path)
+        for generator in layer._seed_generators:
+            add(generator.state, Category.BUFFER, path)
+        for metric in layer._metrics:
+            for variable in metric.variables:
+                add(variable, Category.BUFFER, METRICS)
+    if training:
+        for variable in model.metrics_variables:
+            add(variable, Category.BUFFER, METRICS)
+        of = {variable.path: one.module for one in found if (variable := one.variable) is not None}
+        for variable in model.optimizer.variables:
+            add(variable, Category.OPTIMIZER_STATE, _owner(variable, of))
+    return found
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    seen: set[int] = set()
+    for layer in model._flatten_layers():
+        if id(layer) not in seen:
+            seen.add(id(layer))
+            yield layer
+
+
+def _owner(variable: Any, paths: dict[str, str]) -> str:
+    """The layer whose variable an optimizer's variable belongs to: Keras puts that one's path, made flat, into its name."""
+    flat = {re.sub(r"/", "_", path): module for path, module in paths.items()}
+    name = str(variable.name)
+    best = max((path for path in flat if name.startswith(path)), key=len, default="")
+    return flat[best] if best else OPTIMIZER
+
+
+def state_bytes(variables: list[Held], *, training: bool) -> dict[Category, int]:
+    """Parameters, buffers, gradients and optimizer state in full.
+
+    Counters and seeds count with 4 bytes: how wide they are is the one thing in which the backends differ.
+    """
+    sizes: dict[Category, int] = {}
+    for one in variables:
+        sizes[one.category] = sizes.get(one.category, 0) + _common_bytes(one)
+        if training and one.category is Category.PARAMETER and one.variable.trainable:
+            sizes[Category.GRADIENT] = sizes.get(Category.GRADIENT, 0) + one.size_bytes
+    return {category: size for category, size in sizes.items() if size}
+
+
+def _common_bytes(one: Held) -> int:
+    variable = one.variable
+    is_counter = not variable.shape or "seed_generator_state" in str(variable.name)
+    if is_counter and "int" in str(variable.dtype):
+        return 4 * number_of(variable)
+    return one.size_bytes

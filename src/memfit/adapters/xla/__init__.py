@@ -1,0 +1,1 @@
+"""XLA: compiled programs, read for what they hold in memory."""
