@@ -128,9 +128,6 @@ class Names:
     def read(self, start: int, stop: int, out: Any) -> None:
         """Not used: samples are read one by one."""
 
-    def will_need(self, start: int, stop: int) -> None:
-        """Nothing to do."""
-
     def drop(self, start: int, stop: int) -> None:
         """Nothing to do."""
 

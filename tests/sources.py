@@ -37,9 +37,6 @@ class ArraySource:
             assert into.flags.c_contiguous
             into[...] = array[start:stop]
 
-    def will_need(self, start, stop):
-        assert 0 <= start < stop <= self.num_samples
-
     def drop(self, start, stop):
         assert 0 <= start < stop <= self.num_samples
 
@@ -87,9 +84,6 @@ class NamedSamples:
 
     def read(self, start, stop, out):
         raise AssertionError("samples are read one by one")
-
-    def will_need(self, start, stop):
-        pass
 
     def drop(self, start, stop):
         pass

@@ -101,9 +101,6 @@ class Source(Protocol):
         `astype`. Raises BadFile where the file is damaged, with its name and the offset.
         """
 
-    def will_need(self, start: int, stop: int) -> None:
-        """These samples are read soon: a hint, which may do nothing."""
-
     def drop(self, start: int, stop: int) -> None:
         """These samples were read and won't be again soon: the kernel needn't keep their pages. A hint."""
 

@@ -35,9 +35,6 @@ class ArraySource:
         self.reads.append((start, stop))
         out[0][...] = self._array[start:stop]
 
-    def will_need(self, start, stop):
-        pass
-
     def drop(self, start, stop):
         pass
 

@@ -206,11 +206,6 @@ class ArrowSource:
                 ) from error
             row = end
 
-    def will_need(self, start: int, stop: int) -> None:
-        """Has the kernel fetch the batches of these samples without waiting for them."""
-        for offset, size in self._between(start, stop):
-            self._file.will_need(offset, size)
-
     def drop(self, start: int, stop: int) -> None:
         """Gives the kernel's pages of these samples' batches back."""
         for offset, size in self._between(start, stop):

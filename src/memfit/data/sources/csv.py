@@ -118,11 +118,6 @@ class CsvSource:
                 fill(array[low - start : high - start], values)
             first = after
 
-    def will_need(self, start: int, stop: int) -> None:
-        """Has the kernel fetch the blocks of these rows."""
-        first, end = self._blocks(start, stop)
-        self._text.will_need(int(self._index.offsets[first]), int(self._index.offsets[end]))
-
     def drop(self, start: int, stop: int) -> None:
         """Gives the kernel's pages of these rows back."""
         first, end = self._blocks(start, stop)

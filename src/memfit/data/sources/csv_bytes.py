@@ -56,10 +56,6 @@ class PlainBytes:
         self._file.read_into(start, found)
         return found
 
-    def will_need(self, start: int, stop: int) -> None:
-        """These bytes are read soon: a hint."""
-        self._file.will_need(start, stop - start)
-
     def drop(self, start: int, stop: int) -> None:
         """These bytes aren't read again soon: a hint."""
         self._file.drop(start, stop - start)
@@ -115,9 +111,6 @@ class PackedBytes:
         if len(found) < stop - start:
             raise BadFile(f"{self.name!r} ends too early: it has become shorter since it was opened.")
         return np.frombuffer(found, np.uint8)
-
-    def will_need(self, start: int, stop: int) -> None:
-        """Does nothing: what comes next is read next."""
 
     def drop(self, start: int, stop: int) -> None:
         """Does nothing: pages are given back as reading goes on."""

@@ -14,7 +14,6 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from memfit.data.files import LocalFile, fingerprint_of, is_remote
 from memfit.data.source import Array, Field, Layout
 from memfit.data.sources.hdf5_chunks import PackedChunks
 from memfit.data.sources.hdf5_contents import (
-    MOST_INDEXED,
     MOST_METADATA_BYTES,
     PIECE_BYTES,
     Dataset,
@@ -122,7 +120,6 @@ class _Opened:
         self.lock = threading.RLock()
         self.file = file
         self.handles = handles
-        self.index: list[_Places | None] | None = None
         self.undropped_bytes = 0
 
 
@@ -199,12 +196,6 @@ class Hdf5Source:
                     raise BadFile(self._damage(dataset, handle.dataset, start, stop, reason_of(error))) from error
         self._check_size()
 
-    def will_need(self, start: int, stop: int) -> None:
-        """Has the kernel fetch the chunks of these samples without waiting for them."""
-        if self._local is not None:
-            for offset, size in self._stored(self._open(), start, stop) or ():
-                self._local.will_need(offset, size)
-
     def drop(self, start: int, stop: int) -> None:
         """Gives the kernel's pages of the file back, from time to time.
 
@@ -268,19 +259,6 @@ class Hdf5Source:
                 "Leave the file as it is while it is read, or start again."
             )
 
-    def _stored(self, opened: _Opened, start: int, stop: int) -> list[tuple[int, int]] | None:
-        """Where in the file the samples' bytes lie, as offset and size; None where that isn't known."""
-        with opened.lock:
-            if opened.index is None:
-                opened.index = [
-                    _Places.of(dataset, handle.dataset)
-                    for dataset, handle in zip(self._datasets, opened.handles, strict=True)
-                ]
-            index = opened.index
-        if any(places is None for places in index):
-            return None
-        return [found for places in index if places is not None for found in places.between(start, stop)]
-
     def _damage(self, dataset: Dataset, handle: Any, start: int, stop: int, reason: str) -> str:
         said = f"dataset {dataset.path!r} of {self._name!r} is damaged"
         hint = "Copy or make the file again."
@@ -309,50 +287,6 @@ class Hdf5Source:
 
     def __repr__(self) -> str:
         return f"Hdf5Source({self._name!r})"
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where in the file the bytes of a dataset lie.
-
-    Attributes:
-        rows: number of the first sample of each chunk, sorted.
-        offsets: of the chunks in the file, in the same order.
-        sizes: as stored.
-        step: samples of a chunk; 0 where the dataset is in one piece, of which a sample takes `sizes[0]` bytes.
-    """
-
-    rows: Array
-    offsets: Array
-    sizes: Array
-    step: int
-
-    @classmethod
-    def of(cls, dataset: Dataset, handle: Any) -> "_Places | None":
-        if dataset.chunks is None:
-            offset = handle.id.get_offset()
-            size = np.array([dataset.field.sample_bytes])
-            return None if offset is None else cls(np.array([0]), np.array([offset]), size, 0)
-        try:
-            if not hasattr(handle.id, "chunk_iter") or handle.id.get_num_chunks() > MOST_INDEXED:
-                return None
-            found: list[tuple[int, int, int]] = []
-            # One walk through the table of chunks: asking for them one by one walks through it each time.
-            handle.id.chunk_iter(lambda info: found.append((info.chunk_offset[0], info.byte_offset, info.size)))
-        except (OSError, RuntimeError):
-            # Only hints depend on it; a table that is damaged is reported by the read.
-            return None
-        rows, offsets, sizes = np.array(sorted(found), np.int64).reshape(-1, 3).T.copy()
-        return cls(rows, offsets, sizes.astype(np.uint32), dataset.chunks[0])
-
-    def between(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Offsets and sizes of what lies in `start` to `stop`."""
-        if not self.step:
-            size = int(self.sizes[0])
-            yield int(self.offsets[0]) + start * size, (stop - start) * size
-            return
-        low, high = np.searchsorted(self.rows, (start - self.step + 1, stop))
-        yield from zip(self.offsets[low:high].tolist(), self.sizes[low:high].tolist(), strict=True)
 
 
 def _open(name: str, place: str) -> Any:

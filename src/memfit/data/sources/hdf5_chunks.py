@@ -2,7 +2,7 @@
 
 HDF5 does one thing at a time, whoever asks: with gzip, which most files have, two threads wait for each other nearly
 all of the time. A chunk as it is stored is read in a moment, and unpacking it here lets the others go on meanwhile.
-What isn't plain gzip, with or without the shuffle filter, is left to HDF5, and so is a chunk that is damaged or missing.
+What isn't plain gzip, with or without the shuffle filter, is left to HDF5; so is a chunk that is damaged or missing.
 """
 
 import threading
@@ -66,7 +66,8 @@ class PackedChunks:
             with lock:
                 try:
                     skipped, packed = self._handle.id.read_direct_chunk((first, *zeros))
-                except (OSError, RuntimeError, ValueError):
+                except (OSError, RuntimeError, ValueError, MemoryError):
+                    # The last where a chunk was never written: its size is taken for -1.
                     return False
             if skipped or not self._unpack(packed, out[first - start : first - start + self._step]):
                 return False

@@ -30,8 +30,6 @@ _SMALL_BYTES = 2 * MIB
 PIECE_BYTES = 1 * MIB
 # The library's cache for its own tables of contents may grow to 32 MiB if it is let.
 MOST_METADATA_BYTES = 8 * MIB
-# Where chunks lie is remembered for no more chunks than this; those of larger files aren't asked for ahead of time.
-MOST_INDEXED = 2**18
 _MOST_LISTED = 50
 # No compression makes more of a byte than this; a dataset that says otherwise was hardly written to, or is damaged.
 _MOST_UNPACKED = 100_000
@@ -101,7 +99,7 @@ class Dataset:
         num_chunks = math.prod(self.chunk_grid) * ceil_divide(self.num_samples, self.chunks[0])
         # Beside the chunk in the cache: as it is stored, unpacked, and put back into its order by the shuffle filter.
         unpacking = (3 if self.is_filtered else 1) * self.chunk_bytes
-        metadata = min(MOST_METADATA_BYTES, 128 * num_chunks) + 16 * min(num_chunks, MOST_INDEXED)
+        metadata = min(MOST_METADATA_BYTES, 128 * num_chunks)
         # The library keeps what its cache let go of for a while: measured, no more than as much again.
         return 2 * self.cache_bytes + unpacking + metadata + 8 * self.num_slots + PIECE_BYTES
 

@@ -145,9 +145,6 @@ class ImageSource:
                     )
                 into[row] = array
 
-    def will_need(self, start: int, stop: int) -> None:
-        """Does nothing: files are read whole, one after the other."""
-
     def drop(self, start: int, stop: int) -> None:
         """Does nothing: pages were given back when a file was read."""
 

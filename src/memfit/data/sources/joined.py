@@ -79,11 +79,6 @@ class Concatenated:
             self._sources[part].read(first, last, targets)
             self._renumber(part, targets)
 
-    def will_need(self, start: int, stop: int) -> None:
-        """Passed on to the parts."""
-        for part, first, last, _ in self._pieces(start, stop):
-            self._sources[part].will_need(first, last)
-
     def drop(self, start: int, stop: int) -> None:
         """Passed on to the parts."""
         for part, first, last, _ in self._pieces(start, stop):
@@ -265,11 +260,6 @@ class Paired:
         num_first = len(self._features.fields)
         self._features.read(start, stop, out[:num_first])
         self._labels.read(start, stop, out[num_first:])
-
-    def will_need(self, start: int, stop: int) -> None:
-        """Passed on to both."""
-        self._features.will_need(start, stop)
-        self._labels.will_need(start, stop)
 
     def drop(self, start: int, stop: int) -> None:
         """Passed on to both."""

@@ -185,11 +185,6 @@ class NpySource:
         """Fills one array a field with samples `start` to `stop`."""
         read_fields(self._array, self._fields, start, stop, out)
 
-    def will_need(self, start: int, stop: int) -> None:
-        """Has the kernel fetch these samples."""
-        if not self._array.is_scattered:
-            self._file.will_need(*self._array.span(start, stop))
-
     def drop(self, start: int, stop: int) -> None:
         """Gives the pages of these samples back."""
         self._file.drop(*self._array.span(start, stop))

@@ -105,12 +105,6 @@ class NpzSource:
         for field, array, target in zip(self._fields, self._arrays, out, strict=True):
             read_fields(array, (field,), start, stop, (target,))
 
-    def will_need(self, start: int, stop: int) -> None:
-        """Has the kernel fetch these samples, where they aren't compressed."""
-        for array in self._arrays:
-            if not array.is_scattered:
-                array.file.will_need(*array.span(start, stop))
-
     def drop(self, start: int, stop: int) -> None:
         """Gives the pages of these samples back."""
         for array in self._arrays:

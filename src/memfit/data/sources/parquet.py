@@ -34,8 +34,6 @@ _LEAST_BUFFER_BYTES, _MOST_BUFFER_BYTES = 16 * KIB, 256 * KIB
 _USUAL_PAGE_BYTES = 1 * MIB
 # Numbers of entries in a dictionary of a megabyte have at most 20 bits.
 _INDEX_BYTES = 2.5
-# Row groups larger than this aren't asked for ahead of time: the kernel would keep them whole.
-_MOST_AHEAD_BYTES = 8 * MIB
 _DROP_EVERY_BYTES = 16 * MIB
 _RELEASED_BYTES = 16 * MIB
 # What the pool takes beyond what it is asked for, measured: an eighth, and a few segments.
@@ -228,14 +226,6 @@ class ParquetSource:
                 raise
             row = end
 
-    def will_need(self, start: int, stop: int) -> None:
-        """Has the kernel fetch the row groups of these samples without waiting for them, where they are small."""
-        if self._local is not None:
-            for chunks in self._chunks(start, stop):
-                if sum(size for _, size in chunks) <= _MOST_AHEAD_BYTES:
-                    for offset, size in chunks:
-                        self._local.will_need(offset, size)
-
     def drop(self, start: int, stop: int) -> None:
         """Gives the kernel's pages of the file back, from time to time.
 
@@ -255,10 +245,6 @@ class ParquetSource:
         self._opened = _Opened()
         if self._local is not None:
             self._local.close()
-
-    def _chunks(self, start: int, stop: int) -> Sequence[tuple[tuple[int, int], ...]]:
-        low = int(np.searchsorted(self._groups.edges, start, side="right")) - 1
-        return self._groups.chunks[low : int(np.searchsorted(self._groups.edges, stop))]
 
     def _this_process(self) -> _Opened:
         if self._opened.process != os.getpid():

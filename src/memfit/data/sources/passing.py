@@ -50,10 +50,6 @@ class Passing:
         """Fills the arrays with samples `start` to `stop`."""
         self._source.read(start, stop, out)
 
-    def will_need(self, start: int, stop: int) -> None:
-        """Passed on."""
-        self._source.will_need(start, stop)
-
     def drop(self, start: int, stop: int) -> None:
         """Passed on."""
         self._source.drop(start, stop)

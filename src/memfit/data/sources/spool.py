@@ -111,11 +111,6 @@ class SpooledSource:
         for part, array in zip(self._parts, out, strict=True):
             part.read(start, stop, [array])
 
-    def will_need(self, start: int, stop: int) -> None:
-        """Has the kernel fetch these samples."""
-        for part in self._parts:
-            part.will_need(start, stop)
-
     def drop(self, start: int, stop: int) -> None:
         """Gives the pages of these samples back."""
         for part in self._parts:

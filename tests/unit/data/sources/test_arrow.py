@@ -69,7 +69,6 @@ def test_reads_what_is_stored(tmp_path: Path, write: Any, has_dictionary: bool) 
     assert source.layout.edges.tolist() == [0, 100, 200, 250]
     assert source.layout.scratch_bytes >= 100 * 12
     for start, stop in [(0, 250), (0, 100), (30, 40), (90, 210), (240, 250), (5, 5)]:
-        source.will_need(start, stop)
         check(source, start, stop)
         source.drop(start, stop)
 

@@ -34,7 +34,6 @@ def read(source, start=0, stop=None, dtypes=None):
     stop = source.num_samples if stop is None else stop
     dtypes = dtypes or [field.dtype for field in source.fields]
     out = [np.full((stop - start, *field.shape), 77, dtype) for field, dtype in zip(source.fields, dtypes, strict=True)]
-    source.will_need(start, stop)
     source.read(start, stop, out)
     source.drop(start, stop)
     return out

@@ -24,7 +24,6 @@ def test_which_kind_is_told_by_the_contents(text, tmp_path):
 
 def test_any_run_of_bytes(text):
     for start, stop in [(0, 10), (100_000, 200_000), (50, 60), (len(TEXT) - 5, len(TEXT)), (7, 7)]:
-        text.will_need(start, stop)
         assert text.read(start, stop).tobytes() == TEXT[start:stop]
         text.drop(start, stop)
 

@@ -53,7 +53,6 @@ def test_reads_what_is_stored(tmp_path: Path, layout: str) -> None:
     ]
     assert source.num_samples == NUM_SAMPLES
     for start, stop in [(0, NUM_SAMPLES), (0, 10), (7, 33), (100, 103), (5, 5)]:
-        source.will_need(start, stop)
         x, y = read(source, start, stop)
         np.testing.assert_array_equal(x, X[start:stop])
         np.testing.assert_array_equal(y, Y[start:stop])
@@ -274,29 +273,15 @@ def test_lengths_must_agree(tmp_path: Path) -> None:
 
 
 def test_pages_are_dropped_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdf5, "MOST_INDEXED", 3)
     monkeypatch.setattr(hdf5, "_DROP_EVERY_BYTES", 2000)
     source = open_hdf5(write(tmp_path / "a.h5", **LAYOUTS["gzip"]))
     dropped: list[tuple[int, int]] = []
     assert source._local is not None
     monkeypatch.setattr(type(source._local), "drop", lambda self, offset, size: dropped.append((offset, size)))
-    source.will_need(0, 10)
     source.drop(0, 10)
     assert dropped == []
     source.drop(10, 20)
     assert dropped == [(0, os.path.getsize(tmp_path / "a.h5"))]
-
-
-def test_chunks_that_are_needed_soon_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.h5", **LAYOUTS["gzip"])
-    with h5py.File(path) as file:
-        expected = {(info.byte_offset, info.size) for info in chunk_infos(file["images"])[1:3]}
-    source = open_hdf5(path)
-    asked: set[tuple[int, int]] = set()
-    monkeypatch.setattr(type(source._local), "will_need", lambda self, offset, size: asked.add((offset, size)))
-    source.will_need(15, 25)
-    assert expected <= asked
-    assert len(asked) == 3
 
 
 def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +296,6 @@ def test_reads_remote_files(tmp_path: Path) -> None:
     content = Path(write(tmp_path / "a.h5", **LAYOUTS["gzip"])).read_bytes()
     fsspec.filesystem("memory").pipe_file("/datasets/a.h5", content)
     source = open_hdf5("memory://datasets/a.h5")
-    source.will_need(0, 10)
     np.testing.assert_array_equal(read(source, 9, 31)[0], X[9:31])
     source.drop(0, 10)
     source.close()

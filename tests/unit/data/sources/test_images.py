@@ -266,7 +266,6 @@ def test_runs_of_images_fill_arrays(tmp_path):
         save(tmp_path / f"{'ab'[number // 2]}" / f"{number}.png", Image.fromarray(COLOURS + np.uint8(number)))
     source = open_images(tmp_path)
     out = [np.empty((2, 6, 5, 3), np.float32), np.empty(2, np.int64)]
-    source.will_need(1, 3)
     source.read(1, 3, out)
     source.drop(1, 3)
     source.close()

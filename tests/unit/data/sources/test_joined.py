@@ -32,9 +32,6 @@ class Memory:
         for array, target in zip(self.arrays.values(), out, strict=True):
             target[...] = array[start:stop]
 
-    def will_need(self, start, stop):
-        self.calls.append(("will_need", start, stop))
-
     def drop(self, start, stop):
         self.calls.append(("drop", start, stop))
 
@@ -91,12 +88,11 @@ def test_hints_and_close_are_passed_on():
     parts = [part("a", 0, 10), part("b", 10, 20), part("c", 20, 30)]
     source = Concatenated(parts)
 
-    source.will_need(5, 12)
     source.drop(18, 30)
     source.close()
 
-    assert parts[0].calls == [("will_need", 5, 10), "close"]
-    assert parts[1].calls == [("will_need", 0, 2), ("drop", 8, 10), "close"]
+    assert parts[0].calls == ["close"]
+    assert parts[1].calls == [("drop", 8, 10), "close"]
     assert parts[2].calls == [("drop", 0, 10), "close"]
 
 
@@ -259,11 +255,10 @@ def test_hints_reach_both_sides():
     features, labels = part("x", 0, 5), Memory("y", {"y": np.arange(5)})
     source = Paired(features, labels)
 
-    source.will_need(1, 2)
     source.drop(1, 2)
     source.close()
 
-    assert features.calls == labels.calls == [("will_need", 1, 2), ("drop", 1, 2), "close"]
+    assert features.calls == labels.calls == [("drop", 1, 2), "close"]
 
 
 def test_different_lengths_are_told():
@@ -300,10 +295,9 @@ def test_a_field_under_another_name():
     assert source.layout is inner.layout
     assert source.fingerprint() == inner.fingerprint()
     assert read(source, 1, 3)[0][:, 0].tolist() == [1, 2]
-    source.will_need(0, 1)
     source.drop(0, 1)
     source.close()
-    assert inner.calls == [("will_need", 0, 1), ("drop", 0, 1), "close"]
+    assert inner.calls == [("drop", 0, 1), "close"]
     with pytest.raises(BadInput, match="was given for 'picture' and has 2 fields: 'a', 'b'"):
         Named(Memory("f", {"a": np.zeros(2), "b": np.zeros(2)}), "picture")
 

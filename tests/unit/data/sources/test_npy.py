@@ -110,13 +110,11 @@ def test_c_order_has_no_natural_blocks(tmp_path):
 def test_hints_are_for_the_bytes_of_the_samples(tmp_path, monkeypatch):
     source = NpySource(saved(tmp_path, numbers((100, 4))))
     said = []
-    monkeypatch.setattr(source._file, "will_need", lambda *span: said.append(span))
     monkeypatch.setattr(source._file, "drop", lambda *span: said.append(span))
 
-    source.will_need(10, 20)
     source.drop(10, 20)
 
-    assert said == [(128 + 160, 160)] * 2
+    assert said == [(128 + 160, 160)]
 
 
 def test_structured_arrays_have_one_field_a_column(tmp_path):

@@ -92,7 +92,6 @@ def test_hints_and_close_reach_the_file(tmp_path, monkeypatch):
     for save in (np.savez, np.savez_compressed):
         save(tmp_path / "d.npz", x=X, y=Y)
         source = NpzSource(tmp_path / "d.npz")
-        source.will_need(0, 10)
         before = read(source, 0, 10)
         source.drop(0, 10)
         source.close()

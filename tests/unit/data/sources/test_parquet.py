@@ -69,7 +69,6 @@ def test_reads_what_is_stored(tmp_path: Path, options: dict[str, Any], monkeypat
     assert source.layout.edges is not None
     assert source.layout.edges.tolist() == [*range(0, 1001, 100), NUM_SAMPLES]
     for start, stop in [(0, NUM_SAMPLES), (0, 100), (150, 420), (130, 160), (160, 161), (1000, 1003), (7, 7)]:
-        source.will_need(start, stop)
         check(source, start, stop)
         source.drop(start, stop)
 
@@ -280,7 +279,6 @@ def test_reads_remote_files(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     fsspec.filesystem("memory").pipe_file("/tables/a.parquet", Path(write(tmp_path / "a.parquet")).read_bytes())
     source = open_parquet("memory://tables/a.parquet", labels="species")
-    source.will_need(0, 10)
     check(source, 90, 310)
     source.drop(0, 10)
     source.close()

@@ -12,7 +12,6 @@ def test_all_but_the_fields_is_the_sources():
     out = np.empty(3)
 
     passing.read(2, 5, [out])
-    passing.will_need(0, 5)
     passing.drop(0, 5)
     passing.close()
 

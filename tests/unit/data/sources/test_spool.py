@@ -27,7 +27,6 @@ def source(tmp_path):
 
 def read(source, start, stop):
     out = [np.empty((stop - start, *field.shape), field.dtype) for field in source.fields]
-    source.will_need(start, stop)
     source.read(start, stop, out)
     source.drop(start, stop)
     source.close()

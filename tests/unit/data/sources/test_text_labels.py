@@ -28,7 +28,6 @@ def test_texts_become_numbers_of_sorted_classes(tmp_path, monkeypatch, dtype):
     out = np.empty(80, np.int64)
     source.read(15, 95, [out])
     assert [source.classes[number] for number in out] == texts[15:95].tolist()
-    source.will_need(0, 10)
     source.drop(0, 10)
     source.close()
 
