@@ -20,7 +20,7 @@ from memfit.core.units import GIB
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 
-_PACKAGES = ("torch", "torchvision", "timm", "transformers")
+_PACKAGES = ("torch", "torchvision", "timm", "transformers", "keras", "tensorflow-cpu", "jax")
 
 
 def _commit() -> str:

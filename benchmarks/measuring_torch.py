@@ -1,0 +1,26 @@
+"""The memory of a Keras training step on PyTorch, measured: every allocation and free, by torch's profiler."""
+
+from typing import Any
+
+import keras
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.measure_cpu import allocations, find_peak
+
+HOW = "greatest sum of live bytes of PyTorch's CPU allocator in two training steps, by its profiler"
+
+
+def measure(model: keras.Model, batch: tuple[Any, Any]) -> int:
+    """Greatest sum of live bytes in two training steps of a model that was just made; call it in a fresh process."""
+    model.zero_grad()
+    data = keras.tree.map_structure(torch.as_tensor, batch)
+    # Tensors that share memory are one.
+    held = {}
+    for tensor in [*keras.tree.flatten(data), *(variable.value for variable in model.variables)]:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        for _ in range(2):
+            model.train_step(data)
+    return sum(held.values()) + find_peak(allocations(watched))[0]
