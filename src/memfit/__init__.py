@@ -22,7 +22,9 @@ from memfit.core.supervised import SupervisedRun
 from memfit.core.timeline import Timeline
 
 if TYPE_CHECKING:
+    from memfit import jax, keras
     from memfit._guard import Guard
+    from memfit._keras_fit import fit
     from memfit._run import run
     from memfit._search import ensemble, search
     from memfit._stream import ArrayFile, Stream, open_array, stream
@@ -56,6 +58,9 @@ __all__ = [
     "ensemble",
     "estimate",
     "find_device",
+    "fit",
+    "jax",
+    "keras",
     "list_devices",
     "load_plan",
     "max_batch",
@@ -73,6 +78,7 @@ _LATE = {
     "Guard": "memfit._guard",
     "Stream": "memfit._stream",
     "ensemble": "memfit._search",
+    "fit": "memfit._keras_fit",
     "open_array": "memfit._stream",
     "run": "memfit._run",
     "search": "memfit._search",
@@ -80,7 +86,12 @@ _LATE = {
 }
 
 
+_MODULES = ("jax", "keras")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"memfit.{name}")
     if name not in _LATE:
         raise AttributeError(f"module 'memfit' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_LATE[name]), name)
@@ -88,4 +99,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATE})
+    return sorted({*globals(), *_LATE, *_MODULES})

@@ -11,6 +11,7 @@ from memfit._estimator import (
     as_job,
     checked_batch_size,
     named_optimizer,
+    require_keras,
     require_torch,
     resolve,
     torch_adapter,
@@ -165,7 +166,7 @@ def compare(
 def named_job(
     target: str, *, optimizer: str = "adamw", sequence_length: int | None = None, image_size: int | None = None
 ) -> Job:
-    """The usual training job of a named model: "timm:resnet50", "torchvision:vgg16", "hf:GPT2LMHeadModel".
+    """The usual job of a named model: "timm:resnet50", "torchvision:vgg16", "keras:VGG16", "hf:GPT2LMHeadModel".
 
     Args:
         target: kind and name of the model.
@@ -176,6 +177,11 @@ def named_job(
     for option, value in (("sequence_length", sequence_length), ("image_size", image_size)):
         if value is not None and value < 1:
             raise BadInput(f"{option} must be at least 1, but {value} was given.")
+    if target.startswith("keras:"):
+        require_keras()
+        from memfit.adapters.keras import named as keras_models
+
+        return keras_models.named_job(target.removeprefix("keras:"), optimizer, image_size)
     # Fails early on a name that isn't one.
     named_optimizer(optimizer)
     from memfit.adapters.torch import named

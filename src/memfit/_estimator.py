@@ -1,5 +1,6 @@
 """What the public verbs share: what users give made into jobs and devices, and traces made into estimates."""
 
+import importlib
 import importlib.util
 import operator
 import sys
@@ -168,6 +169,21 @@ def require_torch() -> None:
     """Refuses to go on without PyTorch."""
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("PyTorch is not installed. Install it with `pip install 'memfit[torch]'`.")
+
+
+def require_keras() -> None:
+    """Refuses to go on without Keras, or without the backend that it is set to run on."""
+    if importlib.util.find_spec("keras") is None:
+        raise MissingDependency("Keras is not installed. Install it with `pip install 'memfit[keras]'`.")
+    try:
+        importlib.import_module("memfit.adapters.keras.model")
+    except ImportError as error:
+        if error.name not in ("tensorflow", "jax", "torch"):
+            raise
+        raise MissingDependency(
+            f"Keras is set to run on {error.name}, which is not installed. Install it with "
+            f"`pip install 'memfit[{error.name}]'`, or set KERAS_BACKEND to one that is: tensorflow, jax or torch."
+        ) from None
 
 
 def torch_adapter() -> Any:

@@ -27,7 +27,7 @@ from memfit.core.estimate import Estimate
 from memfit.core.job import AUTOCASTS, PRECISIONS, Job
 from memfit.core.plan import Footprint, Plan, PlannedMove, PlanNotFound, Point, Refusal, Seconds, actions
 from memfit.core.replay import AllocatorOptions
-from memfit.core.settings import Settings, Weighting
+from memfit.core.settings import Keeps, Settings, Weighting
 from memfit.core.timeline import Category
 from memfit.core.units import format_size
 from memfit.planner.moves import (
@@ -134,7 +134,13 @@ def _apply(found: Plan, model: Any, optimizer: Any) -> Any:
     if is_keras_model(model):
         from memfit.adapters.keras.fitting.fitted import FittedModel
 
-        return FittedModel(found.settings, model)
+        # Whoever planned has allowed it.
+        approximate = any(move.name == MICRO_BATCH and move.keeps is Keeps.CHANGES for move in found.moves)
+        return FittedModel(found.settings, model, approximate=approximate)
+    if found.framework == JAX:
+        from memfit.adapters.jax.training import train_step
+
+        return train_step(model, optimizer, settings=found.settings)
     return torch_adapter().fit(found.settings, model, optimizer)
 
 

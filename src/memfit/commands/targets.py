@@ -13,7 +13,7 @@ from memfit import _api, _estimator
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.job import OPTIMIZERS, PRECISIONS, Job
 
-PREFIXES = ("timm", "torchvision", "hf")
+PREFIXES = ("timm", "torchvision", "hf", "keras")
 PLANNED = ("keep", "auto")
 """What a plan may be told about precision beside the names of precisions."""
 

@@ -139,6 +139,7 @@ class Plan:
         refused: moves that were not considered.
         notes: assumptions made on the way.
         planned_in_seconds: how long the search took.
+        framework: what runs the step: "torch", "jax", or "keras:" and its backend.
         estimate_before: the whole estimate; None after a round trip through JSON.
         estimate_after: the same of the planned step.
     """
@@ -157,6 +158,7 @@ class Plan:
     refused: tuple[Refusal, ...] = ()
     notes: tuple[Note, ...] = ()
     planned_in_seconds: float = 0.0
+    framework: str = "torch"
     estimate_before: Estimate | None = field(default=None, compare=False)
     estimate_after: Estimate | None = field(default=None, compare=False)
 
@@ -187,16 +189,19 @@ class Plan:
         return None if not before or after is None else after / before
 
     def apply(self, model: Any, optimizer: Any = None) -> Any:
-        """Puts the moves into practice on the live objects; returns a `Fitted`, whose `step` runs one update.
+        """Puts the moves into practice on the live objects.
+
+        Returns a `Fitted`, whose `step` runs one update; for Keras a `FittedModel`, whose model then fits as planned;
+        for JAX the step itself, which takes (params, state, batch).
 
         Args:
-            model: the module that was planned for, or one of the same structure.
-            optimizer: over its parameters; may be None for a plan without an optimizer.
+            model: the module that was planned for, or one of the same structure; for JAX the loss function.
+            optimizer: over its parameters; may be None for a plan without an optimizer, and for Keras.
         """
         return actions.apply(self, model, optimizer)
 
     def code(self) -> str:
-        """The few plain PyTorch lines that do the same without memfit."""
+        """The few plain lines of the framework that do the same without memfit."""
         return actions.code(self)
 
     def report(self, path: str | os.PathLike[str]) -> None:
@@ -244,6 +249,7 @@ class Plan:
             "refused": [asdict(refusal) for refusal in self.refused],
             "notes": [asdict(note) for note in self.notes],
             "planned_in_seconds": self.planned_in_seconds,
+            "framework": self.framework,
         }
 
     @classmethod
@@ -270,6 +276,7 @@ class Plan:
                 refused=tuple(Refusal(**refusal) for refusal in data["refused"]),
                 notes=tuple(Note(**note) for note in data["notes"]),
                 planned_in_seconds=float(data["planned_in_seconds"]),
+                framework=str(data.get("framework", "torch")),
             )
         except BadFile:
             raise

@@ -90,6 +90,7 @@ class Settings:
         micro_batch_size: samples of the largest part; a batch of another size than planned for is split into as many
             parts as that takes. 0: into `micro_batches` parts, or one for each sample where there are fewer.
         jit_compile: whether the step is compiled as a whole (Keras); None: as the model was compiled.
+        donate: whether the update takes the place of the old parameters and state (JAX).
     """
 
     micro_batches: int = 1
@@ -111,6 +112,7 @@ class Settings:
     freeze: tuple[str, ...] = ()
     micro_batch_size: int = 0
     jit_compile: bool | None = None
+    donate: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write."""

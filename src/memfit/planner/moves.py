@@ -24,6 +24,8 @@ SHARD = "shard"
 LORA = "lora"
 QLORA = "qlora"
 FREEZE = "freeze"
+DONATE = "donate"
+WHOLE_COMPILE = "jit-compile"
 
 KEEPS = {
     CHECKPOINT: Keeps.EXACT,
@@ -31,6 +33,8 @@ KEEPS = {
     STEP_IN_BACKWARD: Keeps.EXACT,
     SET_TO_NONE: Keeps.EXACT,
     EXPANDABLE: Keeps.EXACT,
+    DONATE: Keeps.EXACT,
+    WHOLE_COMPILE: Keeps.ROUNDING,
     MICRO_BATCH: Keeps.ROUNDING,
     AUTOCAST: Keeps.ROUNDING,
     CHUNKED_LOSS: Keeps.ROUNDING,
@@ -64,7 +68,7 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
             "approximate"; a name behind a minus sign is left out, of the default where nothing else is given.
 
     >>> sorted(allowed_moves(["exact", "-checkpoint"]))
-    ['activation-offload', 'expandable-segments', 'set-to-none', 'step-in-backward']
+    ['activation-offload', 'donate', 'expandable-segments', 'set-to-none', 'step-in-backward']
     """
     given = allow.split(",") if isinstance(allow, str) else list(allow) if isinstance(allow, Iterable) else [allow]
     if not all(isinstance(word, str) for word in given):
@@ -177,6 +181,11 @@ def used_moves(
         name = QLORA if settings.quantized_base else LORA
         bits = " over 4-bit weights" if settings.quantized_base else ""
         add(name, f"train adapters of rank {settings.lora_rank}{bits}", lora_rank=0, quantized_base=False)
+    if settings.donate and not plain.donate:
+        add(DONATE, "parameters and state are updated in place (donated)", donate=False)
+    if settings.jit_compile is not None and settings.jit_compile != plain.jit_compile:
+        words = "compile the step as a whole (jit_compile=True)" if settings.jit_compile else "jit_compile=False"
+        add(WHOLE_COMPILE, words, jit_compile=plain.jit_compile)
     if settings.freeze:
         add(FREEZE, f"freeze {named(settings.freeze)}", freeze=())
     return found
@@ -214,6 +223,8 @@ def label(settings: Settings) -> str:
         (f"sharded over {settings.num_devices}", settings.num_devices > 1),
         (f"rank {settings.lora_rank} adapters", settings.lora_rank > 0),
         ("frozen parts", bool(settings.freeze)),
+        ("donated", settings.donate),
+        ("compiled as a whole", bool(settings.jit_compile)),
     ]
     return ", ".join(text for text, used in short if used) or "as it is"
 

@@ -2,7 +2,7 @@
 
 JAX has no layers: a loss is one function. `block(function)` marks a part of it whose inputs are few and whose inner
 values are many, such as a transformer's layer. By itself the mark does nothing; while a step with settings is traced,
-the calls that the settings name go through `jax.checkpoint`.
+the calls that the settings name are computed again in the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,16 +13,11 @@ from functools import wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-
-@dataclass(slots=True)
-class _Tracing:
-    """What is to be computed again, and the calls of blocks seen so far."""
-
-    recomputed: frozenset[str] = frozenset()
-    calls: dict[str, int] = field(default_factory=dict)
-    found: list["Call"] = field(default_factory=list)
+from memfit.adapters.jax.operations import count_flops
+from memfit.adapters.jax.recomputation import recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +26,22 @@ class Call:
 
     Args:
         name: of the block and which of its calls, "layer.3".
-        input_bytes: what must be kept to compute it again.
-        output_bytes: what it returns.
+        kept_bytes: what it keeps inside for the backward pass.
+        flops: of its forward pass.
     """
 
     name: str
-    input_bytes: int
-    output_bytes: int
+    kept_bytes: int
+    flops: float
+
+
+@dataclass(slots=True)
+class _Tracing:
+    """What is to be computed again, and the calls of blocks seen so far."""
+
+    recomputed: frozenset[str] = frozenset()
+    calls: dict[str, int] = field(default_factory=dict)
+    found: list[Call] | None = None
 
 
 _tracing: ContextVar[_Tracing | None] = ContextVar("memfit_jax_blocks", default=None)
@@ -59,22 +63,33 @@ def block(function: Callable[..., Any], name: str | None = None) -> Callable[...
         number = tracing.calls.get(known, 0)
         tracing.calls[known] = number + 1
         path = f"{known}.{number}"
-        call = _recomputed(function) if path in tracing.recomputed else function
-        result = call(*arguments, **options)
-        tracing.found.append(Call(path, num_bytes((arguments, options)), num_bytes(result)))
-        return result
+        if tracing.found is not None:
+            tracing.found.append(_looked_at(path, function, arguments, options))
+        if path in tracing.recomputed:
+            return _again(function, arguments, options)
+        return function(*arguments, **options)
 
     # Modules that can be called have no name of their own.
     return wraps(function)(marked) if hasattr(function, "__name__") else marked
 
 
 @contextmanager
-def recomputing(names: tuple[str, ...]) -> Iterator[list[Call]]:
-    """Has the calls of blocks with these names computed again; yields all calls as they are made."""
-    tracing = _Tracing(frozenset(names))
-    token = _tracing.set(tracing)
+def recomputing(names: tuple[str, ...]) -> Iterator[None]:
+    """Has the calls of blocks with these names computed again."""
+    token = _tracing.set(_Tracing(frozenset(names)))
     try:
-        yield tracing.found
+        yield
+    finally:
+        _tracing.reset(token)
+
+
+@contextmanager
+def recording() -> Iterator[list[Call]]:
+    """Yields the calls of blocks as they are made."""
+    found: list[Call] = []
+    token = _tracing.set(_Tracing(found=found))
+    try:
+        yield found
     finally:
         _tracing.reset(token)
 
@@ -86,19 +101,63 @@ def num_bytes(tree: Any) -> int:
     )
 
 
-def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function through `jax.checkpoint`, which takes arrays only: what else it was given stays outside."""
+class _OfArrays:
+    """A call as a function of its arrays: what else it was given stays as it is.
 
-    def call(*arguments: Any, **options: Any) -> Any:
-        leaves, structure = jax.tree.flatten((arguments, options))
-        is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+    Args:
+        function: what is called.
+        arguments: by their place.
+        options: by their name.
+    """
 
-        def inner(arrays: list[Any]) -> Any:
-            given = iter(arrays)
-            own = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
-            inner_arguments, inner_options = jax.tree.unflatten(structure, own)
-            return function(*inner_arguments, **inner_options)
+    def __init__(self, function: Callable[..., Any], arguments: Any, options: Any) -> None:
+        self._function = function
+        self._leaves, self._structure = jax.tree.flatten((arguments, options))
+        self._is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in self._leaves]
+        self.arrays = [jnp.asarray(leaf) for leaf, array in zip(self._leaves, self._is_array, strict=True) if array]
+        self.shape: Any = None
 
-        return jax.checkpoint(inner)([leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
+    def __call__(self, *arrays: Any) -> list[Any]:
+        given = iter(arrays)
+        leaves = [next(given) if array else leaf for leaf, array in zip(self._leaves, self._is_array, strict=True)]
+        arguments, options = jax.tree.unflatten(self._structure, leaves)
+        results, self.shape = jax.tree.flatten(self._function(*arguments, **options))
+        return list(results)
 
-    return call
+
+def _again(function: Callable[..., Any], arguments: Any, options: Any) -> Any:
+    """Calls the function so that only its inputs are kept for the backward pass."""
+    call = _OfArrays(function, arguments, options)
+    # What the function takes from around it, such as the weights of a module, must be an argument to be trained.
+    closed, around = jax.closure_convert(call, *call.arrays)
+    results = recomputed(
+        lambda weights, inputs: list(closed(*inputs, *weights)), around, [True] * len(around), call.arrays
+    )
+    return jax.tree.unflatten(call.shape, results)
+
+
+def _looked_at(name: str, function: Callable[..., Any], arguments: Any, options: Any) -> Call:
+    """What a call keeps and computes; nothing is run."""
+    call = _OfArrays(function, arguments, options)
+    # Blocks inside of it are part of it.
+    token = _tracing.set(None)
+    try:
+        closed, around = jax.closure_convert(call, *call.arrays)
+        given = [*call.arrays, *around]
+        trained = [index for index, array in enumerate(given) if jnp.issubdtype(array.dtype, jnp.inexact)]
+
+        def backward(*values: Any) -> Any:
+            def of_trained(*chosen: Any) -> Any:
+                own = list(values)
+                for index, value in zip(trained, chosen, strict=True):
+                    own[index] = value
+                return [result for result in closed(*own) if jnp.issubdtype(result.dtype, jnp.inexact)]
+
+            # The function that computes gradients holds what was kept for it.
+            return jax.tree.leaves(jax.vjp(of_trained, *(values[index] for index in trained))[1])
+
+        kept = num_bytes(jax.eval_shape(backward, *given))
+        flops = count_flops(jax.make_jaxpr(closed)(*given).jaxpr)
+    finally:
+        _tracing.reset(token)
+    return Call(name, max(0, kept - num_bytes(given)), flops)

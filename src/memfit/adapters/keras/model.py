@@ -1,7 +1,7 @@
-"""A compiled Keras model: checked, built for a batch, its layers named and its variables sorted by what they are for."""
+"""A compiled Keras model: checked, built for a batch, its layers named, its variables sorted by what they are for."""
 
-import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import keras
 
 from memfit.adapters.keras.batch import Batch, Spec, flatten, item_bytes, mapped
 from memfit.core.errors import BadBatch, BadModel, StepFailed
+from memfit.core.settings import Settings
 from memfit.core.timeline import Category
 
 OPTIMIZER = "(optimizer)"
@@ -87,7 +88,8 @@ def _ordered(x: Any, inputs: Any) -> list[Spec]:
         missing = ", ".join(sorted(set(names) - set(x)))
         if not any(isinstance(part, dict | list | tuple) for part in x.values()) and len(x) != len(names):
             raise BadBatch(
-                f"the model's inputs are {', '.join(names)}, but the batch's x has {', '.join(x)}: {missing} is missing."
+                f"the model's inputs are {', '.join(names)}, but the batch's x has {', '.join(x)}: {missing} is "
+                "missing. Give x an array for each input."
             )
         # Models made with a dictionary of inputs sort it by its keys.
         return [x[name] for name in sorted(x)]
@@ -139,6 +141,26 @@ def build(model: Any, batch: Batch, *, training: bool) -> None:
         ) from error
 
 
+@contextmanager
+def fitted(model: Any, settings: Settings | None, *, training: bool) -> Iterator[None]:
+    """Runs the model as settings say while it lasts, whether or not its numbers stay what they are."""
+    if settings is None:
+        yield
+        return
+    if training:
+        from memfit.adapters.keras.fitting.fitted import FittedModel
+
+        undo = FittedModel(settings, model, approximate=True).undo
+    else:
+        from memfit.adapters.keras.fitting import precision
+
+        undo = precision.apply(settings, model)
+    try:
+        yield
+    finally:
+        undo()
+
+
 class _built:  # noqa: N801 - reads as the statement it is
     """The optimizer says that it is built, so that Keras leaves it alone: each backend has its own way to."""
 
@@ -162,6 +184,7 @@ def layer_paths(model: Any) -> dict[int, str]:
 
 def _name(layer: Any, prefix: str, paths: dict[int, str]) -> None:
     taken: dict[str, int] = {}
+    named = []
     for part in layer._layers:
         if id(part) in paths:
             continue
@@ -171,10 +194,40 @@ def _name(layer: Any, prefix: str, paths: dict[int, str]) -> None:
         if taken[name] > 1:
             name = f"{name}#{taken[name]}"
         paths[id(part)] = f"{prefix}.{name}" if prefix else name
-    for part in layer._layers:
-        path = paths[id(part)]
-        if path == (f"{prefix}.{path.rpartition('.')[2]}" if prefix else path.rpartition(".")[2]):
-            _name(part, path, paths)
+        named.append(part)
+    for part in named:
+        _name(part, paths[id(part)], paths)
+
+
+class LayerNames:
+    """Finds layers by the names that backends give to operators: the scopes of the layers around them.
+
+    Args:
+        model: whose layers are meant.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._root = str(model.name)
+        self.paths = tuple(path for path in layer_paths(model).values() if path)
+        self._known = frozenset(self.paths)
+        self._found: dict[str, str] = {}
+
+    def of(self, scopes: str) -> str:
+        """The dotted path of the innermost layer among dotted scopes, "" outside of all."""
+        if scopes not in self._found:
+            parts = scopes.split(".") if scopes else []
+            if self._root in parts:
+                parts = parts[parts.index(self._root) + 1 :]
+            self._found[scopes] = self._innermost(parts)
+        return self._found[scopes]
+
+    def _innermost(self, parts: list[str]) -> str:
+        for start in range(len(parts)):
+            for end in range(len(parts), start, -1):
+                path = ".".join(parts[start:end])
+                if path in self._known:
+                    return path
+        return ""
 
 
 def held(model: Any, *, training: bool) -> list[Held]:
@@ -202,9 +255,9 @@ def held(model: Any, *, training: bool) -> list[Held]:
     if training:
         for variable in model.metrics_variables:
             add(variable, Category.BUFFER, METRICS)
-        of = {variable.path: one.module for one in found if (variable := one.variable) is not None}
+        owners = {str(one.variable.path).replace("/", "_"): one.module for one in found}
         for variable in model.optimizer.variables:
-            add(variable, Category.OPTIMIZER_STATE, _owner(variable, of))
+            add(variable, Category.OPTIMIZER_STATE, _owner(str(variable.name), owners))
     return found
 
 
@@ -216,23 +269,25 @@ def _layers(model: Any) -> Iterator[Any]:
             yield layer
 
 
-def _owner(variable: Any, paths: dict[str, str]) -> str:
-    """The layer whose variable an optimizer's variable belongs to: Keras puts that one's path, made flat, into its name."""
-    flat = {re.sub(r"/", "_", path): module for path, module in paths.items()}
-    name = str(variable.name)
-    best = max((path for path in flat if name.startswith(path)), key=len, default="")
-    return flat[best] if best else OPTIMIZER
+def _owner(name: str, owners: dict[str, str]) -> str:
+    """The layer that an optimizer's variable keeps state for: its name begins with the path of that one's variable."""
+    while name:
+        if name in owners:
+            return owners[name]
+        name = name.rpartition("_")[0]
+    return OPTIMIZER
 
 
-def state_bytes(variables: list[Held], *, training: bool) -> dict[Category, int]:
+def state_bytes(model: Any, variables: list[Held], *, training: bool) -> dict[Category, int]:
     """Parameters, buffers, gradients and optimizer state in full.
 
-    Counters and seeds count with 4 bytes: how wide they are is the one thing in which the backends differ.
+    Counters and seeds count with 4 bytes a number: how wide they are is the one thing in which the backends differ.
     """
+    trained = {id(variable) for variable in model.trainable_variables} if training else set()
     sizes: dict[Category, int] = {}
     for one in variables:
         sizes[one.category] = sizes.get(one.category, 0) + _common_bytes(one)
-        if training and one.category is Category.PARAMETER and one.variable.trainable:
+        if id(one.variable) in trained:
             sizes[Category.GRADIENT] = sizes.get(Category.GRADIENT, 0) + one.size_bytes
     return {category: size for category, size in sizes.items() if size}
 

@@ -102,6 +102,8 @@ class KerasStream(keras.utils.PyDataset):  # type: ignore[misc,unused-ignore]
         self._num_promised = 0
         """What Keras was told last that an epoch has."""
         self._is_followed = False
+        self._num_passed_over = 0
+        self._stand_in: Any = None
 
     # What Keras calls.
 
@@ -121,7 +123,15 @@ class KerasStream(keras.utils.PyDataset):  # type: ignore[misc,unused-ignore]
         if not caller.f_code.co_flags & inspect.CO_GENERATOR:
             return self._look(index)
         with self._lock:
-            return self._pass_of(caller).take()
+            current = self._pass_of(caller)
+            if current.num_given < self._num_passed_over:
+                current.num_given += 1
+                current.is_begun = True
+                if self._stand_in is None:
+                    self._stand_in = self._look(0)
+                return self._stand_in
+            self._num_passed_over, self._stand_in = 0, None
+            return current.take()
 
     def __iter__(self) -> Iterator[Any]:
         """What is left of the epoch; the next iteration is the next epoch."""
@@ -182,6 +192,14 @@ class KerasStream(keras.utils.PyDataset):  # type: ignore[misc,unused-ignore]
             self.stream.load_state_dict(state)
             if self.stream.num_batches_left == 0:
                 self.stream.set_epoch(self.stream.epoch + 1)
+
+    def pass_over(self, num_batches: int) -> None:
+        """In place of the first batches of the next pass, which were trained on, one and the same is given.
+
+        For a `fit` that is resumed in the middle of an epoch and doesn't train on these.
+        """
+        with self._lock:
+            self._num_passed_over = num_batches
 
     def close(self) -> None:
         """Ends the reading ahead of an epoch that was left, by an error for example; the next one begins it again."""

@@ -13,7 +13,10 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.utils.tracking import Tracker  # not exported: it remembers what an object has been given
+
+# Not exported: what an object has been given, and the state that belongs to no object.
+from keras.src.backend.common import global_state
+from keras.src.utils.tracking import Tracker
 
 _OBJECTS = (
     keras.Layer,
@@ -27,11 +30,16 @@ _OBJECTS = (
 )
 
 
+def global_seed_generator() -> Any:
+    """The seeds that layers without their own draw from; None where none has been drawn yet."""
+    return global_state.get_global_attribute("global_seed_generator")
+
+
 @contextmanager
 def untouched(model: Any) -> Iterator[None]:
     """Puts the model, its optimizer, metrics and seeds, and the random states back at the end."""
     saved: dict[int, tuple[Any, Any]] = {}
-    _save(model, saved)
+    _save([model, global_seed_generator()], saved)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         yield

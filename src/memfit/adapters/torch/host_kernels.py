@@ -135,8 +135,9 @@ def _upsample(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def _max_pool_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-    """The gradient is read contiguously where the input is (MaxPoolKernel.cpp)."""
-    return [] if is_channels_last(args[1]) else _copies(args[0])
+    """The layout of the gradient decides: what has another is copied (max_pool2d_backward_kernel_impl)."""
+    wanted = torch.channels_last if is_channels_last(args[0]) else torch.contiguous_format
+    return [size_bytes(t) for t in (args[0], args[-1], out) if not t.is_contiguous(memory_format=wanted)]
 
 
 def _safe_softmax(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:

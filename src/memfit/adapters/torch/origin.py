@@ -23,8 +23,8 @@ HIDDEN_FOLDERS = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _PA
 INSTALLED_FOLDERS = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-# Frames outside of its tracer belong to whoever asked for the trace, not to the step.
-_DRIVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "trace.py")
+# Frames outside of a tracer belong to whoever asked for the trace, not to the step.
+_DRIVER = "_Tracer."
 _NOWHERE = ("", "")
 
 
@@ -35,6 +35,7 @@ class OriginTracker:
         model: the module whose parts have names; None when models are met as they are called.
         met: takes (module, its name) when a module is called that is part of no known one.
         entered: called when a model, rather than a part of one, is called.
+        hidden: folders whose lines are no more the user's than PyTorch's are.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class OriginTracker:
         model: torch.nn.Module | None = None,
         met: Callable[[torch.nn.Module, str], None] = lambda module, name: None,
         entered: Callable[[torch.nn.Module], None] = lambda module: None,
+        hidden: tuple[str, ...] = (),
     ) -> None:
         self._paths: dict[int, str] = {}
         self._alive: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._met = met
         self._entered = entered
+        self._hidden = (*HIDDEN_FOLDERS, *hidden)
         self._num_models = 0
         self._meets_models = model is None
         if model is not None:
@@ -67,11 +70,15 @@ class OriginTracker:
 
     def _name_parts(self, model: torch.nn.Module, prefix: str) -> None:
         for path, module in model.named_modules():
-            key = id(module)
-            if key not in self._paths:
-                self._paths[key] = f"{prefix}.{path}" if prefix and path else prefix or path
-                # A number may come back for another module once this one is gone.
-                self._alive[key] = weakref.ref(module, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+            self.name(module, f"{prefix}.{path}" if prefix and path else prefix or path)
+
+    def name(self, module: torch.nn.Module, path: str) -> None:
+        """Gives a module its path, unless it has one."""
+        key = id(module)
+        if key not in self._paths:
+            self._paths[key] = path
+            # A number may come back for another module once this one is gone.
+            self._alive[key] = weakref.ref(module, lambda _: self._forget(key))
 
     def _forget(self, key: int) -> None:
         self._paths.pop(key, None)
@@ -142,9 +149,9 @@ class OriginTracker:
 
     def _label(self, code: CodeType) -> str | None:
         path = code.co_filename
-        if path == _DRIVER and code.co_qualname.startswith("_Tracer."):
+        if path.startswith(_PACKAGE) and code.co_qualname.startswith(_DRIVER):
             return ""
-        if path.startswith(HIDDEN_FOLDERS) or path.startswith("<frozen") or "importlib" in path:
+        if path.startswith(self._hidden) or path.startswith("<frozen") or "importlib" in path:
             return None
         return self._shortener.short(path)
 

@@ -1,19 +1,198 @@
 """Blocks of a program that XLA compiled: which buffer lives from where to where, and what it is for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from memfit.core.timeline import Category, Timeline
+from memfit.adapters.xla.hlo import parse
+from memfit.adapters.xla.layout import lay_out
+from memfit.adapters.xla.liveness import Buffer, Lives, Value, lives_of
+from memfit.adapters.xla.origin import Origins
+from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 
 Describe = Callable[[int], tuple[Category, str]]
-"""What an argument of the program is for, and the module that it belongs to, from its number."""
+"""What an argument (or a result) of the program is for, and the module that it belongs to, from its number."""
+
+# Scalars that are part of a program say nothing.
+_SMALLEST_CONSTANT_BYTES = 1024
 
 
-def timeline_of(text: str, describe: Describe) -> tuple[Timeline, int]:
+def timeline_of(text: str, describe: Describe, describe_result: Describe | None = None) -> tuple[Timeline, int]:
     """(every buffer of a program, bytes that XLA lays out for it in total: arguments, results and temporaries).
 
     Args:
         text: the program after all of XLA's passes, scheduled ("is_scheduled=true" in its first line), as
             `compiled.as_text()` of JAX and `experimental_get_compiler_ir(stage="optimized_hlo")` of TensorFlow give it.
         describe: takes the number of an argument, gives (category, dotted path of the layer).
+        describe_result: the same for each leaf of the result that takes no argument's place.
     """
-    raise NotImplementedError
+    module = parse(text)
+    lives = lives_of(module)
+    layout = lay_out(lives)
+    writer = _Writer(lives, Origins(module), describe, describe_result)
+    return writer.timeline(), layout.total_bytes + layout.constant_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A stretch of time in which a buffer is in use."""
+
+    start: int
+    end: int | None
+    values: tuple[Value, ...]
+    place: int
+
+
+class _Writer:
+    def __init__(
+        self, lives: Lives, origins: Origins, describe: Describe, describe_result: Describe | None
+    ) -> None:
+        self._lives = lives
+        self._origins = origins
+        self._describe = describe
+        self._describe_result = describe_result
+        self._phases = self._phases_by_time()
+        self._results = {place: number for number, place in reversed(list(enumerate(lives.results)))}
+        # XLA copies an argument whose place the result takes too early.
+        self._copies = {
+            user.name: value.argument
+            for buffer in lives.buffers
+            for value in buffer.values
+            if value.argument is not None
+            for _, user, _ in value.users
+            if user.opcode == "copy"
+        }
+        self._weights = {
+            tuple(sorted(value.instruction.shape.dimensions))
+            for buffer in lives.buffers
+            if buffer.argument is not None and describe(buffer.argument)[0] is Category.PARAMETER
+            for value in buffer.values
+            if value.argument is not None
+        }
+
+    def timeline(self) -> Timeline:
+        runs = [run for place, buffer in enumerate(self._lives.buffers) for run in self._runs(place, buffer)]
+        begins: dict[int, list[int]] = {}
+        ends: dict[int, list[int]] = {}
+        for number, run in enumerate(runs):
+            begins.setdefault(run.start, []).append(number)
+            if run.end is not None:
+                ends.setdefault(run.end, []).append(number)
+        starts, stops, tick = [0] * len(runs), dict[int, int](), 0
+        marks = {-1: 0}
+        for time in range(-1, self._lives.num_times + 1):
+            marks[time] = tick
+            for number in begins.get(time, ()):
+                over = self._overwritten(runs, number, ends.get(time, ()), stops)
+                if over is not None:
+                    stops[over] = tick
+                    tick += 1
+                starts[number] = tick
+                tick += 1
+            for number in ends.get(time, ()):
+                if number not in stops:
+                    stops[number] = tick
+                    tick += 1
+        blocks = [self._block(run, starts[number], stops.get(number)) for number, run in enumerate(runs)]
+        blocks.sort(key=lambda block: block.start)
+        return Timeline(tuple(blocks), tick, self._marks(marks))
+
+    def _runs(self, place: int, buffer: Buffer) -> Iterator[_Run]:
+        """The stretches of time in which a buffer holds something.
+
+        An argument that a result replaces leaves its place to others in between.
+        """
+        if not buffer.size_bytes:
+            return
+        if buffer.is_constant or (buffer.argument is not None and not buffer.is_result):
+            if buffer.argument is not None or buffer.size_bytes >= _SMALLEST_CONSTANT_BYTES:
+                yield _Run(-1, None, buffer.values, place)
+            return
+        current: list[Value] = []
+        start = end = 0
+        for value in buffer.values:
+            if current and value.start > end + 1:
+                yield _Run(start, end, tuple(current), place)
+                current = []
+            if not current:
+                start = end = value.start if value.argument is None else -1
+            current.append(value)
+            end = max(end, value.end)
+        yield _Run(start, None if buffer.is_result else end, tuple(current), place)
+
+    def _overwritten(self, runs: list[_Run], number: int, ending: Sequence[int], stops: dict[int, int]) -> int | None:
+        """A run that ends as this one begins, in its place."""
+        targets = self._lives.buffers[runs[number].place].overwrites
+        return next((one for one in ending if runs[one].place in targets and one not in stops), None)
+
+    def _block(self, run: _Run, start: int, end: int | None) -> Block:
+        buffer = self._lives.buffers[run.place]
+        first = run.values[0]
+        origin = self._origins.of(first.instruction)
+        if first.argument is not None:
+            category, module = self._describe(first.argument)
+            return Block(buffer.size_bytes, start, end, category, Phase.SETUP, module, str(category))
+        if buffer.is_constant:
+            return Block(buffer.size_bytes, start, None, Category.BUFFER, Phase.SETUP, origin.module, "constant")
+        phase = self._phase(first.start)
+        category, module = self._category(run, phase), origin.module
+        held = buffer.argument if buffer.argument is not None else self._copies.get(first.instruction.name)
+        if held is not None:
+            category, module = self._describe(held)
+        elif buffer.is_result and self._describe_result is not None:
+            category, module = self._describe_result(self._results[run.place])
+            if category is Category.PARAMETER and phase is Phase.BACKWARD:
+                # What has a parameter's shape and no optimizer has touched.
+                category = Category.GRADIENT
+        return Block(buffer.size_bytes, start, end, category, phase, module, origin.op, origin.source)
+
+    def _phase(self, time: int) -> Phase:
+        # The caller takes results after the last instruction.
+        return self._phases[min(time, len(self._phases) - 1)]
+
+    def _category(self, run: _Run, phase: Phase) -> Category:
+        last = self._phase(max(value.end for value in run.values))
+        if phase is Phase.FORWARD and last is Phase.BACKWARD:
+            return Category.ACTIVATION
+        readers = {self._phase(time) for value in run.values for time, _, _ in value.users}
+        dimensions = run.values[0].instruction.shape.dimensions
+        if phase is Phase.BACKWARD and Phase.OPTIMIZER in readers and tuple(sorted(dimensions)) in self._weights:
+            return Category.GRADIENT
+        return Category.TEMPORARY
+
+    def _phases_by_time(self) -> list[Phase]:
+        """The part of the step that each instruction belongs to; where its name is silent, its place in time tells."""
+        order = self._lives.order
+        found = [self._origins.of(instruction).phase for instruction in order]
+        if Phase.BACKWARD not in found:
+            return [Phase.FORWARD] * max(1, len(found))
+        turn = self._turn(found)
+        last = len(found) - 1 - found[::-1].index(Phase.BACKWARD)
+        phases: list[Phase] = []
+        for time, phase in enumerate(found):
+            if phase is not None:
+                phases.append(phase)
+            elif time < turn:
+                phases.append(Phase.FORWARD)
+            elif time > last or order[time].op_name:
+                phases.append(Phase.OPTIMIZER)
+            else:
+                phases.append(phases[-1])
+        return phases
+
+    def _turn(self, found: list[Phase | None]) -> int:
+        """When the backward pass begins; XLA runs the odd instruction, such as zeros to add to, ahead of its pass."""
+        most, best, sum_so_far = 0, 0, 0
+        for time, phase in enumerate(found):
+            size = self._lives.order[time].shape.size_bytes
+            sum_so_far += size if phase is Phase.FORWARD else -size if phase is Phase.BACKWARD else 0
+            if sum_so_far > most:
+                most, best = sum_so_far, time + 1
+        return min(best, len(found) - 1)
+
+    def _marks(self, ticks: dict[int, int]) -> tuple[Mark, ...]:
+        marks = [Mark(0, Phase.SETUP, 0), Mark(ticks[0], Phase.FORWARD, 1)]
+        if Phase.BACKWARD in self._phases:
+            last = len(self._phases) - self._phases[::-1].index(Phase.BACKWARD)
+            turn = min(self._turn(list(self._phases)), last)
+            marks += [Mark(ticks[turn], Phase.BACKWARD, 1), Mark(ticks[last], Phase.OPTIMIZER, 1)]
+        return tuple(marks)

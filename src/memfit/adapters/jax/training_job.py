@@ -1,0 +1,154 @@
+"""Opens a loss function, its parameters and an optimizer as a job: the training step made from them can be compiled as
+any settings run it.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from memfit.adapters.jax.compiled import compile_step
+from memfit.adapters.jax.marked import num_bytes
+from memfit.adapters.jax.training import Look, TrainStep, check_batch, divided, joined, look, resized, shapes
+from memfit.core.device import Device, Kind
+from memfit.core.errors import BadBatch, BadInput, MemfitError, StepFailed
+from memfit.core.estimate import Note
+from memfit.core.job import Job
+from memfit.core.settings import Settings
+from memfit.core.timeline import Category
+from memfit.core.trace import Serving, Trace
+
+_TIMED_SAMPLES = 8
+_NUM_TIMED = 3
+
+
+class OpenTraining:
+    """A training step made from a loss function and an optimizer, which can be traced.
+
+    Args:
+        job: its model is the loss function, its batch (params, batch), its optimizer one of optax.
+        device: where it will run.
+        batch_size: replaces the first dimension of the batch.
+    """
+
+    def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
+        given = job.batch
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            count = len(given) if isinstance(given, tuple | list) else 1
+            raise BadInput(
+                f"a loss function of JAX is followed by its parameters and one batch, but {count} arguments were given: "
+                "memfit.plan(loss, params, batch, optimizer=optax.adam(1e-3), budget='8GiB')."
+            )
+        self.loss: Callable[[Any, Any], Any] = job.model
+        self.optimizer = job.optimizer
+        self.device = device
+        # Refuses what can't be a step before anything is traced.
+        TrainStep(self.loss, self.optimizer, Settings())
+        self.params, batch = given
+        self.batch = shapes(batch)
+        own = check_batch(self.batch)
+        if batch_size is not None:
+            if own is None:
+                raise BadBatch(f"the batch has no dimension of samples, so that it can't have {batch_size} of them.")
+            self.batch = resized(self.batch, batch_size)
+        self.batch_size = own if batch_size is None else batch_size
+        self.name = job.name or getattr(self.loss, "__name__", None) or type(self.loss).__name__
+        self.notes: tuple[Note, ...] = ()
+
+    def look(self) -> Look:
+        """What the loss looks like."""
+        return _told(lambda: look(self.loss, self.params, self.batch))
+
+    def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
+        """The step, compiled.
+
+        Args:
+            batch_size: samples of one update; None: the batch as it was given.
+            settings: how the step is run; None: as it is.
+        """
+        batch = self.batch if batch_size in (None, self.batch_size) else resized(self.batch, batch_size or 1)
+        step = TrainStep(self.loss, self.optimizer, settings or Settings())
+        return _told(lambda: self._traced(step, batch))
+
+    def _traced(self, step: TrainStep, batch: Any) -> Trace:
+        function, arguments, donated = step.to_compile(self.params, batch)
+        trained, fixed, state, _ = arguments
+        compiled = compile_step(
+            function, arguments, donate_argnums=donated, as_on_gpu=self.device.kind is Kind.CUDA
+        )
+        named = [
+            (category, _path(path))
+            for category, tree in zip(_CATEGORIES, arguments, strict=True)
+            for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+        sizes = {
+            Category.PARAMETER: num_bytes(trained),
+            Category.BUFFER: num_bytes(fixed),
+            Category.GRADIENT: num_bytes(trained),
+            Category.OPTIMIZER_STATE: num_bytes(state),
+        }
+        return Trace(
+            compiled.timeline(lambda place: named[place]),
+            self.notes,
+            sum(leaf.size for leaf in jax.tree.leaves(trained)),
+            sizes[Category.PARAMETER],
+            num_bytes(batch),
+            serving=Serving.BEST_FIT,
+            assigned_bytes=compiled.assigned_bytes,
+            state_bytes={category: size for category, size in sizes.items() if size},
+        )
+
+    def time_forward(self) -> tuple[float, float]:
+        """(seconds of one sample, seconds of a call however small) of the forward pass, on the device in hand."""
+        if self.batch_size is None or self.batch_size == 1:
+            return self._timed(self.batch), 0.0
+        few, many = 1, min(self.batch_size, max(_TIMED_SAMPLES, self.batch_size // _TIMED_SAMPLES))
+        short, long = (self._timed(resized(self.batch, count)) for count in (few, many))
+        sample = max(long - short, 0.1 * long) / (many - few)
+        return sample, max(0.0, short - sample)
+
+    def _timed(self, batch: Any) -> float:
+        trained, fixed, structure = divided(self.params)
+        zeros = jax.tree.map(_zeros, (trained, fixed, batch))
+        run = jax.jit(lambda own, other, data: self.loss(joined(own, other, structure), data))
+        jax.block_until_ready(run(*zeros))
+        times = []
+        for _ in range(_NUM_TIMED):
+            started = time.perf_counter()
+            jax.block_until_ready(run(*zeros))
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+
+_CATEGORIES = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.BATCH)
+"""Of the arguments of a step, in order."""
+
+
+def _zeros(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(jax.random.key(0), leaf.shape)
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    return leaf
+
+
+def _path(path: Any) -> str:
+    """The place of a leaf, dotted: "layers.0.kernel"."""
+    words = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+    return ".".join(words)
+
+
+def _told(run: Callable[[], Any]) -> Any:
+    """Runs the user's own code; what it raises is told in one line."""
+    try:
+        return run()
+    except MemfitError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise StepFailed(
+            f"the loss function failed when it was traced: {type(error).__name__}: {text[:500]}\n"
+            "It must be a pure function of (params, batch) that jax.jit can trace."
+        ) from error

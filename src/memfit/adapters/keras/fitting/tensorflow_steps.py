@@ -1,0 +1,187 @@
+"""The split training step on TensorFlow: a loop in the graph, one part at a time, with one copy of the gradients.
+
+`tf.while_loop` with one iteration at a time keeps the parts apart: unrolled parts depend on each other in nothing but
+the sums of their gradients, and TensorFlow's executor would begin with all of them at once.
+
+A graph often doesn't know how large its batch will be. Parts are then sliced by sizes that are computed when it runs.
+XLA must know the sizes of slices: there the loop goes over parts of one size, and the last part follows it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from memfit.adapters.keras.fitting.accumulation import leaves, part_size
+from memfit.adapters.keras.fitting.split_step import SplitStep
+from memfit.adapters.keras.fitting.weights import NeedsWeights, Part
+from memfit.core.errors import BadModel
+from memfit.core.settings import Settings
+
+
+def make(settings: Settings, model: Any, plain: Callable[..., Any], approximate: bool) -> Callable[..., Any]:
+    """A `train_step(data)` for the model.
+
+    Args:
+        settings: into how many parts, or how large ones.
+        model: compiled.
+        plain: the model's own step, which batches of one part are given to.
+        approximate: whether losses that don't add up are weighed by samples.
+    """
+    if model.distribute_strategy.num_replicas_in_sync > 1:
+        raise BadModel(
+            "a model under a tf.distribute strategy of several replicas can't be split into micro-batches. "
+            "Leave one of the two out."
+        )
+    step = _Step(settings, model, tf.init_scope, approximate)
+
+    def train_step(data: Any) -> Any:
+        return step.run(data, plain)
+
+    return train_step
+
+
+class _Step(SplitStep):
+    def run(self, data: Any, plain: Callable[..., Any]) -> Any:
+        x, y, sample_weight, known = self.open(data)
+        self._build(data)
+        opened = (x, y, sample_weight)
+        num_samples = known if known is not None else _length(opened)
+        size = part_size(self.settings, num_samples)
+        if not self.model.trainable_weights or (known is not None and known <= size):
+            return plain(data)
+        try:
+            weights = self._counted(opened, num_samples, size) if self.is_counted else None
+            share, values, gradients, last = self._gradients(opened, num_samples, size, weights)
+        except NeedsWeights:
+            self.is_counted = True
+            weights = self._counted(opened, num_samples, size)
+            share, values, gradients, last = self._gradients(opened, num_samples, size, weights)
+        self.model.optimizer.apply_gradients(zip(gradients, self.model.trainable_weights, strict=True))
+        self.finish_metrics(share, values, num_samples, known)
+        return self.logs(last)
+
+    def _build(self, data: Any) -> None:
+        """Makes variables of layers, metrics and losses, which the plain step makes on its way, before the loop."""
+        compiled = (self.model._compile_loss, self.model._compile_metrics)
+        if self.model.built and all(one is None or one.built for one in compiled):
+            return
+
+        def symbolic(leaf: Any) -> Any:
+            return None if leaf is None else keras.KerasTensor(leaf.shape, keras.backend.standardize_dtype(leaf.dtype))
+
+        with tf.init_scope():
+            self.model._symbolic_build(data_batch=keras.tree.map_structure(symbolic, data))
+
+    def _gradients(self, data: Any, num_samples: Any, size: Any, weights: Any) -> tuple[Any, Any, list[Any], Any]:
+        """(loss, losses of outputs, gradients, what `compute_metrics` returned for the last part)."""
+        variables = [variable.value for variable in self.model.trainable_weights]
+        unused: set[int] = set()
+        last: list[Any] = []
+
+        def body(sums: list[Any], part: Any, length: Any) -> list[Any]:
+            share, values, found, logs = self._part(variables, part, length, num_samples, weights)
+            last[:] = [logs]
+            unused.update(index for index, gradient in enumerate(found) if gradient is None)
+            dense = [tf.zeros_like(v) if g is None else tf.convert_to_tensor(g) for g, v in zip(found, variables, strict=True)]
+            new = [share, *values, *dense]
+            return [one + tf.cast(other, one.dtype) for one, other in zip(sums, new, strict=True)]
+
+        dtype = keras.backend.floatx()
+        zeros = [tf.zeros((), dtype) for _ in range(1 + self.num_values())]
+        zeros += [tf.zeros(variable.shape, variable.dtype) for variable in variables]
+        sums = self._over_parts(body, zeros, data, num_samples, size)
+        gradients: list[Any] = list(sums[1 + self.num_values() :])
+        for index in unused:
+            gradients[index] = None
+        logs = last[0] if self._last_apart else None
+        return sums[0], sums[1 : 1 + self.num_values()], gradients, logs
+
+    def _part(
+        self, variables: Sequence[Any], data: Any, length: Any, num_samples: Any, weights: Any
+    ) -> tuple[Any, list[Any], list[Any], Any]:
+        model = self.model
+        with tf.GradientTape() as tape:
+            y_pred = self.call(data[0])
+            losses = [] if self.has_own_loss else model.losses
+            self._prepare(data, losses)
+            found = self.share(Part(length, num_samples, weights), data, y_pred, losses)
+            total = found.total
+            if model.optimizer is not None:
+                total = model.optimizer.scale_loss(total)
+        gradients = tape.gradient(total, variables)
+        logs = model.compute_metrics(data[0], data[1], y_pred, sample_weight=data[2])
+        return found.total, found.values, gradients, logs
+
+    def _prepare(self, data: Any, losses: list[Any]) -> None:
+        if self.has_own_loss or self.num_added(losses) > 0:
+            with tf.init_scope():
+                values = (
+                    [variable.numpy() for variable in self.model.trainable_variables],
+                    [variable.numpy() for variable in self.model.non_trainable_variables],
+                )
+            self.prepare(values, data, self.num_added(losses) if losses else 0)
+
+    def _counted(self, data: Any, num_samples: Any, size: Any) -> Any:
+        """The denominators of the batch. Of the forward pass, the graph keeps what these depend on."""
+
+        def body(sums: list[Any], part: Any, length: Any) -> list[Any]:
+            counts = self.loss.count(part[1], self.call(part[0], training=False), part[2])
+            return [one + tf.cast(other, one.dtype) for one, other in zip(sums, counts, strict=True)]
+
+        zeros = [tf.zeros((), keras.backend.floatx()) for _ in range(self.loss.num_losses)]
+        return self._over_parts(body, zeros, data, num_samples, size)
+
+    @property
+    def _last_apart(self) -> bool:
+        """Whether the last part follows the loop in place of being in it."""
+        return bool(self.model.jit_compile and not self.model.run_eagerly) or self.has_own_metrics
+
+    def _over_parts(
+        self, body: Callable[[list[Any], Any, Any], list[Any]], sums: list[Any], data: Any, num_samples: Any, size: Any
+    ) -> list[Any]:
+        count = (num_samples + size - 1) // size
+        in_loop = count - 1 if self._last_apart else count
+
+        def one(index: Any, *sums: Any) -> list[Any]:
+            start = index * size
+            length = size if self._last_apart else tf.minimum(size, num_samples - start)
+            return [index + 1, *body(list(sums), _rows(data, start, length), length)]
+
+        done = tf.while_loop(
+            lambda index, *_: index < in_loop, one, [tf.constant(0), *sums], parallel_iterations=1, swap_memory=False
+        )
+        sums = list(done[1:])
+        if self._last_apart:
+            start = in_loop * size
+            # Nothing else makes the last part wait for the others.
+            with tf.control_dependencies(sums):
+                start = tf.identity(start) if isinstance(start, tf.Tensor) else start
+                sums = body(sums, _rows(data, start, num_samples - start), num_samples - start)
+        return sums
+
+
+def _rows(data: Any, start: Any, length: Any) -> Any:
+    def taken(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if isinstance(leaf, tf.RaggedTensor):
+            return leaf[start : start + length]
+        if isinstance(leaf, tf.SparseTensor):
+            shape = leaf.dense_shape[1:]
+            sizes = tf.concat([tf.reshape(tf.cast(length, tf.int64), [1]), shape], axis=0)
+            starts = tf.concat([tf.reshape(tf.cast(start, tf.int64), [1]), tf.zeros_like(shape)], axis=0)
+            return tf.sparse.slice(leaf, starts, sizes)
+        tensor = tf.convert_to_tensor(leaf)
+        rest = tensor.shape.rank - 1
+        return tf.slice(tensor, [start, *[0] * rest], [length, *[-1] * rest])
+
+    return keras.tree.map_structure(taken, data)
+
+
+def _length(data: Any) -> Any:
+    first = leaves(data)[0]
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int32)
+    return tf.cast(first.dense_shape[0], tf.int32) if isinstance(first, tf.SparseTensor) else tf.shape(first)[0]

@@ -1,0 +1,146 @@
+"""Guarded steps of Keras on JAX.
+
+A step is a function of the state, which gives its memory to the new one (donation). JAX takes it when the step is
+handed over, and when the computation then finds no memory, on another thread and later, old and new state are gone. So
+memory is asked for before: how much a compiled step needs beside its arguments is known to the byte, and on the host
+that much is allocated and given back before each step. On accelerators the allocator's own figures are compared.
+"""
+
+from typing import Any
+
+import jax
+import keras
+import numpy
+
+from memfit.adapters.keras.guarding import variables
+from memfit.adapters.keras.guarding.steps import Each, Steps
+from memfit.core.guarding import BrokenUpdate
+
+
+class JaxSteps(Steps):
+    """See the module."""
+
+    def __init__(self, model: Any, each: Each) -> None:
+        super().__init__(model, each)
+        self._state: Any = None
+        self._jitted: Any = None
+        self._needs: dict[Any, int] = {}
+        """Bytes that a step takes beside its arguments, by the shapes of its batch."""
+        self._last: Any = None
+        self._on_host = jax.default_backend() == "cpu"
+
+    def over(self, *arguments: Any) -> Any:
+        """The state and an iterator; as many batches as there are steps in an execution."""
+        self._state, iterator = arguments
+        logs = None
+        for _ in range(self.model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                if logs is None:
+                    raise
+                break
+            logs = self._each(batch)
+        return logs, self._state
+
+    def begin(self, batch: Any) -> None:
+        """Nothing: the state is a value."""
+        self.settle()
+
+    def run(self, batch: Any) -> Any:
+        """One compiled step, if there is room for it."""
+        step = self._compiled()
+        if step is None:
+            logs, self._state = self._function(self._state, iter([batch]))
+        else:
+            self._ask_for_room(step, batch)
+            logs, self._state = step(self._state, batch)
+        self._last = logs
+        return logs
+
+    def settle(self) -> None:
+        """Waits for the last step, whose memory the next one needs."""
+        if self._last is not None:
+            last, self._last = self._last, None
+            jax.block_until_ready(last)
+
+    def roll_back(self) -> None:
+        """The state is still there, unless the step was handed over with it."""
+        self._last = None
+        if any(value.is_deleted() for value in jax.tree.leaves(self._state)):
+            raise BrokenUpdate(
+                f"memory ran out after JAX had taken the state of {self.model.name!r} for the next step, so that it is "
+                "gone. Resume from the last checkpoint: run the same script again, or run it with `memfit run`, which "
+                "does that by itself."
+            )
+
+    def rebuild(self) -> None:
+        """The variables get their values back meanwhile, for what changes the model may look at them."""
+        self._jitted = None
+        self._needs.clear()
+        super().rebuild()
+
+    def values(self) -> dict[str, Any] | None:
+        """The state that the fit in progress holds; None between epochs."""
+        if self.model._jax_state_synced or self._state is None:
+            return None
+        return dict(zip(variables.GROUPS, self._state, strict=True))
+
+    def fill(self) -> None:
+        """Gives the variables, which are empty within an epoch, the values of the state."""
+        if self._state is not None:
+            for group, found in variables.grouped(self.model).items():
+                for variable, value in zip(found, self._state[variables.GROUPS.index(group)], strict=True):
+                    variable._value = value
+
+    def load(self) -> None:
+        """Takes the state from the variables, and empties them, as Keras does at the beginning of an epoch."""
+        self._state = self.model._get_jax_state(
+            trainable_variables=True,
+            non_trainable_variables=True,
+            optimizer_variables=True,
+            metrics_variables=True,
+            purge_model_variables=True,
+        )
+
+    def _watch_updates(self) -> None:
+        """A step is one computation: there is no part of it that fails by itself."""
+
+    def _compiled(self) -> Any:
+        """The step as Keras compiles it; None where it isn't compiled or is split over devices."""
+        model = self.model
+        if model.run_eagerly or not model.jit_compile or keras.distribution.distribution() is not None:
+            return None
+        if keras.src.backend.config.is_nnx_enabled():
+            return None
+        if self._jitted is None:
+            self._jitted = jax.jit(model.train_step, donate_argnums=0)
+        return self._jitted
+
+    def _ask_for_room(self, step: Any, batch: Any) -> None:
+        key = tuple((value.shape, str(value.dtype)) for value in jax.tree.leaves(batch))
+        if key not in self._needs:
+            # JAX keeps the executable, so that the step that follows isn't compiled again.
+            memory = step.lower(self._state, batch).compile().memory_analysis()
+            self._needs[key] = 0 if memory is None else _beside_arguments(memory)
+        wanted = self._needs[key]
+        if self._on_host:
+            room = numpy.empty(wanted, numpy.uint8)
+            del room
+            return
+        statistics = jax.local_devices()[0].memory_stats() or {}
+        if "bytes_limit" in statistics:
+            left = statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)
+            if wanted > left:
+                raise MemoryError(f"the step allocates {wanted} bytes on the device, and {left} bytes are free")
+
+
+def _beside_arguments(memory: Any) -> int:
+    return max(
+        0, int(memory.temp_size_in_bytes) + int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes)
+    )
+
+
+def make(model: Any, each: Each) -> Steps:
+    """The steps of a model."""
+    return JaxSteps(model, each)

@@ -1,0 +1,38 @@
+"""The random generators that Keras and data sets draw from beside Keras's own seeds: Python's, numpy's, PyTorch's.
+
+Keras shuffles arrays with numpy's generator on JAX and with PyTorch's on PyTorch, and data sets with Python's. With the
+states that they had when a pass over the data began, the pass has the same order again.
+"""
+
+import random
+import sys
+from typing import Any
+
+import numpy
+
+
+def states() -> dict[str, Any]:
+    """The states now, as plain data and arrays."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    found: dict[str, Any] = {
+        "python": [version, numpy.array(numbers, numpy.uint64), gauss],
+        "numpy": [name, keys.copy(), int(position), int(has_gauss), float(cached)],
+    }
+    if "torch" in sys.modules:
+        import torch
+
+        found["torch"] = torch.get_rng_state().numpy().copy()
+    return found
+
+
+def restore(found: dict[str, Any]) -> None:
+    """Goes back to the states that `states` gave."""
+    version, numbers, gauss = found["python"]
+    random.setstate((version, tuple(int(number) for number in numbers), gauss))
+    name, keys, position, has_gauss, cached = found["numpy"]
+    numpy.random.set_state((name, keys, position, has_gauss, cached))
+    if "torch" in found and "torch" in sys.modules:
+        import torch
+
+        torch.set_rng_state(torch.from_numpy(numpy.ascontiguousarray(found["torch"])))

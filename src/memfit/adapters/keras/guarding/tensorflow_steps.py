@@ -1,0 +1,132 @@
+"""Guarded steps of Keras on TensorFlow.
+
+A graph runs its operations as soon as their inputs are there: some variables have been updated when a later operation
+finds no memory, the count of steps first of all. So a barrier is put before the optimizer: it waits for all gradients
+and asks for the room that the update needs. Before the barrier only statistics of batch norms, seeds and metrics
+change, which are small and kept.
+
+A step compiled by XLA is one operation, which takes its memory before it computes. But it is given the memory of the
+variables to write into, and when it then fails, TensorFlow has freed what the variables still point to. As long as
+somebody else holds the values they aren't given away; so they are held whenever a step is run for the first time with
+its shapes. After that the same step needs the same memory.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from memfit.adapters.keras.guarding import variables
+from memfit.adapters.keras.guarding.steps import Each, Steps
+
+
+class TensorFlowSteps(Steps):
+    """See the module."""
+
+    def __init__(self, model: Any, each: Each) -> None:
+        super().__init__(model, each)
+        self._kept: list[tuple[Any, Any]] = []
+        self._spec: Any = None
+        self._step: Any = None
+        self._known: set[Any] = set()
+        """Shapes of batches that went well with the step in use."""
+        self._key: Any = None
+        self._holds_all = False
+        with tf.init_scope():
+            self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
+        """Updates that were begun, behind the barrier."""
+        self._updates_before: Any = None
+
+    def over(self, *arguments: Any) -> Any:
+        """An iterator; as many batches as there are steps in an execution."""
+        (iterator,) = arguments
+        if self.model.distribute_strategy.num_replicas_in_sync > 1:
+            return self._function(iterator)
+        if isinstance(iterator, tf.data.Iterator) and self._spec != iterator.element_spec:
+            self._spec, self._step = iterator.element_spec, None
+        logs = None
+        for _ in range(self.model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                if logs is None:
+                    raise
+                break
+            logs = self._each(batch)
+        return logs
+
+    def begin(self, batch: Any) -> None:
+        """Holds the values of what the step may have changed when it fails."""
+        if not variables.is_built(self.model):
+            self.model._symbolic_build(data_batch=batch)
+        self.in_update = False
+        self._key = tuple(str(tuple(part.shape)) for part in tf.nest.flatten(batch) if hasattr(part, "shape"))
+        is_compiled = self._is_compiled
+        self._holds_all = self.has_own_step if not is_compiled else self._key not in self._known
+        if self._holds_all:
+            changing = [one for group in variables.grouped(self.model).values() for one in group]
+        else:
+            changing = [] if is_compiled else variables.small(self.model)
+        # Reading gives the value that the variable has, not a copy of it.
+        self._kept = [(variable, variable.value.value()) for variable in changing]
+        self._updates_before = self._updates.value()
+
+    def run(self, batch: Any) -> Any:
+        """The step, traced for batches of any size where Keras traces it so."""
+        if self.model.run_eagerly or self._spec is None:
+            return self._function(iter([batch]))
+        if self._step is None:
+            function = self._function
+
+            @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator,unused-ignore]
+            def one_step(data: Any) -> Any:
+                return function([data])
+
+            self._step = tf.function(one_step, input_signature=(self._spec,))
+        return self._step(batch)
+
+    def forget(self) -> None:
+        """Drops what was held."""
+        self._kept = []
+        self._known.add(self._key)
+
+    def roll_back(self) -> None:
+        """Gives the variables the values that were held."""
+        was_begun = int(self._updates.numpy()) > int(self._updates_before.numpy())
+        if not self._holds_all and (self._is_compiled or was_begun or self.in_update):
+            raise self.broken()
+        for variable, value in self._kept:
+            variable.value.assign(value)
+
+    def rebuild(self) -> None:
+        """Another step needs other memory."""
+        self._step = None
+        self._known.clear()
+        super().rebuild()
+
+    @contextmanager
+    def updating(self, gradients: list[Any]) -> Iterator[list[Any]]:
+        """The barrier."""
+        if tf.executing_eagerly():
+            self.in_update = True
+            yield gradients
+        elif self._is_compiled:
+            yield gradients
+        else:
+            given = [one for one in gradients if one is not None]
+            with tf.control_dependencies(given):
+                room = tf.raw_ops.Empty(shape=[self.room_bytes()], dtype=tf.uint8, init=False)
+            with tf.control_dependencies([room.op]):
+                begun = self._updates.assign_add(1, read_value=False)
+            with tf.control_dependencies([begun]):
+                yield tf.tuple(gradients)
+
+    @property
+    def _is_compiled(self) -> bool:
+        return bool(self.model.jit_compile) and not self.model.run_eagerly
+
+
+def make(model: Any, each: Each) -> Steps:
+    """The steps of a model."""
+    return TensorFlowSteps(model, each)

@@ -1,0 +1,75 @@
+"""Guarded steps of Keras on PyTorch.
+
+The forward pass changes statistics of batch norms, seeds and metrics in place, which are small and copied before each
+batch; gradients are in tensors of their own. Trainable variables and the optimizer's state change only in the
+optimizer, in place, and are too large to copy for each batch: before it begins, the room that it needs is asked for and
+given back, so that it doesn't run out halfway. Steps of the user's own may update in other ways, and there everything
+is copied.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memfit.adapters.keras.guarding import variables
+from memfit.adapters.keras.guarding.steps import Each, Steps
+
+
+class TorchSteps(Steps):
+    """See the module."""
+
+    def __init__(self, model: Any, each: Each) -> None:
+        super().__init__(model, each)
+        self._kept: list[tuple[Any, torch.Tensor]] = []
+        self._room_bytes: int | None = None
+        self._device = torch.device("cpu")
+
+    def over(self, *arguments: Any) -> Any:
+        """One batch, in a list."""
+        (data,) = arguments
+        return self._each(data[0])
+
+    def begin(self, batch: Any) -> None:
+        """Copies what the forward pass changes."""
+        self.in_update = False
+        if self.has_own_step:
+            changing = [one for group in variables.grouped(self.model).values() for one in group]
+        else:
+            changing = variables.small(self.model)
+        self._kept = [(variable, variable.value.detach().clone()) for variable in changing]
+
+    def run(self, batch: Any) -> Any:
+        """Keras's own function, or that of a fitted step."""
+        return self._function([batch])
+
+    def roll_back(self) -> None:
+        """Puts the copies back; gradients go."""
+        if self.in_update and not self.has_own_step:
+            raise self.broken()
+        with torch.no_grad():
+            for variable, value in self._kept:
+                variable.value.detach().copy_(value)
+        for variable in self.model.trainable_variables:
+            variable.value.grad = None
+
+    def forget(self) -> None:
+        """Drops the copies."""
+        self._kept = []
+
+    @contextmanager
+    def updating(self, gradients: list[Any]) -> Iterator[list[Any]]:
+        """Asks for the room that the update needs before it begins."""
+        if self._room_bytes is None:
+            self._room_bytes = self.room_bytes()
+            self._device = next((value.device for value in gradients if value is not None), self._device)
+        room = torch.empty(self._room_bytes, dtype=torch.uint8, device=self._device)
+        del room
+        self.in_update = True
+        yield gradients
+
+
+def make(model: Any, each: Each) -> Steps:
+    """The steps of a model."""
+    return TorchSteps(model, each)

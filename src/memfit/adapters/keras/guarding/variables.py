@@ -1,0 +1,104 @@
+"""All that a training step of a Keras model may change: its variables, in the groups that Keras's JAX trainer keeps."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from memfit.adapters.keras.guarding.stored import ArrayFile, Entry, write_arrays
+from memfit.core.guarding import BadCheckpoint
+
+TRAINABLE, OTHERS, OPTIMIZER, METRICS = "trainable", "non-trainable", "optimizer", "metrics"
+GROUPS = (TRAINABLE, OTHERS, OPTIMIZER, METRICS)
+
+
+def grouped(model: Any) -> dict[str, list[Any]]:
+    """The variables of a model, its optimizer and its metrics, by group, in Keras's order."""
+    return {
+        TRAINABLE: list(model.trainable_variables),
+        OTHERS: list(model.non_trainable_variables),
+        OPTIMIZER: list(model.optimizer.variables),
+        METRICS: list(model.metrics_variables),
+    }
+
+
+def small(model: Any) -> list[Any]:
+    """What changes in the forward pass: statistics of batch norms, seeds, metrics."""
+    groups = grouped(model)
+    return [*groups[OTHERS], *groups[METRICS]]
+
+
+def is_built(model: Any) -> bool:
+    """Whether all variables are there."""
+    parts = (getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None), model.optimizer)
+    return all(layer.built for layer in model._flatten_layers()) and all(
+        part is None or getattr(part, "built", True) for part in parts
+    )
+
+
+def size_bytes(variables: Sequence[Any]) -> int:
+    """Bytes of the variables' numbers."""
+    total = 0
+    for variable in variables:
+        count = 1
+        for size in variable.shape:
+            count *= int(size)
+        total += count * (keras.backend.standardize_dtype(variable.dtype) == "bool" or _item_bytes(variable.dtype))
+    return total
+
+
+def _item_bytes(dtype: str) -> int:
+    digits = "".join(letter for letter in str(dtype) if letter.isdigit())
+    return max(1, int(digits or 8) // 8)
+
+
+def write(path: Path, model: Any, values: dict[str, Sequence[Any]] | None) -> None:
+    """Writes all variables.
+
+    Args:
+        path: of the file.
+        model: whose they are.
+        values: where the variables themselves are empty, as in an epoch on JAX, by group.
+    """
+    write_arrays(path, _entries(model, values))
+
+
+def _entries(model: Any, values: dict[str, Sequence[Any]] | None) -> Iterator[Entry]:
+    for group, variables in grouped(model).items():
+        for index, variable in enumerate(variables):
+            value = variable if values is None else values[group][index]
+            yield Entry(
+                f"{group}.{index}",
+                tuple(int(size) for size in variable.shape),
+                keras.backend.standardize_dtype(variable.dtype),
+                lambda value=value: keras.ops.convert_to_numpy(value),  # type: ignore[misc]
+            )
+
+
+def read(path: Path, model: Any, groups: Sequence[str] = GROUPS) -> None:
+    """Gives the variables the values in a file.
+
+    Raises:
+        BadCheckpoint: it is of another model.
+    """
+    file = ArrayFile(path)
+    found = grouped(model)
+    for group in GROUPS:
+        stored = [name for name in file.names() if name.rpartition(".")[0] == group]
+        if len(stored) != len(found[group]):
+            raise BadCheckpoint(
+                f"the checkpoint {path.parent} is of another model: it has {len(stored)} {group} variables, and "
+                f"{model.name!r} has {len(found[group])}. Give another folder, or the model that it was made with."
+            )
+    for group in groups:
+        for index, variable in enumerate(found[group]):
+            name = f"{group}.{index}"
+            dtype, shape = file.describe(name)
+            wanted = keras.backend.standardize_dtype(variable.dtype), tuple(int(size) for size in variable.shape)
+            if (dtype, shape) != wanted:
+                raise BadCheckpoint(
+                    f"the checkpoint {path.parent} is of another model: {variable.path} is {wanted[0]}{wanted[1]}, and "
+                    f"{dtype}{shape} is stored. Give another folder, or the model that it was made with."
+                )
+            variable.assign(file.read(name))

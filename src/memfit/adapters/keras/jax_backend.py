@@ -1,0 +1,144 @@
+"""Keras on JAX: the model's own stateless training step, compiled for shapes as `fit` compiles it.
+
+XLA lays out the memory of the whole step ahead of time. Its arguments are the state of the model, which is donated, and
+the batch; each leaf of them is a variable whose layer is known.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import keras
+
+# Not exported: variables that were made where their values can't be, and wait for them.
+from keras.src.backend.common import global_state
+
+from memfit.adapters.jax.compiled import Compiled, compile_step
+from memfit.adapters.keras.batch import Batch, mapped
+from memfit.adapters.keras.model import Held, LayerNames, build, fitted, held, number_of, state_bytes
+from memfit.adapters.keras.untouched import untouched
+from memfit.core.device import Device, Kind
+from memfit.core.errors import MemfitError, StepFailed
+from memfit.core.estimate import Note
+from memfit.core.settings import Settings
+from memfit.core.timeline import Category, Timeline
+from memfit.core.trace import Serving, Trace
+
+_EAGER = Note("eager", "the model runs eagerly; its step is counted as if it were compiled (jit_compile=True)")
+_HOST_LAYOUT = Note(
+    "host-layout", "the step was compiled for the CPU: XLA's layout for the GPU differs where fusions and libraries do"
+)
+_UNINITIALIZED = "uninitialized_variables"
+
+
+def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings: Settings | None = None) -> Trace:
+    """Compiles the model's own step for the shapes of its state and a batch.
+
+    Args:
+        model: compiled, where it is to be trained.
+        batch: its shapes.
+        device: the target.
+        training: `train_step` rather than `predict_step`.
+        settings: how the step is run; None: as it is.
+    """
+    with untouched(model):
+        build(model, batch, training=training)
+        with fitted(model, settings, training=training):
+            if training and not model.optimizer.built:
+                with as_shapes():
+                    model.optimizer.build(model.trainable_variables)
+            return _trace(model, batch, device, training=training)
+
+
+def _trace(model: Any, batch: Batch, device: Device, *, training: bool) -> Trace:
+    variables = held(model, training=training)
+    state = _state(model, training=training)
+    data = mapped(_spec, batch.data)
+    on_gpu = device.kind is Kind.CUDA
+    try:
+        if training:
+            compiled = compile_step(model.train_step, (state, data), donate_argnums=(0,), as_on_gpu=on_gpu)
+        else:
+            compiled = compile_step(_prediction(model), (state, _x(data)), donate_argnums=(0,), as_on_gpu=on_gpu)
+    except MemfitError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split()) or "no message"
+        raise StepFailed(f"the step failed while JAX traced it: {type(error).__name__}: {text}") from error
+    sizes = state_bytes(model, variables, training=training)
+    parameters = [one for one in variables if one.category is Category.PARAMETER]
+    notes = (_EAGER,) if training and (model.run_eagerly or not model.jit_compile) else ()
+    return Trace(
+        _timeline(compiled, model, variables, state),
+        (*notes, _HOST_LAYOUT) if on_gpu else notes,
+        sum(number_of(one.variable) for one in parameters),
+        sizes.get(Category.PARAMETER, 0),
+        batch.size_bytes,
+        serving=Serving.BEST_FIT,
+        assigned_bytes=compiled.assigned_bytes,
+        state_bytes=sizes,
+    )
+
+
+@contextmanager
+def as_shapes() -> Iterator[None]:
+    """Variables made while this lasts have shapes and no values."""
+    with keras.StatelessScope():
+        yield
+        waiting = global_state.get_global_attribute(_UNINITIALIZED)
+        if waiting is not None:
+            # They would get their values at the end of the scope.
+            waiting.clear()
+
+
+def _state(model: Any, *, training: bool) -> tuple[list[Any], ...]:
+    """The variables as `fit` passes them, as shapes."""
+    groups = [model.trainable_variables, model.non_trainable_variables]
+    if training:
+        groups += [model.optimizer.variables, model.metrics_variables]
+    return tuple([_variable_spec(variable) for variable in group] for group in groups)
+
+
+def _variable_spec(variable: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(variable.shape), jax.numpy.dtype(str(variable.dtype)))
+
+
+def _spec(spec: Any) -> Any:
+    if spec is None:
+        return None
+    return jax.ShapeDtypeStruct(spec.shape, jax.dtypes.canonicalize_dtype(jax.numpy.dtype(spec.dtype)))
+
+
+def _x(data: Any) -> tuple[Any]:
+    return (data[0],) if isinstance(data, tuple) else (data,)
+
+
+def _prediction(model: Any) -> Any:
+    def predict_step(state: Any, data: Any) -> Any:
+        outputs, non_trainable_variables = model.predict_step(state, data)
+        return outputs, (state[0], non_trainable_variables)
+
+    return predict_step
+
+
+def _timeline(compiled: Compiled, model: Any, variables: list[Held], state: tuple[list[Any], ...]) -> Timeline:
+    """Every buffer of the program, with layers named as Keras names them."""
+    by_variable = {id(one.variable): (one.category, one.module) for one in variables}
+    groups = [model.trainable_variables, model.non_trainable_variables]
+    if len(state) > len(groups):
+        groups += [model.optimizer.variables, model.metrics_variables]
+    known = [by_variable.get(id(variable), (Category.BUFFER, "")) for group in groups for variable in group]
+
+    def describe(number: int) -> tuple[Category, str]:
+        return known[number] if number < len(known) else (Category.BATCH, "")
+
+    made = compiled.timeline(describe)
+    layers = LayerNames(model)
+    arguments = {Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.BATCH}
+    blocks = (
+        block if block.category in arguments else replace(block, module=layers.of(block.module))
+        for block in made.blocks
+    )
+    return Timeline(tuple(blocks), made.num_ticks, made.marks)

@@ -1,0 +1,103 @@
+"""Opens a compiled Keras model as a job: checks what the user gave and traces it on the backend that Keras runs on."""
+
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import keras
+
+from memfit.adapters.keras.batch import Batch, open_batch
+from memfit.adapters.keras.model import check_inputs, check_model
+from memfit.core.device import Device
+from memfit.core.errors import BadInput, MissingDependency
+from memfit.core.estimate import Note
+from memfit.core.job import AUTOCASTS, Job
+from memfit.core.settings import Settings
+from memfit.core.trace import Trace
+
+# Beside Keras itself: what its backend needs, and the extra that brings it.
+_BACKENDS = {"torch": "torch", "jax": "jax", "tensorflow": "tensorflow"}
+
+
+def open_job(job: Job, device: Device, batch_size: int | None = None) -> "OpenModel":
+    """The job, checked and ready to be traced, at its own batch size or the given one."""
+    return OpenModel(job, device, batch_size)
+
+
+class OpenModel:
+    """A Keras model whose step can be traced.
+
+    Args:
+        job: what to trace; its model is one of Keras, or a function that makes one.
+        device: where it will run.
+        batch_size: replaces the first dimension of the job's batch.
+    """
+
+    def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
+        self.job = job
+        self.device = device
+        self.backend = check_backend()
+        self.model = job.model
+        self.training = job.mode == "training"
+        check_model(self.model, training=self.training)
+        self.settings = _precision(job)
+        self.batch = open_batch(job.batch, batch_size)
+        if self.training and not isinstance(self.batch.data, tuple):
+            # Keras takes x alone as well: the model then adds its own losses.
+            self.batch = replace(self.batch, data=(self.batch.data,))
+        check_inputs(self.model, self.batch)
+        self.name = job.name or str(self.model.name)
+        self.batch_size = self.batch.batch_size
+        self.notes: tuple[Note, ...] = ()
+
+    def at(self, batch_size: int | None) -> Batch:
+        """The batch at another size; None: as it was given."""
+        batch = self.batch.resized(batch_size)
+        if self.training and not isinstance(batch.data, tuple):
+            return replace(batch, data=(batch.data,))
+        return batch
+
+    def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
+        """The trace of the step.
+
+        Args:
+            batch_size: samples of one update; None: the batch as it was given.
+            settings: how the step is run; None: as it is.
+        """
+        if settings is None:
+            settings = self.settings
+        elif self.settings is not None and settings.precision is None:
+            settings = replace(settings, precision=self.settings.precision)
+        tracer = import_module(f"memfit.adapters.keras.{self.backend}_backend")
+        found: Trace = tracer.trace(
+            self.model, self.at(batch_size), self.device, training=self.training, settings=settings
+        )
+        return found
+
+
+def check_backend() -> str:
+    """The backend that Keras runs on, which must be one of three."""
+    name = str(keras.backend.backend())
+    if name not in _BACKENDS:
+        raise BadInput(
+            f"Keras runs on {name}, which memfit doesn't know. Set KERAS_BACKEND to one of {', '.join(_BACKENDS)} "
+            "before Keras is imported."
+        )
+    if find_spec(name) is None:
+        raise MissingDependency(
+            f"Keras runs on {name}, which isn't installed. Install it with `pip install 'memfit[{_BACKENDS[name]}]'`."
+        )
+    return name
+
+
+def _precision(job: Job) -> Settings | None:
+    """The settings that a precision asks for."""
+    if job.precision in (None, "fp32"):
+        return None
+    if job.precision in AUTOCASTS:
+        return Settings(precision=job.precision)
+    raise BadInput(
+        f"precision={job.precision!r} was given, but a Keras model has its numbers from its dtype policy. Give "
+        "'amp-bf16' or 'amp-fp16' for mixed precision, or make the model under keras.config.set_dtype_policy."
+    )

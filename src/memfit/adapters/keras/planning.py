@@ -1,0 +1,96 @@
+"""What a plan asks of a Keras model before it searches: what can be split, recomputed and narrowed, and how fast it is."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from memfit.adapters.keras.batch import Batch, Spec, mapped
+from memfit.adapters.keras.fitting.fitted import check_split
+from memfit.adapters.keras.fitting.layer_state import listed, with_random_numbers, with_statistics
+from memfit.adapters.keras.fitting.units import Unit, units
+from memfit.adapters.keras.model import build
+from memfit.adapters.keras.untouched import untouched
+from memfit.core.errors import MemfitError
+
+_TIMED_SAMPLES = 8
+_NUM_TIMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """What micro-batches do to a model.
+
+    Args:
+        refused: why its batches can't be split, or "".
+        approximate: why the parts only approximate the batch, or "".
+        random: whether layers draw random numbers, which are others for parts.
+    """
+
+    refused: str
+    approximate: str
+    random: bool
+
+
+def splitting(model: Any, batch: Batch) -> Splitting:
+    """What micro-batches do to a compiled model."""
+    with untouched(model):
+        # Layers of a model that was never called aren't there yet.
+        build(model, batch, training=True)
+        try:
+            check_split(model, approximate=True)
+        except MemfitError as error:
+            return Splitting(str(error), "", False)
+        statistics = with_statistics(model)
+        words = f"{listed(statistics)} see the statistics of parts of the batch" if statistics else ""
+        return Splitting("", words, bool(with_random_numbers(model)))
+
+
+def recomputable(model: Any, batch: Batch) -> tuple[tuple[Unit, ...], str]:
+    """(parts that can be computed again in order of execution, why there are none or "")."""
+    with untouched(model):
+        build(model, batch, training=True)
+        try:
+            found = units(model, batch.x)
+        except MemfitError as error:
+            return (), str(error)
+    return found, "" if found else "the model has no part that keeps more than its inputs"
+
+
+def time_forward(model: Any, batch: Batch) -> tuple[float, float] | None:
+    """(seconds of one sample, seconds of a call however small) of the forward pass; None where it can't be run."""
+    size = batch.batch_size
+    with untouched(model):
+        build(model, batch, training=True)
+        try:
+            if size is None or size == 1:
+                return _timed(model, batch), 0.0
+            few, many = 1, min(size, max(_TIMED_SAMPLES, size // _TIMED_SAMPLES))
+            short, long = (_timed(model, batch.resized(count)) for count in (few, many))
+        except Exception:
+            # Only the times are lost: what the model makes of zeros is its own affair.
+            return None
+    sample = max(long - short, 0.1 * long) / (many - few)
+    return sample, max(0.0, short - sample)
+
+
+def _timed(model: Any, batch: Batch) -> float:
+    x = mapped(_zeros, batch.x)
+    keras.ops.convert_to_numpy(keras.tree.flatten(model(x, training=False))[0])
+    times = []
+    for _ in range(_NUM_TIMED):
+        started = time.perf_counter()
+        # Numbers on the host are there when everything was computed.
+        keras.ops.convert_to_numpy(keras.tree.flatten(model(x, training=False))[0])
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _zeros(spec: Spec | None) -> Any:
+    return None if spec is None else keras.ops.convert_to_tensor(np.zeros(spec.shape, _known(spec.dtype)))
+
+
+def _known(dtype: str) -> str:
+    return "float32" if dtype == "bfloat16" else dtype

@@ -1,0 +1,92 @@
+"""Keras on TensorFlow: the model's own training step, traced into a graph as `fit` traces it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from memfit.adapters.keras.batch import Batch, mapped
+from memfit.adapters.keras.model import Held, LayerNames, build, fitted, held, number_of, state_bytes
+from memfit.adapters.keras.untouched import untouched
+from memfit.adapters.tensorflow.tracing import StepVariable, trace_step
+from memfit.core.device import Device
+from memfit.core.errors import MemfitError, StepFailed
+from memfit.core.estimate import Note
+from memfit.core.settings import Settings
+from memfit.core.timeline import Category
+from memfit.core.trace import Serving, Trace
+
+_EAGER = Note("eager", "the model runs eagerly; its step is counted as a graph (run_eagerly=False)")
+
+
+def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings: Settings | None = None) -> Trace:
+    """Traces the model's own step for the shapes of a batch.
+
+    Args:
+        model: compiled, where it is to be trained.
+        batch: its shapes.
+        device: the target.
+        training: `train_step` rather than `predict_step`.
+        settings: how the step is run; None: as it is.
+    """
+    with untouched(model):
+        build(model, batch, training=training)
+        with fitted(model, settings, training=training):
+            if training and not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
+            return _trace(model, batch, training=training)
+
+
+def _trace(model: Any, batch: Batch, *, training: bool) -> Trace:
+    variables = held(model, training=training)
+    data = mapped(_spec, batch.data)
+    jit_compile = model.jit_compile is True
+    if training:
+        function, arguments = _concrete(model.train_step, data, jit_compile=jit_compile)
+    else:
+        data = (data[0],) if isinstance(data, tuple) else (data,)
+        function, arguments = _concrete(model.predict_step, data, jit_compile=jit_compile)
+    traced = trace_step(
+        function,
+        [StepVariable(_handle(one), one.category, one.module) for one in variables],
+        jit_compile=jit_compile,
+        layers=LayerNames(model).paths,
+    )
+    sizes = state_bytes(model, variables, training=training)
+    parameters = [one for one in variables if one.category is Category.PARAMETER]
+    return Trace(
+        traced.timeline,
+        (*traced.notes, _EAGER) if training and model.run_eagerly else traced.notes,
+        sum(number_of(one.variable) for one in parameters),
+        sizes.get(Category.PARAMETER, 0),
+        batch.size_bytes,
+        serving=Serving.BEST_FIT,
+        assigned_bytes=traced.assigned_bytes,
+        state_bytes=sizes,
+    )
+
+
+def _concrete(step: Callable[[Any], Any], data: Any, *, jit_compile: bool) -> tuple[Any, Any]:
+    """(the graph of a step, its arguments as specs)."""
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def one_step_on_data(data: Any) -> Any:
+        return step(data)
+
+    try:
+        function = tf.function(one_step_on_data, jit_compile=jit_compile)
+        return function.get_concrete_function(data), data
+    except MemfitError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split()) or "no message"
+        raise StepFailed(f"the step failed while TensorFlow traced it: {type(error).__name__}: {text}") from error
+
+
+def _spec(spec: Any) -> Any:
+    return None if spec is None else tf.TensorSpec(spec.shape, tf.as_dtype(spec.dtype))
+
+
+def _handle(one: Held) -> Any:
+    """The variable of TensorFlow inside of one of Keras."""
+    return one.variable._value

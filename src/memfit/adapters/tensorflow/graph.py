@@ -1,0 +1,216 @@
+"""The graph that TensorFlow would really run for a function.
+
+Between tracing and running, TensorFlow inlines functions, lowers loops, folds constants and fuses operators (Grappler).
+The memory of a step is that of the result, so the same optimizer is asked, for a described device and without any
+session. Shapes come from TensorFlow's own inference over the result.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2
+
+from memfit.core.errors import StepFailed
+
+Shape = tuple[int, ...]
+
+HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
+GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
+
+_HOST_ONLY = frozenset({tf.resource, tf.variant, tf.string})
+_LARGEST_VALUE = 64
+_GPU_MEMORY_BYTES = 16 << 30
+
+
+@dataclass(slots=True)
+class Node:
+    """An operator of the graph.
+
+    Args:
+        name: its name, with scopes.
+        op: its type.
+        definition: all its attributes.
+        inputs: (number of the producing node, which of its outputs).
+        controls: numbers of nodes that must have run before.
+        shapes: of its outputs; None where only the run itself tells.
+        types: of its outputs.
+        value: what a small constant holds.
+    """
+
+    name: str
+    op: str
+    definition: Any
+    inputs: list[tuple[int, int]] = field(default_factory=list)
+    controls: list[int] = field(default_factory=list)
+    shapes: list[Shape | None] = field(default_factory=list)
+    types: list[Any] = field(default_factory=list)
+    value: Any = None
+
+
+@dataclass(slots=True)
+class Graph:
+    """Operators and their consumers.
+
+    Args:
+        nodes: in the order of the optimized graph.
+        consumers: for each node (output, number of the consumer, which of its inputs).
+        control_consumers: for each node those that wait for it.
+        results: (node, output) of what the function returns.
+        arguments: number of the node by which an argument of the function enters, from the argument's name.
+    """
+
+    nodes: list[Node]
+    consumers: list[list[tuple[int, int, int]]]
+    control_consumers: list[list[int]]
+    results: list[tuple[int, int]]
+    arguments: dict[str, int]
+
+
+def element_bytes(data_type: Any) -> int:
+    """Bytes of one element; 0 of what lies elsewhere: handles of variables, lists."""
+    return 0 if data_type in _HOST_ONLY else int(data_type.size)
+
+
+def tensor_bytes(shape: Shape, data_type: Any) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * element_bytes(data_type)
+
+
+def graph_of(function: Any, *, on_gpu: bool = False) -> Graph:
+    """The graph that TensorFlow runs for a `ConcreteFunction`, with the shape of every tensor."""
+    definition = _optimized(function, GPU if on_gpu else HOST)
+    by_handle = {id(variable.handle): variable for variable in function.graph.variables}
+    handles = {inner.op.name: by_handle[id(outer)] for outer, inner in function.graph.captures if id(outer) in by_handle}
+    properties = _properties(definition, handles)
+    results = [_position(tensor.name) for tensor in function.graph.outputs]
+    return _linked(definition, properties, results, {tensor.op.name for tensor in function.graph.inputs})
+
+
+def _optimized(function: Any, device: str) -> Any:
+    """The function's graph after TensorFlow's optimizer."""
+    cluster, optimize = _grappler()
+    definition = function.graph.as_graph_def()
+    for node in definition.node:
+        node.device = device
+    for body in definition.library.function:
+        for node in body.node_def:
+            node.device = device
+    meta = tf.compat.v1.train.export_meta_graph(graph_def=definition, graph=function.graph)
+    # Whatever is asked for of the graph stands in this collection; everything else is pruned.
+    kept = meta.collection_def["train_op"].node_list.value
+    kept.extend(tensor.name for tensor in function.graph.outputs)
+    kept.extend(operation.name for operation in function.graph.control_outputs)
+    config = config_pb2.ConfigProto()
+    config.graph_options.rewrite_options.min_graph_nodes = -1
+    try:
+        return optimize(config, meta, verbose=False, cluster=cluster(device))
+    except (tf.errors.OpError, ValueError, RuntimeError) as error:
+        raise StepFailed(f"TensorFlow's optimizer refused the graph of the step: {error}") from error
+
+
+def _grappler() -> tuple[Callable[[str], Any], Callable[..., Any]]:
+    """TensorFlow's optimizer and the description of a machine for it, which have no public name."""
+    try:
+        from tensorflow.python.grappler import cluster as clusters
+        from tensorflow.python.grappler import tf_optimizer
+    except ImportError as error:
+        raise StepFailed(
+            f"this TensorFlow ({tf.__version__}) doesn't offer its graph optimizer (tensorflow.python.grappler), "
+            "without which the memory of a step isn't known. Versions 2.16 to 2.21 do."
+        ) from error
+
+    def cluster(device: str) -> Any:
+        described = []
+        for name in {HOST, device}:
+            one = device_properties_pb2.NamedDevice(name=name)
+            one.properties.type = "GPU" if name == GPU else "CPU"
+            one.properties.frequency = 2000
+            one.properties.num_cores = 40 if name == GPU else 2
+            one.properties.memory_size = _GPU_MEMORY_BYTES
+            if name == GPU:
+                one.properties.environment["architecture"] = "8.0"
+            described.append(one)
+        return clusters.Cluster(devices=described)
+
+    return cluster, tf_optimizer.OptimizeGraph
+
+
+def _properties(definition: Any, handles: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Type and shape of every tensor, from its node's name."""
+    from tensorflow.python.grappler import item as items
+
+    known = graph_pb2.GraphDef()
+    known.CopyFrom(definition)
+    for node in known.node:
+        held = handles.get(node.name)
+        if node.op in ("Placeholder", "_Arg") and held is not None:
+            # The handle of a variable says nothing about shapes unless the variable itself is in the graph.
+            node.op = "VarHandleOp"
+            node.ClearField("attr")
+            node.attr["dtype"].type = held.dtype.as_datatype_enum
+            node.attr["shape"].shape.CopyFrom(held.shape.as_proto())
+            node.attr["shared_name"].s = node.name.encode()
+    meta = meta_graph_pb2.MetaGraphDef()
+    meta.graph_def.CopyFrom(known)
+    meta.collection_def["train_op"].node_list.value.append(known.node[-1].name)
+    found: Mapping[str, Any] = items.Item(meta, ignore_colocation=True, ignore_user_placement=True).GetOpProperties()
+    return found
+
+
+def _position(name: str) -> tuple[str, int]:
+    """(node, output) of a tensor's name."""
+    node, _, port = name.partition(":")
+    return node, int(port or 0)
+
+
+def _linked(
+    definition: Any, properties: Mapping[str, Any], results: list[tuple[str, int]], arguments: set[str]
+) -> Graph:
+    """The graph with its edges both ways."""
+    numbers = {node.name: number for number, node in enumerate(definition.node)}
+    nodes = []
+    consumers: list[list[tuple[int, int, int]]] = [[] for _ in numbers]
+    control_consumers: list[list[int]] = [[] for _ in numbers]
+    for number, node in enumerate(definition.node):
+        made = Node(node.name, node.op, node)
+        for text in node.input:
+            if text.startswith("^"):
+                made.controls.append(numbers[text[1:]])
+                control_consumers[numbers[text[1:]]].append(number)
+                continue
+            name, port = _position(text)
+            consumers[numbers[name]].append((port, number, len(made.inputs)))
+            made.inputs.append((numbers[name], port))
+        for known in properties.get(node.name, ()):
+            made.types.append(tf.as_dtype(known.dtype))
+            made.shapes.append(_shape(known.shape))
+        if node.op == "Const":
+            made.value = _value(node)
+        nodes.append(made)
+    return Graph(
+        nodes,
+        consumers,
+        control_consumers,
+        [(numbers[name], port) for name, port in results if name in numbers],
+        {name: numbers[name] for name in arguments if name in numbers},
+    )
+
+
+def _shape(known: Any) -> Shape | None:
+    if known.unknown_rank or any(dimension.size < 0 for dimension in known.dim):
+        return None
+    return tuple(int(dimension.size) for dimension in known.dim)
+
+
+def _value(node: node_def_pb2.NodeDef) -> Any:
+    """What a constant holds if it is small: shapes, axes and limits of loops."""
+    tensor = node.attr["value"].tensor
+    data_type = tf.as_dtype(tensor.dtype)
+    if data_type in _HOST_ONLY or math.prod(dimension.size for dimension in tensor.tensor_shape.dim) > _LARGEST_VALUE:
+        return None
+    return np.asarray(tf.make_ndarray(tensor))

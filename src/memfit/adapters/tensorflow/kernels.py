@@ -1,0 +1,178 @@
+"""What TensorFlow's kernels do with memory: which hand an input on, which write over it, which need more.
+
+The rules are those of the kernels in `tensorflow/core/kernels` (2.20): each names what a kernel asks its context for
+(`forward_input_or_allocate_output`, `allocate_temp`). Every allocation of a step can be seen in a profile with its
+operator, which is how they were checked.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from memfit.adapters.tensorflow.graph import Node, Shape, element_bytes, tensor_bytes
+
+# The output is the input, under another shape or name.
+ALIASES = frozenset(
+    """Identity IdentityN StopGradient PreventGradient Reshape Squeeze ExpandDims EnsureShape Bitcast Enter Exit
+    NextIteration Switch Merge LoopCond RefIdentity Snapshot _Retval _Arg CheckNumerics PlaceholderWithDefault""".split()
+)
+
+# The kernel writes over an input that nobody else needs any more, if it is as large as the output.
+_BINARY = """Add AddV2 Sub Mul Div RealDiv DivNoNan MulNoNan Maximum Minimum Pow SquaredDifference FloorDiv FloorMod Mod
+    TruncateDiv Xdivy Xlogy Xlog1py Atan2 ReluGrad Relu6Grad EluGrad SeluGrad LeakyReluGrad SoftplusGrad SoftsignGrad
+    SigmoidGrad TanhGrad RsqrtGrad SqrtGrad InvGrad ReciprocalGrad LogicalAnd LogicalOr""".split()
+_UNARY = """Relu Relu6 Elu Selu LeakyRelu Softplus Softsign Neg Abs Square Sqrt Rsqrt Exp Expm1 Log Log1p Sigmoid Tanh
+    Sin Cos Erf Erfc Sign Floor Ceil Round Rint Inv Reciprocal LogicalNot _UnaryOpsComposition BiasAdd Softmax LogSoftmax
+    ClipByValue AddN Cumsum MatrixBandPart TensorScatterUpdate TensorScatterAdd ScatterNdUpdate""".split()
+_FORWARDED: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(_BINARY, (0, 1)),
+    **dict.fromkeys(_UNARY, (0,)),
+    "Select": (1, 2),
+    "SelectV2": (1, 2),
+    "_FusedBatchNormEx": (0,),
+    "FusedBatchNormV3": (0,),
+    "FusedBatchNorm": (0,),
+}
+# For output 1: the gradient of the loss takes the place of the logits.
+_FORWARDED_SECOND: dict[str, tuple[int, ...]] = {
+    "SoftmaxCrossEntropyWithLogits": (0,),
+    "SparseSoftmaxCrossEntropyWithLogits": (0,),
+}
+
+# These run on the thread that finds them ready (`IsExpensive` is false).
+INEXPENSIVE = ALIASES | frozenset(
+    "Const NoOp Placeholder Shape ShapeN Size Rank ControlTrigger VarHandleOp VariableShape TensorListLength".split()
+)
+
+_CONVOLUTIONS = frozenset(
+    """Conv2D _FusedConv2D Conv2DBackpropInput Conv2DBackpropFilter Conv3D Conv3DBackpropInputV2 Conv3DBackpropFilterV2
+    DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput DepthwiseConv2dNativeBackpropFilter""".split()
+)
+
+
+def forwarded(node: Node, port: int) -> tuple[int, ...]:
+    """Inputs that an output may take the place of, in the order in which the kernel tries them."""
+    if port == 0:
+        return _FORWARDED.get(node.op, ())
+    return _FORWARDED_SECOND.get(node.op, ()) if port == 1 else ()
+
+
+def scratch_bytes(node: Node, inputs: list[Shape | None], *, onednn: bool) -> int:
+    """What a kernel takes for the time that it runs."""
+    if not node.types or not node.shapes or node.shapes[0] is None:
+        return 0
+    output = node.shapes[0]
+    size = element_bytes(node.types[0])
+    if node.op in ("Sum", "Mean", "Max", "Min", "Prod"):
+        # Reductions go to a temporary of their own, which then becomes the output.
+        return 0
+    if node.op in ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"):
+        return math.prod(output) * size
+    if node.op in _CONVOLUTIONS and not onednn:
+        return _lowering_bytes(node, inputs, size)
+    return 0
+
+
+def _lowering_bytes(node: Node, inputs: list[Shape | None], size: int) -> int:
+    return 0
+
+
+def hidden_bytes(node: Node, *, onednn: bool) -> int:
+    """What a kernel makes beside its outputs for the operator's gradient: oneDNN's pooling keeps which was greatest."""
+    if onednn and node.op == "MaxPool" and node.shapes and node.shapes[0] is not None:
+        return math.prod(node.shapes[0])
+    return 0
+
+
+def output_shape(node: Node, port: int, shapes: list[Shape | None]) -> Shape:
+    """A shape that only the run tells, from those of the inputs."""
+    known = [shape for shape in shapes if shape is not None]
+    op = node.op
+    if not known:
+        return ()
+    if op in ("MatMul", "_FusedMatMul"):
+        rows = known[0][1] if node.definition.attr["transpose_a"].b else known[0][0]
+        columns = known[1][0] if node.definition.attr["transpose_b"].b else known[1][1]
+        return (rows, columns)
+    if op == "BiasAddGrad":
+        return known[0][-1:]
+    if op == "Split" and len(shapes) > 1 and shapes[1] is not None:
+        parts = node.definition.attr["num_split"].i
+        return (*shapes[1][:-1], shapes[1][-1] // parts)
+    if op in ("ConcatV2", "Concat"):
+        parts = [shape for shape in known if len(shape) == len(known[0])]
+        return (*parts[0][:-1], sum(shape[-1] for shape in parts))
+    try:
+        return tuple(int(size) for size in np.broadcast_shapes(*known))
+    except ValueError:
+        return max(known, key=math.prod)
+
+
+def values_of(node: Node, values: list[Any], shapes: list[Shape | None]) -> Any:
+    """The value of a small integer or truth value, where it follows from those of the inputs; else None."""
+    op = node.op
+    if op == "Shape" and shapes[0] is not None:
+        return np.asarray(shapes[0], dtype=np.int64)
+    if op == "Size" and shapes[0] is not None:
+        return np.asarray(math.prod(shapes[0]))
+    if op == "Rank" and shapes[0] is not None:
+        return np.asarray(len(shapes[0]))
+    if op not in _ARITHMETIC or not values or any(value is None for value in values):
+        return None
+    try:
+        return np.asarray(_ARITHMETIC[op](*values))
+    except (ValueError, TypeError, IndexError, ZeroDivisionError):
+        return None
+
+
+def _first(value: Any, *_: Any) -> Any:
+    return value
+
+
+def _element(value: Any, begin: Any, *_: Any) -> Any:
+    """One element of a vector, which is what sizes are taken out by; other slices aren't followed."""
+    if np.ndim(value) != 1 or np.size(begin) != 1:
+        raise ValueError("not an element of a vector")
+    return value[int(np.ravel(begin)[0])]
+
+
+_ARITHMETIC: dict[str, Any] = {
+    "Less": np.less,
+    "LessEqual": np.less_equal,
+    "Greater": np.greater,
+    "GreaterEqual": np.greater_equal,
+    "Equal": np.equal,
+    "NotEqual": np.not_equal,
+    "LogicalAnd": np.logical_and,
+    "LogicalOr": np.logical_or,
+    "LogicalNot": np.logical_not,
+    "AddV2": np.add,
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Maximum": np.maximum,
+    "Minimum": np.minimum,
+    "FloorDiv": np.floor_divide,
+    "FloorMod": np.mod,
+    "Neg": np.negative,
+    "Cast": _first,
+    "Reshape": _first,
+    "Squeeze": _first,
+    "ExpandDims": _first,
+    "StridedSlice": _element,
+    "Prod": lambda value, _: np.prod(value),
+    "Pack": lambda *values: np.stack(values),
+    "Range": np.arange,
+}
+
+__all__ = [
+    "ALIASES",
+    "INEXPENSIVE",
+    "forwarded",
+    "hidden_bytes",
+    "output_shape",
+    "scratch_bytes",
+    "tensor_bytes",
+    "values_of",
+]

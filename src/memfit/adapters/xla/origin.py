@@ -1,0 +1,132 @@
+"""Where an instruction comes from: the part of the step, the module and the line of the user's code.
+
+Frameworks tell XLA what each operation is called. JAX wraps the names of transformed code, "transpose(jvp(layer1))" for
+the backward pass of layer1; TensorFlow puts "gradient_tape" in front of it.
+"""
+
+import os
+import re
+import sys
+import sysconfig
+from dataclasses import dataclass
+
+from memfit.adapters.xla.hlo import Instruction, Module
+from memfit.core.timeline import Phase
+
+_INSTALLED = tuple(
+    {os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+# Steps of JAX's own transformations, which it names among the scopes.
+_OWN_SCOPES = frozenset(
+    "while body cond scan closed_call checkpoint rematted_computation remat remat2 pjit custom_jvp_call custom_vjp_call "
+    "custom_vjp_call_jaxpr core_call branch_0_fun branch_1_fun XLA_Args XLA_Retvals gradient_tape "
+    "StatefulPartitionedCall PartitionedCall".split()
+)
+_WRAPPED = re.compile(r"^(?:jvp|transpose|vmap|checkpoint|remat|linearize|pmap|shard_map)\((.*)\)$")
+_NAME = re.compile(r"^[A-Za-z_][\w.\-\[\]]*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an instruction comes from.
+
+    Args:
+        phase: of the step; None where the framework doesn't say.
+        module: dotted path of the module.
+        op: what is computed.
+        source: innermost line of the user's code.
+    """
+
+    phase: Phase | None
+    module: str
+    op: str
+    source: str
+
+
+class Origins:
+    """Knows the origin of each instruction of a program."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._known: dict[str, Origin] = {}
+        self._sources: dict[tuple[tuple[str, int], ...], str] = {}
+        self._roots = sorted((os.path.abspath(path) for path in {*sys.path, os.getcwd()} if path), key=len, reverse=True)
+
+    def of(self, instruction: Instruction) -> Origin:
+        """Where `instruction` comes from."""
+        if instruction.name not in self._known:
+            named = self._named(instruction)
+            path, primitive = scopes_of(named.op_name)
+            if not primitive or primitive == instruction.opcode:
+                op = instruction.opcode
+            else:
+                op = f"{primitive} ({instruction.opcode})"
+            self._known[instruction.name] = Origin(phase_of(named.op_name), path, op, self._source(named.source))
+        return self._known[instruction.name]
+
+    def _named(self, instruction: Instruction) -> Instruction:
+        """The instruction, or of a fused one that has no name the last inside that does."""
+        if instruction.op_name or "calls" not in instruction.called:
+            return instruction
+        inside = self._module.computations[instruction.called["calls"]].instructions
+        return next((inner for inner in reversed(inside) if inner.op_name and inner.opcode != "parameter"), instruction)
+
+    def _source(self, stack: tuple[tuple[str, int], ...]) -> str:
+        if stack not in self._sources:
+            found = (place for place in stack if not place[0].startswith((*_INSTALLED, _PACKAGE)))
+            path, line = next(found, ("", 0))
+            self._sources[stack] = f"{self._short(path)}:{line}" if path and not path.startswith("<") else ""
+        return self._sources[stack]
+
+    def _short(self, path: str) -> str:
+        """`path` without the machine's folders."""
+        for root in self._roots:
+            if path.startswith(root + os.sep):
+                return path[len(root) + 1 :]
+        return os.path.basename(path)
+
+
+def phase_of(op_name: str) -> Phase | None:
+    """The part of a step that an operation belongs to, where its name says so.
+
+    >>> phase_of("jit(step)/transpose(jvp(layer1))/dot_general")
+    <Phase.BACKWARD: 'backward'>
+    """
+    if "transpose(" in op_name or "gradient_tape/" in op_name:
+        return Phase.BACKWARD
+    if "jvp(" in op_name:
+        return Phase.FORWARD
+    return None
+
+
+def scopes_of(op_name: str) -> tuple[str, str]:
+    """(dotted path of the module, primitive) of an operation's name.
+
+    >>> scopes_of("jit(step)/transpose(jvp(block1))/dense/jit(relu)/max")
+    ('block1.dense', 'max')
+    """
+    parts = _split(op_name)
+    if not parts:
+        return "", ""
+    scopes = []
+    for part in parts[:-1]:
+        while (inner := _WRAPPED.match(part)) is not None:
+            part = inner.group(1)
+        scopes.extend(name for name in _split(part) if _NAME.match(name) and name not in _OWN_SCOPES)
+    primitive = parts[-1]
+    while (inner := _WRAPPED.match(primitive)) is not None:
+        primitive = inner.group(1)
+    return ".".join(scopes), primitive if _NAME.match(primitive) else ""
+
+
+def _split(name: str) -> list[str]:
+    """Parts between slashes that are in no brackets."""
+    parts, depth, start = [], 0, 0
+    for place, letter in enumerate(name):
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if letter == "/" and depth == 0:
+            parts.append(name[start:place])
+            start = place + 1
+    parts.append(name[start:])
+    return [part for part in parts if part]
