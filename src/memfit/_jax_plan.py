@@ -59,8 +59,8 @@ def plan_jax(
         )
     if precision not in (KEEP, AUTO, _NARROW):
         raise BadInput(
-            f"a step of JAX can be planned with precision keep, auto or {_NARROW}, but {precision!r} was given. Make the "
-            "parameters of another dtype where the whole model should have it."
+            f"a step of JAX can be planned with precision keep, auto or {_NARROW}, but {precision!r} was given. Make "
+            "the parameters of another dtype where the whole model should have it."
         )
     return _JaxPlanner(job, target, batch_size, allowed, precision, measure).run(started)
 

@@ -10,40 +10,31 @@ import inspect
 import json
 import logging
 import os
-import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from memfit._estimator import require_keras
+from memfit._fit_checkpoints import FitCheckpoints, plain_history
 from memfit.catalogue.host import cgroup_limit_bytes, host_memory_bytes
 from memfit.core import env, run_events
-from memfit.core.errors import BadInput, BadModel, MemfitError, MissingDependency
+from memfit.core.errors import BadInput, BadModel, MemfitError
 from memfit.core.guarding import BatchSize, BrokenUpdate, CannotFit, OutOfMemory
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.settings import Settings
 from memfit.core.units import format_size, parse_size
 from memfit.guard.attempts import Attempts
 from memfit.guard.ceilings import Ceilings, key_of
-from memfit.guard.checkpoints import Folder
 
 _log = logging.getLogger("memfit")
 
 AUTO = "auto"
-# Of the time of training, what checkpoints may cost where no interval is given; and the least time between two.
-_CHECKPOINT_SHARE = 0.01
-_CHECKPOINT_SECONDS = 60.0
-_FIRST_CHECKPOINT_SECONDS = 5.0
 # A larger micro-batch means a step that is traced or compiled again. On the host it is never tried: a process that
 # takes too much there may be ended by the system, which nobody can undo.
 _GROW_AFTER = 1000
 _NEVER = 2**62
 _MANY_SAMPLES = 2**40
-
-_used_folders: dict[str, int] = {}
-"""How often each folder of checkpoints was used in this process: each fit of a script has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +114,7 @@ def fit(
         remember=remember,
         micro_batch_size=micro_batch_size,
     )
-    _keras_adapter()
+    require_keras()
     from memfit.adapters.keras.guarding.loop import check_fit
 
     check_fit(model)
@@ -150,7 +141,7 @@ def guarded_fit(plain_fit: Callable[..., Any], model: Any, args: tuple[Any, ...]
 
 def make_callback_class() -> type:
     """The class `memfit.keras.Fit`, which is a callback of Keras."""
-    _keras_adapter()
+    require_keras()
     from memfit.adapters.keras.guarding.callback import FitCallback
 
     class Fit(FitCallback):
@@ -182,7 +173,10 @@ def _fit(plain_fit: Callable[..., Any], options: FitOptions, args: tuple[Any, ..
     given = arguments.get("callbacks")
     callbacks = getattr(given, "callbacks", None)
     if callbacks is not None:
-        callbacks.append(FitCallback(keeper))
+        own = FitCallback(keeper)
+        own.set_model(given.model)
+        own.set_params(given.params)
+        callbacks.append(own)
     else:
         given = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
         arguments["callbacks"] = [*given, FitCallback(keeper)]
@@ -205,7 +199,7 @@ class KerasFit:
         self._budget = options.budget_bytes(self._request)
         self._told: set[str] = set()
         self._loop: Any = None
-        self._folder: Folder | None = None
+        self._checkpoints = FitCheckpoints(None, options.keep, None)
         for text in _flags().set_early(is_limited=self._is_limited):
             self._say(text)
 
@@ -221,30 +215,26 @@ class KerasFit:
         options = self._options
         asked = self._request.checkpoint if self._request else None
         path = options.checkpoint if options.checkpoint is not None else asked
-        self._folder = None if path is None else Folder(_own_folder(path), options.keep, announce=_log.warning)
-        if self._folder is not None:
-            self._folder.claim()
+        self._checkpoints = FitCheckpoints(path, options.keep, options.checkpoint_every)
         self._loop = KerasLoop(
             model,
             iterator,
             callbacks,
             self.step,
             approximate=options.approximate,
-            is_ordered=self._folder is not None,
+            is_ordered=self._checkpoints.is_open,
         )
         self._model = model
         self._num_epochs = int(params.get("epochs") or 0)
         self._epoch = self._batch = self._skip = 0
         self._update = 0
-        self._history: dict[str, list[Any]] = {}
+        self._ended: tuple[int, dict[str, Any]] | None = None
         self._resumed: Any = None
         self._broken = ""
         self._key: str | None = None
         self._why_whole = ""
         self._attempts: Attempts | None = None
         self._ceilings = Ceilings(env.cache_folder() if options.remember else None)
-        self._last_saved = time.monotonic()
-        self._save_seconds, self._num_saved = 0.0, 0
         self._resume()
         run_events.note("guard", model=type(model).__name__, update=self._update)
 
@@ -257,14 +247,15 @@ class KerasFit:
             self._loop.data.go_to(resumed.progress["data"], self._skip)
         self._loop.data.begin_epoch(epoch)
 
-    def epoch_ends(self, epoch: int) -> None:
+    def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
         """After validation."""
         if self._loop is None:
             return
+        self._ended = epoch, logs
         self._loop.data.end_epoch(self._batch)
         self._epoch, self._batch = epoch + 1, 0
         is_last = self._epoch >= self._num_epochs or bool(self._model.stop_training)
-        if self._folder is not None and (is_last or self._is_time_to_save()):
+        if self._checkpoints.is_open and (is_last or self._checkpoints.is_due(self._update)):
             self._save(at_end=True)
 
     def train_ends(self) -> None:
@@ -281,9 +272,7 @@ class KerasFit:
             loop.close()
             loop.model._initial_epoch = None
             self._remember()
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None
+        self._checkpoints.close()
 
     # One batch.
 
@@ -307,7 +296,7 @@ class KerasFit:
         loop.data.count()
         if self._attempts is not None and self._attempts.changed:
             self._remember()
-        if self._folder is not None and self._is_time_to_save():
+        if self._checkpoints.is_due(self._update):
             self._save(at_end=False)
         return logs
 
@@ -413,7 +402,7 @@ class KerasFit:
 
     def _planned(self, batch: Any) -> Settings | None:
         """Settings that are expected to fit into the budget; None where none could be found out."""
-        from memfit import _keras_plan
+        from memfit._plan import plan as make_plan
 
         budget = int(self._budget or 0)
         on_host = self._loop.device_name == "host"
@@ -421,10 +410,16 @@ class KerasFit:
             # The budget is for the whole process, and a part of it is taken.
             budget = max(1, budget - _resident_bytes())
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), self._loop.filled():
                 warnings.simplefilter("ignore")
-                found = _keras_plan.plan_keras(
-                    self._model, batch, device="host" if on_host else None, budget=budget, measure=False
+                allow = ["exact", "rounding"] + (["approximate"] if self._options.approximate else [])
+                found = make_plan(
+                    self._model,
+                    batch=batch,
+                    device="cpu" if on_host else None,
+                    budget=budget,
+                    allow=allow,
+                    measure=False,
                 )
         except PlanNotFound as error:
             run_events.note("cannot fit", text=str(error))
@@ -439,10 +434,11 @@ class KerasFit:
     # Checkpoints.
 
     def _resume(self) -> None:
-        found = None if self._folder is None else self._folder.latest()
+        found = self._checkpoints.latest()
         if found is None:
             return
         self._resumed = self._loop.read(found.path)
+        self._loop.build_early()
         progress = self._resumed.progress
         self._update = int(progress["update"])
         self._epoch = int(progress["epoch"])
@@ -476,10 +472,8 @@ class KerasFit:
         if self._skip and self._attempts is not None:
             # As at the time of the checkpoint: settings may come with variables of their own.
             self._put_on(self._loop.size_of(batch))
+        # At the beginning of an epoch metrics begin anew.
         self._loop.load_variables(resumed, in_epoch=bool(self._skip))
-        if not self._skip:
-            # Metrics begin anew, and the state that Keras holds is that of before.
-            self._loop.load_variables(resumed, in_epoch=False)
         self._loop.load_callbacks(resumed)
         self._load_history(resumed)
         self._position = resumed.progress["data"]
@@ -493,7 +487,7 @@ class KerasFit:
         self._loop.data.count()
         if self._batch == self._skip:
             self._loop.data.caught_up(self._position)
-            self._last_saved = time.monotonic()
+            self._checkpoints.wait_anew()
         return dict(self._skipped_logs)
 
     def _load_history(self, resumed: Any) -> None:
@@ -503,36 +497,18 @@ class KerasFit:
             history.epoch = list(resumed.progress["epochs"])
 
     def _save(self, *, at_end: bool) -> None:
-        if self._folder is None:
-            return
-        started = time.perf_counter()
-        history = getattr(self._model, "history", None)
-        progress = {
-            "update": self._update,
-            "epoch": self._epoch,
-            "batch": self._batch,
-            "stopped": at_end and bool(self._model.stop_training),
-            "attempts": self._known_attempts.to_json(),
-            "data": self._loop.data.position(at_end=at_end),
-            "history": _plain_history(history),
-            "epochs": [int(epoch) for epoch in getattr(history, "epoch", [])],
-        }
-        written = self._folder.write(
-            self._update, lambda directory: self._loop.write(directory, progress), asynchronous=True
+        self._checkpoints.save(
+            self._loop,
+            {
+                "update": self._update,
+                "epoch": self._epoch,
+                "batch": self._batch,
+                "stopped": at_end and bool(self._model.stop_training),
+                "attempts": self._known_attempts.to_json(),
+                "data": self._loop.data.position(at_end=at_end),
+                **plain_history(getattr(self._model, "history", None), self._ended),
+            },
         )
-        self._save_seconds = time.perf_counter() - started
-        self._last_saved = time.monotonic()
-        self._num_saved += 1
-        if written:
-            run_events.note("checkpoint", update=self._update, path=str(self._folder.path))
-
-    def _is_time_to_save(self) -> bool:
-        if self._options.checkpoint_every is not None:
-            return self._batch > 0 and self._update % self._options.checkpoint_every == 0
-        passed = time.monotonic() - self._last_saved
-        # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
-        seldom = min(_CHECKPOINT_SECONDS, _FIRST_CHECKPOINT_SECONDS * 2**self._num_saved)
-        return passed >= max(seldom, self._save_seconds / _CHECKPOINT_SHARE)
 
     # Settings and words.
 
@@ -586,20 +562,6 @@ class KerasFit:
             _log.warning(text)
 
 
-def _own_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder, or one inside of it for each further fit of this process, in their order."""
-    key = os.path.abspath(path)
-    count = _used_folders[key] = _used_folders.get(key, 0) + 1
-    return Path(path) if count == 1 else Path(path, f"fit-{count}")
-
-
-def _plain_history(history: Any) -> dict[str, list[float]]:
-    found = getattr(history, "history", None)
-    if not isinstance(found, dict):
-        return {}
-    return {str(name): [float(value) for value in values] for name, values in found.items()}
-
-
 def _resident_bytes() -> int:
     import psutil
 
@@ -610,13 +572,3 @@ def _flags() -> Any:
     from memfit.adapters.keras.guarding import flags
 
     return flags
-
-
-def _keras_adapter() -> None:
-    """Refuses to go on without Keras."""
-    if "keras" in sys.modules:
-        return
-    from importlib.util import find_spec
-
-    if find_spec("keras") is None:
-        raise MissingDependency("Keras isn't installed. Install it with: pip install 'memfit[keras]'")

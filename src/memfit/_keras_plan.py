@@ -144,10 +144,9 @@ class _KerasPlanner:
         found = [plain]
         if self._may_narrow:
             found.append(self._narrowed(plain))
-        if WHOLE_COMPILE in self._allowed and self._tracer.backend == "tensorflow" and self._target.kind is Kind.CUDA:
-            if not self._tracer.model.jit_compile:
-                whole = replace(self._plain, jit_compile=True)
-                found.append(Variant(whole, _WHOLE_MEMORY, _WHOLE_SPEED, fixed, gradients))
+        if WHOLE_COMPILE in self._allowed and self._may_compile():
+            whole = replace(self._plain, jit_compile=True)
+            found.append(Variant(whole, _WHOLE_MEMORY, _WHOLE_SPEED, fixed, gradients))
         if LORA in self._allowed:
             adapted = replace(self._plain, lora_rank=_LORA_RANK)
             found.append(Variant(adapted, 1.0, _ADAPTED_SPEED, weights + batch, 0))
@@ -155,6 +154,12 @@ class _KerasPlanner:
             small = replace(self._plain, lora_rank=_LORA_RANK, quantized_base=True)
             found.append(Variant(small, 1.0, 1.0, weights / 4 + batch, 0))
         return tuple(found)
+
+    def _may_compile(self) -> bool:
+        """Whether compiling the step as a whole would be a change that helps."""
+        tracer = self._tracer
+        on_gpu = tracer.backend == "tensorflow" and self._target.kind is Kind.CUDA
+        return on_gpu and not tracer.model.jit_compile and not tracer.model.run_eagerly
 
     def _narrowed(self, plain: Variant) -> Variant:
         capability = self._target.capability

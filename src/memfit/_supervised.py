@@ -17,9 +17,11 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from memfit.adapters.torch import imports
+from memfit.catalogue.host import cgroup_limit_bytes
 from memfit.core.guarding import BrokenUpdate, CannotFit, OutOfMemory, Where
 from memfit.core.run_events import RunRequest, note
 from memfit.runs import exhaustion, keeper, limits
+from memfit.runs.devices import has_devices
 
 _MAX_TEXT = 500
 
@@ -30,8 +32,31 @@ def main(request_path: str, descriptor: str | None = None) -> None:
     keeper.divide(None if descriptor is None else int(descriptor))
     if request.data_limit_bytes is not None:
         limits.set_data_limit(request.data_limit_bytes)
-    imports.watch_imports({"torch": lambda module: _install(request)})
+    said: list[str] = []
+    # Libraries ask whether others are there without importing them: only Keras tells that its backend is used.
+    early = {name: lambda: said.extend(_flags(request)) for name in ("tensorflow", "jax")}
+    late = {"torch": lambda module: _install(request), "keras": lambda module: _install_keras(module, said)}
+    imports.watch_imports(late, before=early)
     run_script(request)
+
+
+def _install_keras(module: ModuleType, said: list[str]) -> None:
+    from memfit import integrations
+
+    backend = {"tensorflow": "TensorFlow", "jax": "JAX"}.get(module.backend.backend(), "none")
+    texts = [text for text in said if text.startswith(backend) and ("GPU" not in text or has_devices())]
+    if texts:
+        print(f"memfit: {'; '.join(texts)}", file=sys.stderr, flush=True)
+    integrations.install_keras(module)
+
+
+def _flags(request: RunRequest) -> list[str]:
+    """Sets what backends of Keras read when they are imported; what was set, in words."""
+    from memfit.adapters.keras.guarding import flags
+
+    # TensorFlow is fastest with what can't stand a lack of memory: it keeps that where nothing says it will meet one.
+    is_limited = request.budget_bytes is not None or request.attempt > 1 or cgroup_limit_bytes() is not None
+    return flags.set_early(is_limited=is_limited)
 
 
 def _install(request: RunRequest) -> None:
@@ -121,6 +146,12 @@ def _recognise(error: BaseException) -> OutOfMemory | None:
     if isinstance(error, BrokenUpdate):
         # Its last checkpoint is whole.
         return OutOfMemory(Where.HOST, "guard", text=str(error))
+    if "keras" in sys.modules:
+        from memfit.adapters.keras.guarding.oom import recognise as recognise_keras
+
+        failure = recognise_keras(error)
+        if failure is not None:
+            return failure
     if "torch" in sys.modules and hasattr(sys.modules["torch"], "OutOfMemoryError"):
         from memfit.adapters.torch.oom import recognise
 

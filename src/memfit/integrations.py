@@ -1,4 +1,4 @@
-"""memfit inside of the training loops of other libraries: transformers and Lightning.
+"""memfit inside of the training loops of other libraries: transformers, Lightning and Keras.
 
 None of them is imported before it is used. A loop that uses `accelerate` needs nothing from here: `memfit.Guard` takes
 what `accelerator.prepare` returns.
@@ -183,6 +183,14 @@ def install_lightning(module: ModuleType) -> None:
 
     fit._memfit_plain = plain  # type: ignore[attr-defined]
     module.Trainer.fit = fit
+
+
+def install_keras(module: ModuleType) -> None:
+    """Guards every `fit` of Keras in this process; `module` is the package `keras`."""
+    from memfit._keras_fit import guarded_fit
+    from memfit.adapters.keras import supervised
+
+    supervised.install(module, guarded_fit)
 
 
 TRAINERS = {

@@ -5,7 +5,10 @@
 Keras is loaded when `Fit` is first asked for.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    Fit: Any
 
 __all__ = ["Fit"]
 

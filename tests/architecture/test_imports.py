@@ -18,7 +18,7 @@ ROWS = (
     ("_estimator",),
     ("_plan_target",),
     ("_traced_plan",),
-    ("_api", "_child", "_plan_space", "_checkpointing", "_keras_plan", "_jax_plan"),
+    ("_api", "_child", "_plan_space", "_checkpointing", "_fit_checkpoints", "_keras_plan", "_jax_plan"),
     ("_plan", "_script_plan", "_simulate", "_search", "_stream"),
     ("_guard", "_keras_fit"),
     ("_library_guard",),

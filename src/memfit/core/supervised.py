@@ -58,16 +58,20 @@ class Configuration:
         micro_batch_size: most samples at once; None: as the script has it.
         rescue: whether operations that run out of memory are rescued from outside.
         eager: whether the rescue moves all it can, before memory runs out.
+        share: of the memory that there is, what a plan may use.
     """
 
     micro_batch_size: int | None = None
     rescue: bool = False
     eager: bool = False
+    share: float = 1.0
 
     def __str__(self) -> str:
         words = [] if self.micro_batch_size is None else [f"micro-batches of at most {self.micro_batch_size}"]
         if self.rescue:
             words.append("rescue of everything" if self.eager else "rescue")
+        if self.share < 1:
+            words.append(f"a plan for {self.share:.0%} of the memory")
         return " and ".join(words) or "as it is"
 
 

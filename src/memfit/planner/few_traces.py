@@ -246,15 +246,15 @@ def part_counts(batch_size: int | None) -> tuple[int, ...]:
     """
     if not batch_size:
         return (1,)
-    counts, size, count = [], 0, 1.0
+    counts: list[int] = []
+    count = 1.0
     while count < batch_size:
-        whole = round(count)
         # Several counts may have the same largest part: the least of them does.
-        if -(-batch_size // whole) != size:
-            size = -(-batch_size // whole)
-            counts.append(whole)
+        size = -(-batch_size // round(count))
+        if -(-batch_size // size) not in counts:
+            counts.append(-(-batch_size // size))
         count = count + 1 if count < _DENSE_COUNTS else count * _COUNT_GROWTH
-    return (*counts, batch_size) if size != 1 else tuple(counts)
+    return tuple(counts) if batch_size in counts else (*counts, batch_size)
 
 
 def levels(parts: Iterable[Part]) -> list[tuple[str, ...]]:

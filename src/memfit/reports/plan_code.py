@@ -1,4 +1,4 @@
-"""A plan as plain PyTorch: the lines that do the same without memfit.
+"""A plan as plain PyTorch, or as Keras or JAX: the lines that do the same without memfit.
 
 The text is a small program of two functions, `prepare` and `step`, with what they need above them and nothing that the
 plan doesn't use. It is made from the settings alone, so it says the same after a plan was saved and loaded.
@@ -14,6 +14,8 @@ from memfit.core.plan import Plan
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings, Weighting
 from memfit.core.units import format_size
 from memfit.reports import figures, plan_snippets
+from memfit.reports.jax_code import format_jax_code
+from memfit.reports.keras_code import format_keras_code
 
 # A place in a batch goes into the program as it is, so it must be one: [1], ['labels'], .labels.
 _PLACE = re.compile(r"(?:\[\d+\]|\['[\w./ -]+'\]|\.[A-Za-z_]\w*)*")
@@ -28,6 +30,10 @@ def format_code(plan: Plan) -> str:
     # A batch that stays whole has no parts to weigh or to measure.
     if replace(settings, weighting=Weighting(), micro_batch_size=0) == Settings():
         return "# The step fits as it is: nothing has to be changed.\n"
+    if plan.framework == "jax":
+        return format_jax_code(plan)
+    if plan.framework.startswith("keras"):
+        return format_keras_code(plan)
     device_type = "cpu" if plan.device.kind is Kind.HOST else "cuda"
     where = f"within {format_size(plan.budget_bytes)} on {figures.device_title(plan.device)}"
     return _Program(settings, device_type, _may_have_batch_norm(plan)).text(

@@ -5,23 +5,40 @@ from dataclasses import replace
 
 from memfit.core.supervised import Configuration
 
+# Of the memory, what the plan of an attempt may use beside that of the one before.
+_NEXT_SHARE = 0.75
+_LEAST_SHARE = 0.3
 
-def next_configuration(tried: Collection[Configuration], used: int | None) -> Configuration | None:
+
+def next_configuration(
+    tried: Collection[Configuration], used: int | None, *, rescues: bool = True, plans: bool = False
+) -> Configuration | None:
     """What the next attempt is told; None when nothing is left.
 
     Args:
         tried: what all attempts so far were told, the latest last.
         used: size of the micro-batches at the end of the latest, where a guard or an integration tells.
+        rescues: whether the script's framework is one whose operations can be rescued.
+        plans: whether its guard plans for the memory it is told of.
     """
     latest = list(tried)[-1]
-    return next((candidate for candidate in _candidates(latest, used) if candidate not in tried), None)
+    found = _candidates(latest, used, rescues=rescues, plans=plans)
+    return next((candidate for candidate in found if candidate not in tried), None)
 
 
-def _candidates(latest: Configuration, used: int | None) -> Iterator[Configuration]:
+def _candidates(latest: Configuration, used: int | None, *, rescues: bool, plans: bool) -> Iterator[Configuration]:
     size = used if used is not None else latest.micro_batch_size
+    halved = latest.micro_batch_size
     # A size that nobody has used changes nothing, so that it would be the same attempt again.
     if used is not None and used > 1:
-        yield replace(latest, micro_batch_size=used // 2)
-    smallest = None if size is None else 1
-    yield replace(latest, micro_batch_size=smallest, rescue=True)
-    yield replace(latest, micro_batch_size=smallest, rescue=True, eager=True)
+        halved = used // 2
+    share = round(latest.share * _NEXT_SHARE, 2)
+    if plans and share >= _LEAST_SHARE:
+        # What may not be split is planned for with recomputation.
+        yield replace(latest, micro_batch_size=halved, share=share)
+    elif halved != latest.micro_batch_size:
+        yield replace(latest, micro_batch_size=halved)
+    if rescues:
+        smallest = None if size is None else 1
+        yield replace(latest, micro_batch_size=smallest, rescue=True)
+        yield replace(latest, micro_batch_size=smallest, rescue=True, eager=True)

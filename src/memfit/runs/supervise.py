@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memfit.core import env
 from memfit.core.run_events import RunRequest, read_events
 from memfit.core.supervised import (
     Attempt,
@@ -25,6 +24,7 @@ from memfit.core.supervised import (
 )
 from memfit.core.units import format_size
 from memfit.runs import child, kills, limits, processes
+from memfit.runs.devices import has_devices
 from memfit.runs.groups import Groups
 from memfit.runs.history import History
 from memfit.runs.kernel_log import KernelLog
@@ -158,7 +158,7 @@ class Supervisor:
             attempt=number,
             checkpoint=task.checkpoint,
             micro_batch_size=configuration.micro_batch_size,
-            budget_bytes=task.budget_bytes,
+            budget_bytes=self._budget(configuration),
             rescue=configuration.rescue,
             eager=configuration.eager,
             script=task.script,
@@ -209,7 +209,12 @@ class Supervisor:
         told = attempt.configuration.micro_batch_size
         if told is not None and used is not None and used > told:
             self._notes.append(f"attempt {attempt.number} was told micro-batches of at most {told} and used {used}")
-        following = next_configuration([a.configuration for a in self._attempts], used)
+        following = next_configuration(
+            [a.configuration for a in self._attempts],
+            used,
+            rescues=_last(events, "keras") is None or _last(events, "torch") is not None,
+            plans=attempt.guarded and _last(events, "keras") is not None and self._planned_bytes() is not None,
+        )
         reason = self._reason_to_give_up(attempt, events, following)
         self._announce(f"memory ran out in attempt {attempt.number}: {attempt.ending.text}")
         if reason:
@@ -237,6 +242,14 @@ class Supervisor:
                 "shared memory (/dev/shm) is too small for the processes of the script's data loaders; give the "
                 "container more of it (docker run --shm-size) or use fewer workers"
             )
+        planned = _last(events, "cannot fit")
+        if planned is not None and planned.get("planned"):
+            return str(planned.get("text", "")) or "no plan fits"
+        if not attempt.guarded and _last(events, "keras") is not None and _last(events, "torch") is None:
+            return (
+                "memory ran out outside of `fit`, or before its first step, where memfit can change nothing; "
+                f"the script's data and model need more than {limit}. Data can stay on disk with memfit.stream"
+            )
         if not attempt.guarded and _last(events, "torch") is None:
             return (
                 "the script uses no guard that could be told to use less, and had not imported PyTorch when memory ran "
@@ -247,6 +260,8 @@ class Supervisor:
                 "the script uses no guard (memfit.Guard, or a trainer that memfit knows) that could be told to use "
                 "less, and all that memfit can do from outside has been tried; use a smaller batch, or memfit.Guard"
             )
+        if following is None and _last(events, "keras") is not None:
+            return "the smallest micro-batches and plans have been tried; the model itself needs more"
         if following is None:
             return "micro-batches of one sample and every rescue have been tried; the model itself needs more"
         if attempt.number > self._task.retries:
@@ -275,6 +290,19 @@ class Supervisor:
         """The budget of the script's own process: on a machine with devices it is theirs."""
         return None if has_devices() else self._task.budget_bytes
 
+    def _planned_bytes(self) -> int | None:
+        """What a plan may use in all; None where that isn't known."""
+        if self._task.budget_bytes is not None or has_devices():
+            return self._task.budget_bytes
+        return self._ceiling.limit_bytes
+
+    def _budget(self, configuration: Configuration) -> int | None:
+        """The budget that an attempt is told of."""
+        whole = self._planned_bytes()
+        if configuration.share >= 1 or whole is None:
+            return self._task.budget_bytes
+        return int(whole * configuration.share)
+
     def _seconds(self) -> float:
         return time.monotonic() - self._origin
 
@@ -294,13 +322,6 @@ class Supervisor:
             moment = event.get("time")
             seconds = moment - self._clock_origin if isinstance(moment, int | float) else None
             self._mark(kind, text, seconds)
-
-
-def has_devices(folder: Path = Path("/dev")) -> bool:
-    """Whether this machine has devices of NVIDIA or AMD that a program may see."""
-    if env.visible_cuda_devices() in ("", "-1"):
-        return False
-    return any(any(folder.glob(pattern)) for pattern in ("nvidia[0-9]*", "kfd", "dxg"))
 
 
 def _last(events: list[dict[str, Any]], name: str) -> dict[str, Any] | None:

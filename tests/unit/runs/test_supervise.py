@@ -7,7 +7,7 @@ import pytest
 
 from memfit.core.supervised import Cause, Configuration, Outcome
 from memfit.runs import processes, supervise
-from memfit.runs.supervise import Supervisor, Task, has_devices
+from memfit.runs.supervise import Supervisor, Task
 
 pytestmark = pytest.mark.skipif(not processes.IS_LINUX, reason="keepers are Linux's")
 
@@ -182,18 +182,6 @@ def test_processes_of_a_script_whose_keeper_was_killed_are_ended(supervised, tmp
     left = int((tmp_path / "pid").read_text())
     while processes.held_by(left) is not None:
         pass
-
-
-@pytest.mark.parametrize(
-    ("visible", "files", "found"),
-    [(None, ["nvidia0"], True), (None, ["nvidiactl"], False), ("", ["nvidia0"], False), ("0", ["kfd"], True)],
-)
-def test_devices(monkeypatch, tmp_path, visible, files, found):
-    monkeypatch.setattr(supervise.env, "visible_cuda_devices", lambda: visible)
-    for name in files:
-        Path(tmp_path, name).touch()
-
-    assert has_devices(tmp_path) is found
 
 
 def test_on_a_machine_with_devices_the_budget_is_theirs(supervised, monkeypatch):

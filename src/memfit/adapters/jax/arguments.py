@@ -48,11 +48,16 @@ class Leaf:
     @property
     def module(self) -> str:
         """Dotted path of the module that has it."""
-        skipped = {"params", "value", "opt_state", *_OPTIMIZER_NAMES}
-        names = [name for name in self.path[:-1] if name not in skipped and not (self.is_optimizer and name.isdigit())]
+        names = list(self.path[:-1])
         if self.path and self.path[-1] == "value" and names:
             # flax.nnx wraps each array in a variable.
-            names = names[:-1]
+            names.pop()
+        last = max((place for place, name in enumerate(names) if name in _OPTIMIZER_NAMES), default=-1)
+        names = names[last + 1 :]
+        if self.is_optimizer and last < 0:
+            # The places of the parts of a chain.
+            names = [name for name in names if not name.isdigit()]
+        names = [name for name in names if name != "params"]
         return ".".join(names)
 
     @property

@@ -64,9 +64,7 @@ class GuardedStep:
             failure = None
             try:
                 # Errors of the run itself come late: not before the results are waited for.
-                result: tuple[Any, Any] = jax.block_until_ready(
-                    self._program(part)(structure, trained, fixed, batch)
-                )
+                result: tuple[Any, Any] = jax.block_until_ready(self._program(part)(structure, trained, fixed, batch))
                 return result
             except (RuntimeError, ValueError, MemoryError) as error:
                 if not ran_out(error):
@@ -91,12 +89,13 @@ class GuardedStep:
         return self._programs[part]
 
     def _updated(self, trained: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
-        key = jax.tree.structure((trained, state)), tuple(
-            (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((trained, state))
+        key = (
+            jax.tree.structure((trained, state)),
+            tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((trained, state))),
         )
         if key not in self._updates:
             update = jax.jit(self._plain.update, donate_argnums=(0, 1)).lower(trained, state, gradients).compile()
-            sizes = update.memory_analysis()
+            sizes: Any = update.memory_analysis()
             asked = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
             self._updates[key] = update if asked <= _NEXT_TO_NOTHING else jax.jit(self._plain.update)
         failure = ""

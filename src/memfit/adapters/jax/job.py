@@ -46,8 +46,15 @@ def is_step(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
     return any(isinstance(leaf, _KINDS) for leaf in jax.tree.leaves(arguments))
 
 
-def open_job(job: Job, device: Device, batch_size: int | None = None) -> "OpenStep":
-    """The step, checked and ready to be compiled, at its own batch size or the given one."""
+def open_job(job: Job, device: Device, batch_size: int | None = None) -> Any:
+    """The step, checked and ready to be compiled, at its own batch size or the given one.
+
+    A loss function with an optimizer of optax is one whose step is made here.
+    """
+    if hasattr(job.optimizer, "init") and hasattr(job.optimizer, "update"):
+        from memfit.adapters.jax.training_job import OpenTraining
+
+        return OpenTraining(job, device, batch_size)
     return OpenStep(job, device, batch_size)
 
 

@@ -25,13 +25,15 @@ def count_flops(program: Any) -> float:
 def _product(equation: Any) -> float:
     (contracted, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[place] for place in contracted)
+    size = math.prod(equation.outvars[0].aval.shape) * math.prod(left[place] for place in contracted)
+    return 2.0 * float(size)
 
 
 def _convolution(equation: Any) -> float:
     kernel = equation.invars[1].aval.shape
     output_channels = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / max(1, output_channels)
+    size = math.prod(equation.outvars[0].aval.shape) * math.prod(kernel)
+    return 2.0 * float(size) / max(1, output_channels)
 
 
 def _inner(params: dict[str, Any]) -> list[Any]:

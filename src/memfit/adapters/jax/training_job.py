@@ -1,6 +1,4 @@
-"""Opens a loss function, its parameters and an optimizer as a job: the training step made from them can be compiled as
-any settings run it.
-"""
+"""Opens a loss function, its parameters and an optimizer as a job: their step is compiled as any settings run it."""
 
 import time
 from collections.abc import Callable
@@ -9,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from memfit.adapters.jax import lowering
 from memfit.adapters.jax.compiled import compile_step
 from memfit.adapters.jax.marked import num_bytes
 from memfit.adapters.jax.training import Look, TrainStep, check_batch, divided, joined, look, resized, shapes
 from memfit.core.device import Device, Kind
-from memfit.core.errors import BadBatch, BadInput, MemfitError, StepFailed
+from memfit.core.errors import BadBatch, BadInput
 from memfit.core.estimate import Note
 from memfit.core.job import Job
 from memfit.core.settings import Settings
@@ -38,7 +37,7 @@ class OpenTraining:
         if not isinstance(given, tuple | list) or len(given) != 2:
             count = len(given) if isinstance(given, tuple | list) else 1
             raise BadInput(
-                f"a loss function of JAX is followed by its parameters and one batch, but {count} arguments were given: "
+                f"a loss function of JAX is followed by its parameters and one batch, but {count} things were given: "
                 "memfit.plan(loss, params, batch, optimizer=optax.adam(1e-3), budget='8GiB')."
             )
         self.loss: Callable[[Any, Any], Any] = job.model
@@ -59,7 +58,8 @@ class OpenTraining:
 
     def look(self) -> Look:
         """What the loss looks like."""
-        return _told(lambda: look(self.loss, self.params, self.batch))
+        with lowering.explained():
+            return look(self.loss, self.params, self.batch)
 
     def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
         """The step, compiled.
@@ -70,19 +70,15 @@ class OpenTraining:
         """
         batch = self.batch if batch_size in (None, self.batch_size) else resized(self.batch, batch_size or 1)
         step = TrainStep(self.loss, self.optimizer, settings or Settings())
-        return _told(lambda: self._traced(step, batch))
+        with lowering.explained(), lowering.quiet():
+            return self._traced(step, batch)
 
     def _traced(self, step: TrainStep, batch: Any) -> Trace:
         function, arguments, donated = step.to_compile(self.params, batch)
         trained, fixed, state, _ = arguments
-        compiled = compile_step(
-            function, arguments, donate_argnums=donated, as_on_gpu=self.device.kind is Kind.CUDA
-        )
-        named = [
-            (category, _path(path))
-            for category, tree in zip(_CATEGORIES, arguments, strict=True)
-            for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-        ]
+        compiled = compile_step(function, arguments, donate_argnums=donated, as_on_gpu=self.device.kind is Kind.CUDA)
+        given = _named(_ARGUMENTS, arguments)
+        made = _named(_RESULTS, (trained, state, 0.0))
         sizes = {
             Category.PARAMETER: num_bytes(trained),
             Category.BUFFER: num_bytes(fixed),
@@ -90,7 +86,7 @@ class OpenTraining:
             Category.OPTIMIZER_STATE: num_bytes(state),
         }
         return Trace(
-            compiled.timeline(lambda place: named[place]),
+            compiled.timeline(given.__getitem__, made.__getitem__),
             self.notes,
             sum(leaf.size for leaf in jax.tree.leaves(trained)),
             sizes[Category.PARAMETER],
@@ -122,8 +118,18 @@ class OpenTraining:
         return min(times)
 
 
-_CATEGORIES = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.BATCH)
-"""Of the arguments of a step, in order."""
+_ARGUMENTS = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.BATCH)
+_RESULTS = (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.TEMPORARY)
+"""What a step takes and gives, in order."""
+
+
+def _named(categories: tuple[Category, ...], trees: tuple[Any, ...]) -> list[tuple[Category, str]]:
+    """Category and place of each leaf."""
+    return [
+        (category, _path(path))
+        for category, tree in zip(categories, trees, strict=True)
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
 
 
 def _zeros(leaf: Any) -> Any:
@@ -138,17 +144,3 @@ def _path(path: Any) -> str:
     """The place of a leaf, dotted: "layers.0.kernel"."""
     words = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
     return ".".join(words)
-
-
-def _told(run: Callable[[], Any]) -> Any:
-    """Runs the user's own code; what it raises is told in one line."""
-    try:
-        return run()
-    except MemfitError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())
-        raise StepFailed(
-            f"the loss function failed when it was traced: {type(error).__name__}: {text[:500]}\n"
-            "It must be a pure function of (params, batch) that jax.jit can trace."
-        ) from error

@@ -7,6 +7,7 @@ the batch; each leaf of them is a variable whose layer is known.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from traceback import walk_stack
 from typing import Any
 
 import jax
@@ -18,12 +19,12 @@ from keras.src.backend.common import global_state
 from memfit.adapters.jax.compiled import Compiled, compile_step
 from memfit.adapters.keras.batch import Batch, mapped
 from memfit.adapters.keras.model import Held, LayerNames, build, fitted, held, number_of, state_bytes
-from memfit.adapters.keras.untouched import untouched
+from memfit.adapters.keras.untouched import Snapshot, untouched
 from memfit.core.device import Device, Kind
 from memfit.core.errors import MemfitError, StepFailed
 from memfit.core.estimate import Note
 from memfit.core.settings import Settings
-from memfit.core.timeline import Category, Timeline
+from memfit.core.timeline import Block, Category, Phase, Timeline
 from memfit.core.trace import Serving, Trace
 
 _EAGER = Note("eager", "the model runs eagerly; its step is counted as if it were compiled (jit_compile=True)")
@@ -47,8 +48,7 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         build(model, batch, training=training)
         with fitted(model, settings, training=training):
             if training and not model.optimizer.built:
-                with as_shapes():
-                    model.optimizer.build(model.trainable_variables)
+                _build_optimizer(model)
             return _trace(model, batch, device, training=training)
 
 
@@ -82,15 +82,29 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool) -> Trace
     )
 
 
+def _build_optimizer(model: Any) -> None:
+    """Makes the optimizer's variables, without memory for them where that can be."""
+    before = Snapshot(model.optimizer)
+    try:
+        with as_shapes():
+            model.optimizer.build(model.trainable_variables)
+    except ValueError:
+        # Some optimizers, Adafactor for one, make variables from values.
+        before.restore()
+        model.optimizer.build(model.trainable_variables)
+
+
 @contextmanager
 def as_shapes() -> Iterator[None]:
     """Variables made while this lasts have shapes and no values."""
     with keras.StatelessScope():
-        yield
-        waiting = global_state.get_global_attribute(_UNINITIALIZED)
-        if waiting is not None:
-            # They would get their values at the end of the scope.
-            waiting.clear()
+        try:
+            yield
+        finally:
+            waiting = global_state.get_global_attribute(_UNINITIALIZED)
+            if waiting is not None:
+                # They would get their values at the end of the scope.
+                waiting.clear()
 
 
 def _state(model: Any, *, training: bool) -> tuple[list[Any], ...]:
@@ -135,10 +149,22 @@ def _timeline(compiled: Compiled, model: Any, variables: list[Held], state: tupl
         return known[number] if number < len(known) else (Category.BATCH, "")
 
     made = compiled.timeline(describe)
-    layers = LayerNames(model)
-    arguments = {Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.BATCH}
-    blocks = (
-        block if block.category in arguments else replace(block, module=layers.of(block.module))
-        for block in made.blocks
-    )
-    return Timeline(tuple(blocks), made.num_ticks, made.marks)
+    layers, callers = LayerNames(model), _callers()
+    named = {module for _, module in known}
+
+    def own(block: Block) -> Block:
+        source = "" if any(_is_line(block.source, caller) for caller in callers) else block.source
+        module = block.module if block.phase is Phase.SETUP or block.module in named else layers.of(block.module)
+        return replace(block, module=module, source=source)
+
+    return Timeline(tuple(map(own, made.blocks)), made.num_ticks, made.marks)
+
+
+def _callers() -> list[tuple[str, int]]:
+    """(file, line) of whoever asked for the trace: their lines are on JAX's stack too, but no part of the step."""
+    return [(frame.f_code.co_filename, line) for frame, line in walk_stack(None)]
+
+
+def _is_line(source: str, caller: tuple[str, int]) -> bool:
+    name, _, line = source.rpartition(":")
+    return bool(name) and line == str(caller[1]) and caller[0].endswith(name)

@@ -40,6 +40,11 @@ class OpenModel:
         self.backend = check_backend()
         self.model = job.model
         self.training = job.mode == "training"
+        if job.optimizer is not None:
+            raise BadInput(
+                "a Keras model brings its optimizer from compile(), but another one was given. "
+                "Compile the model with it: model.compile(optimizer=..., loss=...)."
+            )
         check_model(self.model, training=self.training)
         self.settings = _precision(job)
         self.batch = open_batch(job.batch, batch_size)

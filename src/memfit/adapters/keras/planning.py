@@ -1,4 +1,4 @@
-"""What a plan asks of a Keras model before it searches: what can be split, recomputed and narrowed, and how fast it is."""
+"""What a plan asks of a Keras model before it searches: what can be split and recomputed, and how fast it is."""
 
 import time
 from dataclasses import dataclass
@@ -61,35 +61,36 @@ def recomputable(model: Any, batch: Batch) -> tuple[tuple[Unit, ...], str]:
 
 def time_forward(model: Any, batch: Batch) -> tuple[float, float] | None:
     """(seconds of one sample, seconds of a call however small) of the forward pass; None where it can't be run."""
-    size = batch.batch_size
+    size = batch.batch_size or 1
+    many = min(size, max(_TIMED_SAMPLES, size // _TIMED_SAMPLES))
     with untouched(model):
         build(model, batch, training=True)
         try:
-            if size is None or size == 1:
-                return _timed(model, batch), 0.0
-            few, many = 1, min(size, max(_TIMED_SAMPLES, size // _TIMED_SAMPLES))
-            short, long = (_timed(model, batch.resized(count)) for count in (few, many))
+            long = _timed(model, batch.resized(many) if batch.batch_size else batch)
+            if many == 1 or keras.backend.backend() == "jax":
+                # Another size would have to be compiled.
+                return long / many, 0.0
+            short = _timed(model, batch.resized(1))
         except Exception:
             # Only the times are lost: what the model makes of zeros is its own affair.
             return None
-    sample = max(long - short, 0.1 * long) / (many - few)
+    sample = max(long - short, 0.1 * long) / (many - 1)
     return sample, max(0.0, short - sample)
 
 
 def _timed(model: Any, batch: Batch) -> float:
     x = mapped(_zeros, batch.x)
-    keras.ops.convert_to_numpy(keras.tree.flatten(model(x, training=False))[0])
+    model.predict_on_batch(x)
     times = []
     for _ in range(_NUM_TIMED):
         started = time.perf_counter()
-        # Numbers on the host are there when everything was computed.
-        keras.ops.convert_to_numpy(keras.tree.flatten(model(x, training=False))[0])
+        model.predict_on_batch(x)
         times.append(time.perf_counter() - started)
     return min(times)
 
 
 def _zeros(spec: Spec | None) -> Any:
-    return None if spec is None else keras.ops.convert_to_tensor(np.zeros(spec.shape, _known(spec.dtype)))
+    return None if spec is None else np.zeros(spec.shape, _known(spec.dtype))
 
 
 def _known(dtype: str) -> str:

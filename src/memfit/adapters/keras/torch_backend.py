@@ -75,6 +75,7 @@ class _Tracer:
         model, recorder = self.model, self.recorder
         with ExitStack() as stack:
             stack.enter_context(undisturbed())
+            stack.enter_context(_little_garbage())
             stack.enter_context(torch.inference_mode(False))
             self._swap(stack)
             data = mapped(_as_tensor, batch.data)
@@ -149,13 +150,9 @@ class _Tracer:
             with failures.explained("training step"):
                 # What a step returns is shown until the next one has ended.
                 logs = self.model.train_step(data)
-            self._collect()
+            # Keras leaves cycles behind that hold tensors, and makes so many objects that Python soon collects them.
+            gc.collect()
         del logs
-
-    @staticmethod
-    def _collect() -> None:
-        """Keras leaves cycles behind that hold tensors, and makes so many objects that Python soon collects them."""
-        gc.collect()
 
     def _infer(self, data: Any) -> None:
         data = (data[0],) if isinstance(data, tuple) else (data,)
@@ -193,6 +190,20 @@ class _Tracer:
 
     def _end_update(self, optimizer: Any) -> None:
         self._updating.__exit__(None, None, None)
+
+
+@contextmanager
+def _little_garbage() -> Iterator[None]:
+    """Collections look at what was made since, rather than at all that a large process holds."""
+    if gc.get_freeze_count():
+        # The program has set objects aside itself, and would get them back with ours.
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _as_tensor(spec: Any) -> Any:

@@ -28,6 +28,7 @@ _OBJECTS = (
     keras.Variable,
     Tracker,
 )
+_CONTAINERS: tuple[Any, ...] = (dict, list, set, deque)
 
 
 def global_seed_generator() -> Any:
@@ -38,48 +39,57 @@ def global_seed_generator() -> Any:
 @contextmanager
 def untouched(model: Any) -> Iterator[None]:
     """Puts the model, its optimizer, metrics and seeds, and the random states back at the end."""
-    saved: dict[int, tuple[Any, Any]] = {}
-    _save([model, global_seed_generator()], saved)
+    before = Snapshot([model, global_seed_generator()])
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        for container, contents in saved.values():
-            _put_back(container, contents)
+        before.restore()
         random.setstate(python_state)
         np.random.set_state(numpy_state)
 
 
-def _save(value: Any, saved: dict[int, tuple[Any, Any]]) -> None:
-    """Notes what `value` and everything inside of it holds."""
-    waiting = [value]
-    while waiting:
-        found = waiting.pop()
+class Snapshot:
+    """What Keras's objects hold now.
+
+    Args:
+        value: an object of Keras, or several in a list; all that they reach is noted.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._saved: dict[int, tuple[Any, Any]] = {}
+        waiting = [value]
+        while waiting:
+            found = waiting.pop()
+            # TensorFlow shows the dictionaries and tuples of a layer through proxies.
+            found = getattr(found, "__wrapped__", found) if isinstance(found, dict | tuple) else found
+            if isinstance(found, tuple):
+                waiting.extend(tuple.__iter__(found))
+            elif isinstance(found, (*_CONTAINERS, *_OBJECTS)):
+                waiting.extend(self._note(found))
+
+    def _note(self, found: Any) -> list[Any]:
+        """Remembers an object or a container, and gives what it holds; nothing where it is known."""
         if isinstance(found, _OBJECTS):
-            found = getattr(found, "__dict__", None)
-        if id(found) in saved:
-            continue
+            return [getattr(found, "__dict__", None)]
+        if id(found) in self._saved:
+            return []
         if isinstance(found, dict):
-            saved[id(found)] = (found, dict(found))
-            waiting.extend(dict.values(found))
-        elif isinstance(found, list | deque | set):
-            saved[id(found)] = (found, list(found))
-            waiting.extend(found)
-        elif isinstance(found, tuple):
-            waiting.extend(found)
+            contents: Any = dict.copy(found)
+            parts = list(contents.values())
+        else:
+            kind = next(kind for kind in _CONTAINERS if isinstance(found, kind))
+            parts = contents = list(kind.__iter__(found))
+        self._saved[id(found)] = (found, contents)
+        # Containers of Keras and TensorFlow keep books of their own.
+        return [*parts, getattr(found, "__dict__", None)]
 
-
-def _put_back(container: Any, contents: Any) -> None:
-    """Fills a container anew; those of Keras report each change, which nobody must hear of now."""
-    if isinstance(container, dict):
-        dict.clear(container)
-        dict.update(container, contents)
-    elif isinstance(container, set):
-        set.clear(container)
-        set.update(container, contents)
-    elif isinstance(container, list):
-        list.clear(container)
-        list.extend(container, contents)
-    else:
-        deque.clear(container)
-        deque.extend(container, contents)
+    def restore(self) -> None:
+        """Puts everything back; containers of Keras report each change, which nobody must hear of now."""
+        for container, contents in self._saved.values():
+            kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+            kind.clear(container)
+            if kind in (list, deque):
+                kind.extend(container, contents)
+            else:
+                kind.update(container, contents)

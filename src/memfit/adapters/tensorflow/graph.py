@@ -15,6 +15,8 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2
 
+from tensorflow.python.framework import op_def_registry
+
 from memfit.core.errors import StepFailed
 
 Shape = tuple[int, ...]
@@ -24,6 +26,8 @@ GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
 
 _HOST_ONLY = frozenset({tf.resource, tf.variant, tf.string})
 _LARGEST_VALUE = 64
+_LARGEST_FOLDED = 10 << 20
+_UNFOLDED = frozenset("Enter Exit Merge Switch NextIteration LoopCond Placeholder".split())
 _GPU_MEMORY_BYTES = 16 << 30
 
 
@@ -62,6 +66,7 @@ class Graph:
         control_consumers: for each node those that wait for it.
         results: (node, output) of what the function returns.
         arguments: number of the node by which an argument of the function enters, from the argument's name.
+        roots: what waits for nothing: constants, the batch, then variables.
     """
 
     nodes: list[Node]
@@ -69,6 +74,7 @@ class Graph:
     control_consumers: list[list[int]]
     results: list[tuple[int, int]]
     arguments: dict[str, int]
+    roots: list[int]
 
 
 def element_bytes(data_type: Any) -> int:
@@ -88,7 +94,7 @@ def graph_of(function: Any, *, on_gpu: bool = False) -> Graph:
     handles = {inner.op.name: by_handle[id(outer)] for outer, inner in function.graph.captures if id(outer) in by_handle}
     properties = _properties(definition, handles)
     results = [_position(tensor.name) for tensor in function.graph.outputs]
-    return _linked(definition, properties, results, {tensor.op.name for tensor in function.graph.inputs})
+    return _linked(definition, properties, results, function.graph)
 
 
 def _optimized(function: Any, device: str) -> Any:
@@ -162,16 +168,52 @@ def _properties(definition: Any, handles: Mapping[str, Any]) -> Mapping[str, Any
     return found
 
 
+def _root(node: Node, created: Mapping[str, float]) -> tuple[bool, float]:
+    return node.op != "Const", created.get(node.name, -1.0)
+
+
+def _fold(nodes: list[Node]) -> None:
+    """Makes constants of what follows from constants alone, as the runtime does before the first step."""
+    constant = [node.op == "Const" for node in nodes]
+    changed = True
+    while changed:
+        changed = False
+        for number, node in enumerate(nodes):
+            if constant[number] or not node.inputs or node.controls or not all(constant[made] for made, _ in node.inputs):
+                continue
+            if _is_foldable(node):
+                constant[number] = changed = True
+    for number, node in enumerate(nodes):
+        if constant[number] and node.op != "Const" and len(node.types) == 1:
+            node.op, node.inputs = "Const", []
+
+
+def _is_foldable(node: Node) -> bool:
+    known = op_def_registry.get(node.op)
+    if known is None or known.is_stateful or node.op in _UNFOLDED or len(node.types) != 1:
+        return False
+    shape = node.shapes[0]
+    return shape is not None and node.types[0] not in _HOST_ONLY and tensor_bytes(shape, node.types[0]) <= _LARGEST_FOLDED
+
+
 def _position(name: str) -> tuple[str, int]:
     """(node, output) of a tensor's name."""
     node, _, port = name.partition(":")
     return node, int(port or 0)
 
 
-def _linked(
-    definition: Any, properties: Mapping[str, Any], results: list[tuple[str, int]], arguments: set[str]
-) -> Graph:
-    """The graph with its edges both ways."""
+def _linked(definition: Any, properties: Mapping[str, Any], results: list[tuple[str, int]], traced: Any) -> Graph:
+    """The graph with its edges both ways.
+
+    Args:
+        definition: the optimized graph.
+        properties: what inference says of it.
+        results: what the function returns.
+        traced: the graph before, which knows more shapes: a fused operator has the name and the result of the last of
+            its parts.
+    """
+    before = {operation.name: operation for operation in traced.get_operations()}
+    created = {name: float(number) for number, name in enumerate(before)}
     numbers = {node.name: number for number, node in enumerate(definition.node)}
     nodes = []
     consumers: list[list[tuple[int, int, int]]] = [[] for _ in numbers]
@@ -184,20 +226,28 @@ def _linked(
                 control_consumers[numbers[text[1:]]].append(number)
                 continue
             name, port = _position(text)
-            consumers[numbers[name]].append((port, number, len(made.inputs)))
             made.inputs.append((numbers[name], port))
-        for known in properties.get(node.name, ()):
+        old = before.get(node.name)
+        for port, known in enumerate(properties.get(node.name, ())):
             made.types.append(tf.as_dtype(known.dtype))
-            made.shapes.append(_shape(known.shape))
+            shape = _shape(known.shape)
+            if shape is None and old is not None and port < len(old.outputs) and old.outputs[port].shape.is_fully_defined():
+                shape = tuple(old.outputs[port].shape)
+            made.shapes.append(shape)
         if node.op == "Const":
             made.value = _value(node)
         nodes.append(made)
+    _fold(nodes)
+    for number, node in enumerate(nodes):
+        for slot, (made, port) in enumerate(node.inputs):
+            consumers[made].append((port, number, slot))
     return Graph(
         nodes,
         consumers,
         control_consumers,
         [(numbers[name], port) for name, port in results if name in numbers],
-        {name: numbers[name] for name in arguments if name in numbers},
+        {tensor.op.name: numbers[tensor.op.name] for tensor in traced.inputs if tensor.op.name in numbers},
+        sorted((n for n, node in enumerate(nodes) if not node.inputs and not node.controls), key=lambda n: _root(nodes[n], created)),
     )
 
 

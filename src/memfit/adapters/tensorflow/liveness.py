@@ -189,9 +189,8 @@ class Executor:
         self._kept = results
         queues: list[deque[tuple[int, Iteration]]] = [deque() for _ in range(self._num_threads)]
         inline: list[deque[tuple[int, Iteration]]] = [deque() for _ in range(self._num_threads)]
-        for number, node in enumerate(graph.nodes):
-            if not node.inputs and not node.controls:
-                queues[0].appendleft((number, root))
+        for number in graph.roots:
+            (inline if graph.nodes[number].op == "Const" else queues)[0].appendleft((number, root))
         if self._on_gpu:
             inline[0].extend(reversed(queues[0]))
             queues[0].clear()

@@ -74,12 +74,19 @@ def on_import(
         sys.meta_path.remove(finder)
 
 
-def watch_imports(after: Mapping[str, Callable[[ModuleType], None]]) -> None:
+def watch_imports(
+    after: Mapping[str, Callable[[ModuleType], None]], *, before: Mapping[str, Callable[[], None]] | None = None
+) -> None:
     """Calls `after[name](module)` when the module has been imported, from now until the process ends.
 
     Where it has been imported already, it is called at once.
+
+    Args:
+        after: what to call, by the name of a module.
+        before: what to call when a module is about to be imported; nothing where it has been already.
     """
     for name, action in after.items():
         if name in sys.modules:
             action(sys.modules[name])
-    sys.meta_path.insert(0, _Finder({}, {name: action for name, action in after.items() if name not in sys.modules}))
+    late = {name: action for name, action in after.items() if name not in sys.modules}
+    sys.meta_path.insert(0, _Finder(before or {}, late))

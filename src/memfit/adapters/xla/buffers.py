@@ -1,12 +1,12 @@
 """Blocks of a program that XLA compiled: which buffer lives from where to where, and what it is for."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from memfit.adapters.xla.hlo import parse
+from memfit.adapters.xla.hlo import Instruction, parse
 from memfit.adapters.xla.layout import lay_out
 from memfit.adapters.xla.liveness import Buffer, Lives, Value, lives_of
-from memfit.adapters.xla.origin import Origins
+from memfit.adapters.xla.origin import Origin, Origins
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 
 Describe = Callable[[int], tuple[Category, str]]
@@ -50,6 +50,7 @@ class _Writer:
         self._origins = origins
         self._describe = describe
         self._describe_result = describe_result
+        self._named_after = self._names_from_readers()
         self._phases = self._phases_by_time()
         self._results = {place: number for number, place in reversed(list(enumerate(lives.results)))}
         # XLA copies an argument whose place the result takes too early.
@@ -127,7 +128,7 @@ class _Writer:
     def _block(self, run: _Run, start: int, end: int | None) -> Block:
         buffer = self._lives.buffers[run.place]
         first = run.values[0]
-        origin = self._origins.of(first.instruction)
+        origin = self._origin(first.instruction)
         if first.argument is not None:
             category, module = self._describe(first.argument)
             return Block(buffer.size_bytes, start, end, category, Phase.SETUP, module, str(category))
@@ -144,6 +145,24 @@ class _Writer:
                 # What has a parameter's shape and no optimizer has touched.
                 category = Category.GRADIENT
         return Block(buffer.size_bytes, start, end, category, phase, module, origin.op, origin.source)
+
+    def _names_from_readers(self) -> dict[str, Origin]:
+        """Origins of instructions that XLA put in without a name: those of the first that reads what they make."""
+        found: dict[str, Origin] = {}
+        for buffer in reversed(self._lives.buffers):
+            for value in reversed(buffer.values):
+                name, own = value.instruction.name, self._origins.of(value.instruction)
+                if own.is_named or value.argument is not None:
+                    continue
+                for _, user, _ in sorted(value.users, key=lambda use: use[0]):
+                    theirs = found.get(user.name, self._origins.of(user))
+                    if theirs.is_named and user is not value.instruction:
+                        found[name] = replace(theirs, op=own.op)
+                        break
+        return found
+
+    def _origin(self, instruction: Instruction) -> Origin:
+        return self._named_after.get(instruction.name) or self._origins.of(instruction)
 
     def _phase(self, time: int) -> Phase:
         # The caller takes results after the last instruction.
@@ -162,7 +181,7 @@ class _Writer:
     def _phases_by_time(self) -> list[Phase]:
         """The part of the step that each instruction belongs to; where its name is silent, its place in time tells."""
         order = self._lives.order
-        found = [self._origins.of(instruction).phase for instruction in order]
+        found = [self._origin(instruction).phase for instruction in order]
         if Phase.BACKWARD not in found:
             return [Phase.FORWARD] * max(1, len(found))
         turn = self._turn(found)
@@ -173,7 +192,7 @@ class _Writer:
                 phases.append(phase)
             elif time < turn:
                 phases.append(Phase.FORWARD)
-            elif time > last or order[time].op_name:
+            elif time > last or self._origin(order[time]).is_named:
                 phases.append(Phase.OPTIMIZER)
             else:
                 phases.append(phases[-1])

@@ -36,12 +36,14 @@ class Origin:
         module: dotted path of the module.
         op: what is computed.
         source: innermost line of the user's code.
+        is_named: whether the framework said anything about it.
     """
 
     phase: Phase | None
     module: str
     op: str
     source: str
+    is_named: bool = True
 
 
 class Origins:
@@ -62,7 +64,9 @@ class Origins:
                 op = instruction.opcode
             else:
                 op = f"{primitive} ({instruction.opcode})"
-            self._known[instruction.name] = Origin(phase_of(named.op_name), path, op, self._source(named.source))
+            self._known[instruction.name] = Origin(
+                phase_of(named.op_name), path, op, self._source(named.source), bool(named.op_name)
+            )
         return self._known[instruction.name]
 
     def _named(self, instruction: Instruction) -> Instruction:

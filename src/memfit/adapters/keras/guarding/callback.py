@@ -16,7 +16,7 @@ class Keeper(Protocol):
     def epoch_begins(self, epoch: int) -> None:
         """An epoch begins."""
 
-    def epoch_ends(self, epoch: int) -> None:
+    def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
         """An epoch has ended, validation included."""
 
     def train_ends(self) -> None:
@@ -46,7 +46,7 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Called by Keras."""
-        self._keeper.epoch_ends(epoch)
+        self._keeper.epoch_ends(epoch, dict(logs or {}))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Called by Keras."""

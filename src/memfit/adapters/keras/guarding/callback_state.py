@@ -1,4 +1,4 @@
-"""What callbacks have found out so far, as far as it is plain data: the best loss, epochs without progress, the history.
+"""What callbacks have found out so far, as far as it is plain data: the best loss, epochs without progress.
 
 A callback keeps that in attributes beside its options. What has changed since training began is state; what hasn't is
 an option, and a script that is run again may have given another one.

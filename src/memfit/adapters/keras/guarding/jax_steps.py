@@ -136,9 +136,7 @@ class JaxSteps(Steps):
 
 
 def _beside_arguments(memory: Any) -> int:
-    return max(
-        0, int(memory.temp_size_in_bytes) + int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes)
-    )
+    return max(0, int(memory.temp_size_in_bytes) + int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes))
 
 
 def make(model: Any, each: Each) -> Steps:

@@ -1,7 +1,8 @@
 """A `fit` of Keras as a guard sees it: steps that can be undone, settings put on and off, state to disk and back."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,6 @@ from memfit.core.settings import Settings
 from memfit.core.units import format_size
 
 _VARIABLES, _ARRAYS, _PROGRESS = "variables.safetensors", "arrays.safetensors", "progress.json"
-# Further variables of a model in a plan, such as adapters, come only with its settings.
-_MICRO = {"micro_batches": 1, "micro_batch_size": 0}
 
 
 class KerasLoop:
@@ -51,12 +50,14 @@ class KerasLoop:
         check_fit(model)
         self.model = model
         self.data = Data(iterator, is_ordered=is_ordered)
+        self._iterator = iterator
         self._callbacks = callbacks
         self._states: CallbackStates | None = None
         self._approximate = approximate
         self._fitted: FittedModel | None = None
         self._steps = make_steps(model, each)
         self._settings = Settings()
+        self._is_built = False
         self._steps.install()
 
     # One batch.
@@ -110,22 +111,17 @@ class KerasLoop:
         settings = replace(settings, micro_batches=2 if settings.micro_batch_size else 1)
         if settings == self._settings:
             return
-        fill = getattr(self._steps, "fill", None)
-        values = self._steps.values()
-        if values is not None and fill is not None:
-            fill()
         try:
-            if self._fitted is None:
-                self._fitted = FittedModel(settings, self.model, self._approximate)
-            else:
-                self._fitted.change(settings)
+            with self.filled():
+                if self._fitted is None:
+                    self._fitted = FittedModel(settings, self.model, self._approximate)
+                else:
+                    self._fitted.change(settings)
             self._settings = settings
         except BaseException:
             self._settings = Settings()
             raise
         finally:
-            if values is not None:
-                self._steps.load()
             self._steps.rebuild()
 
     @property
@@ -189,7 +185,7 @@ class KerasLoop:
 
     @property
     def device_name(self) -> str:
-        """"host", or the kind of accelerator."""
+        """ "host", or the kind of accelerator."""
         return device_name()
 
     @property
@@ -233,10 +229,18 @@ class KerasLoop:
         """Whether all variables are there to be loaded."""
         return variables.is_built(self.model)
 
+    def build_early(self) -> None:
+        """Makes all variables before the first batch, where a batch can be looked at without being lost."""
+        if not self.is_built and self._iterator is not None and not self.data.is_generator:
+            self.model._symbolic_build(iterator=self._iterator)
+            self._iterator.reset()
+
     def build(self, batch: Any) -> None:
         """Makes all variables."""
-        if not variables.is_built(self.model):
-            self.model._symbolic_build(data_batch=batch)
+        if not self._is_built:
+            if not self.is_built:
+                self.model._symbolic_build(data_batch=batch)
+            self._is_built = True
 
     def load_variables(self, resumed: "Resumed", *, in_epoch: bool) -> None:
         """Gives the variables the stored values.
@@ -246,12 +250,8 @@ class KerasLoop:
             in_epoch: whether an epoch is in progress, with its metrics.
         """
         groups = variables.GROUPS if in_epoch else variables.GROUPS[:-1]
-        if in_epoch and self._steps.values() is not None:
-            fill = self._steps.fill  # type: ignore[attr-defined]
-            fill()
-        variables.read(resumed.directory / _VARIABLES, self.model, groups)
-        if in_epoch:
-            self._steps.load()
+        with self.filled():
+            variables.read(resumed.directory / _VARIABLES, self.model, groups)
 
     def watch_callbacks(self) -> None:
         """What callbacks change from now on is their state."""
@@ -264,16 +264,22 @@ class KerasLoop:
         if self._states is not None:
             self._states.load(resumed.callbacks, resumed.plain)
 
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """The variables have their values inside, also within an epoch on JAX; changed ones count afterwards."""
+        is_empty = self._steps.values() is not None
+        if is_empty:
+            self._steps.fill()
+        try:
+            yield
+        finally:
+            if is_empty:
+                self._steps.load()
+
     def metrics(self) -> dict[str, Any]:
         """The metrics so far, as logs."""
-        values = self._steps.values()
-        fill = getattr(self._steps, "fill", None)
-        if values is not None and fill is not None:
-            fill()
-        logs = {name: float(value) for name, value in self.model.get_metrics_result().items()}
-        if values is not None:
-            self._steps.load()
-        return logs
+        with self.filled():
+            return {name: float(value) for name, value in self.model.get_metrics_result().items()}
 
     def describe(self) -> str:
         """The model's state in a few words."""
@@ -318,7 +324,7 @@ def check_fit(model: Any) -> None:
 
 
 def device_name() -> str:
-    """"host", or the kind of accelerator that Keras uses."""
+    """ "host", or the kind of accelerator that Keras uses."""
     backend = keras.backend.backend()
     if backend == "jax":
         import jax

@@ -66,8 +66,11 @@ class Steps:
         """The variables' values by group, where the variables themselves are empty at the moment; None: they aren't."""
         return None
 
+    def fill(self) -> None:
+        """Gives variables that are empty at the moment their values."""
+
     def load(self) -> None:
-        """The variables have been given other values."""
+        """Takes the values that `fill` gave, which may have been changed since."""
 
     def settle(self) -> None:
         """Waits until the last step has really been made."""

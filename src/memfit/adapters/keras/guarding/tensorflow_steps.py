@@ -7,8 +7,9 @@ change, which are small and kept.
 
 A step compiled by XLA is one operation, which takes its memory before it computes. But it is given the memory of the
 variables to write into, and when it then fails, TensorFlow has freed what the variables still point to. As long as
-somebody else holds the values they aren't given away; so they are held whenever a step is run for the first time with
-its shapes. After that the same step needs the same memory.
+somebody else holds the values they aren't given away, and the step needs memory for both, old and new. So they are held
+where they are small, and otherwise whenever a step is run for the first time with its shapes: after that the same step
+needs the same memory.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ import tensorflow as tf
 
 from memfit.adapters.keras.guarding import variables
 from memfit.adapters.keras.guarding.steps import Each, Steps
+
+# Values of variables that are held during every compiled step, together.
+_SMALL_BYTES = 64 * 2**20
 
 
 class TensorFlowSteps(Steps):
@@ -33,6 +37,9 @@ class TensorFlowSteps(Steps):
         """Shapes of batches that went well with the step in use."""
         self._key: Any = None
         self._holds_all = False
+        self._groups: tuple[list[Any], list[Any]] | None = None
+        """All variables, and those that the forward pass changes."""
+        self._is_small = False
         with tf.init_scope():
             self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
         """Updates that were begun, behind the barrier."""
@@ -58,16 +65,18 @@ class TensorFlowSteps(Steps):
 
     def begin(self, batch: Any) -> None:
         """Holds the values of what the step may have changed when it fails."""
-        if not variables.is_built(self.model):
-            self.model._symbolic_build(data_batch=batch)
         self.in_update = False
         self._key = tuple(str(tuple(part.shape)) for part in tf.nest.flatten(batch) if hasattr(part, "shape"))
-        is_compiled = self._is_compiled
-        self._holds_all = self.has_own_step if not is_compiled else self._key not in self._known
-        if self._holds_all:
-            changing = [one for group in variables.grouped(self.model).values() for one in group]
+        if self._groups is None:
+            everything = [one for group in variables.grouped(self.model).values() for one in group]
+            self._is_small = variables.size_bytes(everything) <= _SMALL_BYTES
+            self._groups = everything, variables.small(self.model)
+        everything, small = self._groups
+        if self._is_compiled:
+            self._holds_all = self._is_small or self._key not in self._known
         else:
-            changing = [] if is_compiled else variables.small(self.model)
+            self._holds_all = self.has_own_step
+        changing = everything if self._holds_all else [] if self._is_compiled else small
         # Reading gives the value that the variable has, not a copy of it.
         self._kept = [(variable, variable.value.value()) for variable in changing]
         self._updates_before = self._updates.value()
@@ -101,7 +110,7 @@ class TensorFlowSteps(Steps):
 
     def rebuild(self) -> None:
         """Another step needs other memory."""
-        self._step = None
+        self._step = self._groups = None
         self._known.clear()
         super().rebuild()
 

@@ -23,6 +23,7 @@ class TorchSteps(Steps):
     def __init__(self, model: Any, each: Each) -> None:
         super().__init__(model, each)
         self._kept: list[tuple[Any, torch.Tensor]] = []
+        self._changing: list[Any] | None = None
         self._room_bytes: int | None = None
         self._device = torch.device("cpu")
 
@@ -34,11 +35,11 @@ class TorchSteps(Steps):
     def begin(self, batch: Any) -> None:
         """Copies what the forward pass changes."""
         self.in_update = False
-        if self.has_own_step:
-            changing = [one for group in variables.grouped(self.model).values() for one in group]
-        else:
-            changing = variables.small(self.model)
-        self._kept = [(variable, variable.value.detach().clone()) for variable in changing]
+        if self._changing is None:
+            groups = variables.grouped(self.model)
+            everything = [one for group in groups.values() for one in group]
+            self._changing = everything if self.has_own_step else variables.small(self.model)
+        self._kept = [(variable, variable.value.detach().clone()) for variable in self._changing]
 
     def run(self, batch: Any) -> Any:
         """Keras's own function, or that of a fitted step."""
@@ -53,6 +54,11 @@ class TorchSteps(Steps):
                 variable.value.detach().copy_(value)
         for variable in self.model.trainable_variables:
             variable.value.grad = None
+
+    def rebuild(self) -> None:
+        """Other settings may come with other variables."""
+        self._changing = self._room_bytes = None
+        super().rebuild()
 
     def forget(self) -> None:
         """Drops the copies."""

@@ -1,0 +1,113 @@
+"""What a compiled step of JAX takes of the host's memory, measured.
+
+A fresh process makes the arguments, compiles the step, runs it once, and then measures a second run: the resident
+memory before it, and the highest while it runs (VmHWM, which the kernel resets through /proc/self/clear_refs). The
+allocator is told to take every large block from the kernel and to give it back at once, so that nothing measured is a
+leftover. What the step holds is then: its arguments, and all that resident memory rose above them. XLA fills what it
+sets aside only as it needs it: pages that are never touched are no memory, and are not seen.
+
+    python -m benchmarks.measuring_jax            # the table: predicted against measured
+"""
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Made = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A step and its arguments."""
+
+_ENVIRONMENT = {
+    # Blocks from 64 KiB on are mapped one by one and unmapped when they are freed.
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+    "MALLOC_TOP_PAD_": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "JAX_PLATFORMS": "cpu",
+}
+
+
+def measure(make: str) -> dict[str, int]:
+    """Bytes that a step takes, in a process of its own.
+
+    Args:
+        make: "module:function"; the function gives the step and its arguments as arrays.
+
+    Returns:
+        "measured": arguments, and what the second run added at most; "argument": of these the arguments.
+    """
+    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(["src", ".", *sys.path[:1]])}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.measuring_jax", "--child", make],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{make} failed with {done.returncode}:\n{done.stderr[-2000:]}")
+    answer: dict[str, int] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def _child(make: str) -> dict[str, int]:
+    import importlib
+
+    import jax
+
+    module, _, name = make.partition(":")
+    step, arguments = getattr(importlib.import_module(module), name)()
+    compiled = step.lower(*arguments).compile()
+    donated = set(compiled.donate_argnums)
+
+    def copies() -> list[Any]:
+        # A donated argument is gone after the run.
+        leaves = jax.tree.leaves(arguments)
+        return [leaf.copy() if number in donated else leaf for number, leaf in enumerate(leaves)]
+
+    structure = jax.tree.structure(arguments)
+    argument_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments))
+    for run in range(2):
+        given = jax.tree.unflatten(structure, copies())
+        jax.block_until_ready(given)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        result = compiled(*given)
+        jax.block_until_ready(result)
+        highest = _status("VmHWM")
+        del result, given
+        del run
+    analysis = compiled.memory_analysis()
+    predicted = (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        + analysis.temp_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
+    return {"measured": argument_bytes + highest - before, "argument": argument_bytes, "predicted": predicted}
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(_child(sys.argv[2])))
+    else:
+        from benchmarks import jax_steps
+
+        for case in jax_steps.CASES:
+            found = measure(f"benchmarks.jax_steps:{case}")
+            error = 100 * (found["predicted"] / found["measured"] - 1)
+            print(f"{case:24s} {found['predicted'] / 2**20:8.1f} {found['measured'] / 2**20:8.1f} {error:+6.2f}%", flush=True)

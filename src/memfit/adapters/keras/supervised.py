@@ -1,0 +1,46 @@
+"""What memfit does in a supervised script when it has imported Keras: every `fit` of a model is guarded.
+
+Keras has one `fit` per backend, and `keras.Model` inherits it. It is replaced in the class that defines it, so that
+models, subclasses and a `fit` of the user's own that calls Keras's are all reached, however the script imports them.
+"""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from memfit.core.run_events import note
+
+GuardedFit = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Takes Keras's own method, the model, and the arguments of the call."""
+
+
+def install(module: ModuleType, guarded_fit: GuardedFit) -> None:
+    """Sends every `fit` of this process through a guard.
+
+    Args:
+        module: the package `keras`.
+        guarded_fit: calls Keras's own `fit`, guarded.
+    """
+    note("keras", backend=module.backend.backend())
+    replace_fit(module, guarded_fit)
+
+
+def replace_fit(module: ModuleType, instead: GuardedFit) -> None:
+    """Has every `fit` of this process call something else, which is given Keras's own; the first to ask wins.
+
+    Args:
+        module: the package `keras`.
+        instead: what is called.
+    """
+    owner = next((kind for kind in module.Model.__mro__ if "fit" in vars(kind)), None)
+    if owner is None or hasattr(owner.fit, "_memfit_plain"):
+        return
+    plain = owner.fit
+
+    @functools.wraps(plain)
+    def fit(self: Any, *arguments: Any, **named: Any) -> Any:
+        return instead(plain, self, arguments, named)
+
+    fit._memfit_plain = plain  # type: ignore[attr-defined]
+    owner.fit = fit
