@@ -1,6 +1,7 @@
 """Training steps of JAX, of a few hundred megabytes each, to measure."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -45,9 +46,7 @@ def mlp_not_donated() -> Made:
 
 
 def _convolved(x: Any, weight: Any, stride: int = 1) -> Any:
-    return jax.lax.conv_general_dilated(
-        x, weight, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
+    return jax.lax.conv_general_dilated(x, weight, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def cnn() -> Made:
@@ -61,7 +60,7 @@ def cnn() -> Made:
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     widths = (3, 32, 64, 128, 256)
-    weights = [_filled(3, 3, a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    weights = [_filled(3, 3, a, b) for a, b in pairwise(widths)]
     return _adam(
         loss, {"convolutions": weights, "head": _filled(256, 10)}, _filled(48, 128, 128, 3), jnp.zeros(48, jnp.int32)
     )

@@ -3,7 +3,8 @@
     python -m benchmarks.keras_accuracy [--backends torch jax tensorflow] [case ...]
 
 Each model is made, estimated and trained in processes of its own, one for each backend. How the truth is measured
-differs by backend, and each module says how: benchmarks/measuring_torch.py, measuring_jax.py, measuring_tensorflow.py.
+differs by backend, and each module says how: benchmarks/measuring_torch.py, measuring_keras_jax.py and
+measuring_tensorflow.py.
 The reports of the three backends are also compared: parameters, gradients and optimizer state must be equal.
 """
 
@@ -17,12 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.measuring_jax import _ENVIRONMENT as RESIDENT
 from benchmarks.reporting import ROOT, Bar, bullets, percent, publish, table
 from memfit.core.units import MIB
 
 LIMITS = {"torch": 0.01, "jax": 0.03, "tensorflow": 0.08}
 SHARED = ("parameter", "gradient", "optimizer state")
 _MOST_SECONDS = 900
+_MEASURING = {"torch": "measuring_torch", "jax": "measuring_keras_jax", "tensorflow": "measuring_tensorflow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ def one(backend: str, name: str, what: str) -> None:
     model, batch = chosen.make(), chosen.batch(chosen.batch_size)
     found: dict[str, Any]
     if what == "measure":
-        module = importlib.import_module(f"benchmarks.measuring_{backend}")
+        module = importlib.import_module(f"benchmarks.{_MEASURING[backend]}")
         found = {"measured": module.measure(model, batch), "how": module.HOW}
     else:
         import memfit
@@ -86,6 +89,8 @@ def row_of(backend: str, name: str) -> Row:
     for what in ("predict", "measure"):
         command = [sys.executable, "-m", "benchmarks.keras_accuracy", "--one", backend, name, what]
         environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        if backend == "jax" and what == "measure":
+            environment |= RESIDENT
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False
         )

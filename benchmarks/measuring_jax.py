@@ -84,13 +84,9 @@ def _child(make: str) -> dict[str, int]:
         highest = _status("VmHWM")
         del result, given
         del run
-    analysis = compiled.memory_analysis()
-    predicted = (
-        analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        + analysis.temp_size_in_bytes
-        - analysis.alias_size_in_bytes
-    )
+    from memfit.adapters.jax.compiled import compile_step
+
+    predicted = compile_step(step, arguments).assigned_bytes
     return {"measured": argument_bytes + highest - before, "argument": argument_bytes, "predicted": predicted}
 
 
@@ -110,4 +106,7 @@ if __name__ == "__main__":
         for case in jax_steps.CASES:
             found = measure(f"benchmarks.jax_steps:{case}")
             error = 100 * (found["predicted"] / found["measured"] - 1)
-            print(f"{case:24s} {found['predicted'] / 2**20:8.1f} {found['measured'] / 2**20:8.1f} {error:+6.2f}%", flush=True)
+            print(
+                f"{case:24s} {found['predicted'] / 2**20:8.1f} {found['measured'] / 2**20:8.1f} {error:+6.2f}%",
+                flush=True,
+            )

@@ -61,7 +61,7 @@ class FitCheckpoints:
             return update % self._every == 0
         # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
         seldom = min(_SECONDS, _FIRST_SECONDS * 2**self._num_saved)
-        return time.monotonic() - self._last >= max(seldom, self._seconds / _SHARE)
+        return bool(time.monotonic() - self._last >= max(seldom, self._seconds / _SHARE))
 
     def wait_anew(self) -> None:
         """Nothing new has happened until now."""

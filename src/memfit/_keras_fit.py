@@ -121,7 +121,13 @@ def fit(
     return _fit(model.fit, options, (x, y), arguments)
 
 
-def guarded_fit(plain_fit: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def guarded_fit(
+    plain_fit: Callable[..., Any],
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    budget: int | None = None,
+) -> Any:
     """A call of `model.fit` in a script that knows nothing of memfit, guarded as its supervisor asks.
 
     Args:
@@ -129,14 +135,17 @@ def guarded_fit(plain_fit: Callable[..., Any], model: Any, args: tuple[Any, ...]
         model: the model.
         args: of the call.
         kwargs: of the call.
+        budget: bytes to plan for where the supervisor names none.
     """
     from memfit.adapters.keras.guarding.callback import FitCallback
 
+    request = run_events.current()
+    options = FitOptions(budget=None if request is not None and request.budget_bytes is not None else budget)
     given = kwargs.get("callbacks")
     known = given if isinstance(given, list | tuple) else [given]
     if any(isinstance(one, FitCallback) for one in known) or not getattr(model, "compiled", False):
         return plain_fit(model, *args, **kwargs)
-    return _fit(functools.partial(plain_fit, model), FitOptions(), args, kwargs)
+    return _fit(functools.partial(plain_fit, model), options, args, kwargs)
 
 
 def make_callback_class() -> type:
@@ -170,7 +179,7 @@ def _fit(plain_fit: Callable[..., Any], options: FitOptions, args: tuple[Any, ..
     keeper = KerasFit(options)
     names = list(inspect.signature(plain_fit).parameters)
     arguments = dict(kwargs) | dict(zip(names, args, strict=False))
-    given = arguments.get("callbacks")
+    given: Any = arguments.get("callbacks")
     callbacks = getattr(given, "callbacks", None)
     if callbacks is not None:
         own = FitCallback(keeper)
@@ -240,7 +249,7 @@ class KerasFit:
 
     def epoch_begins(self, epoch: int) -> None:
         """Before the first batch of an epoch is drawn."""
-        self._epoch, self._batch = epoch, 0
+        self._epoch, self._batch, self._skip = epoch, 0, 0
         resumed = self._resumed
         if resumed is not None:
             self._skip = int(resumed.progress["batch"])
@@ -379,10 +388,12 @@ class KerasFit:
             except (MemfitError, KeyError, TypeError, ValueError):
                 # Written by another version.
                 known = None
-        if options.plan == AUTO and self._budget is not None and known is None and self._update == 0:
+        # A supervisor that starts a run again has it planned anew: what the checkpoint says was too much.
+        is_new = self._update == 0 or (self._request is not None and self._request.attempt > 1)
+        if options.plan == AUTO and self._budget is not None and known is None and is_new:
             planned = self._planned(batch)
-            if planned is not None:
-                attempts.adopt(planned, size)
+            if planned is not None and attempts.adopt(planned, size):
+                self._tell_size(size, f"planned for {format_size(self._budget)}")
         for most in (options.micro_batch_size, self._request.micro_batch_size if self._request else None):
             if most and size.num_samples:
                 attempts.bound(size, most)
@@ -422,6 +433,10 @@ class KerasFit:
                     measure=False,
                 )
         except PlanNotFound as error:
+            if self._request is not None and error.smallest is not None:
+                # The supervisor holds the limit: what is computed to be a little too much may be enough yet.
+                self._say("no plan is computed to fit; the smallest is tried")
+                return error.smallest.settings
             run_events.note("cannot fit", text=str(error))
             raise CannotFit(str(error)) from error
         except Exception:
@@ -519,7 +534,7 @@ class KerasFit:
 
     @property
     def _is_limited(self) -> bool:
-        return self._budget is not None or cgroup_limit_bytes() is not None or self._request is not None
+        return self._budget is not None or cgroup_limit_bytes() is not None
 
     def _remember(self) -> None:
         if self._key is not None and self._attempts is not None and self._attempts.changed:
@@ -533,14 +548,14 @@ class KerasFit:
             most = min(most, size.num_samples)
         run_events.note("step", update=self._update, micro_batch_size=most)
 
-    def _tell_size(self, size: BatchSize) -> None:
+    def _tell_size(self, size: BatchSize, why: str = "memory ran out; going on") -> None:
         settings = self._settings(size)
         self._note_size(size)
         most = settings.micro_batch_size
         parts = f"micro-batches of {most}" if most else "whole batches"
         extra = f", {len(settings.checkpoint)} parts of the model recomputed" if settings.checkpoint else ""
         differs = self._loop.differences
-        self._say(f"memory ran out; going on with {parts}{extra}" + (f". Approximate: {differs}" if differs else ""))
+        self._say(f"{why} with {parts}{extra}" + (f". Approximate: {differs}" if differs else ""))
 
     def _explain(self, failure: OutOfMemory) -> str:
         settings = self._loop.settings

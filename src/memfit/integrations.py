@@ -12,6 +12,8 @@ from typing import Any
 
 from memfit._estimator import torch_adapter
 from memfit._library_guard import LibraryGuard
+from memfit.catalogue.host import cgroup_limit_bytes
+from memfit.runs.devices import has_devices
 
 LightningGuard: Any
 """A callback that guards training steps; made when it is first asked for, see `_lightning_guard`."""
@@ -190,7 +192,9 @@ def install_keras(module: ModuleType) -> None:
     from memfit._keras_fit import guarded_fit
     from memfit.adapters.keras import supervised
 
-    supervised.install(module, guarded_fit)
+    # TensorFlow's kernels may end the process where others raise an error: what it does in a container is planned.
+    budget = cgroup_limit_bytes() if module.backend.backend() == "tensorflow" and not has_devices() else None
+    supervised.install(module, functools.partial(guarded_fit, budget=budget))
 
 
 TRAINERS = {

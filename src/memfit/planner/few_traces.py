@@ -234,8 +234,11 @@ class Search:
 
 def num_moves(settings: Settings) -> int:
     """How much settings change, for a choice between equals."""
-    changed = (settings.precision, settings.lora_rank, settings.quantized_base, settings.jit_compile is not None)
-    return (settings.micro_batches > 1) + len(settings.checkpoint) + sum(map(bool, changed))
+    whole = settings.jit_compile is not None
+    changed = (settings.precision, settings.lora_rank, settings.quantized_base, whole)
+    num = (settings.micro_batches > 1) + len(settings.checkpoint) + sum(map(bool, changed))
+    # Donation costs nothing: it goes with whatever else is changed.
+    return num or int(settings.donate)
 
 
 def part_counts(batch_size: int | None) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from memfit.runs.watch import Seen
 # Native code that gets no memory may crash instead of saying so, and may have asked for much at once.
 _CLOSE = 0.7
 _ALMOST_NOTHING = 0.03
+_NARROW = ("container", "budget")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Evidence:
         kills_around: the same, with the containers around ours.
         logged: the kills that the kernel's log tells of; None where it can't be read.
         passed_on: names of the signals that were passed on to it.
+        guarded_by: the framework whose guard had begun and that crashes for lack of memory, or "".
     """
 
     status: int
@@ -48,6 +50,7 @@ class Evidence:
     kills_around: int | None = None
     logged: list[LoggedKill] | None = None
     passed_on: frozenset[str] = field(default_factory=frozenset)
+    guarded_by: str = ""
 
 
 def explain(evidence: Evidence) -> Ending:
@@ -100,6 +103,10 @@ def _of_signal(evidence: Evidence) -> Ending:
         return _memory(evidence, Cause.SHARED_MEMORY, "it was ended by SIGBUS with shared memory (/dev/shm) full")
     if name in ("SIGSEGV", "SIGABRT") and _is_close(evidence):
         text = f"it crashed with {name} close to its limit, as native code does that gets no memory"
+        return _memory(evidence, Cause.CRASHED, text)
+    if name in ("SIGSEGV", "SIGABRT") and evidence.guarded_by and evidence.ceiling.limit_of in _NARROW:
+        # It may have asked for much at once, long before its limit.
+        text = f"it crashed with {name} in a step of {evidence.guarded_by}, whose kernels do so that get no memory"
         return _memory(evidence, Cause.CRASHED, text)
     cause = Cause.INTERRUPTED if name == "SIGINT" else Cause.SIGNALLED
     return Ending(cause, f"it was ended by {name}", signal=name)

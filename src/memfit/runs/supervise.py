@@ -142,6 +142,7 @@ class Supervisor:
                 kills_around=_growth(counted_around, self._groups.num_kills_around()),
                 logged=log.kills() if log.is_readable else None,
                 passed_on=frozenset(signals.names),
+                guarded_by=_crashing(events),
             )
         finally:
             log.close()
@@ -326,6 +327,13 @@ class Supervisor:
 
 def _last(events: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
     return next((event for event in reversed(events) if event["event"] == name), None)
+
+
+def _crashing(events: list[dict[str, Any]]) -> str:
+    """The framework of a guard that has begun, where that framework crashes for lack of memory; else ""."""
+    keras, guard = _last(events, "keras"), _last(events, "guard")
+    uses_tensorflow = keras is not None and guard is not None and keras.get("backend") == "tensorflow"
+    return "TensorFlow" if uses_tensorflow else ""
 
 
 def _step(event: dict[str, Any]) -> int | None:

@@ -119,14 +119,14 @@ def estimated(make):
         "untouched": state_of(model) == before and model.train_function is None,
         "modules": sorted({block.module for block in estimate.timeline.blocks}),
         "phases": sorted({block.phase for block in estimate.timeline.blocks}),
-        "at peak": {str(category): size for category, size in estimate.timeline.breakdown(tick, lambda b: b.category).items()},
+        "at peak": estimate.timeline.breakdown(tick, lambda block: str(block.category)),
     }
 
 
 MODELS = (convolutional, recurrent, transformer, subclassed, two_inputs)
 found = {make.__name__: estimated(make) for make in MODELS}
-model, batch = recurrent()
-searched = memfit.max_batch(model, batch=batch, device="2MiB")
+model, batch = subclassed()
+searched = memfit.max_batch(model, batch=batch, device="1GiB")
 found["max batch"] = [searched.batch_size, searched.estimate.fits, searched.estimate.replay.reserved_peak_bytes]
 found["inference"] = memfit.estimate(model, batch=batch[0], device="cpu", mode="inference").replay.reserved_peak_bytes
 found["messages"] = messages()

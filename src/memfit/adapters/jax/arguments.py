@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from memfit.core.errors import BadBatch
@@ -87,7 +88,7 @@ def leaves_of(arguments: Sequence[Any]) -> list[Leaf]:
 def size_of(value: Any) -> int:
     """Bytes of an array; keys of random generators count as what they hold."""
     dtype = value.dtype
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         value = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, dtype))
         dtype = value.dtype
     return int(np.prod(value.shape, dtype=np.int64)) * int(np.dtype(dtype).itemsize)
@@ -110,7 +111,9 @@ def assign(arguments: Sequence[Any], results: Any) -> list[Leaf]:
     }
     for leaf in leaves:
         repeats = (
-            leaf.argument != first_state and bool(weights) and all(leaf.shape in weights for leaf in whole[leaf.argument])
+            leaf.argument != first_state
+            and bool(weights)
+            and all(leaf.shape in weights for leaf in whole[leaf.argument])
         )
         roles.append(replace(leaf, category=_role(leaf, batch, repeats)))
     return roles
@@ -121,7 +124,7 @@ def _role(leaf: Leaf, batch: set[int], repeats: bool) -> Category:
         return Category.BATCH
     if leaf.is_optimizer:
         return Category.OPTIMIZER_STATE
-    if not jax.dtypes.issubdtype(leaf.dtype, np.inexact) or _BUFFER_NAMES & set(leaf.path):
+    if not jnp.issubdtype(leaf.dtype, np.inexact) or _BUFFER_NAMES & set(leaf.path):
         return Category.BUFFER
     return Category.OPTIMIZER_STATE if repeats else Category.PARAMETER
 
@@ -226,7 +229,7 @@ def _is_model(argument: Any) -> bool:
 def _is_key(arrays: Sequence[Any]) -> bool:
     """Whether these are keys of random generators, of JAX's new or old form."""
     return all(
-        jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) or (a.dtype == np.uint32 and tuple(a.shape) == (2,))
+        jnp.issubdtype(a.dtype, jax.dtypes.prng_key) or (a.dtype == np.uint32 and tuple(a.shape) == (2,))
         for a in arrays
     )
 

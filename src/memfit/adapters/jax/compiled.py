@@ -8,7 +8,9 @@ import jax
 
 from memfit.adapters.jax.arguments import size_of
 from memfit.adapters.xla.assignment import read_assignment
-from memfit.adapters.xla.buffers import Describe, timeline_of
+from memfit.adapters.xla.buffers import Describe, most_scratch, scratch_times, timeline_of
+from memfit.adapters.xla.hlo import parse
+from memfit.adapters.xla.liveness import lives_of
 from memfit.core.errors import StepFailed
 from memfit.core.timeline import Block, Phase, Timeline
 
@@ -28,8 +30,10 @@ class Compiled:
         temporary_bytes: of what lives inside of the program.
         alias_bytes: of results that take the place of donated arguments.
         constant_bytes: of arrays that are part of the program, such as those that a step closes over.
+        scratch_bytes: that kernels for CPU take for themselves, at most.
         kept: numbers of the arguments' leaves that the program uses, in its own order.
         unused: (number, bytes) of the leaves that it doesn't use, which its caller holds nonetheless.
+        on_host: whether it is to run on the CPU that it was compiled for.
     """
 
     text: str
@@ -38,14 +42,16 @@ class Compiled:
     temporary_bytes: int
     alias_bytes: int
     constant_bytes: int
+    scratch_bytes: int
     kept: tuple[int, ...]
     unused: tuple[tuple[int, int], ...]
+    on_host: bool
 
     @property
     def assigned_bytes(self) -> int:
         """All that is taken while the program runs."""
         taken = self.argument_bytes + self.output_bytes + self.temporary_bytes - self.alias_bytes
-        return taken + self.constant_bytes
+        return taken + self.constant_bytes + self.scratch_bytes
 
     def timeline(self, describe: Describe, describe_result: Describe | None = None) -> Timeline:
         """Every buffer of the program.
@@ -56,7 +62,7 @@ class Compiled:
             describe_result: the same for leaves of the result that take no argument's place.
         """
         kept = self.kept
-        made, _ = timeline_of(self.text, lambda number: describe(kept[number]), describe_result)
+        made, _ = timeline_of(self.text, lambda number: describe(kept[number]), describe_result, on_host=self.on_host)
         extra = [(size, *describe(number)) for number, size in self.unused if size]
         if not extra:
             return made
@@ -110,6 +116,8 @@ def read(lowered: Any, *, as_on_gpu: bool = False) -> Compiled:
     sizes = [size_of(leaf) for leaf in jax.tree.leaves(lowered.in_avals)]
     kept = _kept(compiled, len(sizes))
     unused = tuple((number, size) for number, size in enumerate(sizes) if number not in set(kept))
+    on_host = not as_on_gpu and jax.default_backend() == "cpu"
+    module = parse(text) if on_host else None
     assignment = getattr(analysis, "serialized_buffer_assignment_proto", None)
     return Compiled(
         text,
@@ -118,8 +126,10 @@ def read(lowered: Any, *, as_on_gpu: bool = False) -> Compiled:
         analysis.temp_size_in_bytes,
         analysis.alias_size_in_bytes,
         read_assignment(assignment).constant_bytes if assignment else 0,
+        most_scratch(scratch_times(module, lives_of(module))) if module is not None else 0,
         kept,
         unused,
+        on_host,
     )
 
 

@@ -29,8 +29,8 @@ _SIMULATED = (
     Note("xla-library-workspaces", "workspaces of cuDNN and cuBLAS, which XLA picks on the GPU itself, aren't counted"),
     Note(
         "xla-preallocation",
-        "JAX takes 75% of a GPU's memory when it starts (XLA_PYTHON_CLIENT_PREALLOCATE, XLA_PYTHON_CLIENT_MEM_FRACTION); "
-        "what is shown is what the step needs of it",
+        "JAX takes 75% of a GPU's memory when it starts (XLA_PYTHON_CLIENT_PREALLOCATE and "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION change that); what is shown is what the step needs of it",
     ),
 )
 _WIDENED = Note(
@@ -76,6 +76,7 @@ class OpenStep:
         self._traces: dict[int | None, Trace] = {}
         if batch_size is not None and batch_size < 1:
             raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
+        lowering.check_leaks(self._step, self._arguments)
         lowered = self._lower(self._arguments)
         self._leaves = roles.assign(self._arguments, lowered.out_info)
         roles.check_batch(self._leaves)
@@ -162,7 +163,8 @@ class OpenStep:
     def _place(self) -> AbstractContextManager[Any]:
         """Compiles for the host where the step is to run there, whatever JAX runs on by default."""
         if self._device.kind is Kind.HOST and jax.default_backend() != "cpu":
-            return jax.default_device(jax.local_devices(backend="cpu")[0])
+            placed: AbstractContextManager[Any] = jax.default_device(jax.local_devices(backend="cpu")[0])
+            return placed
         return nullcontext()
 
     def _remarks(self) -> tuple[Note, ...]:

@@ -4,12 +4,14 @@
 for constants, are lowered from outside, with everything that is no array held fixed.
 """
 
+import gc
 import inspect
 import os
 import sys
 import sysconfig
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -89,10 +91,48 @@ def lower(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         return _from_outside(step, arguments)
 
 
+def check_leaks(step: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """Refuses a step that keeps arrays beyond its end: JAX would find out only when it runs for the second time.
+
+    Args:
+        step: plain, or jitted by JAX; others look after themselves.
+        arguments: of the step.
+    """
+    if any(_is_nnx(argument) for argument in arguments) or _is_equinox(step):
+        return
+    run, arrays = _on_arrays(getattr(step, "__wrapped__", step), arguments)
+    traces: list[weakref.ref[Any]] = []
+
+    def watched(*values: Any) -> Any:
+        # JAX keeps the name to itself; where it is gone, nothing is checked.
+        trace = next((value._trace for value in values if hasattr(value, "_trace")), None)
+        if trace is not None:
+            traces.append(weakref.ref(trace))
+        return run(*values)
+
+    with explained(), quiet():
+        jax.eval_shape(watched, *arrays)
+    if any(trace() is not None for trace in traces):
+        gc.collect()
+    if any(trace() is not None for trace in traces):
+        raise StepFailed(f"the step {name_of(step)} keeps an array that it computed. {_LEAKED}")
+
+
 def _from_outside(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    run, arrays = _on_arrays(step, arguments)
+    first = sum(map(is_array, jax.tree.leaves(arguments[0]))) if arguments else 0
+    donated = [
+        number
+        for number in range(len(arrays))
+        if getattr(step, "donate_first" if number < first else "donate_rest", False) is True
+    ]
+    return jax.jit(run, donate_argnums=tuple(donated)).lower(*arrays)
+
+
+def _on_arrays(step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """(the step as a function of arrays alone, those among its arguments)."""
     leaves, structure = jax.tree.flatten(tuple(arguments))
     places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
-    first = sum(map(is_array, jax.tree.leaves(arguments[0]))) if arguments else 0
 
     def run(*arrays: Any) -> Any:
         filled = list(leaves)
@@ -102,12 +142,7 @@ def _from_outside(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         # Functions among the leaves of a module of equinox are no results.
         return jax.tree.map(lambda value: value if is_array(value) or isinstance(value, int | float) else None, result)
 
-    donated = [
-        number
-        for number in range(len(places))
-        if getattr(step, "donate_first" if number < first else "donate_rest", False) is True
-    ]
-    return jax.jit(run, donate_argnums=tuple(donated)).lower(*(leaves[place] for place in places))
+    return run, [leaves[place] for place in places]
 
 
 def _is_equinox(step: Any) -> bool:

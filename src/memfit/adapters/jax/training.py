@@ -62,7 +62,7 @@ class TrainStep:
     def init(self, params: Any) -> Any:
         """The optimizer's state for these parameters."""
         trained, _, _ = divided(params)
-        return self.optimizer.init(trained)
+        return jax.jit(self.optimizer.init)(trained)
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
         """One update.
@@ -158,8 +158,7 @@ class _Gradients:
             # Calls of blocks are counted anew each time that the loss is traced.
             with recomputing(self._settings.checkpoint):
                 result = self._loss(joined(own, fixed, self._structure), batched)
-            value, weight = result if isinstance(result, tuple | list) else (result, None)
-            _check_value(value, weight, result)
+            value, weight = _told(result)
             if narrow:
                 value = value.astype(jnp.float32)
             if weight is None:
@@ -269,10 +268,7 @@ def look(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Look:
 
     with recording() as found:
         program = jax.make_jaxpr(run)(trained, fixed, shapes(batch))
-    result = results[0]
-    value, weight = result if isinstance(result, tuple | list) and len(result) == 2 else (result, None)
-    _check_value(value, weight, result)
-    return Look(weight is not None, count_flops(program.jaxpr), tuple(found))
+    return Look(_told(results[0])[1] is not None, count_flops(program.jaxpr), tuple(found))
 
 
 def _taken(batch: Any, size: int, start: Any, length: int) -> Any:
@@ -307,14 +303,17 @@ def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _check_value(value: Any, weight: Any, result: Any) -> None:
+def _told(result: Any) -> tuple[Any, Any]:
+    """(loss, its weight or None) of what a loss function returned."""
+    value, weight = result if isinstance(result, tuple | list) and len(result) == 2 else (result, None)
     wrong = [one for one in (value, weight) if one is not None and getattr(one, "shape", ()) != ()]
-    if wrong or (isinstance(result, tuple | list) and len(result) != 2) or not hasattr(value, "dtype"):
+    if wrong or not hasattr(value, "dtype"):
         shown = [list(leaf.shape) for leaf in jax.tree.leaves(result) if hasattr(leaf, "shape")]
         raise BadLoss(
             "a loss function of JAX returns its scalar mean, or (loss, weight), two scalars, but this one returned "
             f"{type(result).__name__} with shapes {shown}. State that it changes must go through the parameters."
         )
+    return value, weight
 
 
 def _check(loss: Any, optimizer: Any, settings: Settings) -> None:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import keras
 

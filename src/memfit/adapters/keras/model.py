@@ -75,7 +75,7 @@ def check_inputs(model: Any, batch: Batch) -> None:
         if not _matches(tuple(wanted.shape), spec.shape):
             raise BadBatch(
                 f"the batch doesn't match the model's inputs: {wanted.name!r} of {model.name!r} takes arrays of shape "
-                f"{_shape(wanted)}, but {spec.shape} was given."
+                f"{_shape(wanted)}, but {spec.shape} was given. Give arrays of that shape."
             )
 
 
@@ -124,10 +124,9 @@ def build(model: Any, batch: Batch, *, training: bool) -> None:
     Call it where the model is kept `untouched`.
     """
     symbolic = mapped(lambda spec: None if spec is None else keras.KerasTensor(spec.shape, spec.dtype), batch.data)
-    optimizer = model.optimizer if training else None
     try:
         if training:
-            with _built(optimizer):
+            with _said_to_be_built(model.optimizer):
                 model._symbolic_build(data_batch=symbolic)
         elif not all(layer.built for layer in model._flatten_layers()):
             x = symbolic[0] if isinstance(symbolic, tuple) else symbolic
@@ -137,7 +136,8 @@ def build(model: Any, batch: Batch, *, training: bool) -> None:
         text = " ".join(str(error).split())
         raise StepFailed(
             f"Keras can't build the model {model.name!r} for a batch of the shapes {shapes}: "
-            f"{type(error).__name__}: {text}\nCall the model on one batch first, or give a batch that fits it."
+            f"{type(error).__name__}: {text}\nGive x and y that fit the model and its loss. A model that Keras can't "
+            "build by itself is built by calling it on one batch."
         ) from error
 
 
@@ -161,18 +161,15 @@ def fitted(model: Any, settings: Settings | None, *, training: bool) -> Iterator
         undo()
 
 
-class _built:  # noqa: N801 - reads as the statement it is
-    """The optimizer says that it is built, so that Keras leaves it alone: each backend has its own way to."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    def __enter__(self) -> None:
-        self._was = self._optimizer.built
-        self._optimizer.built = True
-
-    def __exit__(self, *_: Any) -> None:
-        self._optimizer.built = self._was
+@contextmanager
+def _said_to_be_built(optimizer: Any) -> Iterator[None]:
+    """Keras leaves the optimizer alone while this lasts: each backend has its own way to build it."""
+    before = optimizer.built
+    optimizer.built = True
+    try:
+        yield
+    finally:
+        optimizer.built = before
 
 
 def layer_paths(model: Any) -> dict[int, str]:
@@ -294,7 +291,7 @@ def state_bytes(model: Any, variables: list[Held], *, training: bool) -> dict[Ca
 
 def _common_bytes(one: Held) -> int:
     variable = one.variable
-    is_counter = not variable.shape or "seed_generator_state" in str(variable.name)
+    is_counter = len(variable.shape) == 0 or "seed_generator_state" in str(variable.name)
     if is_counter and "int" in str(variable.dtype):
         return 4 * number_of(variable)
     return one.size_bytes

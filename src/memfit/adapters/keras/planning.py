@@ -1,6 +1,7 @@
 """What a plan asks of a Keras model before it searches: what can be split and recomputed, and how fast it is."""
 
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,8 @@ def time_forward(model: Any, batch: Batch) -> tuple[float, float] | None:
     """(seconds of one sample, seconds of a call however small) of the forward pass; None where it can't be run."""
     size = batch.batch_size or 1
     many = min(size, max(_TIMED_SAMPLES, size // _TIMED_SAMPLES))
-    with untouched(model):
+    with untouched(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         build(model, batch, training=True)
         try:
             long = _timed(model, batch.resized(many) if batch.batch_size else batch)

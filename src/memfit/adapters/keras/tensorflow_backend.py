@@ -9,7 +9,7 @@ from memfit.adapters.keras.batch import Batch, mapped
 from memfit.adapters.keras.model import Held, LayerNames, build, fitted, held, number_of, state_bytes
 from memfit.adapters.keras.untouched import untouched
 from memfit.adapters.tensorflow.tracing import StepVariable, trace_step
-from memfit.core.device import Device
+from memfit.core.device import Device, Kind
 from memfit.core.errors import MemfitError, StepFailed
 from memfit.core.estimate import Note
 from memfit.core.settings import Settings
@@ -34,22 +34,24 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         with fitted(model, settings, training=training):
             if training and not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
-            return _trace(model, batch, training=training)
+            return _trace(model, batch, device, training=training)
 
 
-def _trace(model: Any, batch: Batch, *, training: bool) -> Trace:
+def _trace(model: Any, batch: Batch, device: Device, *, training: bool) -> Trace:
     variables = held(model, training=training)
     data = mapped(_spec, batch.data)
     jit_compile = model.jit_compile is True
     if training:
-        function, arguments = _concrete(model.train_step, data, jit_compile=jit_compile)
+        function = _concrete(model.train_step, data, jit_compile=jit_compile)
     else:
         data = (data[0],) if isinstance(data, tuple) else (data,)
-        function, arguments = _concrete(model.predict_step, data, jit_compile=jit_compile)
+        function = _concrete(model.predict_step, data, jit_compile=jit_compile)
     traced = trace_step(
         function,
         [StepVariable(_handle(one), one.category, one.module) for one in variables],
         jit_compile=jit_compile,
+        on_gpu=device.kind is Kind.CUDA,
+        optimizer=str(model.optimizer.name) if training else "",
         layers=LayerNames(model).paths,
     )
     sizes = state_bytes(model, variables, training=training)
@@ -66,8 +68,8 @@ def _trace(model: Any, batch: Batch, *, training: bool) -> Trace:
     )
 
 
-def _concrete(step: Callable[[Any], Any], data: Any, *, jit_compile: bool) -> tuple[Any, Any]:
-    """(the graph of a step, its arguments as specs)."""
+def _concrete(step: Callable[[Any], Any], data: Any, *, jit_compile: bool) -> Any:
+    """The graph of a step."""
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def one_step_on_data(data: Any) -> Any:
@@ -75,7 +77,7 @@ def _concrete(step: Callable[[Any], Any], data: Any, *, jit_compile: bool) -> tu
 
     try:
         function = tf.function(one_step_on_data, jit_compile=jit_compile)
-        return function.get_concrete_function(data), data
+        return function.get_concrete_function(data)
     except MemfitError:
         raise
     except Exception as error:

@@ -7,7 +7,6 @@ session. Shapes come from TensorFlow's own inference over the result.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,8 @@ from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_gra
 
 from tensorflow.python.framework import op_def_registry
 
+from memfit.adapters.tensorflow.nodes import Graph, Node, Shape, tensor_bytes
 from memfit.core.errors import StepFailed
-
-Shape = tuple[int, ...]
 
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
@@ -29,62 +27,13 @@ _LARGEST_VALUE = 64
 _LARGEST_FOLDED = 10 << 20
 _UNFOLDED = frozenset("Enter Exit Merge Switch NextIteration LoopCond Placeholder".split())
 _GPU_MEMORY_BYTES = 16 << 30
+# What TensorFlow's CPU device says of itself whatever the machine has; the optimizer rearranges sums beyond it.
+_HOST_MEMORY_BYTES = 256 << 20
 
 
-@dataclass(slots=True)
-class Node:
-    """An operator of the graph.
-
-    Args:
-        name: its name, with scopes.
-        op: its type.
-        definition: all its attributes.
-        inputs: (number of the producing node, which of its outputs).
-        controls: numbers of nodes that must have run before.
-        shapes: of its outputs; None where only the run itself tells.
-        types: of its outputs.
-        value: what a small constant holds.
-    """
-
-    name: str
-    op: str
-    definition: Any
-    inputs: list[tuple[int, int]] = field(default_factory=list)
-    controls: list[int] = field(default_factory=list)
-    shapes: list[Shape | None] = field(default_factory=list)
-    types: list[Any] = field(default_factory=list)
-    value: Any = None
-
-
-@dataclass(slots=True)
-class Graph:
-    """Operators and their consumers.
-
-    Args:
-        nodes: in the order of the optimized graph.
-        consumers: for each node (output, number of the consumer, which of its inputs).
-        control_consumers: for each node those that wait for it.
-        results: (node, output) of what the function returns.
-        arguments: number of the node by which an argument of the function enters, from the argument's name.
-        roots: what waits for nothing: constants, the batch, then variables.
-    """
-
-    nodes: list[Node]
-    consumers: list[list[tuple[int, int, int]]]
-    control_consumers: list[list[int]]
-    results: list[tuple[int, int]]
-    arguments: dict[str, int]
-    roots: list[int]
-
-
-def element_bytes(data_type: Any) -> int:
+def item_bytes(data_type: Any) -> int:
     """Bytes of one element; 0 of what lies elsewhere: handles of variables, lists."""
     return 0 if data_type in _HOST_ONLY else int(data_type.size)
-
-
-def tensor_bytes(shape: Shape, data_type: Any) -> int:
-    """Bytes of a tensor."""
-    return math.prod(shape) * element_bytes(data_type)
 
 
 def graph_of(function: Any, *, on_gpu: bool = False) -> Graph:
@@ -137,7 +86,7 @@ def _grappler() -> tuple[Callable[[str], Any], Callable[..., Any]]:
             one.properties.type = "GPU" if name == GPU else "CPU"
             one.properties.frequency = 2000
             one.properties.num_cores = 40 if name == GPU else 2
-            one.properties.memory_size = _GPU_MEMORY_BYTES
+            one.properties.memory_size = _GPU_MEMORY_BYTES if name == GPU else _HOST_MEMORY_BYTES
             if name == GPU:
                 one.properties.environment["architecture"] = "8.0"
             described.append(one)
@@ -184,16 +133,16 @@ def _fold(nodes: list[Node]) -> None:
             if _is_foldable(node):
                 constant[number] = changed = True
     for number, node in enumerate(nodes):
-        if constant[number] and node.op != "Const" and len(node.types) == 1:
+        if constant[number] and node.op != "Const" and len(node.item_bytes) == 1:
             node.op, node.inputs = "Const", []
 
 
 def _is_foldable(node: Node) -> bool:
     known = op_def_registry.get(node.op)
-    if known is None or known.is_stateful or node.op in _UNFOLDED or len(node.types) != 1:
+    if known is None or known.is_stateful or node.op in _UNFOLDED or len(node.item_bytes) != 1:
         return False
     shape = node.shapes[0]
-    return shape is not None and node.types[0] not in _HOST_ONLY and tensor_bytes(shape, node.types[0]) <= _LARGEST_FOLDED
+    return shape is not None and node.item_bytes[0] > 0 and tensor_bytes(shape, node.item_bytes[0]) <= _LARGEST_FOLDED
 
 
 def _position(name: str) -> tuple[str, int]:
@@ -229,7 +178,7 @@ def _linked(definition: Any, properties: Mapping[str, Any], results: list[tuple[
             made.inputs.append((numbers[name], port))
         old = before.get(node.name)
         for port, known in enumerate(properties.get(node.name, ())):
-            made.types.append(tf.as_dtype(known.dtype))
+            made.item_bytes.append(item_bytes(tf.as_dtype(known.dtype)))
             shape = _shape(known.shape)
             if shape is None and old is not None and port < len(old.outputs) and old.outputs[port].shape.is_fully_defined():
                 shape = tuple(old.outputs[port].shape)

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from memfit.adapters.tensorflow.graph import Node, Shape, element_bytes, tensor_bytes
+from memfit.adapters.tensorflow.nodes import Node, Shape
 
 # The output is the input, under another shape or name.
 ALIASES = frozenset(
     """Identity IdentityN StopGradient PreventGradient Reshape Squeeze ExpandDims EnsureShape Bitcast Enter Exit
-    NextIteration Switch Merge LoopCond RefIdentity Snapshot _Retval _Arg CheckNumerics PlaceholderWithDefault""".split()
+    NextIteration Switch Merge LoopCond RefIdentity Snapshot _Retval _Arg CheckNumerics PlaceholderWithDefault Assign
+    AssignAdd AssignSub DestroyTemporaryVariable""".split()
 )
 
 # The kernel writes over an input that nobody else needs any more, if it is as large as the output.
@@ -60,10 +61,10 @@ def forwarded(node: Node, port: int) -> tuple[int, ...]:
 
 def scratch_bytes(node: Node, inputs: list[Shape | None], *, onednn: bool) -> int:
     """What a kernel takes for the time that it runs."""
-    if not node.types or not node.shapes or node.shapes[0] is None:
+    if not node.item_bytes or not node.shapes or node.shapes[0] is None:
         return 0
     output = node.shapes[0]
-    size = element_bytes(node.types[0])
+    size = node.item_bytes[0]
     if node.op in ("Sum", "Mean", "Max", "Min", "Prod"):
         # Reductions go to a temporary of their own, which then becomes the output.
         return 0
@@ -165,14 +166,3 @@ _ARITHMETIC: dict[str, Any] = {
     "Pack": lambda *values: np.stack(values),
     "Range": np.arange,
 }
-
-__all__ = [
-    "ALIASES",
-    "INEXPENSIVE",
-    "forwarded",
-    "hidden_bytes",
-    "output_shape",
-    "scratch_bytes",
-    "tensor_bytes",
-    "values_of",
-]

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from memfit.adapters.tensorflow.graph import Graph, Node, Shape, element_bytes, tensor_bytes
+from memfit.adapters.tensorflow.nodes import Graph, Node, Shape, tensor_bytes
 from memfit.adapters.tensorflow.kernels import (
     ALIASES,
     INEXPENSIVE,
@@ -55,12 +55,12 @@ class Buffer:
 class Tensor:
     """A buffer seen under a shape; with the value where it is small and known."""
 
-    __slots__ = ("buffer", "data_type", "shape", "value")
+    __slots__ = ("buffer", "item_bytes", "shape", "value")
 
-    def __init__(self, buffer: Buffer | None, shape: Shape, data_type: Any, value: Any = None) -> None:
+    def __init__(self, buffer: Buffer | None, shape: Shape, item_bytes: int, value: Any = None) -> None:
         self.buffer = buffer
         self.shape = shape
-        self.data_type = data_type
+        self.item_bytes = item_bytes
         self.value = value
 
 
@@ -143,9 +143,16 @@ class Executor:
         for number, (_, name) in held.items():
             self._variables[number] = slots.setdefault(name, [self._arguments[number]])
         self._constants = {
-            number: self._allocate(tensor_bytes(node.shapes[0] or (), node.types[0]), number)
+            number: self._allocate(tensor_bytes(node.shapes[0] or (), node.item_bytes[0]), number)
             for number, node in enumerate(graph.nodes)
-            if node.op == "Const" and node.types
+            if node.op == "Const" and node.item_bytes
+        }
+        # A variable of which single rows have ever been changed hands out copies, so that readers see one state.
+        self._copied_on_read = {
+            number
+            for node in graph.nodes
+            for number, _ in node.inputs[:1]
+            if node.op.startswith(("ResourceScatter", "ResourceSparseApply")) and number in self._variables
         }
         # What oneDNN's pooling keeps for its gradient, which in the graph is no output.
         self._pooled = {
@@ -239,7 +246,7 @@ class Executor:
         if self._on_gpu or node.op in INEXPENSIVE or work is None:
             return 0.0
         outputs, inputs, _ = work
-        touched = sum(tensor_bytes(t.shape, t.data_type) for t in (*outputs, *inputs) if t is not None)
+        touched = sum(tensor_bytes(t.shape, t.item_bytes) for t in (*outputs, *inputs) if t is not None)
         factor = 20 if "Conv" in node.op or "MatMul" in node.op else 1
         return 2e-6 + factor * touched / 8e9
 
@@ -389,9 +396,9 @@ class Executor:
             buffer = self._constants.get(number)
             if buffer is not None:
                 buffer.refs += 1
-            return [Tensor(buffer, node.shapes[0] or (), node.types[0], node.value)]
+            return [Tensor(buffer, node.shapes[0] or (), node.item_bytes[0], node.value)]
         if op == "ReadVariableOp":
-            return [self._read(node, inputs)]
+            return [self._read(number, node, inputs)]
         if op in ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp") or op.startswith("ResourceApply"):
             self._assign(number, node, inputs)
             return []
@@ -413,28 +420,30 @@ class Executor:
     def _same(self, tensor: Tensor, shape: Shape) -> Tensor:
         if tensor.buffer is not None:
             tensor.buffer.refs += 1
-        return Tensor(tensor.buffer, shape, tensor.data_type, tensor.value)
+        return Tensor(tensor.buffer, shape, tensor.item_bytes, tensor.value)
 
     def _argument(self, number: int, node: Node) -> Tensor:
         buffer = self._arguments.get(number)
-        data_type = node.types[0] if node.types else None
+        item_bytes = node.item_bytes[0] if node.item_bytes else 0
         shape = node.shapes[0] if node.shapes and node.shapes[0] is not None else ()
-        if buffer is not None and element_bytes(data_type):
+        if buffer is not None and item_bytes:
             buffer.refs += 1
-            return Tensor(buffer, shape, data_type)
+            return Tensor(buffer, shape, item_bytes)
         # A handle of a variable: its node's number leads to the variable.
-        return Tensor(None, (), data_type, number)
+        return Tensor(None, (), 0, number)
 
     def _held(self, handle: Tensor) -> list[Buffer] | None:
         return self._variables.get(handle.value) if isinstance(handle.value, int) else None
 
-    def _read(self, node: Node, inputs: list[Tensor]) -> Tensor:
+    def _read(self, number: int, node: Node, inputs: list[Tensor]) -> Tensor:
         held = self._held(inputs[0])
         shape = node.shapes[0] if node.shapes and node.shapes[0] is not None else ()
         if held is None:
-            return Tensor(None, shape, node.types[0])
+            return Tensor(None, shape, node.item_bytes[0])
+        if inputs[0].value in self._copied_on_read:
+            return Tensor(self._allocate(held[0].size, number), shape, node.item_bytes[0])
         held[0].refs += 1
-        return Tensor(held[0], shape, node.types[0])
+        return Tensor(held[0], shape, node.item_bytes[0])
 
     def _assign(self, number: int, node: Node, inputs: list[Tensor]) -> None:
         held = self._held(inputs[0])
@@ -465,13 +474,13 @@ class Executor:
 
     def _list(self, number: int, node: Node, inputs: list[Tensor]) -> Tensor | None:
         """Lists of tensors, in which loops keep what the backward pass needs."""
-        op, variant = node.op, node.types[0] if node.types else None
+        op, variant = node.op, 0
         if op in ("EmptyTensorList", "TensorListReserve"):
             made = Buffer(0, number, self._tick)
             count = 0
             if op == "TensorListReserve" and inputs[1].value is not None:
                 count = int(inputs[1].value)
-            made.items = [Tensor(None, (), None) for _ in range(count)]
+            made.items = [Tensor(None, (), 0) for _ in range(count)]
             return Tensor(made, (), variant)
         if op == "TensorListFromTensor":
             return self._unstacked(number, inputs[0], variant)
@@ -513,17 +522,17 @@ class Executor:
             last = made.items.pop()
         else:
             shape = node.shapes[1] or ()
-            last = Tensor(self._allocate(tensor_bytes(shape, node.types[1]), number), shape, node.types[1])
-        return [Tensor(made, (), node.types[0]), last]
+            last = Tensor(self._allocate(tensor_bytes(shape, node.item_bytes[1]), number), shape, node.item_bytes[1])
+        return [Tensor(made, (), node.item_bytes[0]), last]
 
-    def _unstacked(self, number: int, tensor: Tensor, variant: Any) -> Tensor:
+    def _unstacked(self, number: int, tensor: Tensor, variant: int) -> Tensor:
         """Elements are copies, or parts of the tensor where they are aligned."""
         made = Buffer(0, number, self._tick)
-        size = tensor_bytes(tensor.shape[1:], tensor.data_type)
+        size = tensor_bytes(tensor.shape[1:], tensor.item_bytes)
         made.items = []
         for _ in range(tensor.shape[0] if tensor.shape else 0):
             if size % 64:
-                made.items.append(Tensor(self._allocate(size, number), tensor.shape[1:], tensor.data_type))
+                made.items.append(Tensor(self._allocate(size, number), tensor.shape[1:], tensor.item_bytes))
             else:
                 made.items.append(self._same(tensor, tensor.shape[1:]))
         return Tensor(made, (), variant)
@@ -532,23 +541,22 @@ class Executor:
         op = node.op
         items = [] if source is None or source.items is None else source.items
         if op == "TensorListLength":
-            return Tensor(self._allocate(4, number), (), node.types[0], len(items))
+            return Tensor(self._allocate(4, number), (), node.item_bytes[0], len(items))
         if op == "TensorListGetItem":
             place = None if inputs[1].value is None else int(inputs[1].value)
             if place is not None and 0 <= place < len(items) and items[place].buffer is not None:
                 return self._same(items[place], items[place].shape)
             shape = node.shapes[0] or next((item.shape for item in items if item.buffer is not None), ())
-            return Tensor(self._allocate(tensor_bytes(shape, node.types[0]), number), shape, node.types[0])
+            return Tensor(self._allocate(tensor_bytes(shape, node.item_bytes[0]), number), shape, node.item_bytes[0])
         if op == "TensorListStack":
             shape = node.shapes[0]
             if shape is None:
                 element = next((item.shape for item in items if item.buffer is not None), ())
                 shape = (len(items), *element)
-            return Tensor(self._allocate(tensor_bytes(shape, node.types[0]), number), shape, node.types[0])
+            return Tensor(self._allocate(tensor_bytes(shape, node.item_bytes[0]), number), shape, node.item_bytes[0])
         known = node.shapes[0] if node.shapes and node.shapes[0] is not None else ()
-        data_type = node.types[0] if node.types else None
-        size = tensor_bytes(known, data_type) if data_type is not None else 0
-        return Tensor(self._allocate(size, number), known, data_type)
+        item_bytes = node.item_bytes[0] if node.item_bytes else 0
+        return Tensor(self._allocate(tensor_bytes(known, item_bytes), number), known, item_bytes)
 
     def _computed(
         self, number: int, node: Node, inputs: list[Tensor], iteration: Iteration
@@ -557,11 +565,11 @@ class Executor:
         values = values_of(node, [tensor.value for tensor in inputs], [tensor.shape for tensor in inputs])
         taken: set[int] = set()
         outputs: list[Tensor | None] = []
-        for port, data_type in enumerate(node.types):
+        for port, item_bytes in enumerate(node.item_bytes):
             shape = node.shapes[port]
             if shape is None:
                 shape = output_shape(node, port, [tensor.shape for tensor in inputs])
-            size = tensor_bytes(shape, data_type)
+            size = tensor_bytes(shape, item_bytes)
             buffer = None
             for place in forwarded(node, port):
                 if place >= len(inputs):
@@ -571,8 +579,8 @@ class Executor:
                     place not in taken
                     and given.buffer is not None
                     and given.buffer.refs == 1
-                    and tensor_bytes(given.shape, given.data_type) == size == given.buffer.size
-                    and element_bytes(given.data_type) == element_bytes(data_type)
+                    and tensor_bytes(given.shape, given.item_bytes) == size == given.buffer.size
+                    and given.item_bytes == item_bytes
                 ):
                     buffer = given.buffer
                     buffer.refs += 1
@@ -580,7 +588,7 @@ class Executor:
                     break
             if buffer is None:
                 buffer = self._allocate(size, number)
-            outputs.append(Tensor(buffer, shape, data_type, values if port == 0 else None))
+            outputs.append(Tensor(buffer, shape, item_bytes, values if port == 0 else None))
         if number in self._has_gradient:
             hidden = hidden_bytes(node, onednn=self._onednn)
             if hidden:

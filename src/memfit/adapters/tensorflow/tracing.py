@@ -10,8 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from memfit.adapters.tensorflow.graph import Graph, graph_of, tensor_bytes
+from memfit.adapters.tensorflow.graph import graph_of, item_bytes
 from memfit.adapters.tensorflow.liveness import Buffer, Executor, Lived
+from memfit.adapters.tensorflow.nodes import Graph, tensor_bytes
 from memfit.core.estimate import Note
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 
@@ -94,12 +95,12 @@ def _held(function: Any, graph: Graph, variables: list[StepVariable]) -> dict[in
             number = numbers.pop(id(outer))
             if place is not None:
                 variable = variables[number].variable
-                held[place] = (tensor_bytes(tuple(variable.shape), variable.dtype), f"variable {number}")
+                held[place] = (tensor_bytes(tuple(variable.shape), item_bytes(variable.dtype)), f"variable {number}")
         elif place is not None and outer is None and tensor.dtype != tf.resource:
-            held[place] = (tensor_bytes(tuple(tensor.shape), tensor.dtype), f"batch {tensor.op.name}")
+            held[place] = (tensor_bytes(tuple(tensor.shape), item_bytes(tensor.dtype)), f"batch {tensor.op.name}")
     for index, number in enumerate(sorted(numbers.values())):
         variable = variables[number].variable
-        held[-1 - index] = (tensor_bytes(tuple(variable.shape), variable.dtype), f"variable {number}")
+        held[-1 - index] = (tensor_bytes(tuple(variable.shape), item_bytes(variable.dtype)), f"variable {number}")
     return held
 
 

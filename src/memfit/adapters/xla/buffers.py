@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memfit.adapters.xla.hlo import Instruction, parse
+from memfit.adapters.xla.hlo import Instruction, Module, parse
+from memfit.adapters.xla.host_scratch import scratch_by_name
 from memfit.adapters.xla.layout import lay_out
 from memfit.adapters.xla.liveness import Buffer, Lives, Value, lives_of
 from memfit.adapters.xla.origin import Origin, Origins
@@ -16,7 +17,9 @@ Describe = Callable[[int], tuple[Category, str]]
 _SMALLEST_CONSTANT_BYTES = 1024
 
 
-def timeline_of(text: str, describe: Describe, describe_result: Describe | None = None) -> tuple[Timeline, int]:
+def timeline_of(
+    text: str, describe: Describe, describe_result: Describe | None = None, *, on_host: bool = False
+) -> tuple[Timeline, int]:
     """(every buffer of a program, bytes that XLA lays out for it in total: arguments, results and temporaries).
 
     Args:
@@ -24,12 +27,39 @@ def timeline_of(text: str, describe: Describe, describe_result: Describe | None 
             `compiled.as_text()` of JAX and `experimental_get_compiler_ir(stage="optimized_hlo")` of TensorFlow give it.
         describe: takes the number of an argument, gives (category, dotted path of the layer).
         describe_result: the same for each leaf of the result that takes no argument's place.
+        on_host: whether XLA's kernels for CPU run it; what they take for themselves is then added.
     """
     module = parse(text)
     lives = lives_of(module)
     layout = lay_out(lives)
-    writer = _Writer(lives, Origins(module), describe, describe_result)
-    return writer.timeline(), layout.total_bytes + layout.constant_bytes
+    scratch = scratch_times(module, lives) if on_host else []
+    writer = _Writer(lives, Origins(module), describe, describe_result, scratch)
+    return writer.timeline(), layout.total_bytes + layout.constant_bytes + most_scratch(scratch)
+
+
+def scratch_times(module: Module, lives: Lives) -> list[tuple[int, int, int]]:
+    """(when kernels ask for memory of their own, when they give it back, bytes)."""
+    known = scratch_by_name(module)
+    found = []
+    last: tuple[int, int] | None = None
+    for time, instruction in enumerate(lives.order):
+        scratch = known.get(instruction.name)
+        if scratch is None:
+            continue
+        if scratch.size_bytes:
+            found.append((time, time, scratch.size_bytes))
+        if scratch.lingering_bytes:
+            if last is not None:
+                found.append((last[0], time, last[1]))
+            last = (time, scratch.lingering_bytes)
+    if last is not None:
+        found.append((last[0], lives.num_times, last[1]))
+    return sorted(found)
+
+
+def most_scratch(scratch: Sequence[tuple[int, int, int]]) -> int:
+    """Most of the kernels' own memory at any time."""
+    return max((sum(size for start, end, size in scratch if start <= time <= end) for time, _, _ in scratch), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +70,19 @@ class _Run:
     end: int | None
     values: tuple[Value, ...]
     place: int
+    scratch_bytes: int = 0
 
 
 class _Writer:
     def __init__(
-        self, lives: Lives, origins: Origins, describe: Describe, describe_result: Describe | None
+        self,
+        lives: Lives,
+        origins: Origins,
+        describe: Describe,
+        describe_result: Describe | None,
+        scratch: Sequence[tuple[int, int, int]],
     ) -> None:
+        self._scratch = scratch
         self._lives = lives
         self._origins = origins
         self._describe = describe
@@ -72,6 +109,7 @@ class _Writer:
 
     def timeline(self) -> Timeline:
         runs = [run for place, buffer in enumerate(self._lives.buffers) for run in self._runs(place, buffer)]
+        runs += [_Run(start, end, (), -1, size) for start, end, size in self._scratch]
         begins: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
         for number, run in enumerate(runs):
@@ -122,10 +160,17 @@ class _Writer:
 
     def _overwritten(self, runs: list[_Run], number: int, ending: Sequence[int], stops: dict[int, int]) -> int | None:
         """A run that ends as this one begins, in its place."""
+        if runs[number].scratch_bytes:
+            return None
         targets = self._lives.buffers[runs[number].place].overwrites
         return next((one for one in ending if runs[one].place in targets and one not in stops), None)
 
     def _block(self, run: _Run, start: int, end: int | None) -> Block:
+        if run.scratch_bytes:
+            origin, phase = self._origin(self._lives.order[run.start]), self._phase(run.start)
+            return Block(
+                run.scratch_bytes, start, end, Category.WORKSPACE, phase, origin.module, origin.op, origin.source
+            )
         buffer = self._lives.buffers[run.place]
         first = run.values[0]
         origin = self._origin(first.instruction)

@@ -64,6 +64,7 @@ class Instruction:
         aliases: (path in the result, operand, path in the operand) pairs that must share memory.
         op_name: what the framework called it.
         source: (file, line) pairs of the user's call stack, innermost first.
+        attributes: what else is said about it, as it is printed.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Instruction:
     aliases: tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...] = ()
     op_name: str = ""
     source: tuple[tuple[str, int], ...] = ()
+    attributes: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def _array(found: "re.Match[str]") -> Shape:
     width = _WIDTHS.get(kind)
     if width is None:
         width = 4 if kind.startswith("f4") else 8
-    if width < 8 and f"E({width})" not in (layout or ""):
+    if 0 < width < 8 and f"E({width})" not in (layout or ""):
         # Small elements take a byte each unless the layout packs them.
         width = 8
     elements = 1
@@ -231,6 +233,7 @@ def _instruction(line: str, frames: "_Frames") -> tuple[Instruction, bool]:
         _operand_aliases(plain),
         texts.get("op_name", ""),
         frames.source(metadata, texts),
+        plain,
     )
     return instruction, found.group(1) is not None
 

@@ -79,20 +79,20 @@ def _free_range(ranges: list[_Range], place: int, buffers: tuple[Buffer, ...]) -
     """The smallest range that is free while a buffer lives."""
     size_bytes = buffers[place].size_bytes
     for candidate in reversed(ranges):
-        if candidate.is_reusable and candidate.size_bytes >= size_bytes:
-            if not any(_collide(buffers, other, place) for other in candidate.holds):
-                return candidate
+        is_large_enough = candidate.is_reusable and candidate.size_bytes >= size_bytes
+        if is_large_enough and not any(_collide(buffers, other, place) for other in candidate.holds):
+            return candidate
     return None
 
 
 def _collide(buffers: tuple[Buffer, ...], one: int, other: int) -> bool:
-    """Whether two buffers can't lie in one place: they live at once, and neither is written over the other."""
+    """Whether two buffers can't lie in one place: they live at once, and the first isn't written over the other."""
     first, second = buffers[one], buffers[other]
     for a in first.values:
         for b in second.values:
-            if a.start <= b.end and b.start <= a.end:
-                if not (a.start == b.end and other in first.overwrites):
-                    return True
+            is_overwritten = a.start == b.end and other in first.overwrites
+            if a.start <= b.end and b.start <= a.end and not is_overwritten:
+                return True
     return False
 
 

@@ -13,12 +13,14 @@ from memfit.adapters.xla.hlo import Computation, Instruction, Module, Shape
 _FORWARDS = frozenset({"bitcast", "opt-barrier", "optimization-barrier", "domain", "add-dependency"})
 """Instructions whose value is their first operand's."""
 _IN_PLACE = frozenset({"dynamic-update-slice", "scatter"})
-_ELEMENTWISE = frozenset(
-    "abs add and atan2 cbrt ceil clamp clz compare complex convert copy cosine divide erf exponential "
-    "exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum multiply negate not or "
-    "popcnt power real reduce-precision remainder round-nearest-afz round-nearest-even rsqrt select shift-left "
-    "shift-right-arithmetic shift-right-logical sign sine sqrt stochastic-convert subtract tan tanh xor".split()
-)
+_ELEMENTWISE = frozenset({
+    "abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "clz", "compare", "complex", "convert", "copy", "cosine",
+    "divide", "erf", "exponential", "exponential-minus-one", "floor", "imag", "is-finite", "log", "log-plus-one",
+    "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "popcnt", "power", "real",
+    "reduce-precision", "remainder", "round-nearest-afz", "round-nearest-even", "rsqrt", "select", "shift-left",
+    "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sqrt", "stochastic-convert", "subtract", "tan",
+    "tanh", "xor",
+})  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -18,11 +18,11 @@ _INSTALLED = tuple(
 )
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 # Steps of JAX's own transformations, which it names among the scopes.
-_OWN_SCOPES = frozenset(
-    "while body cond scan closed_call checkpoint rematted_computation remat remat2 pjit custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr core_call branch_0_fun branch_1_fun XLA_Args XLA_Retvals gradient_tape "
-    "StatefulPartitionedCall PartitionedCall".split()
-)
+_OWN_SCOPES = frozenset({
+    "while", "body", "cond", "scan", "closed_call", "checkpoint", "rematted_computation", "remat", "remat2", "pjit",
+    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "core_call", "branch_0_fun", "branch_1_fun",
+    "XLA_Args", "XLA_Retvals", "gradient_tape", "StatefulPartitionedCall", "PartitionedCall",
+})  # fmt: skip
 _WRAPPED = re.compile(r"^(?:jvp|transpose|vmap|checkpoint|remat|linearize|pmap|shard_map)\((.*)\)$")
 _NAME = re.compile(r"^[A-Za-z_][\w.\-\[\]]*$")
 
@@ -53,7 +53,9 @@ class Origins:
         self._module = module
         self._known: dict[str, Origin] = {}
         self._sources: dict[tuple[tuple[str, int], ...], str] = {}
-        self._roots = sorted((os.path.abspath(path) for path in {*sys.path, os.getcwd()} if path), key=len, reverse=True)
+        self._roots = sorted(
+            (os.path.abspath(path) for path in {*sys.path, os.getcwd()} if path), key=len, reverse=True
+        )
 
     def of(self, instruction: Instruction) -> Origin:
         """Where `instruction` comes from."""
@@ -113,7 +115,7 @@ def scopes_of(op_name: str) -> tuple[str, str]:
     parts = _split(op_name)
     if not parts:
         return "", ""
-    scopes = []
+    scopes: list[str] = []
     for part in parts[:-1]:
         while (inner := _WRAPPED.match(part)) is not None:
             part = inner.group(1)

@@ -1,8 +1,6 @@
-import pytest
-
-jax = pytest.importorskip("jax")
-np = pytest.importorskip("numpy")
-jnp = jax.numpy
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from memfit.adapters.jax.marked import block, num_bytes, recomputing, recording
 

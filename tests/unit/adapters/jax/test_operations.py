@@ -1,7 +1,5 @@
-import pytest
-
-jax = pytest.importorskip("jax")
-jnp = jax.numpy
+import jax
+import jax.numpy as jnp
 
 from memfit.adapters.jax.operations import count_flops
 

@@ -1,7 +1,6 @@
+import keras
+import numpy as np
 import pytest
-
-keras = pytest.importorskip("keras")
-np = pytest.importorskip("numpy")
 
 from memfit.adapters.keras.batch import Spec, item_bytes, open_batch, read
 from memfit.core.errors import BadBatch
@@ -29,7 +28,8 @@ def test_a_batch_is_x_or_x_and_y_or_x_y_and_weights():
 
 
 def test_inputs_may_be_nested_and_of_any_library():
-    torch = pytest.importorskip("torch")
+    import torch
+
     x, y = arrays()
 
     batch = read(({"a": torch.zeros(4, 2), "b": [keras.KerasTensor((4, 5), "int32"), x]}, y))

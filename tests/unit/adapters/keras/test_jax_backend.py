@@ -1,10 +1,9 @@
 """A step written in JAX stands in for that of Keras, which runs on PyTorch here; integration/ has the real one."""
 
+import jax
+import keras
+import numpy as np
 import pytest
-
-keras = pytest.importorskip("keras")
-np = pytest.importorskip("numpy")
-jax = pytest.importorskip("jax")
 
 from memfit.adapters.keras import jax_backend
 from memfit.adapters.keras.batch import Spec, read

@@ -1,6 +1,5 @@
+import keras
 import pytest
-
-keras = pytest.importorskip("keras")
 
 from memfit.adapters.keras.named import named_job
 from memfit.core.errors import BadInput, BadTarget

@@ -1,14 +1,10 @@
 import gc
 from itertools import accumulate
 
+import keras
+import numpy as np
 import pytest
-
-keras = pytest.importorskip("keras")
-np = pytest.importorskip("numpy")
-torch = pytest.importorskip("torch")
-if keras.backend.backend() != "torch":
-    pytest.skip("Keras runs on another backend in this process", allow_module_level=True)
-
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from memfit.adapters.keras.batch import read
@@ -17,6 +13,8 @@ from memfit.catalogue import find_device
 from memfit.core.errors import StepFailed
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Phase
+
+pytestmark = pytest.mark.skipif(keras.backend.backend() != "torch", reason="Keras runs on another backend here")
 
 layers = keras.layers
 CPU = find_device("cpu")

@@ -1,9 +1,8 @@
 import random
 
+import keras
+import numpy as np
 import pytest
-
-keras = pytest.importorskip("keras")
-np = pytest.importorskip("numpy")
 
 from memfit.adapters.keras.untouched import global_seed_generator, untouched
 

@@ -139,7 +139,9 @@ class _Step(SplitStep):
                 carry, last = body(carry, _rows(data, at, min(size, num_samples - at)))
             return carry, last
         if count:
-            carry, each = jax.lax.scan(lambda carry, at: body(carry, _rows(data, at, size)), carry, jnp.arange(count) * size)
+            carry, each = jax.lax.scan(
+                lambda carry, at: body(carry, _rows(data, at, size)), carry, jnp.arange(count) * size
+            )
             last = jax.tree.map(lambda stacked: stacked[-1], each)
         if rest:
             carry, last = body(carry, _rows(data, count * size, rest))

@@ -88,7 +88,7 @@ def kind_of_step(
     """How the values of a `compute_loss` of the user's own count."""
     random = np.random.default_rng(2)
     made = [_made(spec, random, low) for spec, low in zip(data, (-1.0, 0.05, 0.05), strict=True)]
-    metrics = [np.array(variable.shape and np.zeros(variable.shape)) for variable in model.metrics_variables]
+    metrics = [np.zeros(variable.shape, variable.dtype) for variable in model.metrics_variables]
 
     def loss(rows: slice) -> float:
         x, y, sample_weight = _rows(made, rows)
@@ -98,9 +98,8 @@ def kind_of_step(
         try:
             arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight, "training": True}
             found, _ = model.stateless_compute_loss(
-                values[0], others, [ops.cast(m, v.dtype) for m, v in zip(metrics, model.metrics_variables, strict=True)],
-                **arguments,
-            )  # fmt: skip
+                values[0], others, list(map(ops.convert_to_tensor, metrics)), **arguments
+            )
         finally:
             model._losses_override = before
         return _number(found)

@@ -5,6 +5,10 @@ the sums of their gradients, and TensorFlow's executor would begin with all of t
 
 A graph often doesn't know how large its batch will be. Parts are then sliced by sizes that are computed when it runs.
 XLA must know the sizes of slices: there the loop goes over parts of one size, and the last part follows it.
+
+The gradient of an embedding is a list of rows (`tf.IndexedSlices`), in which a row may occur more than once. Keras
+clips, and squares, each occurrence for itself, so that adding them up first would train differently: the lists of the
+parts are put end to end.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +46,18 @@ def make(settings: Settings, model: Any, plain: Callable[..., Any], approximate:
     return train_step
 
 
+class _FoundRows(Exception):
+    """Gradients that turned out to be lists of rows."""
+
+    def __init__(self, places: set[int]) -> None:
+        super().__init__()
+        self.places = places
+
+
 class _Step(SplitStep):
+    _rows_at: frozenset[int] = frozenset()
+    """Places of the gradients that are lists of rows."""
+
     def run(self, data: Any, plain: Callable[..., Any]) -> Any:
         x, y, sample_weight, known = self.open(data)
         self._build(data)
@@ -51,16 +66,21 @@ class _Step(SplitStep):
         size = part_size(self.settings, num_samples)
         if not self.model.trainable_weights or (known is not None and known <= size):
             return plain(data)
-        try:
-            weights = self._counted(opened, num_samples, size) if self.is_counted else None
-            share, values, gradients, last = self._gradients(opened, num_samples, size, weights)
-        except NeedsWeights:
-            self.is_counted = True
-            weights = self._counted(opened, num_samples, size)
-            share, values, gradients, last = self._gradients(opened, num_samples, size, weights)
+        share, values, gradients, last = self._all_gradients(opened, num_samples, size)
         self.model.optimizer.apply_gradients(zip(gradients, self.model.trainable_weights, strict=True))
         self.finish_metrics(share, values, num_samples, known)
         return self.logs(last)
+
+    def _all_gradients(self, data: Any, num_samples: Any, size: Any) -> tuple[Any, Any, list[Any], Any]:
+        """As `_gradients`, which only knows what it must prepare for once its loop has been written down."""
+        try:
+            weights = self._counted(data, num_samples, size) if self.is_counted else None
+            return self._gradients(data, num_samples, size, weights)
+        except NeedsWeights:
+            self.is_counted = True
+        except _FoundRows as found:
+            self._rows_at = self._rows_at | found.places
+        return self._all_gradients(data, num_samples, size)
 
     def _build(self, data: Any) -> None:
         """Makes variables of layers, metrics and losses, which the plain step makes on its way, before the loop."""
@@ -80,23 +100,36 @@ class _Step(SplitStep):
         unused: set[int] = set()
         last: list[Any] = []
 
-        def body(sums: list[Any], part: Any, length: Any) -> list[Any]:
+        num_values = 1 + self.num_values()
+
+        def body(sums: list[Any], index: Any, part: Any, length: Any) -> list[Any]:
             share, values, found, logs = self._part(variables, part, length, num_samples, weights)
             last[:] = [logs]
-            unused.update(index for index, gradient in enumerate(found) if gradient is None)
-            dense = [tf.zeros_like(v) if g is None else tf.convert_to_tensor(g) for g, v in zip(found, variables, strict=True)]
-            new = [share, *values, *dense]
-            return [one + tf.cast(other, one.dtype) for one, other in zip(sums, new, strict=True)]
+            rows = {place for place, gradient in enumerate(found) if isinstance(gradient, tf.IndexedSlices)}
+            if rows - self._rows_at:
+                raise _FoundRows(rows)
+            unused.update(place for place, gradient in enumerate(found) if gradient is None)
+            new = [
+                share,
+                *values,
+                *(tf.zeros_like(v) if g is None else g for g, v in zip(found, variables, strict=True)),
+            ]
+            return [_added(one, other, index) for one, other in zip(sums, new, strict=True)]
 
-        dtype = keras.backend.floatx()
-        zeros = [tf.zeros((), dtype) for _ in range(1 + self.num_values())]
-        zeros += [tf.zeros(variable.shape, variable.dtype) for variable in variables]
+        zeros: list[Any] = [tf.zeros((), keras.backend.floatx()) for _ in range(num_values)]
+        count = (num_samples + size - 1) // size
+        for place, variable in enumerate(variables):
+            zeros.append(
+                _lists(variable, count) if place in self._rows_at else tf.zeros(variable.shape, variable.dtype)
+            )
         sums = self._over_parts(body, zeros, data, num_samples, size)
-        gradients: list[Any] = list(sums[1 + self.num_values() :])
-        for index in unused:
-            gradients[index] = None
-        logs = last[0] if self._last_apart else None
-        return sums[0], sums[1 : 1 + self.num_values()], gradients, logs
+        gradients: list[Any] = [
+            _joined(one, variable) if place in self._rows_at else one
+            for place, (one, variable) in enumerate(zip(sums[num_values:], variables, strict=True))
+        ]
+        for place in unused:
+            gradients[place] = None
+        return sums[0], sums[1:num_values], gradients, last[0] if self._last_apart else None
 
     def _part(
         self, variables: Sequence[Any], data: Any, length: Any, num_samples: Any, weights: Any
@@ -126,7 +159,7 @@ class _Step(SplitStep):
     def _counted(self, data: Any, num_samples: Any, size: Any) -> Any:
         """The denominators of the batch. Of the forward pass, the graph keeps what these depend on."""
 
-        def body(sums: list[Any], part: Any, length: Any) -> list[Any]:
+        def body(sums: list[Any], index: Any, part: Any, length: Any) -> list[Any]:
             counts = self.loss.count(part[1], self.call(part[0], training=False), part[2])
             return [one + tf.cast(other, one.dtype) for one, other in zip(sums, counts, strict=True)]
 
@@ -139,7 +172,12 @@ class _Step(SplitStep):
         return bool(self.model.jit_compile and not self.model.run_eagerly) or self.has_own_metrics
 
     def _over_parts(
-        self, body: Callable[[list[Any], Any, Any], list[Any]], sums: list[Any], data: Any, num_samples: Any, size: Any
+        self,
+        body: Callable[[list[Any], Any, Any, Any], list[Any]],
+        sums: list[Any],
+        data: Any,
+        num_samples: Any,
+        size: Any,
     ) -> list[Any]:
         count = (num_samples + size - 1) // size
         in_loop = count - 1 if self._last_apart else count
@@ -147,7 +185,7 @@ class _Step(SplitStep):
         def one(index: Any, *sums: Any) -> list[Any]:
             start = index * size
             length = size if self._last_apart else tf.minimum(size, num_samples - start)
-            return [index + 1, *body(list(sums), _rows(data, start, length), length)]
+            return [index + 1, *body(list(sums), index, _rows(data, start, length), length)]
 
         done = tf.while_loop(
             lambda index, *_: index < in_loop, one, [tf.constant(0), *sums], parallel_iterations=1, swap_memory=False
@@ -156,10 +194,29 @@ class _Step(SplitStep):
         if self._last_apart:
             start = in_loop * size
             # Nothing else makes the last part wait for the others.
-            with tf.control_dependencies(sums):
+            with tf.control_dependencies([sums[0]]):
                 start = tf.identity(start) if isinstance(start, tf.Tensor) else start
-                sums = body(sums, _rows(data, start, num_samples - start), num_samples - start)
+                sums = body(sums, in_loop, _rows(data, start, num_samples - start), num_samples - start)
         return sums
+
+
+def _added(one: Any, other: Any, index: Any) -> Any:
+    if isinstance(one, tuple):
+        return one[0].write(index, other.values), one[1].write(index, tf.cast(other.indices, tf.int64))
+    return one + tf.cast(other, one.dtype)
+
+
+def _lists(variable: Any, count: Any) -> tuple[Any, Any]:
+    """Room for the rows of each part's gradient, and for their places in the variable."""
+    options: dict[str, Any] = {"size": count, "infer_shape": False, "clear_after_read": True}
+    return (
+        tf.TensorArray(variable.dtype, element_shape=[None, *variable.shape[1:]], **options),
+        tf.TensorArray(tf.int64, element_shape=[None], **options),
+    )
+
+
+def _joined(lists: tuple[Any, Any], variable: Any) -> Any:
+    return tf.IndexedSlices(lists[0].concat(), lists[1].concat(), tf.constant(list(variable.shape), tf.int64))
 
 
 def _rows(data: Any, start: Any, length: Any) -> Any:

@@ -9,6 +9,7 @@ a number and the epoch. A stream of memfit is asked for nothing that was trained
 """
 
 import itertools
+import secrets
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +49,7 @@ class Data:
         self._stream_at: Any = None
         if iterator is None or not is_ordered:
             return
-        self._seed = int(numpy.random.SeedSequence().entropy or 0) % 2**63
+        self._seed = secrets.randbits(62)
         self._follow(iterator)
 
     @property

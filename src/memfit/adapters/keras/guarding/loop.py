@@ -185,7 +185,7 @@ class KerasLoop:
 
     @property
     def device_name(self) -> str:
-        """ "host", or the kind of accelerator."""
+        """The kind of accelerator, or "host"."""
         return device_name()
 
     @property
@@ -324,7 +324,7 @@ def check_fit(model: Any) -> None:
 
 
 def device_name() -> str:
-    """ "host", or the kind of accelerator that Keras uses."""
+    """The kind of accelerator that Keras uses, or "host"."""
     backend = keras.backend.backend()
     if backend == "jax":
         import jax

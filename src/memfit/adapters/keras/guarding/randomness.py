@@ -17,7 +17,7 @@ def states() -> dict[str, Any]:
     name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     found: dict[str, Any] = {
         "python": [version, numpy.array(numbers, numpy.uint64), gauss],
-        "numpy": [name, keys.copy(), int(position), int(has_gauss), float(cached)],
+        "numpy": [name, numpy.array(keys), int(position), int(has_gauss), float(cached)],
     }
     if "torch" in sys.modules:
         import torch

@@ -84,7 +84,7 @@ def write_arrays(path: Path, entries: Iterable[Entry]) -> None:
             if len(flat) != end - begin:
                 raise BadCheckpoint(f"{entry.name} has another size than it says: {array.dtype}{array.shape}.")
             for start in range(0, len(flat), _CHUNK_BYTES):
-                file.write(flat[start : start + _CHUNK_BYTES])
+                file.write(flat[start : start + _CHUNK_BYTES].data)
 
 
 class ArrayFile:

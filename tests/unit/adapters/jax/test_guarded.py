@@ -1,0 +1,116 @@
+import jax
+import numpy as np
+import optax
+import pytest
+
+from memfit.adapters.jax import guarded
+from memfit.adapters.jax.guarded import GuardedStep, ran_out
+from memfit.adapters.jax.training import TrainStep
+from memfit.core.guarding import BrokenUpdate, CannotFit
+from memfit.core.settings import Settings
+
+FULL = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 3200000000 bytes.")
+BATCH = (np.arange(12, dtype="float32").reshape(6, 2), np.ones(6, "float32"))
+
+
+def loss(params, batch):
+    x, y = batch
+    return jax.numpy.mean((x @ params["w"] - y) ** 2)
+
+
+def start():
+    return {"w": jax.numpy.asarray([0.1, -0.2])}
+
+
+class Limited(GuardedStep):
+    """Memory holds so many samples, and no more."""
+
+    room = 6
+    tried: list[int]
+
+    def _program(self, part):
+        program = super()._program(part)
+
+        def run(*arguments):
+            self.tried.append(part)
+            if part > self.room:
+                raise FULL
+            return program(*arguments)
+
+        return run
+
+
+def limited(room, settings=None):
+    step = Limited(loss, optax.sgd(0.01), settings or Settings())
+    step.room, step.tried = room, []
+    return step
+
+
+def test_a_step_that_runs_out_is_run_again_in_more_parts_and_gives_the_same():
+    plain = TrainStep(loss, optax.sgd(0.01), Settings())
+    expected, _, value = plain(start(), plain.init(start()), BATCH)
+    step = limited(2)
+    params, state, found = step(start(), step.init(start()), BATCH)
+    assert np.allclose(params["w"], expected["w"], rtol=1e-6) and float(found) == pytest.approx(float(value))
+    assert step.tried == [6, 3, 2] and step.num_retries == 2
+    # What was found out holds for the next batch.
+    step(params, state, BATCH)
+    assert step.tried == [6, 3, 2, 2]
+    assert (step.settings.micro_batches, step.settings.micro_batch_size) == (3, 2)
+
+
+def test_where_not_even_one_sample_fits_everything_is_as_it_was():
+    params = start()
+    step = limited(0)
+    with pytest.raises(CannotFit, match=r"a single sample at a time: RESOURCE_EXHAUSTED.* as they were"):
+        step(params, step.init(params), BATCH)
+    assert not params["w"].is_deleted()
+
+
+def test_other_errors_stay_what_they_are():
+    step = limited(6)
+    with pytest.raises(TypeError):
+        step(start(), step.init(start()), (BATCH[0][:, :1], BATCH[1]))
+
+
+def test_the_update_is_made_in_place():
+    params = start()
+    step = limited(6)
+    step(params, step.init(params), BATCH)
+    assert params["w"].is_deleted()
+
+
+def test_an_update_that_asks_for_more_does_not_delete_what_it_is_given(monkeypatch):
+    monkeypatch.setattr(guarded, "_NEXT_TO_NOTHING", -1)
+    params = start()
+    step = limited(6)
+    step(params, step.init(params), BATCH)
+    assert not params["w"].is_deleted()
+
+
+@pytest.mark.parametrize(("deleted", "error"), [(True, BrokenUpdate), (False, CannotFit)])
+def test_an_update_that_runs_out_says_what_is_left(deleted, error):
+    params = start()
+    step = limited(6)
+    state = step.init(params)
+
+    def fail(trained, *rest):
+        if deleted:
+            trained["w"].delete()
+        raise FULL
+
+    class Failing(dict):
+        def __contains__(self, key):
+            return True
+
+        def __getitem__(self, key):
+            return fail
+
+    step._updates = Failing()
+    with pytest.raises(error, match="memory ran out in the update"):
+        step(params, state, BATCH)
+
+
+def test_what_says_that_memory_ran_out():
+    assert ran_out(FULL) and ran_out(MemoryError()) and ran_out(ValueError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert not ran_out(ValueError("shapes differ"))

@@ -1,0 +1,102 @@
+"""Blocks of a compiled program."""
+
+from memfit.adapters.xla.buffers import most_scratch, timeline_of
+from memfit.core.timeline import Category, Phase
+from tests.unit.adapters.xla.programs import LOOP, STEP, entry
+
+
+def describe(number):
+    return (Category.PARAMETER, "layer1") if number == 0 else (Category.BATCH, "")
+
+
+def test_blocks_say_what_they_are_for():
+    timeline, assigned = timeline_of(STEP, describe)
+    found = {(block.op, block.category, block.phase, block.module): block for block in timeline.blocks}
+
+    assert ("parameter", Category.PARAMETER, Phase.SETUP, "layer1") in found
+    assert ("input batch", Category.BATCH, Phase.SETUP, "") in found
+    assert ("tanh", Category.ACTIVATION, Phase.FORWARD, "layer1") in found
+    assert ("dot_general (dot)", Category.GRADIENT, Phase.BACKWARD, "layer1") in found
+    assert found["tanh", Category.ACTIVATION, Phase.FORWARD, "layer1"].source == "train.py:7"
+    assert assigned == 16 * 16 * 4 + 64 * 16 * 4 + 20 + 64 * 16 * 4 + 16 * 16 * 4 + 4
+
+
+def test_what_lives_never_exceeds_what_is_laid_out():
+    for text in (STEP, LOOP):
+        timeline, assigned = timeline_of(text, describe)
+
+        assert timeline.peak()[1] <= assigned
+
+
+def test_ticks_are_one_per_event():
+    timeline, _ = timeline_of(STEP, describe)
+    ticks = [block.start for block in timeline.blocks] + [b.end for b in timeline.blocks if b.end is not None]
+
+    assert sorted(ticks) == list(range(timeline.num_ticks))
+    assert list(timeline.blocks) == sorted(timeline.blocks, key=lambda block: block.start)
+
+
+def test_marks_follow_the_passes():
+    timeline, _ = timeline_of(STEP, describe)
+
+    assert [mark.phase for mark in timeline.marks] == [Phase.SETUP, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+    assert [mark.tick for mark in timeline.marks] == sorted(mark.tick for mark in timeline.marks)
+
+
+def test_results_are_described_by_the_caller():
+    text = STEP.replace(", input_output_alias={ {0}: (0, {}, may-alias) }", "")
+
+    timeline, _ = timeline_of(text, describe, lambda number: (Category.PARAMETER, f"result {number}"))
+
+    assert "result 0" in {block.module for block in timeline.blocks}
+
+
+def test_a_parameters_shape_from_the_backward_pass_is_a_gradient():
+    text = STEP.replace(", input_output_alias={ {0}: (0, {}, may-alias) }", "").replace(
+        "tuple(%fusion", "tuple(%gradient"
+    )
+
+    timeline, _ = timeline_of(text, describe, lambda number: (Category.PARAMETER, ""))
+
+    last = next(block for block in timeline.blocks if block.op == "dot_general (dot)" and block.end is None)
+    assert last.category is Category.GRADIENT
+
+
+def test_nameless_instructions_are_named_after_their_readers():
+    named = 'metadata={op_name="jit(f)/jvp(layer2)/exp"}'
+    text = entry(
+        "%a = f32[8]{0} parameter(0)",
+        "%r = f32[8]{0} reverse(%a), dimensions={0}",
+        f"ROOT %e = f32[8]{{0}} exponential(%r), {named}",
+    )
+
+    timeline, _ = timeline_of(text, describe)
+
+    assert next(block for block in timeline.blocks if block.op == "reverse").module == "layer2"
+
+
+def test_copies_of_arguments_count_as_what_they_copy():
+    text = entry(
+        "%a = f32[8]{0} parameter(0)",
+        "%c = f32[8]{0} copy(%a)",
+        "ROOT %e = f32[8]{0} reverse(%c), dimensions={0}",
+    )
+
+    timeline, _ = timeline_of(text, describe)
+
+    assert next(block for block in timeline.blocks if block.op == "copy").category is Category.PARAMETER
+
+
+def test_kernels_on_the_host_take_memory_of_their_own():
+    plain, without = timeline_of(STEP, describe)
+    timeline, assigned = timeline_of(STEP, describe, on_host=True)
+
+    workspaces = [block for block in timeline.blocks if block.category is Category.WORKSPACE]
+    assert len(workspaces) == 2
+    assert assigned - without == max(block.size_bytes for block in workspaces)
+    assert not [block for block in plain.blocks if block.category is Category.WORKSPACE]
+
+
+def test_scratch_that_overlaps_adds_up():
+    assert most_scratch([(0, 3, 10), (1, 1, 5), (3, 3, 2), (4, 4, 11)]) == 15
+    assert most_scratch([]) == 0
