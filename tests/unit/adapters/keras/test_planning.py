@@ -16,7 +16,7 @@ def make(*middle, **options):
 
 
 def values(model):
-    return [keras.ops.convert_to_numpy(variable.value) for variable in model.variables]
+    return [float(keras.ops.sum(variable.value)) for variable in model.variables]
 
 
 def test_a_plain_model_can_be_split():
@@ -61,7 +61,7 @@ def test_the_forward_pass_is_timed_and_the_model_left_as_it_was():
     sample, call = time_forward(model, batch)
     assert sample > 0 and call >= 0
     assert model.predict_function is None
-    assert all(np.array_equal(a, b) for a, b in zip(weights, values(model), strict=True))
+    assert weights == values(model)
 
 
 def test_a_model_that_fails_has_no_time(monkeypatch):

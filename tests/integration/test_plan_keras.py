@@ -1,0 +1,37 @@
+"""Plans for a Keras model on each backend, in processes of their own: Keras has one backend in each."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "plan_scripts" / "keras_plan.py"
+
+
+def run(backend, *command):
+    variables = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
+def test_a_plan_fits_trains_the_same_and_its_code_does_too(backend, tmp_path):
+    pytest.importorskip(backend)
+    done = run(backend, sys.executable, str(SCRIPT), str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["fits"] and found["framework"] == f"keras:{backend}" and found["micro_batches"] > 1
+    assert found["peak"] <= 0.5
+    # In float32: what rounding leaves, against what a step moves.
+    assert found["fitted"] < 1e-4 and found["coded"] < 1e-4 < 1e-3 < found["moved"]
+    assert "The same without memfit" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+
+def test_the_command_plans_a_keras_job():
+    arguments = ("--device", "cpu", "--budget", "3MiB", "--no-measure", "--allow=-checkpoint", "--json")
+    done = run("torch", sys.executable, "-m", "memfit", "plan", f"{SCRIPT}:job", *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["fits"] and found["settings"]["micro_batches"] > 1 and found["framework"] == "keras:torch"
