@@ -229,23 +229,32 @@ def dryrun(
             raise BadInput(f"{option} must be at least {least}, but {value} was given.")
     if isinstance(arguments, str):
         raise BadInput(f"arguments must be a list such as {arguments.split()!r}, but the text {arguments!r} was given.")
-    target, name = resolve(device), os.fspath(script)
-    if target.kind is not Kind.CUDA:
+    name = os.fspath(script)
+    # Processes are of no use to anyone who doesn't run a script.
+    from memfit.runs.devices import has_devices
+    from memfit.runs.keras_scripts import keras_backend
+    from memfit.runs.sequence import dry_run, read_run
+    from memfit.runs.target import check_module, check_script
+
+    backend = keras_backend(name, module=module)
+    target = resolve("cpu" if device is None and backend and not has_devices() else device)
+    # Keras on PyTorch runs on the simulated device like any other script of PyTorch.
+    until_fit = backend != "" and (backend != "torch" or target.kind is not Kind.CUDA)
+    if target.kind is not Kind.CUDA and not until_fit:
         raise BadInput(
             f"only CUDA devices can be simulated for a script, but {target.name!r} was given. "
             "Name one, such as device='rtx-3090' (--device rtx-3090); `memfit devices` lists all."
         )
     # Refused here rather than by the script's process.
     parse_options(env.allocator_settings())
-    # Processes are of no use to anyone who doesn't run a script.
-    from memfit.runs.sequence import dry_run
-    from memfit.runs.target import check_module, check_script
-
     (check_module if module else check_script)(name)
-    require_torch()
+    if not until_fit:
+        require_torch()
     folder = "" if checkpoint_folder is None else os.path.abspath(checkpoint_folder)
     given = tuple(map(str, arguments))
-    request = Request(name, module, given, target, count, steps, scan, checkpoint_folder=folder)
+    request = Request(name, module, given, target, count, steps, scan, checkpoint_folder=folder, until_fit=until_fit)
+    if until_fit:
+        return read_run(request, quiet_output=quiet_output)
     run, too_large = dry_run(request, quiet_output=quiet_output, announce=_announce)
     return run if run.fits is not False or too_large is None else _advised(run, too_large)
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from memfit.allocator import memory_of
 from memfit.core import env
@@ -16,6 +17,8 @@ from memfit.core.dryrun import DryRun, Request
 def main(request_path: str) -> int:
     """Runs what the file asks for and writes the result where it says."""
     request = Request.from_json(Path(request_path).read_text(encoding="utf-8"))
+    if request.until_fit:
+        return _run_until_fit(request)
     # TorchScript runs as the Python it is made from; PyTorch reads this when it is imported.
     os.environ["PYTORCH_JIT"] = "0"
     if request.count > 1:
@@ -29,10 +32,7 @@ def main(request_path: str) -> int:
     run = ScriptRun(request, *memory_of(request.device, unlimited=request.unlimited))
 
     def write(result: DryRun) -> None:
-        data = {**result.to_json(), "loader_ordinal": run.loaders.training}
-        temporary = Path(request.result_path + ".tmp")
-        temporary.write_text(json.dumps(data), encoding="utf-8")
-        temporary.replace(request.result_path)
+        _write(request, {**result.to_json(), "loader_ordinal": run.loaders.training})
 
     def leave(result: DryRun) -> None:
         write(result)
@@ -43,6 +43,20 @@ def main(request_path: str) -> int:
     result = run.run()
     write(result)
     return result.exit_code or 0
+
+
+def _run_until_fit(request: Request) -> int:
+    from memfit._keras_script import KerasScriptRun
+
+    result = KerasScriptRun(request).run()
+    _write(request, result.to_json())
+    return result.exit_code or 0
+
+
+def _write(request: Request, data: dict[str, Any]) -> None:
+    temporary = Path(request.result_path + ".tmp")
+    temporary.write_text(json.dumps(data), encoding="utf-8")
+    temporary.replace(request.result_path)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,8 @@ def open_job(job: Job, device: Device, batch_size: int | None = None) -> Any:
 
         return keras_jobs.open_job(job, device, batch_size)
     if framework == JAX:
+        if importlib.util.find_spec("jax") is None:
+            raise MissingDependency("JAX is not installed. Install it with `pip install 'memfit[jax]'`.")
         from memfit.adapters.jax import job as jax_jobs
 
         return jax_jobs.open_job(job, device, batch_size)
@@ -151,7 +153,11 @@ def resolve(device: Any) -> Device:
 def own_gpu() -> Device:
     """This machine's GPU."""
     # Others name no default.
-    own = None if importlib.util.find_spec("torch") is None and {"keras", "jax"} & set(sys.modules) else torch_adapter().own_gpu()
+    own = (
+        None
+        if importlib.util.find_spec("torch") is None and {"keras", "jax"} & set(sys.modules)
+        else torch_adapter().own_gpu()
+    )
     if own is None:
         raise BadInput(
             "this machine has no CUDA device that PyTorch can use, so there is no default. "
@@ -247,7 +253,8 @@ class Estimator:
         family = self._fit() if batch_size > 1 else None
         if family is None:
             return self._estimate(self._trace(batch_size).timeline, batch_size, started)
-        return self._estimate(family.at(batch_size), batch_size, started, assigned_bytes=self._assigned(batch_size))
+        timeline = family.at(batch_size)
+        return self._estimate(timeline, batch_size, started, assigned_bytes=self._assigned(batch_size, timeline))
 
     def with_settings(self, settings: Settings) -> tuple[Estimate, int]:
         """(the estimate of the step as settings run it, bytes that wait in host memory)."""
@@ -281,15 +288,22 @@ class Estimator:
                 self._family = None
         return self._family
 
-    def _assigned(self, batch_size: int) -> int | None:
-        """What a compiler would lay out at a size between, or beyond, those that it was asked about."""
-        known = sorted(
-            (size, trace.assigned_bytes) for size, trace in self._traces.items() if size and trace.assigned_bytes
+    def _assigned(self, batch_size: int, timeline: Timeline) -> int | None:
+        """What a compiler would lay out at a size between, or beyond, those that it was asked about.
+
+        What lives at once is known at any size; what is laid out beyond that, such as results that wait for their
+        values, grows evenly.
+        """
+        beyond = sorted(
+            (size, None if trace.assigned_bytes is None else trace.assigned_bytes - trace.timeline.peak()[1])
+            for size, trace in self._traces.items()
+            if size
         )
-        if len(known) < 2:
+        if len(beyond) < 2 or any(extra is None for _, extra in beyond):
             return None
-        (n, least), (m, most) = known[0], known[-1]
-        return round(least + (most - least) * (batch_size - n) / (m - n))
+        (n, least), (m, most) = beyond[0], beyond[-1]
+        assert least is not None and most is not None
+        return timeline.peak()[1] + max(0, round(least + (most - least) * (batch_size - n) / (m - n)))
 
     def _estimate(
         self,

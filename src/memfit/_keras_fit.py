@@ -492,9 +492,7 @@ class KerasFit:
         self._loop.load_callbacks(resumed)
         self._load_history(resumed)
         self._position = resumed.progress["data"]
-        if not self._skip:
-            self._loop.data.caught_up(self._position)
-        else:
+        if self._skip:
             self._skipped_logs = self._loop.metrics()
 
     def _pass_over(self) -> dict[str, Any]:

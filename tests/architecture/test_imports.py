@@ -16,7 +16,7 @@ ROWS = (
     ("planner", "guard", "monitor", "data", "doctor", "shrink", "cloud", "runs"),
     ("reports",),
     ("_estimator",),
-    ("_plan_target",),
+    ("_plan_target", "_keras_script"),
     ("_traced_plan",),
     ("_api", "_child", "_plan_space", "_checkpointing", "_fit_checkpoints", "_keras_plan", "_jax_plan"),
     ("_plan", "_script_plan", "_simulate", "_search", "_stream"),

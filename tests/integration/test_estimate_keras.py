@@ -17,8 +17,7 @@ BACKENDS = ("torch", "jax", "tensorflow")
 MODELS = ("convolutional", "recurrent", "transformer", "subclassed", "two_inputs")
 
 
-@functools.cache
-def run(backend):
+def start(backend, *arguments):
     environment = os.environ | {
         "KERAS_BACKEND": backend,
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -27,9 +26,14 @@ def run(backend):
         "CUDA_VISIBLE_DEVICES": "",
         "JAX_PLATFORMS": "cpu",
     }
-    done = subprocess.run(
-        [sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=600, check=False
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
+
+
+@functools.cache
+def run(backend):
+    done = start(backend, SCRIPT)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -86,3 +90,38 @@ def test_backends_agree_on_the_state_to_the_byte(backend, name):
     assert found["state"] == wanted["state"]
     assert found["parameters"] == wanted["parameters"]
     assert {"parameter", "gradient", "optimizer state"} <= set(found["state"])
+
+
+def test_the_command_takes_names_of_applications():
+    pytest.importorskip("torch")
+    options = ("-b", "4", "-d", "t4", "--image-size", "32", "--optimizer", "sgd-momentum", "--json")
+
+    done = start("torch", "-m", "memfit", "estimate", "keras:MobileNetV2", *options)
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["subject"] == "keras:MobileNetV2 (32 x 32 pixels)"
+    assert found["batch_size"] == 4
+
+
+def test_names_that_are_none_are_refused():
+    done = start("torch", "-m", "memfit", "estimate", "keras:MobileNetV9", "-d", "t4")
+
+    assert done.returncode == 2
+    assert "keras.applications has no model 'MobileNetV9'. Did you mean MobileNet" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_backend_that_is_not_there_is_named_with_its_extra():
+    code = (
+        "import sys; sys.modules['tensorflow'] = None\n"
+        "import memfit\n"
+        "try:\n    memfit.named_job('keras:ResNet50')\n"
+        "except memfit.MissingDependency as error:\n    print(error)"
+    )
+
+    done = start("tensorflow", "-c", code)
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "Keras is set to run on tensorflow, which is not installed" in done.stdout
+    assert "pip install 'memfit[tensorflow]'" in done.stdout

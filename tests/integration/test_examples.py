@@ -320,6 +320,16 @@ def test_a_stream_trains_where_loading_fails_and_goes_on_with_other_workers():
     assert losses[-1] < losses[0] - 0.5, "nothing is learned"
 
 
+def test_a_keras_model_is_estimated(monkeypatch):
+    needs("keras")
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    shown = run("examples/keras/estimate.py")
+
+    assert "small_network: training, batch size 64" in shown
+    assert re.search(r"^  norm +\d", shown, re.MULTILINE)
+    assert int(re.search(r"Keras on torch: the largest batch that fits is (\d+)", shown)[1]) > 64
+
+
 def test_keras_learns_from_one_file_and_is_tested_on_another(monkeypatch):
     needs("keras", "h5py", "pyarrow")
     monkeypatch.setenv("KERAS_BACKEND", "torch")

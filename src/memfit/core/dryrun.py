@@ -402,6 +402,7 @@ class Request:
         loader_ordinal: which of the script's loaders, in order of their making; None when not known yet.
         settings: how the script's steps are to be run, as far as that can be changed from outside; None: as they are.
         watch: tell what else the run shows of the program, the work of its operators included.
+        until_fit: run the script, which trains with Keras, until its first `fit`, and estimate a step of that.
     """
 
     script: str
@@ -418,6 +419,7 @@ class Request:
     loader_ordinal: int | None = None
     settings: Settings | None = None
     watch: bool = False
+    until_fit: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write: `device` is its name, `device_row` the whole of it."""

@@ -35,6 +35,16 @@ def visible_cuda_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def keras_backend() -> str:
+    """The backend that Keras is told to use; "" where nobody says."""
+    return os.environ.get("KERAS_BACKEND", "")
+
+
+def keras_home() -> str:
+    """The folder of Keras's settings; "" where it is Keras's own choice."""
+    return os.environ.get("KERAS_HOME", "")
+
+
 def launched_rank() -> tuple[int, int] | None:
     """(number of this process, number of processes) as torchrun sets them; None for a process that stands alone."""
     try:

@@ -67,7 +67,9 @@ class MicroBatched(keras.Model):
 
         def add(carry, part):
             total, other = carry
-            (value, (_, _, other, *_)), gradients = gradient(trained, other, metrics, *part, None, training=True)
+            (value, (_, _, other, *_)), gradients = gradient(
+                trained, other, metrics, *part, None, training=True, optimizer_variables=optimizer_state
+            )
             return (jax.tree.map(jnp.add, total, gradients), other), value
 
         parts = [array.reshape(count, PART, *array.shape[1:]) for array in (x, y)]
@@ -104,7 +106,7 @@ def format_keras_code(plan: Plan) -> str:
         blocks += [f"PART = {size}  # samples that are computed at a time", step]
         steps += [
             "    # A functional model with the same layers and weights, and the step above.",
-            "    model = MicroBatched(model.inputs, model.outputs)",
+            "    model = MicroBatched(model.input, model.output)",
         ]
     compiled = "" if settings.jit_compile is None else f", jit_compile={settings.jit_compile}"
     scaled = settings.precision == "amp-fp16"

@@ -53,6 +53,18 @@ def dry_run(
     return replace(run, seconds=time.perf_counter() - started), too_large
 
 
+def read_run(request: Request, *, quiet_output: bool = False) -> DryRun:
+    """The one run of a script of which a single step is estimated.
+
+    Args:
+        request: the script and the device.
+        quiet_output: what the script prints goes to standard error.
+    """
+    started = time.perf_counter()
+    run = DryRun.from_json(run_child(request, stdout_to_stderr=quiet_output))
+    return replace(run, seconds=time.perf_counter() - started)
+
+
 def _with_need(died: DryRun, request: Request) -> DryRun:
     """The run with the estimate of an unlimited device, in which the failure of the limited one is noted.
 

@@ -25,7 +25,7 @@ def code(backend="tensorflow", **settings):
 )
 def test_micro_batches_have_the_step_of_their_backend(backend, word):
     text = code(backend, micro_batches=3, micro_batch_size=3)
-    assert word in text and "PART = 3 " in text and "MicroBatched(model.inputs" in text
+    assert word in text and "PART = 3 " in text and "MicroBatched(model.input," in text
     assert "PART = 4 " in code(backend, micro_batches=2)
 
 

@@ -133,3 +133,22 @@ def test_a_signal_that_was_passed_on(name, cause):
 
 def test_a_signal_without_a_name():
     assert explain(evidence(-250)).signal == "signal 250"
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
+def test_a_crash_in_a_step_of_tensorflow_is_taken_for_memory_far_from_the_limit_too(number):
+    far = Seen(peak=SCRIPT, last=SCRIPT, by_pid={}, data_bytes=GIB // 4, data_limit_bytes=4 * GIB)
+
+    ending = explain(evidence(-number, seen=far, guarded_by="TensorFlow"))
+
+    assert ending.cause is Cause.CRASHED
+    assert "in a step of TensorFlow, whose kernels do so that get no memory" in ending.text
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"guarded_by": "TensorFlow", "ceiling": Ceiling(GIB, GIB, "machine")}], ids=str
+)
+def test_a_crash_far_from_any_limit_is_the_scripts_own(changes):
+    far = Seen(peak=SCRIPT, last=SCRIPT, by_pid={}, data_bytes=GIB // 4, data_limit_bytes=4 * GIB)
+
+    assert explain(evidence(-signal.SIGSEGV, seen=far, **changes)).cause is Cause.SIGNALLED

@@ -51,3 +51,33 @@ def test_nothing_is_told_twice_even_to_a_script_that_does_not_listen():
 
     assert len(set(tried)) == len(tried)
     assert len(tried) < 20
+
+
+def planned(first, sizes, **options):
+    tried = [first]
+    for size in sizes:
+        following = next_configuration(tried, size, plans=True, **options)
+        if following is None:
+            break
+        tried.append(following)
+    return tried
+
+
+def test_a_guard_that_plans_is_given_less_memory_to_plan_for():
+    # GIVEN a model whose batches may not be split, so that 64 samples are used whatever it is told
+    tried = planned(PLAIN, [64] * 20, rescues=False)
+
+    assert [one.share for one in tried] == [1.0, 0.75, 0.56, 0.42, 0.32]
+    assert {one.micro_batch_size for one in tried} == {None, 32}
+    assert not any(one.rescue for one in tried)
+
+
+def test_where_operations_can_be_rescued_that_comes_after_the_plans():
+    tried = planned(PLAIN, [1] * 20)
+
+    assert [one.share for one in tried[:5]] == [1.0, 0.75, 0.56, 0.42, 0.32]
+    assert [(one.rescue, one.eager) for one in tried[5:]] == [(True, False), (True, True)]
+
+
+def test_a_plan_for_less_is_put_into_words():
+    assert str(Configuration(4, share=0.75)) == "micro-batches of at most 4 and a plan for 75% of the memory"

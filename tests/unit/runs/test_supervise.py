@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from memfit.core.supervised import Cause, Configuration, Outcome
+from memfit.core.units import MIB
 from memfit.runs import processes, supervise
 from memfit.runs.supervise import Supervisor, Task
 
@@ -190,3 +191,57 @@ def test_on_a_machine_with_devices_the_budget_is_theirs(supervised, monkeypatch)
 
     assert run.outcome is Outcome.COMPLETED
     assert run.limit_of != "budget"
+
+
+KERAS = """
+import os, sys
+from memfit.core.run_events import current, note
+
+request = current()
+print(request.budget_bytes, request.micro_batch_size, file=open("told.txt", "a"))
+note("keras", backend="tensorflow")
+if "early" not in sys.argv:
+    note("guard", model="Net")
+    note("step", update=1, micro_batch_size=8)
+if "planned" in sys.argv:
+    note("cannot fit", text="the smallest plan needs 9.0 GiB", planned=True)
+if request.attempt < 3:
+    os.abort() if "crash" in sys.argv else (_ for _ in ()).throw(MemoryError())
+"""
+
+
+def test_a_guard_of_keras_plans_for_less_each_time(supervised, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    run, said = supervised(KERAS, "crash", budget_bytes=400 * MIB)
+
+    assert run.outcome is Outcome.COMPLETED
+    assert [attempt.ending.cause for attempt in run.attempts[:2]] == [Cause.CRASHED, Cause.CRASHED]
+    assert [attempt.configuration for attempt in run.attempts] == [
+        Configuration(),
+        Configuration(4, share=0.75),
+        Configuration(4, share=0.56),
+    ]
+    told = [line.split() for line in (tmp_path / "told.txt").read_text().splitlines()]
+    assert told == [[str(400 * MIB), "None"], [str(300 * MIB), "4"], [str(int(400 * MIB * 0.56)), "4"]]
+    assert "a plan for 75% of the memory" in said[1]
+
+
+def test_without_a_budget_keras_plans_for_a_share_of_what_there_is(supervised, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    run, _ = supervised(KERAS)
+
+    told = [line.split()[0] for line in (tmp_path / "told.txt").read_text().splitlines()]
+    assert told[0] == "None"
+    assert int(told[1]) == int(run.limit_bytes * 0.75)
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [("early", "memory ran out outside of `fit`"), ("planned", "the smallest plan needs 9.0 GiB")],
+)
+def test_where_keras_can_do_nothing_it_is_not_started_again(supervised, monkeypatch, tmp_path, argument, text):
+    monkeypatch.chdir(tmp_path)
+    run, said = supervised(KERAS, argument)
+
+    assert (run.exit_code, len(run.attempts)) == (3, 1)
+    assert text in said[-1]

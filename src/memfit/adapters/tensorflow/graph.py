@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2
-
 from tensorflow.python.framework import op_def_registry
 
 from memfit.adapters.tensorflow.nodes import Graph, Node, Shape, tensor_bytes
@@ -25,7 +24,7 @@ GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
 _HOST_ONLY = frozenset({tf.resource, tf.variant, tf.string})
 _LARGEST_VALUE = 64
 _LARGEST_FOLDED = 10 << 20
-_UNFOLDED = frozenset("Enter Exit Merge Switch NextIteration LoopCond Placeholder".split())
+_UNFOLDED = frozenset({"Enter", "Exit", "Merge", "Switch", "NextIteration", "LoopCond", "Placeholder"})
 _GPU_MEMORY_BYTES = 16 << 30
 # What TensorFlow's CPU device says of itself whatever the machine has; the optimizer rearranges sums beyond it.
 _HOST_MEMORY_BYTES = 256 << 20
@@ -40,7 +39,9 @@ def graph_of(function: Any, *, on_gpu: bool = False) -> Graph:
     """The graph that TensorFlow runs for a `ConcreteFunction`, with the shape of every tensor."""
     definition = _optimized(function, GPU if on_gpu else HOST)
     by_handle = {id(variable.handle): variable for variable in function.graph.variables}
-    handles = {inner.op.name: by_handle[id(outer)] for outer, inner in function.graph.captures if id(outer) in by_handle}
+    handles = {
+        inner.op.name: by_handle[id(outer)] for outer, inner in function.graph.captures if id(outer) in by_handle
+    }
     properties = _properties(definition, handles)
     results = [_position(tensor.name) for tensor in function.graph.outputs]
     return _linked(definition, properties, results, function.graph)
@@ -128,7 +129,12 @@ def _fold(nodes: list[Node]) -> None:
     while changed:
         changed = False
         for number, node in enumerate(nodes):
-            if constant[number] or not node.inputs or node.controls or not all(constant[made] for made, _ in node.inputs):
+            if (
+                constant[number]
+                or not node.inputs
+                or node.controls
+                or not all(constant[made] for made, _ in node.inputs)
+            ):
                 continue
             if _is_foldable(node):
                 constant[number] = changed = True
@@ -180,7 +186,12 @@ def _linked(definition: Any, properties: Mapping[str, Any], results: list[tuple[
         for port, known in enumerate(properties.get(node.name, ())):
             made.item_bytes.append(item_bytes(tf.as_dtype(known.dtype)))
             shape = _shape(known.shape)
-            if shape is None and old is not None and port < len(old.outputs) and old.outputs[port].shape.is_fully_defined():
+            if (
+                shape is None
+                and old is not None
+                and port < len(old.outputs)
+                and old.outputs[port].shape.is_fully_defined()
+            ):
                 shape = tuple(old.outputs[port].shape)
             made.shapes.append(shape)
         if node.op == "Const":
@@ -188,15 +199,18 @@ def _linked(definition: Any, properties: Mapping[str, Any], results: list[tuple[
         nodes.append(made)
     _fold(nodes)
     for number, node in enumerate(nodes):
-        for slot, (made, port) in enumerate(node.inputs):
-            consumers[made].append((port, number, slot))
+        for slot, (producer, port) in enumerate(node.inputs):
+            consumers[producer].append((port, number, slot))
     return Graph(
         nodes,
         consumers,
         control_consumers,
         [(numbers[name], port) for name, port in results if name in numbers],
         {tensor.op.name: numbers[tensor.op.name] for tensor in traced.inputs if tensor.op.name in numbers},
-        sorted((n for n, node in enumerate(nodes) if not node.inputs and not node.controls), key=lambda n: _root(nodes[n], created)),
+        sorted(
+            (n for n, node in enumerate(nodes) if not node.inputs and not node.controls),
+            key=lambda n: _root(nodes[n], created),
+        ),
     )
 
 

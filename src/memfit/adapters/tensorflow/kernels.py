@@ -13,19 +13,27 @@ import numpy as np
 from memfit.adapters.tensorflow.nodes import Node, Shape
 
 # The output is the input, under another shape or name.
-ALIASES = frozenset(
-    """Identity IdentityN StopGradient PreventGradient Reshape Squeeze ExpandDims EnsureShape Bitcast Enter Exit
-    NextIteration Switch Merge LoopCond RefIdentity Snapshot _Retval _Arg CheckNumerics PlaceholderWithDefault Assign
-    AssignAdd AssignSub DestroyTemporaryVariable""".split()
-)
+ALIASES = frozenset({
+    "Identity", "IdentityN", "StopGradient", "PreventGradient", "Reshape", "Squeeze", "ExpandDims", "EnsureShape",
+    "Bitcast", "Enter", "Exit", "NextIteration", "Switch", "Merge", "LoopCond", "RefIdentity", "Snapshot",
+    "_Retval", "_Arg", "CheckNumerics", "PlaceholderWithDefault", "Assign", "AssignAdd", "AssignSub",
+    "DestroyTemporaryVariable",
+})  # fmt: skip
 
 # The kernel writes over an input that nobody else needs any more, if it is as large as the output.
-_BINARY = """Add AddV2 Sub Mul Div RealDiv DivNoNan MulNoNan Maximum Minimum Pow SquaredDifference FloorDiv FloorMod Mod
-    TruncateDiv Xdivy Xlogy Xlog1py Atan2 ReluGrad Relu6Grad EluGrad SeluGrad LeakyReluGrad SoftplusGrad SoftsignGrad
-    SigmoidGrad TanhGrad RsqrtGrad SqrtGrad InvGrad ReciprocalGrad LogicalAnd LogicalOr""".split()
-_UNARY = """Relu Relu6 Elu Selu LeakyRelu Softplus Softsign Neg Abs Square Sqrt Rsqrt Exp Expm1 Log Log1p Sigmoid Tanh
-    Sin Cos Erf Erfc Sign Floor Ceil Round Rint Inv Reciprocal LogicalNot _UnaryOpsComposition BiasAdd Softmax LogSoftmax
-    ClipByValue AddN Cumsum MatrixBandPart TensorScatterUpdate TensorScatterAdd ScatterNdUpdate""".split()
+_BINARY = (
+    "Add", "AddV2", "Sub", "Mul", "Div", "RealDiv", "DivNoNan", "MulNoNan", "Maximum", "Minimum", "Pow",
+    "SquaredDifference", "FloorDiv", "FloorMod", "Mod", "TruncateDiv", "Xdivy", "Xlogy", "Xlog1py", "Atan2",
+    "ReluGrad", "Relu6Grad", "EluGrad", "SeluGrad", "LeakyReluGrad", "SoftplusGrad", "SoftsignGrad", "SigmoidGrad",
+    "TanhGrad", "RsqrtGrad", "SqrtGrad", "InvGrad", "ReciprocalGrad", "LogicalAnd", "LogicalOr",
+)  # fmt: skip
+_UNARY = (
+    "Relu", "Relu6", "Elu", "Selu", "LeakyRelu", "Softplus", "Softsign", "Neg", "Abs", "Square", "Sqrt", "Rsqrt",
+    "Exp", "Expm1", "Log", "Log1p", "Sigmoid", "Tanh", "Sin", "Cos", "Erf", "Erfc", "Sign", "Floor", "Ceil",
+    "Round", "Rint", "Inv", "Reciprocal", "LogicalNot", "_UnaryOpsComposition", "BiasAdd", "Softmax", "LogSoftmax",
+    "ClipByValue", "AddN", "Cumsum", "MatrixBandPart", "TensorScatterUpdate", "TensorScatterAdd",
+    "ScatterNdUpdate",
+)  # fmt: skip
 _FORWARDED: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(_BINARY, (0, 1)),
     **dict.fromkeys(_UNARY, (0,)),
@@ -42,14 +50,13 @@ _FORWARDED_SECOND: dict[str, tuple[int, ...]] = {
 }
 
 # These run on the thread that finds them ready (`IsExpensive` is false).
-INEXPENSIVE = ALIASES | frozenset(
-    "Const NoOp Placeholder Shape ShapeN Size Rank ControlTrigger VarHandleOp VariableShape TensorListLength".split()
-)
+INEXPENSIVE = ALIASES | frozenset({
+    "Const", "NoOp", "Placeholder", "Shape", "ShapeN", "Size", "Rank", "ControlTrigger", "VarHandleOp",
+    "VariableShape", "TensorListLength",
+})  # fmt: skip
 
-_CONVOLUTIONS = frozenset(
-    """Conv2D _FusedConv2D Conv2DBackpropInput Conv2DBackpropFilter Conv3D Conv3DBackpropInputV2 Conv3DBackpropFilterV2
-    DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput DepthwiseConv2dNativeBackpropFilter""".split()
-)
+# The last cache of a processor as TensorFlow counts with it, found from how many images its kernels take at a time.
+_CACHE_BYTES = 30 << 20
 
 
 def forwarded(node: Node, port: int) -> tuple[int, ...]:
@@ -59,24 +66,34 @@ def forwarded(node: Node, port: int) -> tuple[int, ...]:
     return _FORWARDED_SECOND.get(node.op, ()) if port == 1 else ()
 
 
-def scratch_bytes(node: Node, inputs: list[Shape | None], *, onednn: bool) -> int:
+def scratch_bytes(node: Node, inputs: list[Shape], *, onednn: bool) -> int:
     """What a kernel takes for the time that it runs."""
     if not node.item_bytes or not node.shapes or node.shapes[0] is None:
         return 0
-    output = node.shapes[0]
-    size = node.item_bytes[0]
-    if node.op in ("Sum", "Mean", "Max", "Min", "Prod"):
-        # Reductions go to a temporary of their own, which then becomes the output.
-        return 0
     if node.op in ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"):
-        return math.prod(output) * size
-    if node.op in _CONVOLUTIONS and not onednn:
-        return _lowering_bytes(node, inputs, size)
+        return math.prod(node.shapes[0]) * node.item_bytes[0]
+    if onednn or len(inputs) != 3 or len(inputs[2]) != 4:
+        return 0
+    if node.op == "Conv2DBackpropFilter":
+        return _columns_bytes(inputs[2], node.shapes[0], node.item_bytes[0], whole_cache=True)
+    if node.op == "Conv2DBackpropInput":
+        return _columns_bytes(inputs[2], inputs[1], node.item_bytes[0], whole_cache=False)
     return 0
 
 
-def _lowering_bytes(node: Node, inputs: list[Shape | None], size: int) -> int:
-    return 0
+def _columns_bytes(gradient: Shape, kernel: Shape, item_bytes: int, *, whole_cache: bool) -> int:
+    """Images as columns, by which a convolution's gradients become products of matrices.
+
+    The gradient of the filter takes as many images at a time as fill a processor's last cache, even if there are
+    fewer in the batch; that of the input one.
+    """
+    height, width, depth_in, depth_out = kernel
+    pixels, column = gradient[1] * gradient[2], height * width * depth_in
+    if not whole_cache:
+        return pixels * column * item_bytes
+    work = pixels * column + pixels * depth_out + column * depth_out
+    num_images = -(-(_CACHE_BYTES // item_bytes) // work)
+    return num_images * pixels * column * item_bytes
 
 
 def hidden_bytes(node: Node, *, onednn: bool) -> int:

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from memfit.adapters.tensorflow.nodes import Graph, Node, Shape, tensor_bytes
 from memfit.adapters.tensorflow.kernels import (
     ALIASES,
     INEXPENSIVE,
@@ -26,6 +25,7 @@ from memfit.adapters.tensorflow.kernels import (
     scratch_bytes,
     values_of,
 )
+from memfit.adapters.tensorflow.nodes import Graph, Node, Shape, tensor_bytes
 from memfit.core.errors import StepFailed
 
 
@@ -537,7 +537,7 @@ class Executor:
                 made.items.append(self._same(tensor, tensor.shape[1:]))
         return Tensor(made, (), variant)
 
-    def _from_list(self, number: int, node: Node, inputs: list[Tensor], source: Buffer | None) -> Any:
+    def _from_list(self, number: int, node: Node, inputs: list[Tensor], source: Buffer | None) -> Tensor:
         op = node.op
         items = [] if source is None or source.items is None else source.items
         if op == "TensorListLength":
@@ -546,21 +546,23 @@ class Executor:
             place = None if inputs[1].value is None else int(inputs[1].value)
             if place is not None and 0 <= place < len(items) and items[place].buffer is not None:
                 return self._same(items[place], items[place].shape)
-            shape = node.shapes[0] or next((item.shape for item in items if item.buffer is not None), ())
-            return Tensor(self._allocate(tensor_bytes(shape, node.item_bytes[0]), number), shape, node.item_bytes[0])
+            element = node.shapes[0]
+            if element is None:
+                element = next((item.shape for item in items if item.buffer is not None), ())
+            return Tensor(
+                self._allocate(tensor_bytes(element, node.item_bytes[0]), number), element, node.item_bytes[0]
+            )
         if op == "TensorListStack":
             shape = node.shapes[0]
             if shape is None:
-                element = next((item.shape for item in items if item.buffer is not None), ())
-                shape = (len(items), *element)
+                first: Shape = next((item.shape for item in items if item.buffer is not None), ())
+                shape = (len(items), *first)
             return Tensor(self._allocate(tensor_bytes(shape, node.item_bytes[0]), number), shape, node.item_bytes[0])
         known = node.shapes[0] if node.shapes and node.shapes[0] is not None else ()
         item_bytes = node.item_bytes[0] if node.item_bytes else 0
         return Tensor(self._allocate(tensor_bytes(known, item_bytes), number), known, item_bytes)
 
-    def _computed(
-        self, number: int, node: Node, inputs: list[Tensor], iteration: Iteration
-    ) -> list[Tensor | None]:
+    def _computed(self, number: int, node: Node, inputs: list[Tensor], iteration: Iteration) -> list[Tensor | None]:
         """Outputs of an ordinary kernel: an input's place where the kernel takes it over, else memory of their own."""
         values = values_of(node, [tensor.value for tensor in inputs], [tensor.shape for tensor in inputs])
         taken: set[int] = set()

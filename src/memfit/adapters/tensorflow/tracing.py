@@ -5,7 +5,7 @@ A step that XLA compiles is laid out by XLA; any other one runs operator by oper
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -13,8 +13,18 @@ import tensorflow as tf
 from memfit.adapters.tensorflow.graph import graph_of, item_bytes
 from memfit.adapters.tensorflow.liveness import Buffer, Executor, Lived
 from memfit.adapters.tensorflow.nodes import Graph, tensor_bytes
+from memfit.adapters.tensorflow.scopes import Scopes, phase_of
+from memfit.adapters.xla.buffers import timeline_of
+from memfit.core.errors import StepFailed
 from memfit.core.estimate import Note
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
+
+_VARIABLE = "variable "
+_ORDER = Note(
+    "order", "TensorFlow runs operators in parallel: which of them meet differs from step to step, and so does the peak"
+)
+_LIBRARIES = Note("libraries", "what cuDNN takes for its algorithms beside TensorFlow's tensors isn't counted")
+_STAND_IN = Note("stand-in", "XLA compiled the step for the host: its program for a GPU fuses and orders differently")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +77,18 @@ def trace_step(
         layers: dotted paths of layers as reports name them; scopes of operators are matched to them.
     """
     known = list(variables)
+    if jit_compile:
+        return _compiled(function, known, layers, on_gpu=on_gpu)
     graph = graph_of(function, on_gpu=on_gpu)
     held = _held(function, graph, known)
-    executor = Executor(graph, held, num_threads=_num_threads(), on_gpu=on_gpu, onednn=_onednn())
-    lived = executor.run()
-    return TracedStep(_timeline(graph, lived, known, optimizer, layers))
+    lived = Executor(graph, held, num_threads=_num_threads(), on_gpu=on_gpu, onednn=_onednn()).run()
+    notes = [_ORDER]
+    if on_gpu:
+        notes.append(_LIBRARIES)
+    if lived.guessed:
+        names = ", ".join(lived.guessed[:3])
+        notes.append(Note("branch", f"only the run decides which branch is taken at {names}: the first one is counted"))
+    return TracedStep(_timeline(graph, lived, known, optimizer, layers), tuple(notes))
 
 
 def _num_threads() -> int:
@@ -80,66 +97,148 @@ def _num_threads() -> int:
 
 
 def _onednn() -> bool:
-    return os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1") not in ("0", "false")
+    return os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1").lower() not in ("0", "false")
+
+
+def _captured(function: Any) -> dict[int, Any]:
+    """The handle outside of the function from the id of each of its inputs that isn't an argument."""
+    return {id(inner): outer for outer, inner in function.graph.captures}
 
 
 def _held(function: Any, graph: Graph, variables: list[StepVariable]) -> dict[int, tuple[int, str]]:
     """(bytes, name) of what each argument of the graph holds, from the number of its node."""
     numbers = {id(entry.variable.handle): number for number, entry in enumerate(variables)}
-    captured = {id(inner): outer for outer, inner in function.graph.captures}
+    captured = _captured(function)
     held = {}
     for tensor in function.graph.inputs:
         place = graph.arguments.get(tensor.op.name)
         outer = captured.get(id(tensor))
+        if place is None:
+            continue
         if outer is not None and id(outer) in numbers:
             number = numbers.pop(id(outer))
-            if place is not None:
-                variable = variables[number].variable
-                held[place] = (tensor_bytes(tuple(variable.shape), item_bytes(variable.dtype)), f"variable {number}")
-        elif place is not None and outer is None and tensor.dtype != tf.resource:
-            held[place] = (tensor_bytes(tuple(tensor.shape), item_bytes(tensor.dtype)), f"batch {tensor.op.name}")
+            held[place] = (_variable_bytes(variables[number]), f"{_VARIABLE}{number}")
+        elif tensor.dtype != tf.resource:
+            size = tensor_bytes(tuple(tensor.shape), item_bytes(tensor.dtype))
+            held[place] = (size, f"batch {tensor.op.name}")
     for index, number in enumerate(sorted(numbers.values())):
-        variable = variables[number].variable
-        held[-1 - index] = (tensor_bytes(tuple(variable.shape), item_bytes(variable.dtype)), f"variable {number}")
+        held[-1 - index] = (_variable_bytes(variables[number]), f"{_VARIABLE}{number}")
     return held
 
 
-def _phase(name: str, optimizer: str) -> Phase:
-    if "gradient_tape/" in name or name.startswith("gradients/"):
-        return Phase.BACKWARD
-    return Phase.OPTIMIZER if optimizer and name.startswith(f"{optimizer}/") else Phase.FORWARD
+def _variable_bytes(entry: StepVariable) -> int:
+    return tensor_bytes(tuple(entry.variable.shape), item_bytes(entry.variable.dtype))
+
+
+def _compiled(function: Any, variables: list[StepVariable], layers: Sequence[str], *, on_gpu: bool) -> TracedStep:
+    """What XLA lays out for the whole step."""
+    by_handle = {id(entry.variable.handle): entry for entry in variables}
+    captured = _captured(function)
+    # XLA's arguments are the function's inputs in their order, variables by their values.
+    inputs = [by_handle.get(id(captured.get(id(tensor)))) for tensor in function.inputs]
+
+    def describe(number: int) -> tuple[Category, str]:
+        entry = inputs[number] if number < len(inputs) else None
+        return (Category.BATCH, "") if entry is None else (entry.category, entry.module)
+
+    timeline, total = timeline_of(_program(function), describe, on_host=not on_gpu)
+    timeline = _named(timeline, layers)
+    used = {id(entry) for entry in inputs if entry is not None}
+    # Those that the step doesn't touch live all the same.
+    rest = [entry for entry in variables if id(entry) not in used and _variable_bytes(entry)]
+    timeline = _with_held(timeline, rest)
+    notes = (_STAND_IN,) if on_gpu else ()
+    return TracedStep(timeline, notes, total + sum(_variable_bytes(entry) for entry in rest))
+
+
+def _named(timeline: Timeline, layers: Sequence[str]) -> Timeline:
+    """The timeline with layers for the scopes that XLA knows."""
+    known = {"", *layers}
+    names = {block.module for block in timeline.blocks}
+    scopes = Scopes(layers, [name.replace(".", "/") for name in names])
+    layer_of = {name: name if name in known else scopes.module_of(name.replace(".", "/") + "/") for name in names}
+    blocks = tuple(replace(block, module=layer_of[block.module]) for block in timeline.blocks)
+    return Timeline(blocks, timeline.num_ticks, timeline.marks)
+
+
+def _with_held(timeline: Timeline, held: list[StepVariable]) -> Timeline:
+    """The timeline with variables in front that live all the time."""
+    shift = len(held)
+    blocks = [
+        Block(_variable_bytes(entry), tick, None, entry.category, Phase.SETUP, entry.module)
+        for tick, entry in enumerate(held)
+    ]
+    blocks += [
+        replace(block, start=block.start + shift, end=None if block.end is None else block.end + shift)
+        for block in timeline.blocks
+    ]
+    marks = tuple(replace(mark, tick=mark.tick + shift) for mark in timeline.marks)
+    return Timeline(tuple(blocks), timeline.num_ticks + shift, marks)
+
+
+def _program(function: Any) -> str:
+    """The text of the program that XLA makes of a function."""
+    try:
+        from tensorflow.python.eager.polymorphic_function import compiler_ir
+    except ImportError as error:
+        raise StepFailed(
+            f"this TensorFlow ({tf.__version__}) doesn't show what XLA makes of a step. "
+            "Compile the model with jit_compile=False to have it counted operator by operator."
+        ) from error
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in function.inputs if tensor.dtype != tf.resource]
+    try:
+        return str(compiler_ir.from_concrete_function(function, specs)(stage="optimized_hlo"))
+    except (tf.errors.OpError, ValueError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        raise StepFailed(
+            f"XLA can't compile the step: {text[:500]} Compile the model with jit_compile=False where it can't."
+        ) from error
 
 
 def _timeline(
     graph: Graph, lived: Lived, variables: list[StepVariable], optimizer: str, layers: Sequence[str]
 ) -> Timeline:
-    phases = [_phase(node.name, optimizer) for node in graph.nodes]
-    firsts = {phase: lived.num_ticks for phase in Phase}
-    largest = max((b.size for b in lived.buffers if b.node >= 0), default=0)
-    for buffer in lived.buffers:
-        phase = phases[buffer.node] if buffer.node >= 0 else Phase.SETUP
-        if phase is not Phase.FORWARD and (phase is not Phase.BACKWARD or buffer.size * 100 >= largest):
-            firsts[phase] = min(firsts[phase], buffer.start)
+    """Blocks with what they are for."""
+    names = [node.name for node in graph.nodes]
+    scopes = Scopes(layers, names)
+    phases = [phase_of(name, optimizer) for name in names]
+    marks = _marks(lived, phases)
+    backward = next((mark.tick for mark in marks if mark.phase is Phase.BACKWARD), lived.num_ticks)
     blocks = []
     for buffer in lived.buffers:
-        category, module, phase = _described(buffer, graph, phases, firsts[Phase.BACKWARD], variables)
         op = graph.nodes[buffer.node].op if buffer.node >= 0 else ""
+        phase = phases[buffer.node] if buffer.node >= 0 else Phase.SETUP
+        category = _category(buffer, phases, backward)
+        module = scopes.module_of(names[buffer.node]) if buffer.node >= 0 else ""
+        if buffer.variable.startswith(_VARIABLE):
+            entry = variables[int(buffer.variable.removeprefix(_VARIABLE))]
+            category, module = entry.category, entry.module
         blocks.append(Block(buffer.size, buffer.start, buffer.end, category, phase, module, op))
-    return Timeline(tuple(blocks), lived.num_ticks, (Mark(0, Phase.SETUP, 0),))
+    return Timeline(tuple(blocks), lived.num_ticks, marks)
 
 
-def _described(
-    buffer: Buffer, graph: Graph, phases: list[Phase], backward: int, variables: list[StepVariable]
-) -> tuple[Category, str, Phase]:
-    if buffer.variable.startswith("variable "):
-        entry = variables[int(buffer.variable.split()[1])]
-        return entry.category, entry.module, Phase.SETUP if buffer.node < 0 else phases[buffer.node]
+def _category(buffer: Buffer, phases: list[Phase], backward: int) -> Category:
     if buffer.node < 0:
-        return Category.BATCH, "", Phase.SETUP
+        return Category.BATCH
     phase = phases[buffer.node]
-    category = Category.TEMPORARY
     if phase is Phase.FORWARD and (buffer.end is None or buffer.end > backward):
-        category = Category.ACTIVATION
-    elif phase is Phase.BACKWARD and phases[buffer.last] is Phase.OPTIMIZER:
-        category = Category.GRADIENT
-    return category, "", phase
+        return Category.ACTIVATION
+    if phase is Phase.BACKWARD and phases[buffer.last] is Phase.OPTIMIZER:
+        return Category.GRADIENT
+    return Category.TEMPORARY
+
+
+def _marks(lived: Lived, phases: list[Phase]) -> tuple[Mark, ...]:
+    """Where phases begin: operators of several run at once, so the first large block of the backward pass counts."""
+    made = [buffer for buffer in lived.buffers if buffer.node >= 0]
+    if not made:
+        return ()
+    marks = [Mark(made[0].start, Phase.FORWARD, 1)]
+    largest = max(buffer.size for buffer in made)
+    backward = [b.start for b in made if phases[b.node] is Phase.BACKWARD and b.size * 100 >= largest]
+    if backward:
+        marks.append(Mark(min(backward), Phase.BACKWARD, 1))
+        after = [b.start for b in made if phases[b.node] is Phase.OPTIMIZER and b.start > max(backward)]
+        if after:
+            marks.append(Mark(min(after), Phase.OPTIMIZER, 1))
+    return tuple(marks)

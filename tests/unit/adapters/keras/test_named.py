@@ -1,4 +1,3 @@
-import keras
 import pytest
 
 from memfit.adapters.keras.named import named_job

@@ -5,7 +5,7 @@
 STEP = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
 
 FileNames
-1 "/home/user/train.py"
+1 "/code/train.py"
 2 "/usr/lib/python3/optax/update.py"
 
 FunctionNames

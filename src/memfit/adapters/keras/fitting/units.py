@@ -23,7 +23,9 @@ from memfit.core.errors import BadModel
 # A tensor that waits for longer than this many calls, and than this part of all calls, is a skip.
 _SKIP_CALLS, _SKIP_SHARE = 20, 0.25
 # Chains are cut after this many calls at the latest: whatever a unit keeps is there at once in its recomputation.
-_CHAIN_CALLS = 8
+_CHAIN_CALLS = 24
+# A place in a chain is narrow if what follows is so many times as wide.
+_WIDENS = 1.5
 # A layer of layers that keeps more of the model than this is looked into rather than taken as one.
 _LARGE_SHARE = 0.4
 # What keeps less beside its inputs than this part of them isn't worth its time.
@@ -156,9 +158,8 @@ class _Finder:
 
     def _of_run(self, steps: list[_Step], start: int, end: int, graph: Any) -> Iterator[Unit]:
         """The unit that calls from `start` to `end` make; none where it would save little."""
-        while start < end and isinstance(steps[start].node.operation, keras.layers.Embedding):
-            # Its input is small, but so is what it keeps; its gradient would become as large as its table.
-            start += 1
+        # Embeddings keep little, and their gradient would become as large as their table.
+        start = max([i + 1 for i in range(start, end) if _is_embedding(steps[i])], default=start)
         if start == end:
             return
         run = steps[start:end]
@@ -190,6 +191,10 @@ class _Finder:
         # A run that begins or ends with a further call of a shared layer has no name.
         is_named = all(names.count(step.node.operation.name) == 1 for step in (run[0], run[-1]))
         return ":".join(ends) if is_named else ""
+
+
+def _is_embedding(step: _Step) -> bool:
+    return isinstance(step.node.operation, keras.layers.Embedding)
 
 
 def _width(layer: Any) -> int:
@@ -241,7 +246,8 @@ def _cuts(steps: list[_Step], graph: Any) -> list[int]:
     limit = max(_SKIP_CALLS, _SKIP_SHARE * len(steps))
     narrow: list[tuple[int, int]] = []
     for index, step in enumerate(steps):
-        for symbol in step.node.outputs:
+        # Masks are small and go all the way.
+        for symbol in (one for one in step.node.outputs if str(one.dtype) != "bool"):
             alive[id(symbol)] = max(step.made_bytes // max(1, len(step.node.outputs)), 1)
             born[id(symbol)] = index
         alive = {key: size for key, size in alive.items() if last_use.get(key, -1) > index}
@@ -264,16 +270,19 @@ def _last_uses(steps: list[_Step]) -> dict[int, int]:
 def _chosen(narrow: list[tuple[int, int]], steps: list[_Step]) -> list[int]:
     """Of the places where a graph can be cut: the narrow ones of each chain, and those around layers of layers."""
     chosen: list[int] = []
+    chain = 0
     for number, (place, size) in enumerate(narrow):
         before = narrow[number - 1] if number else (0, -1)
         after = narrow[number + 1] if number + 1 < len(narrow) else (len(steps) + 1, -1)
         ends_chain = after[0] != place + 1
         # The last of equally narrow places: what follows is wider.
-        is_narrow = ends_chain or (size < after[1] and (before[0] != place - 1 or size <= before[1] or not chosen))
+        is_narrow = ends_chain or (_WIDENS * size < after[1] and (before[0] != place - 1 or size <= before[1]))
         heavy = _is_heavy(steps[place - 1]) or (place < len(steps) and _is_heavy(steps[place]))
-        is_long = place - (chosen[-1] if chosen else 0) >= _CHAIN_CALLS
+        chain = 1 + chain if before[0] == place - 1 else 1
+        is_long = chain >= _CHAIN_CALLS
         if is_narrow or heavy or is_long:
             chosen.append(place)
+            chain = 0
     return chosen
 
 

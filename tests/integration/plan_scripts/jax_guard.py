@@ -1,0 +1,42 @@
+"""A guarded step of JAX in a process whose memory ends before that of the whole batch."""
+
+import json
+import resource
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import memfit
+
+NUM, WIDTH, HIDDEN = 4096, 64, 2048
+
+
+def loss(params, batch):
+    x, y = batch
+    return jnp.mean((jnp.tanh(jnp.sort(jnp.tanh(x @ params["a"]), axis=1)) @ params["b"] - y) ** 2)
+
+
+def main(room_mib):
+    jax.config.update("jax_enable_x64", True)
+    rng = np.random.default_rng(0)
+    params = {"a": rng.normal(size=(WIDTH, HIDDEN)) * 0.05, "b": rng.normal(size=(HIDDEN, WIDTH)) * 0.01}
+    batch = (rng.normal(size=(NUM, WIDTH)), rng.normal(size=(NUM, WIDTH)))
+    optimizer = optax.adamw(1e-2)
+    plain = memfit.jax.train_step(loss, optimizer)
+    expected, _, value = plain(jax.tree.map(jnp.asarray, params), plain.init(params), batch)
+    expected, value = jax.tree.map(np.asarray, expected), float(value)
+    step = memfit.jax.train_step(loss, optimizer, guard=True)
+    state = step.init(params)
+    with open("/proc/self/status", encoding="utf-8") as status:
+        used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + room_mib * 2**20, resource.RLIM_INFINITY))
+    after, _, found = step(jax.tree.map(jnp.asarray, params), state, batch)
+    gap = max(float(np.abs(np.asarray(after[name]) - expected[name]).max()) for name in params)
+    print(json.dumps({"retries": step.num_retries, "gap": gap, "value": abs(float(found) - value) / value}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

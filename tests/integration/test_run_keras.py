@@ -1,0 +1,185 @@
+"""Scripts of Keras under `memfit run` and `memfit dryrun`: unmodified, in a control group that kills them otherwise."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from memfit.catalogue.host import memory_groups
+from memfit.core.dryrun import DryRun, Outcome
+from memfit.core.supervised import SupervisedRun
+from memfit.core.units import MIB
+
+pytest.importorskip("keras")
+
+ROOT = Path(__file__).parents[2]
+LIMITED = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="control groups are Linux's")
+
+# Much to keep for the backward pass, little to compute.
+CONVOLUTIONS = """
+import sys
+import numpy as np, keras
+from keras import layers
+
+keras.utils.set_random_seed(0)
+batch, num_steps, norms = int(sys.argv[1]), 2, "norms" in sys.argv
+inputs = x = keras.Input((64, 64, 8))
+for number in range(8):
+    y = layers.Conv2D(8, 1, activation="gelu", name=f"conv{number}")(x)
+    if norms:
+        y = layers.BatchNormalization(name=f"norm{number}")(y)
+    x = layers.Add(name=f"add{number}")([x, y])
+outputs = layers.Dense(10)(layers.GlobalAveragePooling2D()(x))
+model = keras.Model(inputs, outputs)
+model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+random = np.random.default_rng(0)
+images = random.standard_normal((batch * num_steps, 64, 64, 8), dtype=np.float32)
+labels = random.integers(0, 10, batch * num_steps)
+history = model.fit(images, labels, batch_size=batch, shuffle=False, verbose=0)
+print("loss", history.history["loss"][0], file=sys.stderr)
+"""
+
+TRANSFORMER = """
+import sys
+import numpy as np, keras
+from keras import layers
+
+keras.utils.set_random_seed(0)
+batch, num_steps, length = int(sys.argv[1]), 2, 256
+tokens = keras.Input((length,), dtype="int32")
+x = layers.Embedding(500, 64)(tokens)
+for number in range(4):
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(8, 8, name=f"attention{number}")(x, x))
+    y = layers.Dense(128, activation="gelu")(x)
+    x = layers.LayerNormalization()(x + layers.Dense(64)(y))
+model = keras.Model(tokens, layers.Dense(500)(x))
+model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+random = np.random.default_rng(0)
+data = random.integers(0, 500, (batch * num_steps, length + 1)).astype("int32")
+history = model.fit(data[:, :-1], data[:, 1:], batch_size=batch, shuffle=False, verbose=0)
+print("loss", history.history["loss"][0], file=sys.stderr)
+"""
+
+
+def environment(folder, backend):
+    own = {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    paths = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    return {**os.environ, **own, "PYTHONPATH": paths, "MEMFIT_CACHE": str(folder / "cache")}
+
+
+@pytest.fixture
+def limited():
+    """Makes a control group of version 1 with a limit; gives what puts a program into it."""
+    levels = [levels[0] for is_unified, levels in memory_groups() if not is_unified]
+    if not levels:
+        pytest.skip("there is no memory controller of version 1 here")
+    folder = levels[0] / f"memfit-test-keras-{os.getpid()}"
+
+    def enter(limit_bytes):
+        try:
+            folder.mkdir(exist_ok=True)
+            (folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        except OSError as error:
+            pytest.skip(f"no control group can be made here: {error.strerror}")
+        return lambda: (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    yield enter
+    for _ in range(100):
+        if not folder.exists():
+            return
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        time.sleep(0.05)
+
+
+def survives(tmp_path, limited, backend, text, batch, limit_bytes, *words):
+    """Killed by itself, through under `memfit run`; gives the run and what was said."""
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    options = {"env": environment(tmp_path, backend), "cwd": tmp_path, "preexec_fn": limited(limit_bytes)}
+    plain = subprocess.run(
+        [sys.executable, str(script), str(batch), *words], timeout=300, stderr=subprocess.DEVNULL, **options
+    )
+    assert plain.returncode == -signal.SIGKILL
+    command = [sys.executable, "-m", "memfit", "run", "--json", str(script), str(batch), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, **options)
+    assert done.returncode == 0, done.stderr
+    return SupervisedRun.from_json(done.stdout), done.stderr
+
+
+def loss_of(text):
+    return float(re.findall(r"^loss (\S+)", text, re.MULTILINE)[-1])
+
+
+def plain_loss(tmp_path, backend, batch, *words):
+    """The loss of the same script with all the memory there is."""
+    command = [sys.executable, str(tmp_path / "train.py"), str(batch), *words]
+    done = subprocess.run(
+        command, env=environment(tmp_path, backend), cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    return loss_of(done.stderr)
+
+
+@LIMITED
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_a_fit_that_the_kernel_kills_gets_through(tmp_path, limited, backend):
+    pytest.importorskip(backend)
+
+    run, said = survives(tmp_path, limited, backend, CONVOLUTIONS, 256, 1250 * MIB)
+
+    assert run.limit_of == "container"
+    assert "memory ran out; going on with" in said or "planned for" in said or len(run.attempts) > 1
+    assert loss_of(said) == pytest.approx(plain_loss(tmp_path, backend, 256), rel=1e-4)
+
+
+@LIMITED
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+@pytest.mark.parametrize(
+    ("text", "words"), [(CONVOLUTIONS, ["norms"]), (TRANSFORMER, [])], ids=["batch norms", "transformer"]
+)
+def test_networks_with_norms_and_attention_get_through(tmp_path, limited, backend, text, words):
+    pytest.importorskip(backend)
+
+    run, said = survives(tmp_path, limited, backend, text, 256 if words else 96, 1250 * MIB, *words)
+
+    assert "Approximate" not in said
+    assert loss_of(said) == pytest.approx(plain_loss(tmp_path, backend, 256 if words else 96, *words), rel=1e-3)
+
+
+def dryrun(tmp_path, backend, *options, text=CONVOLUTIONS, batch=64):
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    command = [sys.executable, "-m", "memfit", "dryrun", "--json", *options, str(script), str(batch)]
+    done = subprocess.run(
+        command, env=environment(tmp_path, backend), cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    return done, DryRun.from_json(done.stdout)
+
+
+def test_a_dry_run_says_what_a_step_needs_and_trains_nothing(tmp_path):
+    pytest.importorskip("tensorflow")
+
+    done, found = dryrun(tmp_path, "tensorflow", batch=8)
+
+    assert (found.outcome, found.fits, done.returncode) == (Outcome.COMPLETED, True, 0)
+    assert found.estimate.batch_size == 8
+    # Eight layers keep at least their outputs.
+    assert found.estimate.peak_bytes > 8 * 8 * 64 * 64 * 8 * 4
+    assert "loss" not in done.stderr
+    assert any(note.code == "keras-first-fit" for note in found.estimate.notes)
+
+
+def test_a_dry_run_of_what_does_not_fit_returns_3(tmp_path):
+    pytest.importorskip("jax")
+
+    done, found = dryrun(tmp_path, "jax", "--device", "1GiB", batch=512)
+
+    assert (found.outcome, found.fits, done.returncode) == (Outcome.OUT_OF_MEMORY, False, 3)
+    assert "loss" not in done.stderr

@@ -1,0 +1,55 @@
+"""Steps on JAX, of a model that is played; the real one is in integration/test_keras_fit.py."""
+
+import types
+
+import pytest
+
+pytest.importorskip("keras")
+jax = pytest.importorskip("jax")
+
+from memfit.adapters.keras.guarding.jax_steps import JaxSteps  # noqa: E402
+from memfit.core.guarding import BrokenUpdate  # noqa: E402
+
+
+def played(**attributes):
+    def train_step(state, batch):
+        return {"loss": jax.numpy.sum(batch)}, jax.tree.map(lambda one: one + 1, state)
+
+    values = {"run_eagerly": False, "jit_compile": True, "steps_per_execution": 2, "name": "played"}
+    return types.SimpleNamespace(train_step=train_step, _jax_state_synced=False, **values | attributes)
+
+
+def test_batches_are_drawn_one_by_one():
+    steps = JaxSteps(played(), lambda batch: (steps.begin(batch), steps.run(batch))[1])
+    state = ([jax.numpy.zeros(3)], [], [], [])
+    batches = iter([jax.numpy.ones(2), jax.numpy.ones(3), jax.numpy.ones(4)])
+
+    logs, state = steps.over(state, batches)
+    assert float(logs["loss"]) == 3
+    logs, state = steps.over(state, batches)
+    assert float(logs["loss"]) == 4
+    assert state[0][0].tolist() == [3, 3, 3]
+    with pytest.raises(StopIteration):
+        steps.over(state, batches)
+
+
+def test_room_is_asked_for_before_the_state_is_given_away(monkeypatch):
+    steps = JaxSteps(played(), len)
+    batch = jax.numpy.ones(2)
+    steps._state = ([jax.numpy.zeros(3)], [], [], [])
+    monkeypatch.setattr("memfit.adapters.keras.guarding.jax_steps._beside_arguments", lambda memory: 2**60)
+    steps.begin(batch)
+    with pytest.raises(MemoryError):
+        steps.run(batch)
+    steps.roll_back()
+
+    assert steps._state[0][0].tolist() == [0, 0, 0]
+
+
+def test_a_state_that_is_gone_is_said_to_be():
+    steps = JaxSteps(played(), len)
+    steps._state = ([jax.numpy.zeros(3)], [], [], [])
+    steps._state[0][0].delete()
+
+    with pytest.raises(BrokenUpdate, match="JAX had taken the state of 'played'"):
+        steps.roll_back()

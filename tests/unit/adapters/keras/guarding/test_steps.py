@@ -1,0 +1,35 @@
+"""What is the same for steps on all backends."""
+
+import pytest
+
+keras = pytest.importorskip("keras")
+from unit.adapters.keras.guarding.models import build  # noqa: E402
+
+from memfit.adapters.keras.guarding.steps import Steps, make_steps  # noqa: E402
+from memfit.core.errors import MissingDependency  # noqa: E402
+
+
+def test_room_is_that_of_the_largest_variables():
+    model = build()
+
+    # Four times the largest, 24 numbers of 4 bytes, are more than all of them together.
+    assert Steps(model, len).room_bytes() == 224
+
+
+def test_a_function_that_was_left_behind_is_unwrapped():
+    model = build()
+    model.make_train_function()
+    plain = model.train_function
+    for _ in range(2):
+        steps = make_steps(model, len)
+        steps.install()
+    steps.remove()
+
+    assert model.train_function is plain
+
+
+def test_a_backend_that_does_not_train_is_refused(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
+
+    with pytest.raises(MissingDependency, match="Keras runs on openvino, which doesn't train. Set KERAS_BACKEND"):
+        make_steps(build(), len)
