@@ -139,4 +139,64 @@ def lstm() -> Made:
     return _adam(loss, weights, _filled(100, 128, 128), _filled(128, 1))
 
 
+def unet() -> Made:
+    """Convolutions down and up, with a skip."""
+
+    def loss(parameters: Any, x: Any) -> Any:
+        first = jax.nn.relu(_convolved(x, parameters[0]))
+        inner = jax.nn.relu(_convolved(jax.nn.relu(_convolved(first, parameters[1], 2)), parameters[2]))
+        larger = jax.image.resize(inner, (*first.shape[:3], inner.shape[3]), "nearest")
+        return jnp.mean((_convolved(jnp.concatenate([larger, first], -1), parameters[3]) - x) ** 2)
+
+    kernels = [_filled(3, 3, 3, 32), _filled(3, 3, 32, 64), _filled(3, 3, 64, 64), _filled(3, 3, 96, 3)]
+    return _adam(loss, kernels, _filled(16, 96, 96, 3))
+
+
+def bottlenecks() -> Made:
+    """Residual blocks of three convolutions."""
+
+    def loss(parameters: Any, x: Any, y: Any) -> Any:
+        x = _convolved(x, parameters["stem"], 2)
+        for narrow, middle, wide in parameters["blocks"]:
+            inner = jax.nn.relu(_convolved(jax.nn.relu(_convolved(x, narrow)), middle))
+            x = jax.nn.relu(x + _convolved(inner, wide))
+        logits = x.mean((1, 2)) @ parameters["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    block = (_filled(1, 1, 128, 32), _filled(3, 3, 32, 32), _filled(1, 1, 32, 128))
+    parameters = {"stem": _filled(7, 7, 3, 128), "blocks": [block] * 3, "head": _filled(128, 10)}
+    return _adam(loss, parameters, _filled(16, 96, 96, 3), jnp.zeros(16, jnp.int32))
+
+
+def gru() -> Made:
+    """A recurrent cell over 120 steps."""
+
+    def loss(parameters: Any, x: Any, y: Any) -> Any:
+        def cell(state: Any, given: Any) -> Any:
+            gate = jax.nn.sigmoid(given @ parameters["a"] + state @ parameters["b"])
+            state = gate * state + (1 - gate) * jnp.tanh(given @ parameters["c"] + state @ parameters["d"])
+            return state, state
+
+        _, outputs = jax.lax.scan(cell, jnp.zeros((x.shape[1], 384)), x)
+        return jnp.mean((outputs @ parameters["e"] - y) ** 2)
+
+    shapes = {"a": (64, 384), "b": (384, 384), "c": (64, 384), "d": (384, 384), "e": (384, 64)}
+    parameters = {name: _filled(*shape) for name, shape in shapes.items()}
+    return _adam(loss, parameters, _filled(120, 128, 64), _filled(120, 128, 64))
+
+
+def wide_head() -> Made:
+    """An embedding and many classes."""
+
+    def loss(parameters: Any, x: Any, y: Any) -> Any:
+        inner = jax.nn.gelu(parameters["embedding"][x].mean(1) @ parameters["inner"])
+        return optax.softmax_cross_entropy_with_integer_labels(inner @ parameters["head"], y).mean()
+
+    parameters = {"embedding": _filled(20000, 256), "inner": _filled(256, 2048), "head": _filled(2048, 8000)}
+    return _adam(loss, parameters, jnp.zeros((2048, 32), jnp.int32), jnp.zeros(2048, jnp.int32))
+
+
 CASES = ("mlp", "mlp_not_donated", "transformer", "lstm", "autoencoder", "cnn")
+"""From these came the rules for what kernels take beside what XLA lays out."""
+HELD_OUT = ("unet", "bottlenecks", "gru", "wide_head")
+"""Written when the rules stood."""

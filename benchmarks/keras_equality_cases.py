@@ -148,7 +148,7 @@ class OwnLoss(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden = layers.Dense(8, "relu", kernel_regularizer="l2")
+        self.hidden = layers.Dense(8, "relu")
         self.out = layers.Dense(2)
 
     def call(self, inputs: Any) -> Any:
@@ -156,8 +156,8 @@ class OwnLoss(keras.Model):
         return self.out(self.hidden(inputs))
 
     def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
-        """A mean over samples, and regularizers."""
-        return ops.mean(ops.log(ops.cosh(y_pred - y))) + ops.sum(self.losses)
+        """A mean over samples, and a term of the weights alone, which counts once."""
+        return ops.mean(ops.log(ops.cosh(y_pred - y))) + 0.01 * ops.sum(ops.square(self.hidden.kernel))
 
 
 def _own_loss(random: np.random.Generator) -> Case:

@@ -184,11 +184,12 @@ def require_keras() -> None:
     try:
         importlib.import_module("memfit.adapters.keras.model")
     except ImportError as error:
-        if error.name not in ("tensorflow", "jax", "torch"):
+        backend = (error.name or "").partition(".")[0]
+        if backend not in ("tensorflow", "jax", "torch"):
             raise
         raise MissingDependency(
-            f"Keras is set to run on {error.name}, which is not installed. Install it with "
-            f"`pip install 'memfit[{error.name}]'`, or set KERAS_BACKEND to one that is: tensorflow, jax or torch."
+            f"Keras is set to run on {backend}, which is not installed. Install it with "
+            f"`pip install 'memfit[{backend}]'`, or set KERAS_BACKEND to one that is: tensorflow, jax or torch."
         ) from None
 
 
@@ -251,7 +252,11 @@ class Estimator:
         # A batch of 1 tells nothing of larger ones, nor they of it: PyTorch treats dimensions of size 1 apart (they
         # broadcast, and any stride makes them contiguous), so that it may go through other operators.
         family = self._fit() if batch_size > 1 else None
-        if family is None:
+        # Below the sizes that it has seen, a compiler may lay things out in another way.
+        least = min(
+            (size for size, trace in self._traces.items() if size and trace.assigned_bytes is not None), default=0
+        )
+        if family is None or batch_size < least:
             return self._estimate(self._trace(batch_size).timeline, batch_size, started)
         timeline = family.at(batch_size)
         return self._estimate(timeline, batch_size, started, assigned_bytes=self._assigned(batch_size, timeline))

@@ -92,32 +92,13 @@ def test_backends_agree_on_the_state_to_the_byte(backend, name):
     assert {"parameter", "gradient", "optimizer state"} <= set(found["state"])
 
 
-def test_the_command_takes_names_of_applications():
-    pytest.importorskip("torch")
-    options = ("-b", "4", "-d", "t4", "--image-size", "32", "--optimizer", "sgd-momentum", "--json")
-
-    done = start("torch", "-m", "memfit", "estimate", "keras:MobileNetV2", *options)
-
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout)
-    assert found["subject"] == "keras:MobileNetV2 (32 x 32 pixels)"
-    assert found["batch_size"] == 4
-
-
-def test_names_that_are_none_are_refused():
-    done = start("torch", "-m", "memfit", "estimate", "keras:MobileNetV9", "-d", "t4")
-
-    assert done.returncode == 2
-    assert "keras.applications has no model 'MobileNetV9'. Did you mean MobileNet" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_backend_that_is_not_there_is_named_with_its_extra():
     code = (
         "import sys; sys.modules['tensorflow'] = None\n"
         "import memfit\n"
+        "from memfit.core.errors import MissingDependency\n"
         "try:\n    memfit.named_job('keras:ResNet50')\n"
-        "except memfit.MissingDependency as error:\n    print(error)"
+        "except MissingDependency as error:\n    print(error)"
     )
 
     done = start("tensorflow", "-c", code)

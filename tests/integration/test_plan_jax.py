@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent / "plan_scripts" / "jax_guard.py"
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of data segments are Linux's")
 def test_a_guarded_step_survives_running_out_and_trains_the_same():
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "150"],
+        [sys.executable, str(SCRIPT), "120"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -147,7 +147,7 @@ def test_a_fit_that_the_kernel_kills_gets_through(tmp_path, limited, backend):
 def test_networks_with_norms_and_attention_get_through(tmp_path, limited, backend, text, words):
     pytest.importorskip(backend)
 
-    run, said = survives(tmp_path, limited, backend, text, 256 if words else 96, 1250 * MIB, *words)
+    _, said = survives(tmp_path, limited, backend, text, 256 if words else 96, 1250 * MIB, *words)
 
     assert "Approximate" not in said
     assert loss_of(said) == pytest.approx(plain_loss(tmp_path, backend, 256 if words else 96, *words), rel=1e-3)

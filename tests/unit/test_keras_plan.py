@@ -4,10 +4,9 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
+import keras
+import numpy as np
 import pytest
-
-keras = pytest.importorskip("keras")
-np = pytest.importorskip("numpy")
 
 import memfit
 from memfit import BadInput, PlanNotFound

@@ -36,7 +36,7 @@ def recurrent():
 def transformer():
     tokens = keras.Input((10,), dtype="int32")
     x = layers.Embedding(50, 16, name="embed")(tokens)
-    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 8, dropout=0.1, name="attend")(x, x))
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 8, name="attend")(x, x))
     model = keras.Model(tokens, layers.Dense(50, name="head")(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(0.1, 10), clipnorm=1.0), loss)

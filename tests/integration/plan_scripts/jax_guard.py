@@ -11,7 +11,7 @@ import optax
 
 import memfit
 
-NUM, WIDTH, HIDDEN = 4096, 64, 2048
+NUM, WIDTH, HIDDEN = 4096, 64, 4096
 
 
 def loss(params, batch):

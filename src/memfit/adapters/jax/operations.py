@@ -33,7 +33,7 @@ def _convolution(equation: Any) -> float:
     kernel = equation.invars[1].aval.shape
     output_channels = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
     size = math.prod(equation.outvars[0].aval.shape) * math.prod(kernel)
-    return 2.0 * float(size) / max(1, output_channels)
+    return float(2.0 * size / max(1, output_channels))
 
 
 def _inner(params: dict[str, Any]) -> list[Any]:

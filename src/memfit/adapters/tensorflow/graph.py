@@ -139,8 +139,13 @@ def _fold(nodes: list[Node]) -> None:
             if _is_foldable(node):
                 constant[number] = changed = True
     for number, node in enumerate(nodes):
-        if constant[number] and node.op != "Const" and len(node.item_bytes) == 1:
+        if constant[number] and node.op != "Const":
             node.op, node.inputs = "Const", []
+    used = {made for node in nodes for made, _ in node.inputs}
+    for number, node in enumerate(nodes):
+        if node.op == "Const" and number not in used:
+            # Only what others are made of: gone once they are made.
+            node.item_bytes = [0] * len(node.item_bytes)
 
 
 def _is_foldable(node: Node) -> bool:

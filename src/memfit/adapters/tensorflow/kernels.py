@@ -55,6 +55,11 @@ INEXPENSIVE = ALIASES | frozenset({
     "VariableShape", "TensorListLength",
 })  # fmt: skip
 
+_PLACE_BYTES = 8
+# What a core does in a second, roughly: only how long operators take beside each other matters.
+_OPERATIONS, _BYTES, _CALL_SECONDS = 45e9, 8e9, 2e-6
+# The gradient of a convolution's filter takes so much longer than that of its input.
+_FILTER_FACTOR = 1.35
 # The last cache of a processor as TensorFlow counts with it, found from how many images its kernels take at a time.
 _CACHE_BYTES = 30 << 20
 
@@ -74,6 +79,9 @@ def scratch_bytes(node: Node, inputs: list[Shape], *, onednn: bool) -> int:
         return math.prod(node.shapes[0]) * node.item_bytes[0]
     if onednn or len(inputs) != 3 or len(inputs[2]) != 4:
         return 0
+    if node.op == "MaxPoolGrad":
+        # Which element was the greatest is found once more: the values and their places.
+        return math.prod(inputs[1]) * (node.item_bytes[0] + _PLACE_BYTES)
     if node.op == "Conv2DBackpropFilter":
         return _columns_bytes(inputs[2], node.shapes[0], node.item_bytes[0], whole_cache=True)
     if node.op == "Conv2DBackpropInput":
@@ -94,6 +102,28 @@ def _columns_bytes(gradient: Shape, kernel: Shape, item_bytes: int, *, whole_cac
     work = pixels * column + pixels * depth_out + column * depth_out
     num_images = -(-(_CACHE_BYTES // item_bytes) // work)
     return num_images * pixels * column * item_bytes
+
+
+def seconds_of(node: Node, touched_bytes: int, inputs: list[Shape]) -> float:
+    """How long an operator is at work on one core, roughly."""
+    return _CALL_SECONDS + touched_bytes / _BYTES + _operations(node, inputs) / _OPERATIONS
+
+
+def _operations(node: Node, inputs: list[Shape]) -> float:
+    """Multiplications and additions of a convolution or a product of matrices."""
+    op, output = node.op, node.shapes[0] if node.shapes else None
+    if output is None or len(inputs) < 2:
+        return 0.0
+    if op in ("Conv2D", "_FusedConv2D") and len(inputs[1]) == 4:
+        return 2.0 * math.prod(output) * math.prod(inputs[1][:3])
+    if op == "Conv2DBackpropInput" and len(inputs) > 2:
+        return 2.0 * math.prod(inputs[2]) * math.prod(inputs[1][:3])
+    if op == "Conv2DBackpropFilter" and len(inputs) > 2:
+        return _FILTER_FACTOR * 2.0 * math.prod(inputs[2]) * math.prod(output[:3])
+    if "MatMul" in op and inputs[0]:
+        rows = inputs[0][-2 if node.definition.attr["transpose_a"].b or node.definition.attr["adj_x"].b else -1]
+        return 2.0 * math.prod(output) * rows
+    return 0.0
 
 
 def hidden_bytes(node: Node, *, onednn: bool) -> int:

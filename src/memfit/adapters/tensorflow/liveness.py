@@ -23,6 +23,7 @@ from memfit.adapters.tensorflow.kernels import (
     hidden_bytes,
     output_shape,
     scratch_bytes,
+    seconds_of,
     values_of,
 )
 from memfit.adapters.tensorflow.nodes import Graph, Node, Shape, tensor_bytes
@@ -241,14 +242,13 @@ class Executor:
         return None
 
     def _seconds(self, number: int, work: Any) -> float:
-        """How long an operator is at work, roughly: what it touches, and more where it multiplies matrices."""
+        """How long an operator is at work; 0 of one that its thread is done with at once."""
         node = self._graph.nodes[number]
         if self._on_gpu or node.op in INEXPENSIVE or work is None:
             return 0.0
         outputs, inputs, _ = work
         touched = sum(tensor_bytes(t.shape, t.item_bytes) for t in (*outputs, *inputs) if t is not None)
-        factor = 20 if "Conv" in node.op or "MatMul" in node.op else 1
-        return 2e-6 + factor * touched / 8e9
+        return seconds_of(node, touched, [tensor.shape for tensor in inputs])
 
     def _start(self, number: int, iteration: Iteration) -> Any:
         """Takes what a kernel asks for: (outputs, inputs, scratch), or None of an operator on a path not taken."""

@@ -1,6 +1,9 @@
+import json
+
 import pytest
 
 from memfit.adapters.keras.named import named_job
+from memfit.commands import main
 from memfit.core.errors import BadInput, BadTarget
 
 
@@ -28,3 +31,18 @@ def test_a_model_is_made_with_its_optimizer_and_batches():
 def test_what_has_no_model_is_refused(name, options, error, text):
     with pytest.raises(error, match=text):
         named_job(name, **{"optimizer": "adam", **options})
+
+
+def test_the_command_takes_names_of_applications(capsys):
+    options = ["-b", "2", "-d", "t4", "--image-size", "32", "--optimizer", "sgd-momentum", "--json"]
+
+    assert main(["estimate", "keras:MobileNetV2", *options]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert (found["subject"], found["batch_size"]) == ("keras:MobileNetV2 (32 x 32 pixels)", 2)
+
+
+def test_the_command_refuses_names_that_are_none(capsys):
+    assert main(["estimate", "keras:MobileNetV9", "-d", "t4"]) == 2
+
+    assert "keras.applications has no model 'MobileNetV9'. Did you mean MobileNet" in capsys.readouterr().err

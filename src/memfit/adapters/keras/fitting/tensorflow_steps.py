@@ -232,7 +232,10 @@ def _rows(data: Any, start: Any, length: Any) -> Any:
             return tf.sparse.slice(leaf, starts, sizes)
         tensor = tf.convert_to_tensor(leaf)
         rest = tensor.shape.rank - 1
-        return tf.slice(tensor, [start, *[0] * rest], [length, *[-1] * rest])
+        part = tf.slice(tensor, [start, *[0] * rest], [length, *[-1] * rest])
+        # A slice whose length is computed forgets the other dimensions too.
+        part.set_shape([length if isinstance(length, int) else None, *tensor.shape[1:]])
+        return part
 
     return keras.tree.map_structure(taken, data)
 

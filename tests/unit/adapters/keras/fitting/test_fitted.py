@@ -1,6 +1,7 @@
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers
 
 from memfit.adapters.keras.fitting.fitted import FittedModel
@@ -20,7 +21,7 @@ def fit(model):
     random = np.random.default_rng(0)
     x, y = random.normal(size=(10, 3)), random.normal(size=(10, 2))
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    return model.get_weights()
+    return [variable.value.detach().clone() for variable in model.variables]
 
 
 def test_settings_can_be_changed_and_undone():
@@ -33,7 +34,7 @@ def test_settings_can_be_changed_and_undone():
     fitted.undo()
     fitted.undo()
     assert (set(model.__dict__), fitted.settings) == (attributes, Settings())
-    assert all(np.array_equal(a, b) for a, b in zip(fit(model), fit(untouched), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(fit(model), fit(untouched), strict=True))
 
 
 def test_a_with_statement_undoes():

@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("keras")
-from unit.adapters.keras.guarding.models import build, data  # noqa: E402
+from tests.unit.adapters.keras.guarding.models import build, data  # noqa: E402
 
 from memfit.adapters.keras.guarding.callback import FitCallback  # noqa: E402
 

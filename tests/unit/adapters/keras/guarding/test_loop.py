@@ -3,7 +3,7 @@
 import pytest
 
 keras = pytest.importorskip("keras")
-from unit.adapters.keras.guarding.models import build, data  # noqa: E402
+from tests.unit.adapters.keras.guarding.models import build, data  # noqa: E402
 
 from memfit.adapters.keras.guarding.loop import KerasLoop  # noqa: E402
 from memfit.core.errors import BadModel  # noqa: E402

@@ -3,7 +3,7 @@
 import pytest
 
 keras = pytest.importorskip("keras")
-from unit.adapters.keras.guarding.models import build  # noqa: E402
+from tests.unit.adapters.keras.guarding.models import build  # noqa: E402
 
 from memfit.adapters.keras.guarding.steps import Steps, make_steps  # noqa: E402
 from memfit.core.errors import MissingDependency  # noqa: E402

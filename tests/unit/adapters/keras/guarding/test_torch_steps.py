@@ -3,7 +3,7 @@
 import pytest
 
 keras = pytest.importorskip("keras")
-from unit.adapters.keras.guarding.models import build, data  # noqa: E402
+from tests.unit.adapters.keras.guarding.models import build, data  # noqa: E402
 
 from memfit.adapters.keras.guarding import variables  # noqa: E402
 from memfit.adapters.keras.guarding.steps import make_steps  # noqa: E402

@@ -6,7 +6,7 @@ from memfit.adapters.keras.guarding import variables
 from memfit.core.guarding import BadCheckpoint
 
 keras = pytest.importorskip("keras")
-from unit.adapters.keras.guarding.models import build, data  # noqa: E402
+from tests.unit.adapters.keras.guarding.models import build, data  # noqa: E402
 
 
 def trained(*layers):
@@ -16,9 +16,7 @@ def trained(*layers):
 
 
 def numbers(model):
-    return [
-        keras.ops.convert_to_numpy(one).tolist() for group in variables.grouped(model).values() for one in group
-    ]
+    return [keras.ops.convert_to_numpy(one).tolist() for group in variables.grouped(model).values() for one in group]
 
 
 def test_all_that_a_step_changes_is_in_a_group(tmp_path):

@@ -1,0 +1,105 @@
+"""What kernels do with memory."""
+
+import numpy as np
+import pytest
+
+from memfit.adapters.tensorflow.kernels import (
+    forwarded,
+    hidden_bytes,
+    output_shape,
+    scratch_bytes,
+    seconds_of,
+    values_of,
+)
+from tests.unit.adapters.tensorflow.graphs import node
+
+
+@pytest.mark.parametrize(("op", "places"), [("AddV2", (0, 1)), ("Relu", (0,)), ("SelectV2", (1, 2)), ("Conv2D", ())])
+def test_kernels_write_over_what_they_may(op, places):
+    assert forwarded(node("n", op), 0) == places
+
+
+def test_the_gradient_of_the_loss_takes_the_place_of_the_logits():
+    loss = node("n", "SparseSoftmaxCrossEntropyWithLogits", num_outputs=2)
+    assert (forwarded(loss, 0), forwarded(loss, 1)) == ((), (0,))
+
+
+def test_pooling_keeps_a_byte_for_each_element_with_onednn():
+    pool = node("n", "MaxPool", shape=(2, 4, 4, 8))
+    assert hidden_bytes(pool, onednn=True) == 2 * 4 * 4 * 8
+    assert hidden_bytes(pool, onednn=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("image", "kernel", "num_images"),
+    # As the profiler showed them for TensorFlow 2.20.
+    [((16, 16), (3, 3, 64, 128), 31), ((32, 32), (3, 3, 32, 64), 21), ((64, 64), (3, 3, 3, 32), 33)],
+)
+def test_filter_gradients_take_as_many_images_as_fill_the_cache(image, kernel, num_images):
+    gradient = (32, *image, kernel[3])
+    made = node("n", "Conv2DBackpropFilter", shape=kernel)
+    columns = image[0] * image[1] * 9 * kernel[2] * 4
+    inputs = [(32, *image, kernel[2]), (4,), gradient]
+    assert scratch_bytes(made, inputs, onednn=False) == num_images * columns
+    assert scratch_bytes(made, inputs, onednn=True) == 0
+
+
+def test_input_gradients_take_one_image():
+    made = node("n", "Conv2DBackpropInput", shape=(32, 16, 16, 64))
+    inputs = [(4,), (3, 3, 64, 128), (32, 16, 16, 128)]
+    assert scratch_bytes(made, inputs, onednn=False) == 589824
+
+
+def test_pooling_gradients_look_for_the_greatest_again_without_onednn():
+    made = node("n", "MaxPoolGrad", shape=(32, 64, 64, 32))
+    inputs = [(32, 64, 64, 32), (32, 32, 32, 32), (32, 32, 32, 32)]
+    assert scratch_bytes(made, inputs, onednn=False) == 4194304 + 8388608
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "shape"),
+    [
+        ("MatMul", [(4, 8), (8, 3)], (4, 3)),
+        ("AddV2", [(4, 1), (3,)], (4, 3)),
+        ("BiasAddGrad", [(4, 8)], (8,)),
+        ("ConcatV2", [(4, 8), (4, 2), ()], (4, 10)),
+        ("Unknown", [(4, 8), (5, 8)], (5, 8)),
+        ("Unknown", [], ()),
+    ],
+)
+def test_shapes_that_only_the_run_tells(op, shapes, shape):
+    assert output_shape(node("n", op), 0, shapes) == shape
+
+
+def test_transposed_products():
+    made = node("n", "MatMul", transpose_a=True, transpose_b=True)
+    assert output_shape(made, 0, [(8, 4), (3, 8)]) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("op", "values", "shapes", "value"),
+    [
+        ("Less", [np.array(3), np.array(4)], [(), ()], True),
+        ("AddV2", [np.array(3), np.array(4)], [(), ()], 7),
+        ("AddV2", [np.array(3), None], [(), ()], None),
+        ("StridedSlice", [np.array([5, 6, 7]), np.array([1]), np.array([2]), np.array([1])], [(3,)], 6),
+        ("StridedSlice", [np.array([[5]]), np.array([0, 0]), None, None], [(1, 1)], None),
+        ("Size", [None], [(3, 4)], 12),
+        ("Rank", [None], [(3, 4)], 2),
+        ("Relu", [np.array(3)], [()], None),
+    ],
+)
+def test_integers_are_followed(op, values, shapes, value):
+    found = values_of(node("n", op), values, shapes)
+    assert found is None if value is None else found == value
+
+
+def test_shapes_are_values():
+    assert list(values_of(node("n", "Shape"), [None], [(3, 4)])) == [3, 4]
+
+
+def test_convolutions_take_longer_than_what_they_touch():
+    convolution = node("n", "Conv2D", shape=(8, 16, 16, 64))
+    inputs = [(8, 16, 16, 64), (3, 3, 64, 64)]
+    plain = seconds_of(node("n", "AddV2", shape=(8, 16, 16, 64)), 1000, inputs)
+    assert seconds_of(convolution, 1000, inputs) > 10 * plain
