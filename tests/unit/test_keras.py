@@ -17,7 +17,7 @@ def test_the_callback_is_one_of_keras():
 
 
 def test_other_names_are_not_there():
-    with pytest.raises(AttributeError, match="module 'memfit.keras' has no attribute 'Fits'"):
+    with pytest.raises(AttributeError, match=r"module 'memfit\.keras' has no attribute 'Fits'"):
         memfit.keras.Fits  # noqa: B018
 
 

@@ -11,6 +11,7 @@ keras = pytest.importorskip("keras")
 import memfit  # noqa: E402
 from memfit import _fit_checkpoints, _keras_fit  # noqa: E402
 from memfit._keras_fit import FitOptions, fit, guarded_fit  # noqa: E402
+from memfit.adapters.keras.guarding import variables  # noqa: E402
 from memfit.adapters.keras.guarding.steps import make_steps  # noqa: E402
 from memfit.core import env  # noqa: E402
 from memfit.core.errors import BadInput  # noqa: E402
@@ -44,7 +45,7 @@ def faults(monkeypatch):
 
 
 def values(model):
-    return [keras.ops.convert_to_numpy(one) for one in [*model.variables, *model.optimizer.variables]]
+    return [variables.as_array(one.value).copy() for one in [*model.variables, *model.optimizer.variables]]
 
 
 def difference(one, other):
@@ -101,11 +102,11 @@ def test_norms_are_recomputed_before_anything_else(faults):
 def test_where_nothing_helps_the_model_is_as_it_was(faults):
     model = build()
     faults(*range(2, 100))
-    with pytest.raises(memfit.CannotFit, match="nothing is left to try.*statistics of each batch") as caught:
+    with pytest.raises(memfit.CannotFit, match=r"nothing is left to try[\s\S]*statistics of each batch") as caught:
         fit(model, *data(), batch_size=4, verbose=0, shuffle=False, remember=False)
 
     assert caught.value.failure.source == "python"
-    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 1
+    assert int(variables.as_array(model.optimizer.iterations.value)) == 1
     # AND it can be trained again without a guard
     model.fit(*data(), verbose=0)
 
@@ -193,7 +194,10 @@ def test_a_supervisor_is_told_and_asked(monkeypatch, tmp_path, faults):
     guarded_fit(type(model).fit, model, (*data(),), {"batch_size": 4, "verbose": 0})
 
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == ["guard", "step", "oom", "step", "checkpoint"]
+    # A slow machine has time for more checkpoints than the last.
+    names = [event["event"] for event in events if event["event"] != "checkpoint"]
+    assert names == ["guard", "step", "oom", "step"]
+    assert events[-1]["event"] == "checkpoint"
     assert [event["micro_batch_size"] for event in events if event["event"] == "step"] == [2, 1]
     assert list((tmp_path / "kept").glob("step-*"))
 
@@ -213,5 +217,5 @@ def test_bad_options_are_refused(options, text):
 
 
 def test_the_callback_names_its_options():
-    with pytest.raises(BadInput, match="Fit has no option check. It takes budget, plan, checkpoint"):
+    with pytest.raises(BadInput, match=r"Fit has no option check\. It takes budget, plan, checkpoint"):
         memfit.keras.Fit(check="a")

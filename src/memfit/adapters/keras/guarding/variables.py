@@ -67,13 +67,24 @@ def write(path: Path, model: Any, values: dict[str, Sequence[Any]] | None) -> No
 def _entries(model: Any, values: dict[str, Sequence[Any]] | None) -> Iterator[Entry]:
     for group, variables in grouped(model).items():
         for index, variable in enumerate(variables):
-            value = variable if values is None else values[group][index]
+            value = variable.value if values is None else values[group][index]
             yield Entry(
                 f"{group}.{index}",
                 tuple(int(size) for size in variable.shape),
                 keras.backend.standardize_dtype(variable.dtype),
-                lambda value=value: keras.ops.convert_to_numpy(value),  # type: ignore[misc]
+                lambda value=value: as_array(value),  # type: ignore[misc]
             )
+
+
+def as_array(value: Any) -> Any:
+    """The numbers of a variable's value, without a copy where that is possible; bfloat16 of PyTorch as its bits."""
+    if hasattr(value, "detach"):
+        # Keras goes by a protocol of numpy that PyTorch has an old form of.
+        import torch
+
+        plain = value.detach().cpu()
+        return (plain.contiguous().view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
+    return keras.ops.convert_to_numpy(value)
 
 
 def read(path: Path, model: Any, groups: Sequence[str] = GROUPS) -> None:

@@ -59,7 +59,7 @@ class Subject:
     def find_weighting(self) -> probe.Found:
         """How the losses of micro-batches add up."""
         opened = self._opened
-        return probe.find_weighting(opened.model, opened.job.loss, opened.job.batch)
+        return probe.find_weighting(opened.model, opened.loss, opened.job.batch)
 
     @property
     def gives_weight(self) -> bool:
@@ -97,7 +97,7 @@ class Subject:
         try:
             return calibration.measure(
                 opened.model,
-                _without_weight(opened.job.loss),
+                _without_weight(opened.loss),
                 opened.job.batch,
                 sizes,
                 precision=precision or opened.job.precision,
@@ -112,7 +112,7 @@ class Subject:
         opened = self._opened
         try:
             return calibration.time_passes(
-                opened.model, opened.job.loss, opened.job.batch, plans, batch_size=opened.batch_size
+                opened.model, opened.loss, opened.job.batch, plans, batch_size=opened.batch_size
             )
         except (MemfitError, RuntimeError):
             return []

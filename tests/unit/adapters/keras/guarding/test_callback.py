@@ -3,9 +3,8 @@
 import pytest
 
 pytest.importorskip("keras")
-from tests.unit.adapters.keras.guarding.models import build, data  # noqa: E402
-
-from memfit.adapters.keras.guarding.callback import FitCallback  # noqa: E402
+from memfit.adapters.keras.guarding.callback import FitCallback
+from tests.unit.adapters.keras.guarding.models import build, data
 
 
 class Keeper:

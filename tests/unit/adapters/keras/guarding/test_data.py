@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("keras")
 
-from memfit.adapters.keras.guarding.data import Data, found_in_fit  # noqa: E402
+from memfit.adapters.keras.guarding.data import Data, found_in_fit
 
 
 class Iterator:

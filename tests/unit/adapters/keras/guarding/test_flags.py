@@ -29,7 +29,7 @@ def test_flags_are_set_before_the_backend_is_loaded():
     assert flags.set_early(is_limited=True) == []
 
 
-def test_without_a_limit_oneDNN_stays():  # noqa: N802
+def test_without_a_limit_oneDNN_stays():
     flags.set_early(is_limited=False)
 
     assert "TF_ENABLE_ONEDNN_OPTS" not in os.environ

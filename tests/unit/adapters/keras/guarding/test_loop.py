@@ -3,12 +3,11 @@
 import pytest
 
 keras = pytest.importorskip("keras")
-from tests.unit.adapters.keras.guarding.models import build, data  # noqa: E402
-
 from memfit.adapters.keras.guarding.loop import KerasLoop  # noqa: E402
 from memfit.core.errors import BadModel  # noqa: E402
 from memfit.core.guarding import BatchSize  # noqa: E402
 from memfit.core.settings import Settings  # noqa: E402
+from tests.unit.adapters.keras.guarding.models import build, data  # noqa: E402
 
 
 def looped(model, **options):
@@ -61,7 +60,7 @@ def test_progress_comes_back(tmp_path):
 
 
 def test_what_is_no_model_is_refused():
-    with pytest.raises(BadModel, match="a compiled keras.Model was expected, but int was given"):
+    with pytest.raises(BadModel, match=r"a compiled keras\.Model was expected, but int was given"):
         KerasLoop(3, None, [], len, approximate=False, is_ordered=False)
     plain = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     with pytest.raises(BadModel, match="isn't compiled"):

@@ -3,10 +3,9 @@
 import pytest
 
 keras = pytest.importorskip("keras")
-from tests.unit.adapters.keras.guarding.models import build  # noqa: E402
-
 from memfit.adapters.keras.guarding.steps import Steps, make_steps  # noqa: E402
 from memfit.core.errors import MissingDependency  # noqa: E402
+from tests.unit.adapters.keras.guarding.models import build  # noqa: E402
 
 
 def test_room_is_that_of_the_largest_variables():
@@ -31,5 +30,5 @@ def test_a_function_that_was_left_behind_is_unwrapped():
 def test_a_backend_that_does_not_train_is_refused(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
 
-    with pytest.raises(MissingDependency, match="Keras runs on openvino, which doesn't train. Set KERAS_BACKEND"):
+    with pytest.raises(MissingDependency, match=r"Keras runs on openvino, which doesn't train\. Set KERAS_BACKEND"):
         make_steps(build(), len)

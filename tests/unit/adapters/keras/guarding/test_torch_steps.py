@@ -3,17 +3,16 @@
 import pytest
 
 keras = pytest.importorskip("keras")
-from tests.unit.adapters.keras.guarding.models import build, data  # noqa: E402
-
 from memfit.adapters.keras.guarding import variables  # noqa: E402
 from memfit.adapters.keras.guarding.steps import make_steps  # noqa: E402
 from memfit.core.guarding import BrokenUpdate  # noqa: E402
+from tests.unit.adapters.keras.guarding.models import build, data  # noqa: E402
 
 pytestmark = pytest.mark.skipif(keras.backend.backend() != "torch", reason="needs Keras on PyTorch")
 
 
 def numbers(model):
-    return [keras.ops.convert_to_numpy(one).tolist() for group in variables.grouped(model).values() for one in group]
+    return [variables.as_array(one.value).tolist() for group in variables.grouped(model).values() for one in group]
 
 
 def prepared(**options):
@@ -45,11 +44,11 @@ def test_a_forward_pass_is_undone(monkeypatch):
 
 
 def test_an_update_that_has_begun_is_not():
-    model, steps, batch = prepared()
+    _, steps, batch = prepared()
     steps.begin(batch)
     steps.run(batch)
 
-    with pytest.raises(BrokenUpdate, match="are between two steps. Resume from the last checkpoint"):
+    with pytest.raises(BrokenUpdate, match=r"are between two steps\. Resume from the last checkpoint"):
         steps.roll_back()
 
 

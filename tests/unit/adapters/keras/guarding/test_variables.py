@@ -16,7 +16,7 @@ def trained(*layers):
 
 
 def numbers(model):
-    return [keras.ops.convert_to_numpy(one).tolist() for group in variables.grouped(model).values() for one in group]
+    return [variables.as_array(one.value).tolist() for group in variables.grouped(model).values() for one in group]
 
 
 def test_all_that_a_step_changes_is_in_a_group(tmp_path):
@@ -38,10 +38,11 @@ def test_a_file_of_another_model_is_refused(tmp_path):
     one = trained()
     variables.write(tmp_path / "x", one, None)
 
-    with pytest.raises(BadCheckpoint, match="it has 6 trainable variables, and 'sequential.*' has 4"):
+    with pytest.raises(BadCheckpoint, match=r"it has 6 trainable variables, and 'sequential.*' has 4"):
         variables.read(tmp_path / "x", trained(keras.layers.Dropout(0.5)))
-    with pytest.raises(BadCheckpoint, match="is stored. Give another folder"):
-        variables.read(tmp_path / "x", trained(keras.layers.Dense(7, use_bias=False), keras.layers.PReLU()))
+    with pytest.raises(BadCheckpoint, match=r"is stored\. Give another folder"):
+        wider = keras.layers.BatchNormalization(dtype="float64")
+        variables.read(tmp_path / "x", trained(wider))
 
 
 def test_sizes():
