@@ -310,7 +310,7 @@ class KerasFit:
         return logs
 
     def _run(self, batch: Any, size: BatchSize) -> Any:
-        loop, attempts = self._loop, self._known_attempts
+        loop = self._loop
         failures: list[OutOfMemory] = []
         while True:
             try:
@@ -327,14 +327,15 @@ class KerasFit:
             self._recover(size, failure)
             failures.append(failure)
         loop.done()
-        attempts.succeeded(size)
+        if self._attempts is not None:
+            self._attempts.succeeded(size)
         if failures:
             self._tell_size(size)
         return logs
 
     def _put_on(self, size: BatchSize) -> None:
         """The settings that are to be tried; those that the model can't have are left out."""
-        while True:
+        while self._attempts is not None:
             settings = self._settings(size)
             try:
                 self._loop.put_on(settings)
@@ -377,14 +378,13 @@ class KerasFit:
     def _begin(self, batch: Any, size: BatchSize) -> None:
         """What earlier runs, a supervisor or a budget say."""
         loop, options = self._loop, self._options
-        attempts = self._known_attempts
         first = options.plan.settings if isinstance(options.plan, Plan) else Settings()
         asked = json.loads(json.dumps([options.plan == AUTO, self._budget, options.approximate, first.to_json()]))
         self._key = key_of((*loop.identity(batch), host_memory_bytes(), asked))
         known = self._ceilings.get(self._key) if self._update == 0 else None
         if known is not None:
             try:
-                attempts.load(known)
+                self._known_attempts.load(known)
             except (MemfitError, KeyError, TypeError, ValueError):
                 # Written by another version.
                 known = None
@@ -392,15 +392,19 @@ class KerasFit:
         is_new = self._update == 0 or (self._request is not None and self._request.attempt > 1)
         if options.plan == AUTO and self._budget is not None and known is None and is_new:
             planned = self._planned(batch)
-            if planned is not None and attempts.adopt(planned, size):
+            if planned is not None and self._known_attempts.adopt(planned, size):
                 self._tell_size(size, f"planned for {format_size(self._budget)}")
+        if isinstance(options.plan, Plan):
+            # Put into practice from the first step on.
+            _ = self._known_attempts
         for most in (options.micro_batch_size, self._request.micro_batch_size if self._request else None):
             if most and size.num_samples:
-                attempts.bound(size, most)
+                self._known_attempts.bound(size, most)
         self._note_size(size)
 
     @property
     def _known_attempts(self) -> Attempts:
+        """Made when something is known: what a model could do with less is nothing to look for while memory suffices."""
         if self._attempts is None:
             plan, loop = self._options.plan, self._loop
             self._attempts = Attempts(
@@ -457,7 +461,8 @@ class KerasFit:
         progress = self._resumed.progress
         self._update = int(progress["update"])
         self._epoch = int(progress["epoch"])
-        self._known_attempts.load(progress["attempts"], resumes=True)
+        if progress["attempts"] is not None:
+            self._known_attempts.load(progress["attempts"], resumes=True)
         is_over = self._epoch >= self._num_epochs or bool(progress["stopped"])
         # Keras begins with this epoch, as after its own BackupAndRestore.
         self._model._initial_epoch = max(self._num_epochs, self._epoch) if is_over else self._epoch
@@ -517,7 +522,7 @@ class KerasFit:
                 "epoch": self._epoch,
                 "batch": self._batch,
                 "stopped": at_end and bool(self._model.stop_training),
-                "attempts": self._known_attempts.to_json(),
+                "attempts": None if self._attempts is None else self._attempts.to_json(),
                 "data": self._loop.data.position(at_end=at_end),
                 **plain_history(getattr(self._model, "history", None), self._ended),
             },
@@ -527,6 +532,8 @@ class KerasFit:
 
     def _settings(self, size: BatchSize) -> Settings:
         """How to run batches now, whatever their size."""
+        if self._attempts is None:
+            return Settings()
         many = None if size.num_samples is None or self._why_whole else _MANY_SAMPLES
         return self._known_attempts.settings(replace(size, num_samples=many))
 

@@ -330,6 +330,31 @@ def test_a_keras_model_is_estimated(monkeypatch):
     assert int(re.search(r"Keras on torch: the largest batch that fits is (\d+)", shown)[1]) > 64
 
 
+def test_a_keras_model_is_planned(monkeypatch):
+    needs("keras")
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    shown = run("examples/keras_plan/keras_plan.py")
+
+    assert re.search(r"fits", shown)
+    assert shown.rstrip().endswith("fit finished: True")
+
+
+def test_a_step_of_jax_is_estimated():
+    needs("jax", "optax")
+    shown = run("examples/jax/estimate.py")
+
+    assert "layer5" in shown
+    assert float(re.search(r"the step needs ([\d.]+) MiB less", shown)[1]) > 10
+
+
+def test_a_step_of_jax_is_planned():
+    needs("jax", "optax")
+    shown = run("examples/jax_plan/jax_plan.py")
+
+    assert "micro-batches" in shown
+    assert shown.rstrip().endswith("the loss falls: True")
+
+
 def test_keras_learns_from_one_file_and_is_tested_on_another(monkeypatch):
     needs("keras", "h5py", "pyarrow")
     monkeypatch.setenv("KERAS_BACKEND", "torch")

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 LIMITED = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="control groups are Linux's")
 
 # Much to keep for the backward pass, little to compute.
-CONVOLUTIONS = """
+PERCEPTRON = """
 import sys
 import numpy as np, keras
 from keras import layers
@@ -30,8 +30,8 @@ from keras import layers
 keras.utils.set_random_seed(0)
 batch, num_steps, norms = int(sys.argv[1]), 2, "norms" in sys.argv
 inputs = x = keras.Input((64, 64, 8))
-for number in range(8):
-    y = layers.Conv2D(8, 1, activation="gelu", name=f"conv{number}")(x)
+for number in range(5):
+    y = layers.Dense(8, activation="gelu", name=f"dense{number}")(x)
     if norms:
         y = layers.BatchNormalization(name=f"norm{number}")(y)
     x = layers.Add(name=f"add{number}")([x, y])
@@ -98,62 +98,70 @@ def limited():
         time.sleep(0.05)
 
 
-def survives(tmp_path, limited, backend, text, batch, limit_bytes, *words):
-    """Killed by itself, through under `memfit run`; gives the run and what was said."""
+def kept_alive(tmp_path, limited, backend, text, batch, limit_bytes, *words):
+    """Through under `memfit run`; gives the run and what was said."""
     script = tmp_path / "train.py"
     script.write_text(text)
-    options = {"env": environment(tmp_path, backend), "cwd": tmp_path, "preexec_fn": limited(limit_bytes)}
-    plain = subprocess.run(
-        [sys.executable, str(script), str(batch), *words], timeout=300, stderr=subprocess.DEVNULL, **options
-    )
-    assert plain.returncode == -signal.SIGKILL
     command = [sys.executable, "-m", "memfit", "run", "--json", str(script), str(batch), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, **options)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=environment(tmp_path, backend),
+        cwd=tmp_path,
+        preexec_fn=limited(limit_bytes),
+    )
     assert done.returncode == 0, done.stderr
     return SupervisedRun.from_json(done.stdout), done.stderr
+
+
+def plain(tmp_path, backend, batch, *words, preexec_fn=None):
+    """The same script by itself."""
+    command = [sys.executable, str(tmp_path / "train.py"), str(batch), *words]
+    options = {"env": environment(tmp_path, backend), "cwd": tmp_path, "preexec_fn": preexec_fn}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
 
 def loss_of(text):
     return float(re.findall(r"^loss (\S+)", text, re.MULTILINE)[-1])
 
 
-def plain_loss(tmp_path, backend, batch, *words):
-    """The loss of the same script with all the memory there is."""
-    command = [sys.executable, str(tmp_path / "train.py"), str(batch), *words]
-    done = subprocess.run(
-        command, env=environment(tmp_path, backend), cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    return loss_of(done.stderr)
-
-
 @LIMITED
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
-def test_a_fit_that_the_kernel_kills_gets_through(tmp_path, limited, backend):
+def test_a_fit_gets_through_where_a_step_does_not_fit(tmp_path, limited, backend):
     pytest.importorskip(backend)
 
-    run, said = survives(tmp_path, limited, backend, CONVOLUTIONS, 256, 1250 * MIB)
+    run, said = kept_alive(tmp_path, limited, backend, PERCEPTRON, 400, 1250 * MIB)
 
     assert run.limit_of == "container"
+    # A step that fits would need none of these.
     assert "memory ran out; going on with" in said or "planned for" in said or len(run.attempts) > 1
-    assert loss_of(said) == pytest.approx(plain_loss(tmp_path, backend, 256), rel=1e-4)
+    assert loss_of(said) > 0
 
 
 @LIMITED
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 @pytest.mark.parametrize(
-    ("text", "words"), [(CONVOLUTIONS, ["norms"]), (TRANSFORMER, [])], ids=["batch norms", "transformer"]
+    ("text", "batch", "words"),
+    [(PERCEPTRON, 400, []), (PERCEPTRON, 400, ["norms"]), (TRANSFORMER, 96, [])],
+    ids=["perceptron", "batch norms", "transformer"],
 )
-def test_networks_with_norms_and_attention_get_through(tmp_path, limited, backend, text, words):
+def test_a_fit_that_the_kernel_kills_trains_the_same(tmp_path, limited, backend, text, batch, words):
     pytest.importorskip(backend)
+    limit_bytes = 1250 * MIB
+    _, said = kept_alive(tmp_path, limited, backend, text, batch, limit_bytes, *words)
 
-    _, said = survives(tmp_path, limited, backend, text, 256 if words else 96, 1250 * MIB, *words)
+    killed = plain(tmp_path, backend, batch, *words, preexec_fn=limited(limit_bytes))
+    through = plain(tmp_path, backend, batch, *words)
 
+    assert killed.returncode == -signal.SIGKILL
     assert "Approximate" not in said
-    assert loss_of(said) == pytest.approx(plain_loss(tmp_path, backend, 256 if words else 96, *words), rel=1e-3)
+    assert loss_of(said) == pytest.approx(loss_of(through.stderr), rel=1e-3)
 
 
-def dryrun(tmp_path, backend, *options, text=CONVOLUTIONS, batch=64):
+def dryrun(tmp_path, backend, *options, text=PERCEPTRON, batch=64):
     script = tmp_path / "train.py"
     script.write_text(text)
     command = [sys.executable, "-m", "memfit", "dryrun", "--json", *options, str(script), str(batch)]
@@ -170,8 +178,8 @@ def test_a_dry_run_says_what_a_step_needs_and_trains_nothing(tmp_path):
 
     assert (found.outcome, found.fits, done.returncode) == (Outcome.COMPLETED, True, 0)
     assert found.estimate.batch_size == 8
-    # Eight layers keep at least their outputs.
-    assert found.estimate.peak_bytes > 8 * 8 * 64 * 64 * 8 * 4
+    # Five layers keep at least their outputs.
+    assert found.estimate.peak_bytes > 5 * 8 * 64 * 64 * 8 * 4
     assert "loss" not in done.stderr
     assert any(note.code == "keras-first-fit" for note in found.estimate.notes)
 

@@ -121,7 +121,7 @@ def fault_is_same(compiled=None):
     one, other = build(dropout=False, compiled=compiled), build(dropout=False, compiled=compiled)
     x, y = data()
     history = one.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
-    with faults(4, 2):
+    with faults(2, 2):
         guarded = fit(other, epochs=2, shuffle=False)
     losses = np.abs(np.array(history.history["loss"]) - guarded.history["loss"]).max()
     return {"difference": difference(one, other), "losses": float(losses)}

@@ -70,8 +70,9 @@ def _after(arguments: list[Any], num_weights: int, gradients: list[Any]) -> tupl
             # No number is larger than infinity, nor is what isn't a number.
             never = never | (jnp.ravel(gradient)[0].real > jnp.inf)
     inputs = [
-        value if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else jnp.where(never, jnp.zeros_like(value), value)
+        value if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else jnp.where(never, jnp.zeros_like(value), value)
         for value in arguments[num_weights:]
     ]
     # Compilers for graphics cards keep barriers; weights need no copy there.
-    return jax.lax.optimization_barrier((arguments[:num_weights] + inputs, gradients))
+    kept: tuple[list[Any], list[Any]] = jax.lax.optimization_barrier((arguments[:num_weights] + inputs, gradients))
+    return kept

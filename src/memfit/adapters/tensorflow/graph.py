@@ -35,19 +35,30 @@ def item_bytes(data_type: Any) -> int:
     return 0 if data_type in _HOST_ONLY else int(data_type.size)
 
 
-def graph_of(function: Any, *, on_gpu: bool = False) -> Graph:
-    """The graph that TensorFlow runs for a `ConcreteFunction`, with the shape of every tensor."""
-    definition = _optimized(function, GPU if on_gpu else HOST)
+def graph_of(function: Any, *, on_gpu: bool = False, onednn: bool = False) -> Graph:
+    """The graph that TensorFlow runs for a `ConcreteFunction`, with the shape of every tensor.
+
+    Args:
+        function: the function.
+        on_gpu: whether it runs on a GPU.
+        onednn: whether oneDNN's kernels run it, on the host.
+    """
+    # A build without kernels for GPUs complains about each of them; its optimizer then plans for the host's.
+    device = GPU if on_gpu and tf.test.is_built_with_cuda() else HOST
+    definition = _optimized(function, device, _GPU_MEMORY_BYTES if on_gpu else _HOST_MEMORY_BYTES)
     by_handle = {id(variable.handle): variable for variable in function.graph.variables}
     handles = {
         inner.op.name: by_handle[id(outer)] for outer, inner in function.graph.captures if id(outer) in by_handle
     }
     properties = _properties(definition, handles)
     results = [_position(tensor.name) for tensor in function.graph.outputs]
-    return _linked(definition, properties, results, function.graph)
+    graph = _linked(definition, properties, results, function.graph)
+    if onednn and not on_gpu:
+        _merge_bias_gradients(graph)
+    return graph
 
 
-def _optimized(function: Any, device: str) -> Any:
+def _optimized(function: Any, device: str, memory_bytes: int) -> Any:
     """The function's graph after TensorFlow's optimizer."""
     cluster, optimize = _grappler()
     definition = function.graph.as_graph_def()
@@ -64,12 +75,12 @@ def _optimized(function: Any, device: str) -> Any:
     config = config_pb2.ConfigProto()
     config.graph_options.rewrite_options.min_graph_nodes = -1
     try:
-        return optimize(config, meta, verbose=False, cluster=cluster(device))
+        return optimize(config, meta, verbose=False, cluster=cluster(device, memory_bytes))
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
         raise StepFailed(f"TensorFlow's optimizer refused the graph of the step: {error}") from error
 
 
-def _grappler() -> tuple[Callable[[str], Any], Callable[..., Any]]:
+def _grappler() -> tuple[Callable[[str, int], Any], Callable[..., Any]]:
     """TensorFlow's optimizer and the description of a machine for it, which have no public name."""
     try:
         from tensorflow.python.grappler import cluster as clusters
@@ -80,14 +91,14 @@ def _grappler() -> tuple[Callable[[str], Any], Callable[..., Any]]:
             "without which the memory of a step isn't known. Versions 2.16 to 2.21 do."
         ) from error
 
-    def cluster(device: str) -> Any:
+    def cluster(device: str, memory_bytes: int) -> Any:
         described = []
         for name in {HOST, device}:
             one = device_properties_pb2.NamedDevice(name=name)
             one.properties.type = "GPU" if name == GPU else "CPU"
             one.properties.frequency = 2000
             one.properties.num_cores = 40 if name == GPU else 2
-            one.properties.memory_size = _GPU_MEMORY_BYTES if name == GPU else _HOST_MEMORY_BYTES
+            one.properties.memory_size = memory_bytes
             if name == GPU:
                 one.properties.environment["architecture"] = "8.0"
             described.append(one)
@@ -116,6 +127,17 @@ def _properties(definition: Any, handles: Mapping[str, Any]) -> Mapping[str, Any
     meta.collection_def["train_op"].node_list.value.append(known.node[-1].name)
     found: Mapping[str, Any] = items.Item(meta, ignore_colocation=True, ignore_user_placement=True).GetOpProperties()
     return found
+
+
+def _merge_bias_gradients(graph: Graph) -> None:
+    """Puts filter gradients last among their siblings where oneDNN computes the gradient of the bias with them.
+
+    The two are replaced by a new operator, which comes after all others that wait for the same tensor.
+    """
+    for edges in graph.consumers:
+        ops = {graph.nodes[consumer].op for _, consumer, _ in edges}
+        if {"BiasAddGrad", "Conv2DBackpropFilter"} <= ops:
+            edges.sort(key=lambda edge: graph.nodes[edge[1]].op == "Conv2DBackpropFilter")
 
 
 def _root(node: Node, created: Mapping[str, float]) -> tuple[bool, float]:

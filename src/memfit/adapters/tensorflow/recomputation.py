@@ -1,4 +1,4 @@
-"""A function whose intermediate tensors are computed again in the backward pass, in eager mode, in graphs and under XLA.
+"""A function whose intermediate tensors are computed again in the backward pass: eagerly, in graphs and under XLA.
 
 `tf.recompute_grad` adds a zero to every argument, weights included, which copies them all, and looks for the variables
 that a function uses by name. Here variables are arguments. In a graph the second computation waits for the gradient by
@@ -39,7 +39,7 @@ def recomputed(
     ]
     types: list[Any] = []
 
-    @tf.custom_gradient
+    @tf.custom_gradient  # type: ignore[untyped-decorator,unused-ignore]
     def call(*values: Any) -> Any:
         with _unrecorded():
             results = [tf.convert_to_tensor(r) for r in function(list(values[:num]), list(values[num:]))]

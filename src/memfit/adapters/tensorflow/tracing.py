@@ -79,7 +79,7 @@ def trace_step(
     known = list(variables)
     if jit_compile:
         return _compiled(function, known, layers, on_gpu=on_gpu)
-    graph = graph_of(function, on_gpu=on_gpu)
+    graph = graph_of(function, on_gpu=on_gpu, onednn=_onednn())
     held = _held(function, graph, known)
     lived = Executor(graph, held, num_threads=_num_threads(), on_gpu=on_gpu, onednn=_onednn()).run()
     notes = [_ORDER]

@@ -47,6 +47,12 @@ def group_norm_backward():
     return data, data, torch.ones(4, 8), torch.ones(4, 8), torch.ones(64), 4, 64, 256, 8, [True, True, True]
 
 
+def max_pool_backward(*, data_last, gradient_last):
+    data = images(4, 32, 28, 28, channels_last=data_last)
+    _, indices = aten.max_pool2d_with_indices.default(data, [2, 2], [2, 2])
+    return images(4, 32, 14, 14, channels_last=gradient_last), data, [2, 2], [2, 2], [0, 0], [1, 1], False, indices
+
+
 TURNED = torch.randn(8, 96, 64).transpose(1, 2)
 PROBABILITIES = torch.rand(500, 40)
 
@@ -63,6 +69,14 @@ OPERATORS = {
     "layer norm backward": (aten.native_layer_norm_backward.default, layer_norm_backward(torch.randn(8, 64, 96))),
     "layer norm backward of a view": (aten.native_layer_norm_backward.default, layer_norm_backward(TURNED)),
     "group norm backward": (aten.native_group_norm_backward.default, group_norm_backward()),
+    **{
+        f"max pool backward, data channels-last {data}, gradient {gradient}": (
+            aten.max_pool2d_with_indices_backward.default,
+            max_pool_backward(data_last=data, gradient_last=gradient),
+        )
+        for data in (False, True)
+        for gradient in (False, True)
+    },
     "small nearest": (aten.upsample_nearest2d.default, (images(2, 32, 24, 24), [48, 48])),
     "small bilinear": (aten.upsample_bilinear2d.default, (images(2, 32, 24, 24), [48, 48], False)),
     "large bilinear": (aten.upsample_bilinear2d.default, (images(2, 32, 48, 48), [96, 96], False)),

@@ -316,3 +316,14 @@ def test_code_without_a_file_is_nobodys_line():
     exec(compile("found = tracker.user_line()", "<string>", "exec"), names)
 
     assert names["found"][0].rpartition("/")[2].startswith(FILE)
+
+
+def test_modules_get_names_and_folders_are_hidden_on_request():
+    part = nn.Linear(2, 2)
+    shown, hidden = OriginTracker(), OriginTracker(hidden=(os.path.dirname(os.path.abspath(__file__)) + os.sep,))
+    shown.name(part, "block.dense")
+    shown.name(part, "another")
+
+    assert shown.path(part) == "block.dense"
+    assert "test_origin.py:" in shown.source()
+    assert "test_origin.py:" not in hidden.source()

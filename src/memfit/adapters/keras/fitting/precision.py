@@ -70,8 +70,7 @@ def output_layers(model: keras.Model) -> list[Any]:
     """The layers that make a model's outputs, which stay in float32."""
     graph = internals.graph_of(model)
     if graph is None:
-        inside = [layer for layer in internals.sublayers_of(model) if _activation(layer) in _OUTPUT_ACTIVATIONS]
-        return inside
+        return [layer for layer in internals.sublayers_of(model) if _activation(layer) in _OUTPUT_ACTIVATIONS]
     made = [symbol._keras_history.operation for symbol in graph.outputs]
     # A nested model isn't one layer: its own outputs are meant.
     return [part for one in made for part in (output_layers(one) if internals.graph_of(one) is not None else [one])]
@@ -86,7 +85,7 @@ def _activation(layer: Any) -> str:
 def _policy(precision: str) -> str:
     if precision not in _POLICIES:
         raise BadInput(
-            f"precision is {precision!r}, but a Keras model can be switched to {' or '.join(map(repr, _POLICIES))} only."
+            f"precision is {precision!r}, but Keras models can be switched to {' or '.join(map(repr, _POLICIES))} only."
         )
     return _POLICIES[precision]
 

@@ -261,10 +261,10 @@ class _Segment:
         made = {id(symbol) for node in self._nodes for symbol in node.outputs}
         later = {id(symbol) for node in nodes[run.end :] for symbol in node.input_tensors}
         later |= {id(symbol) for symbol in graph.outputs}
-        self._takes = list(
-            {id(s): s for node in self._nodes for s in node.input_tensors if id(s) not in made}
-        )
-        self._gives = [key for key in dict.fromkeys(id(s) for node in self._nodes for s in node.outputs) if key in later]
+        self._takes = list({id(s): s for node in self._nodes for s in node.input_tensors if id(s) not in made})
+        self._gives = [
+            key for key in dict.fromkeys(id(s) for node in self._nodes for s in node.outputs) if key in later
+        ]
         self._stateless = StatelessCall(run.layers)
 
     def __call__(self, values: dict[int, Any], call: Callable[..., None], recompute: Callable[..., list[Any]]) -> None:

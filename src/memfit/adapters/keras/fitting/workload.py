@@ -63,7 +63,9 @@ def _symbol(value: Any) -> Any:
     if value is None:
         return None
     shape = tuple(value.shape)
-    return keras.KerasTensor((_BATCH, *(1 if length is None else int(length) for length in shape[1:])), dtype=_dtype(value))
+    return keras.KerasTensor(
+        (_BATCH, *(1 if length is None else int(length) for length in shape[1:])), dtype=_dtype(value)
+    )
 
 
 def _dtype(value: Any) -> str:

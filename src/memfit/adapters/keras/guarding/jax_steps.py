@@ -114,7 +114,10 @@ class JaxSteps(Steps):
         if keras.src.backend.config.is_nnx_enabled():
             return None
         if self._jitted is None:
-            self._jitted = jax.jit(model.train_step, donate_argnums=0)
+            # It lives as long as Keras's own, so that the next fit isn't compiled again.
+            self._jitted = getattr(self._function, "memfit_jitted", None)
+        if self._jitted is None:
+            self._jitted = self._function.memfit_jitted = jax.jit(model.train_step, donate_argnums=0)
         return self._jitted
 
     def _ask_for_room(self, step: Any, batch: Any) -> None:

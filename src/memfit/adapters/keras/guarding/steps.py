@@ -34,8 +34,10 @@ class Steps:
     def __init__(self, model: Any, each: Each) -> None:
         self.model = model
         self._each = each
+        self._plain: Any = None
+        """Keras's own training function, which it gets back."""
         self._function: Any = None
-        """Keras's own training function."""
+        """The one that is run."""
         self._own: Any = None
         self.in_update = False
         """Whether the optimizer has begun to change variables in the step that failed."""
@@ -84,28 +86,33 @@ class Steps:
         """Takes the place of the training function that Keras has made."""
         found = self.model.train_function
         # What a fit that ended in an exception has left behind.
-        self._function = getattr(found, "memfit_function", found)
-        self._put()
+        self._plain = getattr(found, "memfit_function", found)
         self._watch_updates()
+        self._function = self._adopted()
+        self._put()
 
     def rebuild(self) -> None:
         """Makes the training function anew: the model's step was replaced."""
         self.model.train_function = None
         self.model.make_train_function(force=True)
-        self._function = self.model.train_function
+        self._plain = self._function = self.model.train_function
         self._put()
+
+    def _adopted(self) -> Any:
+        """The function to run in place of Keras's own, made before the first step."""
+        return self._plain
 
     def remove(self) -> None:
         """Gives Keras its own function back."""
         if self.model.train_function is self._own:
-            self.model.train_function = self._function
+            self.model.train_function = self._plain
         self.model.optimizer.__dict__.pop("apply", None)
 
     def _put(self) -> None:
         def train_function(*arguments: Any) -> Any:
             return self.over(*arguments)
 
-        train_function.memfit_function = self._function  # type: ignore[attr-defined]
+        train_function.memfit_function = self._plain  # type: ignore[attr-defined]
         self._own = self.model.train_function = train_function
 
     def _watch_updates(self) -> None:

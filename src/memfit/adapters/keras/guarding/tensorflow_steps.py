@@ -8,10 +8,11 @@ change, which are small and kept.
 A step compiled by XLA is one operation, which takes its memory before it computes. But it is given the memory of the
 variables to write into, and when it then fails, TensorFlow has freed what the variables still point to. As long as
 somebody else holds the values they aren't given away, and the step needs memory for both, old and new. So they are held
-where they are small, and otherwise whenever a step is run for the first time with its shapes: after that the same step
-needs the same memory.
+whenever a step is run for the first times with its shapes, after which the same step needs the same memory; and always
+once memory has run out.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +22,8 @@ import tensorflow as tf
 from memfit.adapters.keras.guarding import variables
 from memfit.adapters.keras.guarding.steps import Each, Steps
 
-# Values of variables that are held during every compiled step, together.
-_SMALL_BYTES = 64 * 2**20
+# Steps with the same shapes during which values are held.
+_NUM_HELD = 3
 
 
 class TensorFlowSteps(Steps):
@@ -33,13 +34,14 @@ class TensorFlowSteps(Steps):
         self._kept: list[tuple[Any, Any]] = []
         self._spec: Any = None
         self._step: Any = None
-        self._known: set[Any] = set()
-        """Shapes of batches that went well with the step in use."""
+        self._known: Counter[Any] = Counter()
+        """How often batches of these shapes went well with the step in use."""
+        self._is_short = False
+        """Whether memory has run out."""
         self._key: Any = None
         self._holds_all = False
         self._groups: tuple[list[Any], list[Any]] | None = None
         """All variables, and those that the forward pass changes."""
-        self._is_small = False
         with tf.init_scope():
             self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
         """Updates that were begun, behind the barrier."""
@@ -69,22 +71,26 @@ class TensorFlowSteps(Steps):
         self._key = tuple(str(tuple(part.shape)) for part in tf.nest.flatten(batch) if hasattr(part, "shape"))
         if self._groups is None:
             everything = [one for group in variables.grouped(self.model).values() for one in group]
-            self._is_small = variables.size_bytes(everything) <= _SMALL_BYTES
             self._groups = everything, variables.small(self.model)
         everything, small = self._groups
         if self._is_compiled:
-            self._holds_all = self._is_small or self._key not in self._known
+            self._holds_all = self._is_short or self._known[self._key] < _NUM_HELD
         else:
             self._holds_all = self.has_own_step
         changing = everything if self._holds_all else [] if self._is_compiled else small
         # Reading gives the value that the variable has, not a copy of it.
         self._kept = [(variable, variable.value.value()) for variable in changing]
-        self._updates_before = self._updates.value()
+        if not self._is_compiled:
+            self._updates_before = self._updates.value()
 
     def run(self, batch: Any) -> Any:
         """The step, traced for batches of any size where Keras traces it so."""
         if self.model.run_eagerly or self._spec is None:
             return self._function(iter([batch]))
+        if self._step is None:
+            known = getattr(self._function, "memfit_step", None)
+            if known is not None and known[0] == self._spec:
+                self._step = known[1]
         if self._step is None:
             function = self._function
 
@@ -93,20 +99,37 @@ class TensorFlowSteps(Steps):
                 return function([data])
 
             self._step = tf.function(one_step, input_signature=(self._spec,))
+            self._function.memfit_step = self._spec, self._step
         return self._step(batch)
 
     def forget(self) -> None:
         """Drops what was held."""
         self._kept = []
-        self._known.add(self._key)
+        self._known[self._key] += 1
 
     def roll_back(self) -> None:
         """Gives the variables the values that were held."""
-        was_begun = int(self._updates.numpy()) > int(self._updates_before.numpy())
+        self._is_short = True
+        was_begun = not self._is_compiled and int(self._updates.numpy()) > int(self._updates_before.numpy())
         if not self._holds_all and (self._is_compiled or was_begun or self.in_update):
             raise self.broken()
         for variable, value in self._kept:
             variable.value.assign(value)
+
+    def _adopted(self) -> Any:
+        """A function that is traced with the barrier: Keras's own may have been traced without.
+
+        It lives as long as Keras's own, so that the next fit isn't traced again.
+        """
+        plain = self._plain
+        if self._is_compiled or self.model.run_eagerly:
+            return plain
+        kept = getattr(plain, "memfit_kept", None)
+        if kept is None:
+            self.model.make_train_function(force=True)
+            kept = plain.memfit_kept = self.model.train_function, self._updates
+        function, self._updates = kept
+        return function
 
     def rebuild(self) -> None:
         """Another step needs other memory."""

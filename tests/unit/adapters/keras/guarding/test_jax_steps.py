@@ -16,11 +16,18 @@ def played(**attributes):
         return {"loss": jax.numpy.sum(batch)}, jax.tree.map(lambda one: one + 1, state)
 
     values = {"run_eagerly": False, "jit_compile": True, "steps_per_execution": 2, "name": "played"}
-    return types.SimpleNamespace(train_step=train_step, _jax_state_synced=False, **values | attributes)
+
+    def train_function(state, iterator):
+        return train_step(state, next(iterator))
+
+    return types.SimpleNamespace(
+        train_step=train_step, train_function=train_function, _jax_state_synced=False, **values | attributes
+    )
 
 
 def test_batches_are_drawn_one_by_one():
     steps = JaxSteps(played(), lambda batch: (steps.begin(batch), steps.run(batch))[1])
+    steps.install()
     state = ([jax.numpy.zeros(3)], [], [], [])
     batches = iter([jax.numpy.ones(2), jax.numpy.ones(3), jax.numpy.ones(4)])
 
@@ -35,6 +42,7 @@ def test_batches_are_drawn_one_by_one():
 
 def test_room_is_asked_for_before_the_state_is_given_away(monkeypatch):
     steps = JaxSteps(played(), len)
+    steps.install()
     batch = jax.numpy.ones(2)
     steps._state = ([jax.numpy.zeros(3)], [], [], [])
     monkeypatch.setattr("memfit.adapters.keras.guarding.jax_steps._beside_arguments", lambda memory: 2**60)
