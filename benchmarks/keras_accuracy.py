@@ -3,8 +3,8 @@
     python -m benchmarks.keras_accuracy [--backends torch jax tensorflow] [case ...]
 
 Each model is made, estimated and trained in processes of its own, one for each backend. How the truth is measured
-differs by backend, and each module says how: benchmarks/measuring_torch.py, measuring_keras_jax.py and
-measuring_tensorflow.py.
+differs by backend, and each module says how: benchmarks/measuring_keras_torch.py, measuring_keras_jax.py and
+measuring_keras_tensorflow.py.
 The reports of the three backends are also compared: parameters, gradients and optimizer state must be equal.
 """
 
@@ -18,14 +18,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.measuring_jax import _ENVIRONMENT as RESIDENT
 from benchmarks.reporting import ROOT, Bar, bullets, percent, publish, table
 from memfit.core.units import MIB
 
 LIMITS = {"torch": 0.01, "jax": 0.03, "tensorflow": 0.08}
 SHARED = ("parameter", "gradient", "optimizer state")
+# What has to be set before a process begins; each module under benchmarks/measuring_keras_* says why.
+MEASURING = {
+    "torch": {},
+    "jax": {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+        "MALLOC_TOP_PAD_": "0",
+        "MALLOC_ARENA_MAX": "1",
+        "JAX_PLATFORMS": "cpu",
+    },
+    "tensorflow": {"TF_CPU_ALLOCATOR_USE_BFC": "1"},
+}
 _MOST_SECONDS = 900
-_MEASURING = {"torch": "measuring_torch", "jax": "measuring_keras_jax", "tensorflow": "measuring_tensorflow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,8 @@ class Row:
         backend: of Keras.
         predicted: bytes.
         measured: bytes.
+        least: bytes of the step that took least, where steps differ.
+        greatest: of the one that took most.
         seconds: that the estimate took.
         state: bytes by category.
         how: the truth was measured.
@@ -47,6 +59,8 @@ class Row:
     backend: str
     predicted: int = 0
     measured: int = 0
+    least: int = 0
+    greatest: int = 0
     seconds: float = 0.0
     state: dict[str, int] = field(default_factory=dict)
     how: str = ""
@@ -65,14 +79,14 @@ def one(backend: str, name: str, what: str) -> None:
     from benchmarks.keras_models import case
 
     chosen = case(name)
-    model, batch = chosen.make(), chosen.batch(chosen.batch_size)
     found: dict[str, Any]
     if what == "measure":
-        module = importlib.import_module(f"benchmarks.{_MEASURING[backend]}")
-        found = {"measured": module.measure(model, batch), "how": module.HOW}
+        module = importlib.import_module(f"benchmarks.measuring_keras_{backend}")
+        found = {**module.measure(chosen), "how": module.HOW}
     else:
         import memfit
 
+        model, batch = chosen.make(), chosen.batch(chosen.batch_size)
         started = time.perf_counter()
         estimate = memfit.estimate(model, batch=batch, device="cpu")
         found = {
@@ -89,8 +103,8 @@ def row_of(backend: str, name: str) -> Row:
     for what in ("predict", "measure"):
         command = [sys.executable, "-m", "benchmarks.keras_accuracy", "--one", backend, name, what]
         environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
-        if backend == "jax" and what == "measure":
-            environment |= RESIDENT
+        if what == "measure":
+            environment |= MEASURING[backend]
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False
         )
@@ -140,7 +154,8 @@ def cells(row: Row) -> tuple[str, ...]:
     """Of the table."""
     if row.trouble:
         return row.case, row.backend, "", "", row.trouble.replace("|", "/"), ""
-    sizes = (f"{row.measured / MIB:,.1f}", f"{row.predicted / MIB:,.1f}")
+    spread = f" ({row.least / MIB:,.1f} to {row.greatest / MIB:,.1f})" if row.greatest > row.least else ""
+    sizes = (f"{row.measured / MIB:,.1f}{spread}", f"{row.predicted / MIB:,.1f}")
     return row.case, row.backend, *sizes, percent(row.error), f"{row.seconds:.1f}"
 
 

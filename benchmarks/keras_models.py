@@ -228,9 +228,9 @@ CASES = (
     Case("transformer", transformer, _tokens(128, 8_000, 20), 32),
     Case("autoencoder", autoencoder, _reconstructed, 64),
     Case("U-Net", unet, lambda n: (_reconstructed(n)[0], _reconstructed(n)[1]), 32),
-    Case("several inputs", several_inputs, _numbers_and_tokens, 512),
+    Case("several inputs", several_inputs, _numbers_and_tokens, 4096),
     Case("subclassed mixer", mixer, _images(64, 10), 64),
-    Case("MLP", mlp, _vectors, 2048),
+    Case("MLP", mlp, _vectors, 8192),
 )
 
 

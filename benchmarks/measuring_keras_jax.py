@@ -1,6 +1,6 @@
 """The memory of a Keras training step on JAX, measured: resident memory while the compiled step runs.
 
-Runs in a process whose allocator gives every large block back at once (`ENVIRONMENT`), so that nothing measured is a
+Runs in a process whose allocator gives every large block back at once, so that nothing measured is a
 leftover; see `benchmarks.measuring_jax`.
 """
 
@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import keras
 
-from benchmarks.measuring_jax import _ENVIRONMENT as ENVIRONMENT
+from benchmarks.keras_models import Case
 from benchmarks.measuring_jax import _status
-
-__all__ = ["ENVIRONMENT", "HOW", "measure"]
 
 HOW = "state and batch, and what resident memory rose above them while the second compiled step ran (VmHWM)"
 
 
-def measure(model: keras.Model, batch: tuple[Any, Any]) -> int:
+def measure(case: Case) -> dict[str, Any]:
     """Bytes of state and batch, and what a step adds at most; call it in a fresh process."""
+    model, batch = case.make(), case.batch(case.batch_size)
     model.optimizer.build(model.trainable_variables)
     model.make_train_function()
     data = jax.tree.map(jax.numpy.asarray, batch)
@@ -43,4 +41,4 @@ def measure(model: keras.Model, batch: tuple[Any, Any]) -> int:
         logs, state = model.train_function(state, iter([data]))
         jax.block_until_ready((logs, state))
         highest = _status("VmHWM")
-    return held + highest - before
+    return {"measured": held + highest - before}

@@ -1,4 +1,4 @@
-"""Micro-batched `fit` equals plain `fit`, one fresh process for each backend; all cases are in benchmarks/keras_equality."""
+"""Micro-batched `fit` equals plain `fit`, one fresh process for each backend; more is in benchmarks/keras_equality."""
 
 import importlib.util
 import json

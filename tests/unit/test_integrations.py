@@ -192,3 +192,26 @@ def test_without_lightning_the_error_says_what_to_install(monkeypatch):
 def test_other_names_are_not_there():
     with pytest.raises(AttributeError, match="Nothing"):
         _ = integrations.Nothing
+
+
+@pytest.mark.parametrize(
+    ("backend", "devices", "budget"), [("tensorflow", False, 7), ("tensorflow", True, None), ("jax", False, None)]
+)
+def test_what_tensorflow_does_in_a_container_is_planned(monkeypatch, backend, devices, budget):
+    # GIVEN a package that looks like Keras, in a container
+    class Model:
+        def fit(self, x):
+            return "trained"
+
+    package = SimpleNamespace(Model=Model, backend=SimpleNamespace(backend=lambda: backend))
+    calls = []
+    monkeypatch.setattr("memfit._keras_fit.guarded_fit", lambda *given, **named: calls.append((given, named)))
+    monkeypatch.setattr(integrations, "cgroup_limit_bytes", lambda: 7)
+    monkeypatch.setattr(integrations, "has_devices", lambda: devices)
+
+    integrations.install_keras(package)
+    model = package.Model()
+    model.fit(3)
+
+    (((plain, *given), named),) = calls
+    assert (plain(model, 1), given, named) == ("trained", [model, (3,), {}], {"budget": budget})

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -178,3 +179,39 @@ def test_torch_is_equipped_when_the_script_imports_it(tmp_path):
 
     assert done.stdout == "2.0\n", done.stderr
     assert [event["event"] for event in read_events(tmp_path)] == ["torch"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "devices", "said"),
+    [
+        ("tensorflow", False, "memfit: TensorFlow runs without oneDNN\n"),
+        ("tensorflow", True, "memfit: TensorFlow grows on the GPU; TensorFlow runs without oneDNN\n"),
+        ("jax", False, ""),
+        ("torch", True, ""),
+    ],
+)
+def test_what_was_set_for_a_backend_is_said_where_keras_uses_it(monkeypatch, capsys, backend, devices, said):
+    package = SimpleNamespace(backend=SimpleNamespace(backend=lambda: backend))
+    installed = []
+    monkeypatch.setattr("memfit.integrations.install_keras", installed.append)
+    monkeypatch.setattr(_supervised, "has_devices", lambda: devices)
+    texts = ["TensorFlow grows on the GPU", "TensorFlow runs without oneDNN", "JAX grows on the GPU"]
+
+    _supervised._install_keras(package, texts)
+
+    assert (capsys.readouterr().err, installed) == (said, [package])
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit", "is_limited"),
+    [({}, None, False), ({"budget_bytes": 5}, None, True), ({"attempt": 2}, None, True), ({}, 5, True)],
+)
+def test_backends_are_set_up_for_a_lack_of_memory_only_where_one_is_to_be_expected(
+    monkeypatch, changes, limit, is_limited
+):
+    asked = []
+    monkeypatch.setattr("memfit.adapters.keras.guarding.flags.set_early", lambda **named: asked.append(named) or ["x"])
+    monkeypatch.setattr(_supervised, "cgroup_limit_bytes", lambda: limit)
+
+    assert _supervised._flags(RunRequest(**changes)) == ["x"]
+    assert asked == [{"is_limited": is_limited}]

@@ -92,3 +92,20 @@ def test_watching_until_the_process_ends(package, monkeypatch):
     module = importlib.import_module(package)
 
     assert heard == [sys, module]
+
+
+def test_what_is_to_happen_before_an_import_is_done_once(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imported_later_on.py").write_text("import order_of_imports\norder_of_imports.append('module')\n")
+    order = []
+    monkeypatch.setitem(sys.modules, "order_of_imports", order)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    watch_imports(
+        {"imported_later_on": lambda module: order.append("after")},
+        before={"imported_later_on": lambda: order.append("before")},
+    )
+
+    importlib.import_module("imported_later_on")
+    importlib.util.find_spec("imported_later_on")
+
+    assert order == ["before", "module", "after"]

@@ -19,8 +19,10 @@ def test_gradients_are_those_of_the_whole_batch_and_applied_once():
     call = model.call
     model.call = lambda *arguments, **keywords: sizes.append(len(arguments[0])) or call(*arguments, **keywords)
     apply = model.optimizer.apply
-    model.optimizer.apply = lambda given, variables: gradients.append([g.clone() for g in given]) or apply(given, variables)
-    model.train_step(((x, y)))
+    model.optimizer.apply = lambda given, variables: (
+        gradients.append([g.clone() for g in given]) or apply(given, variables)
+    )
+    model.train_step((x, y))
     plain = model.train_step
     split = make(Settings(micro_batch_size=3), model, lambda data: seen.append(data) or plain(data), approximate=False)
     split((x, y))

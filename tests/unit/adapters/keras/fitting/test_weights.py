@@ -42,11 +42,15 @@ def test_shares_of_unequal_parts_add_up_to_the_loss(reduction, weight, mask):
 
 def test_weights_of_samples_need_no_counting():
     loss = keras.losses.MeanSquaredError()
-    parts = [share_of(loss, Part(b - a, 10), 0, Kind.SAMPLES, Y[a:b, 0], Y_PRED[a:b, 0], BY_SAMPLE[a:b]) for a, b in SPANS]
+    parts = [
+        share_of(loss, Part(b - a, 10), 0, Kind.SAMPLES, Y[a:b, 0], Y_PRED[a:b, 0], BY_SAMPLE[a:b]) for a, b in SPANS
+    ]
     assert sum(map(float, parts)) == pytest.approx(float(loss(Y[:, 0], Y_PRED[:, 0], BY_SAMPLE)), rel=1e-6)
 
 
-@pytest.mark.parametrize(("reduction", "weight", "mask"), [("mean", None, MASK), ("mean_with_sample_weight", BY_STEP, None)])
+@pytest.mark.parametrize(
+    ("reduction", "weight", "mask"), [("mean", None, MASK), ("mean_with_sample_weight", BY_STEP, None)]
+)
 def test_what_the_model_masks_must_be_counted_first(reduction, weight, mask):
     loss = keras.losses.MeanSquaredError(reduction=reduction)
     with pytest.raises(NeedsWeights):

@@ -6,13 +6,15 @@ import keras
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.keras_models import Case
 from benchmarks.measure_cpu import allocations, find_peak
 
 HOW = "greatest sum of live bytes of PyTorch's CPU allocator in two training steps, by its profiler"
 
 
-def measure(model: keras.Model, batch: tuple[Any, Any]) -> int:
+def measure(case: Case) -> dict[str, Any]:
     """Greatest sum of live bytes in two training steps of a model that was just made; call it in a fresh process."""
+    model, batch = case.make(), case.batch(case.batch_size)
     model.zero_grad()
     data = keras.tree.map_structure(torch.as_tensor, batch)
     # Tensors that share memory are one.
@@ -23,4 +25,4 @@ def measure(model: keras.Model, batch: tuple[Any, Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         for _ in range(2):
             model.train_step(data)
-    return sum(held.values()) + find_peak(allocations(watched))[0]
+    return {"measured": sum(held.values()) + find_peak(allocations(watched))[0]}
