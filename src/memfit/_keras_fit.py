@@ -404,7 +404,7 @@ class KerasFit:
 
     @property
     def _known_attempts(self) -> Attempts:
-        """Made when something is known: what a model could do with less is nothing to look for while memory suffices."""
+        """Made when something is known: while memory suffices, there is no need to look for what would save some."""
         if self._attempts is None:
             plan, loop = self._options.plan, self._loop
             self._attempts = Attempts(

@@ -187,7 +187,7 @@ def test_a_dry_run_says_what_a_step_needs_and_trains_nothing(tmp_path):
 def test_a_dry_run_of_what_does_not_fit_returns_3(tmp_path):
     pytest.importorskip("jax")
 
-    done, found = dryrun(tmp_path, "jax", "--device", "1GiB", batch=512)
+    done, found = dryrun(tmp_path, "jax", "--device", "512MiB", batch=512)
 
     assert (found.outcome, found.fits, done.returncode) == (Outcome.OUT_OF_MEMORY, False, 3)
     assert "loss" not in done.stderr

@@ -19,6 +19,7 @@ from memfit.core.settings import Settings
 
 BACKEND = keras.backend.backend()
 keras.config.set_floatx("float64")
+keras.config.set_dtype_policy("float64")
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.normal(size=(8, 8, 8, 3))
 TOKENS = RANDOM.integers(1, 50, (8, 12)).astype("int32")
@@ -108,27 +109,30 @@ def apart(one, other):
     return max([abs(a - b) for a, b in zip(one[1], other[1], strict=True)] + values)
 
 
-def recomputed():
-    found = {}
-    modes = {"torch": [{}], "jax": [{}], "tensorflow": [{"jit_compile": False}, {"jit_compile": True}]}[BACKEND]
-    for number, options in enumerate(modes):
-        for name, make, data in (
-            ("residual", lambda: residual(norm=False), IMAGES),
-            ("batch norm", lambda: residual(norm=True), IMAGES),
-            ("subclassed", Subclassed, TOKENS),
-            ("recurrent", recurrent, TOKENS),
-        ):
-            if number and name == "recurrent":
-                continue
-            plain = trained(make, data, (), **options)
-            fitted = trained(make, data, None, undone=name == "residual", **options)
-            found[f"{name} {number}"] = {"paths": fitted[0], "apart": apart(plain, fitted), "losses": plain[1]}
-    return found
+MODELS = {
+    "residual": (lambda: residual(norm=False), IMAGES),
+    "batch norm": (lambda: residual(norm=True), IMAGES),
+    "subclassed": (Subclassed, TOKENS),
+    "recurrent": (recurrent, TOKENS),
+}
+
+
+def recomputed(name, mode):
+    """How far training with recomputation is from plain training."""
+    make, data = MODELS[name]
+    options = {"graph": {"jit_compile": False}, "compiled": {"jit_compile": True}, "eager": {"run_eagerly": True}}[mode]
+    plain = trained(make, data, (), **options)
+    fitted = trained(make, data, None, undone=name == "batch norm", **options)
+    return {"paths": fitted[0], "apart": apart(plain, fitted), "losses": plain[1]}
+
+
+def in_float32():
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
 
 
 def switched():
     """Losses in mixed precision and after it, and what adapters leave behind."""
-    keras.config.set_floatx("float32")
     found = {}
     for kind in ("amp-bf16", "amp-fp16"):
         keras.utils.set_random_seed(0)
@@ -210,7 +214,14 @@ def jax_bytes():
 
 
 if __name__ == "__main__":
-    result = {"recomputed": recomputed(), "switched": switched()}
-    if BACKEND == "jax":
+    result = {}
+    for check in sys.argv[1:]:
+        kind, _, mode = check.partition(":")
+        if kind in MODELS:
+            result[check] = recomputed(kind, mode)
+    in_float32()
+    if "switched" in sys.argv:
+        result["switched"] = switched()
+    if "bytes" in sys.argv:
         result["bytes"] = jax_bytes()
     sys.stdout.write(json.dumps(result) + "\n")

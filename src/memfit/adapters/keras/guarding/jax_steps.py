@@ -6,6 +6,8 @@ memory is asked for before: how much a compiled step needs beside its arguments 
 that much is allocated and given back before each step. On accelerators the allocator's own figures are compared.
 """
 
+import mmap
+import sys
 from typing import Any
 
 import jax
@@ -45,7 +47,6 @@ class JaxSteps(Steps):
 
     def begin(self, batch: Any) -> None:
         """Nothing: the state is a value."""
-        self.settle()
 
     def run(self, batch: Any) -> Any:
         """One compiled step, if there is room for it."""
@@ -128,14 +129,29 @@ class JaxSteps(Steps):
             self._needs[key] = 0 if memory is None else _beside_arguments(memory)
         wanted = self._needs[key]
         if self._on_host:
-            room = numpy.empty(wanted, numpy.uint8)
-            del room
+            try:
+                _ask_host(wanted)
+            except MemoryError:
+                # The last step may still hold what this one needs.
+                self.settle()
+                _ask_host(wanted)
             return
         statistics = jax.local_devices()[0].memory_stats() or {}
         if "bytes_limit" in statistics:
             left = statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)
             if wanted > left:
                 raise MemoryError(f"the step allocates {wanted} bytes on the device, and {left} bytes are free")
+
+
+def _ask_host(size_bytes: int) -> None:
+    """Asks the system for memory and gives it back, past the C library, whose ways with free blocks it would change."""
+    if sys.platform == "win32":
+        numpy.empty(size_bytes, numpy.uint8)
+        return
+    try:
+        mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"the step allocates {size_bytes} bytes, which the system doesn't have") from error
 
 
 def _beside_arguments(memory: Any) -> int:

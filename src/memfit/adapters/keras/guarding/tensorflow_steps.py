@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from memfit.adapters.keras.guarding import variables
@@ -68,7 +69,7 @@ class TensorFlowSteps(Steps):
     def begin(self, batch: Any) -> None:
         """Holds the values of what the step may have changed when it fails."""
         self.in_update = False
-        self._key = tuple(str(tuple(part.shape)) for part in tf.nest.flatten(batch) if hasattr(part, "shape"))
+        self._key = tuple([tuple(part.shape) for part in keras.tree.flatten(batch) if hasattr(part, "shape")])
         if self._groups is None:
             everything = [one for group in variables.grouped(self.model).values() for one in group]
             self._groups = everything, variables.small(self.model)
