@@ -339,6 +339,15 @@ def test_a_keras_model_is_planned(monkeypatch):
     assert shown.rstrip().endswith("fit finished: True")
 
 
+def test_what_a_keras_script_needs_is_told_without_training(monkeypatch):
+    needs("keras", "jax")
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    shown = run("-m", "memfit", "dryrun", "examples/keras_run/train.py")
+
+    assert float(re.search(r"peak ([\d.]+) GiB of", shown)[1]) > 1
+    assert "conv7" in shown
+
+
 def test_a_step_of_jax_is_estimated():
     needs("jax", "optax")
     shown = run("examples/jax/estimate.py")
