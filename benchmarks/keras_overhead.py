@@ -22,7 +22,7 @@ from benchmarks.reporting import Bar, publish, table
 BACKENDS = ("tensorflow", "jax", "torch")
 MODELS = ("convolutions", "lstm", "perceptron")
 METHOD = """\
-Calls of `model.fit` and of `memfit.fit` over the same data take turns, two epochs each; the ratio of a pair is compared,
+Calls of `model.fit` and of `memfit.fit` over the same data take turns, six epochs each; the ratio of a pair is compared,
 and the median of the ratios is the result. Nothing is planned, remembered or stored: this is the cost of steps that can
 be undone.
 """
@@ -61,7 +61,7 @@ def ratios(name: str, rounds: int) -> tuple[list[float], float]:
     import memfit
 
     models = {guarded: make(name) for guarded in (False, True)}
-    epochs = 2
+    epochs = 6
 
     def fit(guarded: bool) -> None:
         model, data, size = models[guarded]

@@ -88,3 +88,28 @@ def test_many_kills_change_nothing(backend, kind, tmp_path):
 
     assert found[f"kills-{kind}"]["same"]
     assert found[f"kills-{kind}"]["killed"] >= 3
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a limit on data")
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_memory_that_really_runs_out_is_survived(backend):
+    # TensorFlow may end the process by itself when the host has no memory left: that is for `memfit run`.
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed")
+    script = SCRIPT.with_name("fit_real_memory.py")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script, backend, "300"],
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["iterations"] == 5
+    assert found["loss"][1] < found["loss"][0]
+    assert any(text.startswith("memory ran out; going on with micro-batches of") for text in found["said"])

@@ -11,8 +11,8 @@ import pytest
 
 SCRIPT = Path(__file__).parent / "keras_scripts" / "moves.py"
 UNITS = {
-    "residual": ["stem:add0", "relu1:add1"],
-    "batch norm": ["stem:add0", "norm1:add1"],
+    "residual": ["relu0:add0", "relu1:head"],
+    "batch norm": ["norm0:add0", "norm1:head"],
     "subclassed": ["block0", "block1"],
     "recurrent": ["first", "second"],
 }
@@ -28,6 +28,7 @@ def run(backend, *checks):
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "",
         "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_X64": "1",
     }
     done = subprocess.run(
         [sys.executable, SCRIPT, *checks], env=environment, capture_output=True, text=True, timeout=900, check=False

@@ -1,13 +1,7 @@
 """Trains small models plainly and with recomputation, on the backend of KERAS_BACKEND; prints what differs as JSON."""
 
 import json
-import os
 import sys
-import warnings
-
-warnings.simplefilter("ignore")
-if os.environ["KERAS_BACKEND"] == "jax":
-    os.environ["JAX_ENABLE_X64"] = "1"
 
 import keras
 import numpy as np
@@ -17,7 +11,6 @@ from memfit.adapters.keras.fitting import low_rank, precision, recomputation
 from memfit.adapters.keras.fitting.units import units
 from memfit.core.settings import Settings
 
-BACKEND = keras.backend.backend()
 keras.config.set_floatx("float64")
 keras.config.set_dtype_policy("float64")
 RANDOM = np.random.default_rng(0)

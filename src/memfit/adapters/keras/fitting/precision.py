@@ -32,7 +32,8 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
         return lambda: None
     policy = _policy(settings.precision)
     layers = [layer for layer in model._flatten_layers() if _is_plain(layer)]
-    if not any(layer.variables for layer in layers):
+    # Models are layers too, whose policy says nothing about what is in them.
+    if not any(layer._trainable_variables or layer._non_trainable_variables for layer in layers):
         raise BadModel(
             f"the model {model.name!r} can't be switched to {policy}: its layers compute in "
             f"{', '.join(sorted({str(layer.dtype_policy.name) for layer in model._flatten_layers()}))}, and only those "
