@@ -1,6 +1,8 @@
 """Predicted against measured peaks of Keras models on TensorFlow, JAX and PyTorch, on the CPU.
 
-    python -m benchmarks.keras_accuracy [--backends torch jax tensorflow] [case ...]
+    python -m benchmarks.keras_accuracy [case ...] [--backends torch jax tensorflow] [--rows FILE]
+
+A whole run takes half an hour; with --rows, what is in the file isn't done again, so that it can be interrupted.
 
 Each model is made, estimated and trained in processes of its own, one for each backend. How the truth is measured
 differs by backend, and each module says how: benchmarks/measuring_keras_torch.py, measuring_keras_jax.py and
@@ -15,7 +17,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting import ROOT, Bar, bullets, percent, publish, table
@@ -116,6 +119,13 @@ def row_of(backend: str, name: str) -> Row:
     return Row(name, backend, **found)
 
 
+def _read(path: Path | None) -> dict[tuple[str, str], Row]:
+    if path is None or not path.exists():
+        return {}
+    found = [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {(row.backend, row.case): row for row in found}
+
+
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """The claims, with what was measured."""
     claims = []
@@ -164,6 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="default: all")
     parser.add_argument("--backends", nargs="*", default=list(LIMITS), choices=list(LIMITS))
+    parser.add_argument("--rows", type=Path, help="file of rows that are known, to which others are added")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -173,11 +184,16 @@ def main() -> int:
     from benchmarks.keras_models import CASES
 
     names = given.cases or [case.name for case in CASES]
+    known = _read(given.rows)
     rows = []
     for backend in given.backends:
         for name in names:
-            rows.append(row_of(backend, name))
-            print(" | ".join(cells(rows[-1])), flush=True)
+            row = known.get((backend, name)) or row_of(backend, name)
+            rows.append(row)
+            print(" | ".join(cells(row)), flush=True)
+            if given.rows and (backend, name) not in known and not row.trouble:
+                with given.rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(row)) + "\n")
     claims = bars(rows)
     headers = ("model", "backend", "measured, MiB", "predicted, MiB", "error", "estimate, s")
     how = {row.backend: row.how for row in rows if row.how}

@@ -162,6 +162,7 @@ def main() -> None:
 
         for row in sweep(list(CASES), SEEDS):
             print(json.dumps(asdict(row)), flush=True)
+            print(" | ".join(_cells(row)), file=sys.stderr, flush=True)
         return
     rows = [row for backend in arguments.backends or BACKENDS for row in run(backend)]
     headers = ("backend", "model", "seed", "split", "variables", "logs", "undone")

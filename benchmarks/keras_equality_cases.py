@@ -120,6 +120,20 @@ def _outputs(random: np.random.Generator) -> Case:
     return Case(keras.Model([tokens, numbers], outputs), x, y, compiled, {"sample_weight": by_sample})
 
 
+def _masked_outputs(random: np.random.Generator) -> Case:
+    """The least that has a mask, several outputs, and weights of samples."""
+    tokens = layers.Input((9,), dtype="int32")
+    hidden = layers.Embedding(20, 4, mask_zero=True)(tokens)
+    outputs = [
+        layers.Dense(3, name="each")(hidden),
+        layers.Dense(2, name="all")(layers.GlobalAveragePooling1D()(hidden)),
+    ]
+    y = [random.normal(size=(NUM_SAMPLES, 9, 3)), random.normal(size=(NUM_SAMPLES, 2))]
+    weights = [random.uniform(0.1, 2, (NUM_SAMPLES, 9)), random.uniform(0.1, 2, NUM_SAMPLES)]
+    compiled = {"loss": ["mse", keras.losses.Huber(reduction="mean_with_sample_weight")], "loss_weights": [1.0, 0.3]}
+    return Case(keras.Model(tokens, outputs), _tokens(random), y, compiled, {"sample_weight": weights})
+
+
 @keras.saving.register_keras_serializable("memfit")
 class Encoder(keras.Model):
     """A subclass whose layers add losses: one a mean over samples, one a sum over them."""
@@ -178,6 +192,7 @@ CASES: dict[str, Callable[[np.random.Generator], Case]] = {
     "LSTM, masked": _lstm,
     "transformer, masked": _transformer,
     "three outputs": _outputs,
+    "two outputs, masked": _masked_outputs,
     "subclass with add_loss": _subclass,
     "own compute_loss": _own_loss,
     "own loss function": _own_function,

@@ -22,9 +22,9 @@ from benchmarks.reporting import Bar, publish, table
 BACKENDS = ("tensorflow", "jax", "torch")
 MODELS = ("convolutions", "lstm", "perceptron")
 METHOD = """\
-Calls of `model.fit` and of `memfit.fit` over the same data take turns, six epochs each; the ratio of a pair is compared,
-and the median of the ratios is the result. Nothing is planned, remembered or stored: this is the cost of steps that can
-be undone.
+Calls of `model.fit` and of `memfit.fit` over the same data take turns, six epochs each; the ratio of a pair is
+compared, and the median of the ratios is the result. Nothing is planned, remembered or stored: this is the cost of
+steps that can be undone.
 """
 _MOST = 0.03
 

@@ -373,6 +373,17 @@ def test_keras_learns_from_one_file_and_is_tested_on_another(monkeypatch):
     assert float(re.search(r"accuracy on the test file: ([\d.]+)%", shown)[1]) > 90
 
 
+def test_a_fit_of_keras_goes_on_where_it_was(monkeypatch, tmp_path):
+    needs("keras")
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    assert run("examples/keras_fit/train.py", str(tmp_path), "33", expected=9) == "ended in the middle\n"
+    shown = run("examples/keras_fit/train.py", str(tmp_path))
+
+    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", shown)]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+
+
 def test_a_conversion_halves_the_file_and_says_what_it_did_to_the_numbers(tmp_path):
     shown = run("examples/convert/convert.py", str(tmp_path))
 

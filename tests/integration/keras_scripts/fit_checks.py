@@ -15,6 +15,8 @@ from pathlib import Path
 
 BACKEND, FOLDER, KILLS = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 os.environ |= {"KERAS_BACKEND": BACKEND, "TF_CPP_MIN_LOG_LEVEL": "3", "MEMFIT_CACHE": str(FOLDER / "cache")}
+# Steps are compiled once for all forked processes.
+os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(FOLDER / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 os.environ |= {"JAX_ENABLE_X64": "1", "TF_ENABLE_ONEDNN_OPTS": "0"}
 
 import keras  # noqa: E402
@@ -209,7 +211,8 @@ def arguments_of(kind):
 def train(kind, folder):
     """A whole run, as a script would do it."""
     stop = keras.callbacks.EarlyStopping(monitor="loss", patience=50, restore_best_weights=False)
-    model = build(norm=True)
+    # XLA in TensorFlow compiles for each process anew.
+    model = build(norm=True, compiled=BACKEND == "jax")
     history = fit(model, folder=folder, callbacks=[stop], **arguments_of(kind))
     np.savez(f"{folder}.npz", *weights(model), np.array(history.history["loss"]), np.array([stop.best, stop.wait]))
 

@@ -134,7 +134,7 @@ def switched():
         plain = [float(model.train_on_batch(IMAGES, LABELS))]
         undo = precision.apply(Settings(precision=kind), model)
         losses = [float(model.train_on_batch(IMAGES, LABELS)) for _ in range(2)]
-        inside = {str(model.get_layer("conv0").compute_dtype), str(model.get_layer("head").compute_dtype)}
+        inside = {str(model.get_layer("stem").compute_dtype), str(model.get_layer("head").compute_dtype)}
         kinds = {str(variable.dtype) for variable in model.trainable_variables}
         iterations = int(model.optimizer.iterations)
         undo()

@@ -65,7 +65,8 @@ class _Tracer:
         self.on_cuda = device.kind is Kind.CUDA
         self.origin = OriginTracker(entered=self._entered, hidden=(_KERAS,))
         self.recorder = Recorder(self.origin.current)
-        self.simulation = Simulation(device, self.recorder, self.origin)
+        # Layers of Keras count their steps in tensors.
+        self.simulation = Simulation(device, self.recorder, self.origin, follows_values=True)
         self.simulation.around_backward = self._backward
         self.first_of_part = 0
         self.number = 0
@@ -144,6 +145,8 @@ class _Tracer:
     def _train(self, data: Any) -> None:
         logs = None
         self.model.train()
+        # As in a real step: some layers leave cycles behind that hold tensors until Python collects them.
+        gc.enable()
         for number in range(1, _NUM_STEPS + 1):
             self.number = number
             self._begin_part()

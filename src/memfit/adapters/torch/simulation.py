@@ -64,9 +64,18 @@ class Simulation:
         origin: knows where the user's code is.
         scripted: a whole program runs in it, which sees the device from the start and whose values are followed;
             otherwise it is one step that memfit drives.
+        follows_values: the values of small tensors are followed in a step, too.
     """
 
-    def __init__(self, device: Device, recorder: Recorder, origin: OriginTracker, *, scripted: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        recorder: Recorder,
+        origin: OriginTracker,
+        *,
+        scripted: bool = False,
+        follows_values: bool = False,
+    ) -> None:
         on_cuda = device.kind is Kind.CUDA
         device_type = "cuda" if on_cuda else "cpu"
         self.origin = origin
@@ -77,7 +86,7 @@ class Simulation:
         self.places = Places(torch.device("cuda", 0) if on_cuda else torch.device("cpu"))
         self.look = Look(self.places, self.notes.report, knows_device=scripted)
         self.autocast = Autocast(device_type)
-        self.values = KnownValues() if scripted else None
+        self.values = KnownValues() if scripted or follows_values else None
         internals = CudaInternals(device, recorder) if on_cuda else HostInternals()
         self.operators = SimulatedOperators(
             recorder,

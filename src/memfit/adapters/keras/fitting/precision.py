@@ -2,7 +2,7 @@
 
 Keras sets the policy when a layer is made; what a layer computes in is looked up at each call, so that a model that
 exists can be switched, and switched back. Layers that make the model's outputs stay in float32, as Keras advises: a
-softmax in 16 bits loses what the loss needs. float16 has few exponents, so that small gradients would vanish: its loss
+softmax in 16 bits loses what the loss needs; so do layers with a loss of their own. float16 has few exponents, so that small gradients would vanish: its loss
 is scaled by Keras's own `LossScaleOptimizer`, around the optimizer that is there, with its state.
 """
 
@@ -39,7 +39,9 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
             f"{', '.join(sorted({str(layer.dtype_policy.name) for layer in model._flatten_layers()}))}, and only those "
             "in float32 can be. Leave precision out."
         )
-    kept = {id(layer) for layer in output_layers(model)}
+    # Losses of layers are added to the model's in float32, which TensorFlow refuses to do with 16 bits.
+    kept = {id(layer) for layer in layers if layer.activity_regularizer is not None}
+    kept |= {id(layer) for layer in output_layers(model)}
     before = [(layer, layer.dtype_policy) for layer in layers if id(layer) not in kept]
     optimizer = model.optimizer if model.compiled else None
     for layer, _ in before:

@@ -27,7 +27,7 @@ _CHAIN_CALLS = 24
 # A place in a chain is narrow if what follows is so many times as wide.
 _WIDENS = 1.5
 # A layer of layers that keeps more of the model than this is looked into rather than taken as one.
-_LARGE_SHARE = 0.4
+_LARGE_SHARE = 0.6
 # What keeps less beside its inputs than this part of them isn't worth its time.
 _LEAST_SHARE = 0.25
 

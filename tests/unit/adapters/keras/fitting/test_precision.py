@@ -48,6 +48,12 @@ def test_float16_scales_the_loss_around_the_optimizer_that_is_there():
     assert model.optimizer is own
 
 
+def test_layers_with_a_loss_of_their_own_stay():
+    model = made(activity_regularizer="l2")
+    precision.apply(Settings(precision="amp-bf16"), model)
+    assert policies(model) == {"first": "float32", "a": "mixed_bfloat16", "b": "float32"}
+
+
 def test_layers_with_a_policy_of_their_own_keep_it():
     model = made(dtype="float64")
     precision.apply(Settings(precision="amp-bf16"), model)

@@ -30,10 +30,10 @@ def test_blocks_of_a_residual_network():
 @pytest.mark.parametrize(
     ("name", "some", "number"),
     [
-        ("VGG16", "block1_conv1:block1_pool", 5),
+        pytest.param("VGG16", "block1_conv1:block1_pool", 5, marks=pytest.mark.slow),
         ("MobileNetV2", "block_2_expand:block_2_add", 19),
-        ("DenseNet121", "conv2_block2_0_bn:conv2_block2_concat", 59),
-        ("EfficientNetB0", "block2b_expand_conv:block2b_add", 25),
+        pytest.param("DenseNet121", "conv2_block2_0_bn:conv2_block2_concat", 59, marks=pytest.mark.slow),
+        pytest.param("EfficientNetB0", "block2b_expand_conv:block2b_add", 25, marks=pytest.mark.slow),
     ],
 )
 def test_applications(name, some, number):
