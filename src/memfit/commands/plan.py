@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for memfit.load_plan")
     parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
-    parser.add_argument("--code", action="store_true", help="print the plain lines that do the same without memfit, only")
+    code = "print the plain lines that do the same without memfit, only"
+    parser.add_argument("--code", action="store_true", help=code)
     parser.add_argument(
         "--script",
         action=_Script,
