@@ -339,6 +339,17 @@ def test_a_keras_model_is_planned(monkeypatch):
     assert shown.rstrip().endswith("fit finished: True")
 
 
+def test_a_fit_of_keras_goes_on_where_it_was_ended(monkeypatch, tmp_path):
+    needs("keras")
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    whole = run("examples/keras_fit/train.py", str(tmp_path / "whole"))
+    run("examples/keras_fit/train.py", str(tmp_path / "ended"), "33", expected=9)
+    resumed = run("examples/keras_fit/train.py", str(tmp_path / "ended"))
+
+    assert len(re.findall(r"^epoch \d: loss [\d.]+$", whole, re.MULTILINE)) == 3
+    assert resumed == whole
+
+
 def test_what_a_keras_script_needs_is_told_without_training(monkeypatch):
     needs("keras", "jax")
     monkeypatch.setenv("KERAS_BACKEND", "jax")

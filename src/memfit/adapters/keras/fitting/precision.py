@@ -1,10 +1,10 @@
 """Mixed precision on a live Keras model: layers compute in 16 bits, their variables stay in float32.
 
 Keras sets the policy when a layer is made; what a layer computes in is looked up at each call, so that a model that
-exists can be switched, and switched back. Layers that make the model's outputs stay in float32, as Keras advises: a
-softmax in 16 bits loses what the loss needs; so do layers with a loss of their own. float16 has few exponents, so that
-small gradients would vanish: its loss is scaled by Keras's own `LossScaleOptimizer`, around the optimizer that is
-there, with its state.
+exists can be switched, and switched back. Layers that make the model's outputs stay in float32, as Keras advises,
+since a softmax in 16 bits loses what the loss needs; layers with a loss of their own stay as well. float16 has few
+exponents, so that small gradients would vanish: its loss is scaled by Keras's own `LossScaleOptimizer`, around the
+optimizer that is there, with its state.
 """
 
 from collections.abc import Callable
