@@ -13,6 +13,9 @@ from hypothesis import settings
 # Before any framework is imported: a test that would download weights fails at once and says why.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# One backend for all tests of a process; others get processes of their own.
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
 # What guards find out about this machine's memory must not last from one test to the next.
 os.environ["MEMFIT_CACHE"] = tempfile.mkdtemp(prefix="memfit-tests-")
 

@@ -63,6 +63,9 @@ def as_job(model: Any, arguments: tuple[Any, ...], loss: Any, batch: Any, **opti
         if loss is not None and batch is None:
             # memfit.estimate(model, (x, y))
             loss, batch = None, loss
+        if loss is not None and "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
+            # Trained as a module of PyTorch, in a loop of one's own.
+            return Job(model, loss, batch, **given)
         if loss is not None or given.get("optimizer") is not None:
             raise BadInput(
                 "a Keras model brings its loss and optimizer from compile(); give the model and the batch only: "
@@ -115,9 +118,10 @@ def _is_jax_step(model: Any, arguments: tuple[Any, ...]) -> bool:
 
 def framework_of(job: Job) -> str:
     """The framework that runs a job."""
-    if is_keras_model(job.model):
-        return KERAS
-    return JAX if job.loss is None else TORCH
+    if job.loss is not None:
+        # A model of Keras on PyTorch is a module of PyTorch, too, and a loop of one's own may train it as such.
+        return TORCH
+    return KERAS if is_keras_model(job.model) else JAX
 
 
 def open_job(job: Job, device: Device, batch_size: int | None = None) -> Any:

@@ -295,11 +295,10 @@ class KerasFit:
         if self._batch < self._skip:
             return self._pass_over()
         loop.watch_callbacks()
-        size = loop.size_of(batch)
         loop.build(batch)
         if self._key is None:
-            self._begin(batch, size)
-        logs = self._run(batch, size)
+            self._begin(batch, loop.size_of(batch))
+        logs = self._run(batch)
         self._batch += 1
         self._update += 1
         loop.data.count()
@@ -309,8 +308,9 @@ class KerasFit:
             self._save(at_end=False)
         return logs
 
-    def _run(self, batch: Any, size: BatchSize) -> Any:
+    def _run(self, batch: Any) -> Any:
         loop = self._loop
+        size = BatchSize(None) if self._attempts is None else loop.size_of(batch)
         failures: list[OutOfMemory] = []
         while True:
             try:
@@ -324,6 +324,7 @@ class KerasFit:
                 failure = loop.failure(error)
                 if failure is None:
                     raise
+            size = loop.size_of(batch)
             self._recover(size, failure)
             failures.append(failure)
         loop.done()

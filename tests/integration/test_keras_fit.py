@@ -91,7 +91,7 @@ def test_many_kills_change_nothing(backend, kind, tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a limit on data")
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_memory_that_really_runs_out_is_survived(backend):
     # TensorFlow may end the process by itself when the host has no memory left: that is for `memfit run`.
     if importlib.util.find_spec(backend) is None:

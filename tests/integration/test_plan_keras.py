@@ -16,7 +16,7 @@ def run(backend, *command):
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow), "tensorflow"])
 def test_a_plan_fits_trains_the_same_and_its_code_does_too(backend, tmp_path):
     pytest.importorskip(backend)
     done = run(backend, sys.executable, str(SCRIPT), str(tmp_path))

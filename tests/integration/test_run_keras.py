@@ -128,7 +128,7 @@ def loss_of(text):
 
 
 @LIMITED
-@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_fit_gets_through_where_a_step_does_not_fit(tmp_path, limited, backend):
     pytest.importorskip(backend)
 

@@ -29,7 +29,8 @@ from memfit.core.trace import Serving, Trace
 
 _EAGER = Note("eager", "the model runs eagerly; its step is counted as if it were compiled (jit_compile=True)")
 _HOST_LAYOUT = Note(
-    "xla-cpu-layout", "the step was compiled for the CPU: XLA's layout for the GPU differs where fusions and libraries do"
+    "xla-cpu-layout",
+    "the step was compiled for the CPU: XLA's layout for the GPU differs where fusions and libraries do",
 )
 _UNINITIALIZED = "uninitialized_variables"
 

@@ -24,7 +24,9 @@ _ORDER = Note(
     "order", "TensorFlow runs operators in parallel: which of them meet differs from step to step, and so does the peak"
 )
 _LIBRARIES = Note("libraries", "what cuDNN takes for its algorithms beside TensorFlow's tensors isn't counted")
-_STAND_IN = Note("xla-cpu-layout", "XLA compiled the step for the host: its program for a GPU fuses and orders differently")
+_STAND_IN = Note(
+    "xla-cpu-layout", "XLA compiled the step for the host: its program for a GPU fuses and orders differently"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,9 @@ Each = Callable[[Any], Any]
 _BACKENDS = ("tensorflow", "jax", "torch")
 # Temporaries of an update, in copies of the largest variable.
 _UPDATE_COPIES = 4
+# Less than that isn't asked for: far more is free when the activations are gone, and from this size on the C library
+# gets a block from the system and gives it back, without a trace in its heap.
+_LARGE_BYTES = 32 * 2**20
 
 
 class Steps:
@@ -137,9 +140,10 @@ class Steps:
         return type(self.model).train_step is not keras.Model.train_step
 
     def room_bytes(self) -> int:
-        """What the optimizer may need for a moment, beside its state."""
+        """What the optimizer may need for a moment, beside its state; 0 where that is little."""
         sizes = [variables.size_bytes([variable]) for variable in self.model.trainable_variables]
-        return min(sum(sizes), _UPDATE_COPIES * max(sizes, default=0))
+        found = min(sum(sizes), _UPDATE_COPIES * max(sizes, default=0))
+        return found if found >= _LARGE_BYTES else 0
 
     def broken(self) -> BrokenUpdate:
         """The error of a step that can't be undone."""

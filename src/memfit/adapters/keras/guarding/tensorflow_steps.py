@@ -69,20 +69,20 @@ class TensorFlowSteps(Steps):
     def begin(self, batch: Any) -> None:
         """Holds the values of what the step may have changed when it fails."""
         self.in_update = False
-        self._key = tuple([tuple(part.shape) for part in keras.tree.flatten(batch) if hasattr(part, "shape")])
         if self._groups is None:
             everything = [one for group in variables.grouped(self.model).values() for one in group]
             self._groups = everything, variables.small(self.model)
         everything, small = self._groups
         if self._is_compiled:
+            self._key = tuple([tuple(part.shape) for part in keras.tree.flatten(batch) if hasattr(part, "shape")])
             self._holds_all = self._is_short or self._known[self._key] < _NUM_HELD
         else:
             self._holds_all = self.has_own_step
         changing = everything if self._holds_all else [] if self._is_compiled else small
         # Reading gives the value that the variable has, not a copy of it.
-        self._kept = [(variable, variable.value.value()) for variable in changing]
+        self._kept = [(variable, _read(variable.value)) for variable in changing]
         if not self._is_compiled:
-            self._updates_before = self._updates.value()
+            self._updates_before = _read(self._updates)
 
     def run(self, batch: Any) -> Any:
         """The step, traced for batches of any size where Keras traces it so."""
@@ -99,7 +99,8 @@ class TensorFlowSteps(Steps):
             def one_step(data: Any) -> Any:
                 return function([data])
 
-            self._step = tf.function(one_step, input_signature=(self._spec,))
+            # A concrete function finds its graph without looking at the types of its arguments at each call.
+            self._step = tf.function(one_step, input_signature=(self._spec,)).get_concrete_function()
             self._function.memfit_step = self._spec, self._step
         return self._step(batch)
 
@@ -148,9 +149,11 @@ class TensorFlowSteps(Steps):
             yield gradients
         else:
             given = [one for one in gradients if one is not None]
+            room_bytes = self.room_bytes()
+            if room_bytes:
+                with tf.control_dependencies(given):
+                    given = [tf.raw_ops.Empty(shape=[room_bytes], dtype=tf.uint8, init=False).op]
             with tf.control_dependencies(given):
-                room = tf.raw_ops.Empty(shape=[self.room_bytes()], dtype=tf.uint8, init=False)
-            with tf.control_dependencies([room.op]):
                 begun = self._updates.assign_add(1, read_value=False)
             with tf.control_dependencies([begun]):
                 yield tf.tuple(gradients)
@@ -158,6 +161,11 @@ class TensorFlowSteps(Steps):
     @property
     def _is_compiled(self) -> bool:
         return bool(self.model.jit_compile) and not self.model.run_eagerly
+
+
+def _read(variable: Any) -> Any:
+    """The value of a variable of TensorFlow, by the one operation that it takes."""
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
 def make(model: Any, each: Each) -> Steps:

@@ -3,16 +3,19 @@
 import pytest
 
 keras = pytest.importorskip("keras")
+from memfit.adapters.keras.guarding import steps as steps_module  # noqa: E402
 from memfit.adapters.keras.guarding.steps import Steps, make_steps  # noqa: E402
 from memfit.core.errors import MissingDependency  # noqa: E402
 from tests.unit.adapters.keras.guarding.models import build  # noqa: E402
 
 
-def test_room_is_that_of_the_largest_variables():
-    model = build()
+def test_room_is_that_of_the_largest_variables(monkeypatch):
+    made = Steps(build(), len)
+    assert made.room_bytes() == 0
 
+    monkeypatch.setattr(steps_module, "_LARGE_BYTES", 1)
     # Four times the largest, 24 numbers of 4 bytes, are more than all of them together.
-    assert Steps(model, len).room_bytes() == 224
+    assert made.room_bytes() == 224
 
 
 def test_a_function_that_was_left_behind_is_unwrapped():
