@@ -73,10 +73,12 @@ def test_torch():
     check_switched(found["switched"])
 
 
+@pytest.mark.slow
 def test_jax():
     check(run("jax", "residual:compiled"))
 
 
+@pytest.mark.slow
 def test_tensorflow_in_graphs():
     check(run("tensorflow", "batch norm:graph"))
 

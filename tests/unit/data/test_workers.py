@@ -330,6 +330,8 @@ class TestSharing:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(os, "posix_fallocate", full)
+        # Forked, whatever else the process of the tests has loaded: what is changed here must be so there.
+        monkeypatch.setattr("memfit.data.workers._NOT_FORKABLE", ())
         with caplog.at_level(logging.WARNING):
             assert numbers(WorkerBatches(stream_of(), 2, limit_bytes=MIB)) == numbers(stream_of())
         assert caplog.text.count("go through pipes, which is slower: No space left on device.") == 1
