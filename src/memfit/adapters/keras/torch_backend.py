@@ -18,6 +18,7 @@ from memfit.adapters.keras.batch import Batch, mapped
 from memfit.adapters.keras.model import OPTIMIZER, Held, build, fitted, held, layer_paths, number_of, state_bytes
 from memfit.adapters.keras.untouched import global_seed_generator, untouched
 from memfit.adapters.torch import failures
+from memfit.adapters.torch.collector import UsualCollector
 from memfit.adapters.torch.cuda_devices import CudaDevices
 from memfit.adapters.torch.cuda_random import random_replacements
 from memfit.adapters.torch.keras_optimizers import update_replacements
@@ -145,16 +146,13 @@ class _Tracer:
     def _train(self, data: Any) -> None:
         logs = None
         self.model.train()
-        # As in a real step: some layers leave cycles behind that hold tensors until Python collects them.
-        gc.enable()
+        collector = UsualCollector()
         for number in range(1, _NUM_STEPS + 1):
             self.number = number
             self._begin_part()
-            with failures.explained("training step"):
+            with collector.running(self.simulation.operators), failures.explained("training step"):
                 # What a step returns is shown until the next one has ended.
                 logs = self.model.train_step(data)
-            # Keras leaves cycles behind that hold tensors, and makes so many objects that Python soon collects them.
-            gc.collect()
         del logs
 
     def _infer(self, data: Any) -> None:

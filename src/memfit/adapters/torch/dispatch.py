@@ -5,6 +5,7 @@ storage goes to the recorder. What the operator's CUDA or CPU kernel allocates f
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -95,6 +96,8 @@ class SimulatedOperators(TorchDispatchMode):
         """Called with each tensor that an operator is about to change in place."""
         self.on_run: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None] | None = None
         """Called with each operator that did work on the device: its arguments and its output."""
+        self.around: AbstractContextManager[Any] = nullcontext()
+        """Entered for each operator."""
         self.readings = Readings(lambda: origin.current()[1], report)
         self._recorder = recorder
         self._origin = origin
@@ -120,7 +123,7 @@ class SimulatedOperators(TorchDispatchMode):
             # A tensor made of other tensors, such as a DTensor: it comes back here with its parts.
             return NotImplemented
         # The autograd engine comes here with the function mode on, which would hide that tensors are shape-only.
-        with torch._C.DisableTorchFunction():
+        with self.around, torch._C.DisableTorchFunction():
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
