@@ -13,6 +13,9 @@ from hypothesis import settings
 # Before any framework is imported: a test that would download weights fails at once and says why.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Tests run side by side: threads of one that wait for work would keep the others from theirs.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # One backend for all tests of a process; others get processes of their own.
 os.environ.setdefault("KERAS_BACKEND", "torch")
 

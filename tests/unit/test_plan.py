@@ -8,6 +8,7 @@ from torch import nn
 
 import memfit
 from memfit._estimator import Estimator
+from memfit.adapters.torch.fitting import calibration
 from memfit.core.device import Origin
 from memfit.core.errors import BadInput
 from memfit.core.plan import Plan, PlanNotFound
@@ -65,6 +66,11 @@ def plan_for(model, share, loss=classify, batch=None, **options):
 def model():
     torch.manual_seed(0)
     return Stack()
+
+
+@pytest.fixture
+def timed_briefly(monkeypatch):
+    monkeypatch.setattr(calibration, "_MAX_TURNS", 2)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4, 0.3])
@@ -350,10 +356,10 @@ class TestBadInput:
             plan_for(model, 0.9).apply("model")
 
 
-def test_a_step_is_measured_where_the_device_is_in_hand(model):
+def test_a_step_is_measured_where_the_device_is_in_hand(model, timed_briefly):
     plan = plan_for(model, 2.0, measure=True)
     assert plan.seconds_after.origin is Origin.MEASURED
-    assert any(note.code == "calibrated" and "2048" in note.text for note in plan.notes)
+    assert any(note.code == "calibrated" and "real passes of 256" in note.text for note in plan.notes)
 
 
 def test_what_nobody_timed_is_not_called_measured(model):
@@ -362,13 +368,13 @@ def test_what_nobody_timed_is_not_called_measured(model):
     assert all(move.costs_origin is Origin.ASSUMED for move in plan.moves)
 
 
-def test_the_plan_itself_is_timed_where_the_device_is_in_hand(model):
+def test_the_plan_itself_is_timed_where_the_device_is_in_hand(model, timed_briefly):
     plan = plan_for(model, 0.4, measure=True)
     assert plan.seconds_after.origin is Origin.MEASURED
     assert plan.fits and plan.seconds_after.seconds > 0
 
 
-def test_measuring_leaves_the_model_as_it_was(model):
+def test_measuring_leaves_the_model_as_it_was(model, timed_briefly):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(5)
     state = torch.get_rng_state()
