@@ -2,8 +2,8 @@
 
     python -m benchmarks.jax_accuracy
 
-How the truth is measured: benchmarks/measuring_jax.py. Steps that were written when the rules for the scratch memory of
-kernels stood are marked.
+How the truth is measured: benchmarks/measuring_jax.py. Steps that no rule for the scratch memory of kernels was made
+from are marked.
 """
 
 import sys

@@ -197,6 +197,6 @@ def wide_head() -> Made:
 
 
 CASES = ("mlp", "mlp_not_donated", "transformer", "lstm", "autoencoder", "cnn")
-"""From these came the rules for what kernels take beside what XLA lays out."""
+"""From these, and from single products, came the rules for what kernels take beside what XLA lays out."""
 HELD_OUT = ("unet", "bottlenecks", "gru", "wide_head")
-"""Written when the rules stood."""
+"""No rule was made from these."""

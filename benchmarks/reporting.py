@@ -38,6 +38,11 @@ def _commit() -> str:
 _COMMIT = _commit()
 
 
+def commit() -> str:
+    """The commit of the sources when the script started, and whether they had changed since."""
+    return _COMMIT
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """A claim, what was measured, and the limit it is held to.

@@ -4,6 +4,7 @@ Puts the parts together: what to try next (`guard.attempts`), the step that can 
 the checkpoints it resumes from, and what a supervisor or an earlier run has found out.
 """
 
+import inspect
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from memfit._checkpointing import Checkpointing
-from memfit._estimator import torch_adapter
+from memfit._estimator import is_keras_model, torch_adapter
 from memfit._plan import plan as make_plan
 from memfit.catalogue.host import host_memory_bytes
 from memfit.core import env, run_events
@@ -44,9 +45,17 @@ _OF_ONE_SAMPLE = "Expected more than 1 value per channel"
 class Guard:
     """Guards a training loop: a step that runs out of memory is undone and run again with less.
 
+    A compiled model of Keras needs no more than itself: `memfit.Guard(model)` guards its `fit` and `train_on_batch`.
+    Of the options it takes plan, checkpoint, checkpoint_every, keep, budget, micro_batch_size, approximate and
+    remember.
+
+        with memfit.Guard(model, budget="8GiB") as guard:
+            history = guard.fit(x, y, epochs=3)
+            loss = guard.train_on_batch(x[:64], y[:64])
+
     Args:
-        model: the module, as the loss function gets it; DDP and FSDP2 models, too.
-        optimizer: over its parameters.
+        model: the module, as the loss function gets it; DDP and FSDP2 models, too. Or a compiled `keras.Model`.
+        optimizer: over its parameters; a Keras model brings its own.
         scheduler: a learning-rate scheduler, stepped after every real update; step it yourself where its unit is
             the epoch, and give it in `state` instead.
         scaler: a `torch.amp.GradScaler`, where the loss runs under float16 autocast.
@@ -69,10 +78,19 @@ class Guard:
         state: further objects with `state_dict` and `load_state_dict` that checkpoints hold, by name.
     """
 
+    def __new__(cls, model: Any, *arguments: Any, **options: Any) -> Any:
+        """A guard of PyTorch, or of Keras where the model is one that Keras trains."""
+        if cls is Guard and is_keras_model(model):
+            from memfit._keras_guard import make_guard, trains_by_keras
+
+            if trains_by_keras(model, arguments[0] if arguments else options.get("optimizer")):
+                return make_guard(model, arguments, options)
+        return super().__new__(cls)
+
     def __init__(
         self,
         model: Any,
-        optimizer: Any,
+        optimizer: Any = None,
         *,
         scheduler: Any = None,
         scaler: Any = None,
@@ -154,6 +172,9 @@ class Guard:
         self._best: Best | None = None
         self._resume()
         run_events.note("guard", model=type(model).__name__, update=self.num_updates)
+
+    # That of `__new__` would be shown, which says nothing.
+    __signature__ = inspect.Signature(list(inspect.signature(__init__).parameters.values())[1:])
 
     _keeps_checkpoints = True
     """Whether a supervisor's folder for checkpoints is this guard's."""

@@ -12,59 +12,29 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from memfit._estimator import require_keras
 from memfit._fit_checkpoints import FitCheckpoints, plain_history
+from memfit._fit_options import AUTO, FitOptions
 from memfit.catalogue.host import cgroup_limit_bytes, host_memory_bytes
 from memfit.core import env, run_events
 from memfit.core.errors import BadInput, BadModel, MemfitError
 from memfit.core.guarding import BatchSize, BrokenUpdate, CannotFit, OutOfMemory
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.settings import Settings
-from memfit.core.units import format_size, parse_size
+from memfit.core.units import format_size
 from memfit.guard.attempts import Attempts
 from memfit.guard.ceilings import Ceilings, key_of
 
 _log = logging.getLogger("memfit")
 
-AUTO = "auto"
 # A larger micro-batch means a step that is traced or compiled again. On the host it is never tried: a process that
 # takes too much there may be ended by the system, which nobody can undo.
 _GROW_AFTER = 1000
 _NEVER = 2**62
 _MANY_SAMPLES = 2**40
-
-
-@dataclass(frozen=True, slots=True)
-class FitOptions:
-    """How a `fit` is guarded; see `fit`."""
-
-    budget: str | int | None = None
-    plan: Plan | str | None = AUTO
-    checkpoint: str | os.PathLike[str] | None = None
-    checkpoint_every: int | None = None
-    keep: int = 3
-    approximate: bool = False
-    remember: bool = True
-    micro_batch_size: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("checkpoint_every", "keep", "micro_batch_size"):
-            value = getattr(self, name)
-            if value is None and name != "keep":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BadInput(f"{name} must be a whole number from 1 up, but {value!r} was given.")
-        if self.plan is not None and self.plan != AUTO and not isinstance(self.plan, Plan):
-            raise BadInput(f"plan must be 'auto', a Plan or None, but {self.plan!r} was given.")
-
-    def budget_bytes(self, request: run_events.RunRequest | None) -> int | None:
-        """What the process may take; None: what is there."""
-        if self.budget is not None:
-            return parse_size(self.budget)
-        return None if request is None else request.budget_bytes
 
 
 def fit(
@@ -118,7 +88,7 @@ def fit(
     from memfit.adapters.keras.guarding.loop import check_fit
 
     check_fit(model)
-    return _fit(model.fit, options, (x, y), arguments)
+    return guarded_call(model.fit, options, (x, y), arguments)
 
 
 def guarded_fit(
@@ -145,7 +115,7 @@ def guarded_fit(
     known = given if isinstance(given, list | tuple) else [given]
     if any(isinstance(one, FitCallback) for one in known) or not getattr(model, "compiled", False):
         return plain_fit(model, *args, **kwargs)
-    return _fit(functools.partial(plain_fit, model), options, args, kwargs)
+    return guarded_call(functools.partial(plain_fit, model), options, args, kwargs)
 
 
 def make_callback_class() -> type:
@@ -173,10 +143,25 @@ def make_callback_class() -> type:
     return Fit
 
 
-def _fit(plain_fit: Callable[..., Any], options: FitOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def guarded_call(
+    plain_fit: Callable[..., Any],
+    options: FitOptions,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    findings: dict[str, dict[str, Any]] | None = None,
+) -> Any:
+    """A call of `fit` with a guard among its callbacks.
+
+    Args:
+        plain_fit: the model's method.
+        options: how it is guarded.
+        args: of the call.
+        kwargs: of the call.
+        findings: see `KerasFit`.
+    """
     from memfit.adapters.keras.guarding.callback import FitCallback
 
-    keeper = KerasFit(options)
+    keeper = KerasFit(options, findings)
     names = list(inspect.signature(plain_fit).parameters)
     arguments = dict(kwargs) | dict(zip(names, args, strict=False))
     given: Any = arguments.get("callbacks")
@@ -200,10 +185,15 @@ class KerasFit:
 
     Args:
         options: how.
+        findings: what other guards of the same process have found out, by key; what this one does is added.
     """
 
-    def __init__(self, options: FitOptions) -> None:
+    _takes_folder = True
+    """Whether a supervisor's folder for checkpoints is this guard's."""
+
+    def __init__(self, options: FitOptions, findings: dict[str, dict[str, Any]] | None = None) -> None:
         self._options = options
+        self._findings = {} if findings is None else findings
         self._request = run_events.current()
         self._budget = options.budget_bytes(self._request)
         self._told: set[str] = set()
@@ -216,24 +206,15 @@ class KerasFit:
 
     def train_begins(self, model: Any, iterator: Any, callbacks: list[Any], params: dict[str, Any]) -> None:
         """Puts the guard on, and goes to where the last checkpoint was made."""
-        from memfit.adapters.keras.guarding.loop import KerasLoop
-
         self.close()
         for text in _flags().set_late(is_limited=self._is_limited):
             self._say(text)
         options = self._options
-        asked = self._request.checkpoint if self._request else None
+        asked = self._request.checkpoint if self._request and self._takes_folder else None
         path = options.checkpoint if options.checkpoint is not None else asked
         self._checkpoints = FitCheckpoints(path, options.keep, options.checkpoint_every)
-        self._loop = KerasLoop(
-            model,
-            iterator,
-            callbacks,
-            self.step,
-            approximate=options.approximate,
-            is_ordered=self._checkpoints.is_open,
-        )
         self._model = model
+        self._open_loop(iterator, callbacks)
         self._num_epochs = int(params.get("epochs") or 0)
         self._epoch = self._batch = self._skip = 0
         self._update = 0
@@ -283,10 +264,29 @@ class KerasFit:
             self._remember()
         self._checkpoints.close()
 
+    def _open_loop(self, iterator: Any, callbacks: list[Any]) -> None:
+        from memfit.adapters.keras.guarding.loop import KerasLoop
+
+        self._loop = KerasLoop(
+            self._model,
+            iterator,
+            callbacks,
+            self.step,
+            approximate=self._options.approximate,
+            is_ordered=self._checkpoints.is_open,
+        )
+
     # One batch.
 
     def step(self, batch: Any) -> Any:
         """Trains on a batch, however often that has to be tried; the logs."""
+        try:
+            return self._step(batch)
+        except BaseException:
+            self._loop.give_back()
+            raise
+
+    def _step(self, batch: Any) -> Any:
         if self._broken:
             raise BrokenUpdate(self._broken)
         if self._resumed is not None:
@@ -382,7 +382,9 @@ class KerasFit:
         first = options.plan.settings if isinstance(options.plan, Plan) else Settings()
         asked = json.loads(json.dumps([options.plan == AUTO, self._budget, options.approximate, first.to_json()]))
         self._key = key_of((*loop.identity(batch), host_memory_bytes(), asked))
-        known = self._ceilings.get(self._key) if self._update == 0 else None
+        known = self._findings.get(self._key)
+        if known is None and self._update == 0:
+            known = self._ceilings.get(self._key)
         if known is not None:
             try:
                 self._known_attempts.load(known)
@@ -442,7 +444,8 @@ class KerasFit:
                 # The supervisor holds the limit: what is computed to be a little too much may be enough yet.
                 self._say("no plan is computed to fit; the smallest is tried")
                 return error.smallest.settings
-            run_events.note("cannot fit", text=str(error))
+            # Nothing smaller could be planned by another attempt.
+            run_events.note("cannot fit", text=str(error), planned=True)
             raise CannotFit(str(error)) from error
         except Exception:
             # What can't be planned is found out step by step.
@@ -545,7 +548,8 @@ class KerasFit:
     def _remember(self) -> None:
         if self._key is not None and self._attempts is not None and self._attempts.changed:
             self._attempts.changed = False
-            self._ceilings.put(self._key, self._attempts.to_json())
+            self._findings[self._key] = self._attempts.to_json()
+            self._ceilings.put(self._key, self._findings[self._key])
 
     def _note_size(self, size: BatchSize) -> None:
         """A supervisor that has to start the run again begins with less than this."""

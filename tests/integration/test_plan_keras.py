@@ -24,6 +24,8 @@ def test_a_plan_fits_trains_the_same_and_its_code_does_too(backend, tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["fits"] and found["framework"] == f"keras:{backend}" and found["micro_batches"] > 1
     assert found["peak"] <= 0.5
+    # The model was timed, and left as it was.
+    assert found["left"] == 0
     # In float32: what rounding leaves, against what a step moves.
     assert found["fitted"] < 1e-4 and found["coded"] < 1e-4 < 1e-3 < found["moved"]
     assert "The same without memfit" in (tmp_path / "plan.html").read_text(encoding="utf-8")

@@ -41,7 +41,9 @@ def main(folder):
     model = make()
     whole = memfit.estimate(model, batch=batch, device="cpu").peak_bytes
     allow = ["exact", "rounding", "-checkpoint"]
-    plan = memfit.plan(model, batch=batch, device="cpu", budget=whole // 2, allow=allow, measure=False)
+    plan = memfit.plan(model, batch=batch, device="cpu", budget=whole // 2, allow=allow)
+    left = difference(values(make()), values(model))
+    model.train_on_batch(*batch)
     plan.save(f"{folder}/plan.json")
     plan.report(f"{folder}/plan.html")
     plain, fitted = make(), make()
@@ -63,6 +65,7 @@ def main(folder):
                 "fits": plan.fits,
                 "framework": plan.framework,
                 "micro_batches": plan.settings.micro_batches,
+                "left": left,
                 "peak": plan.after.peak_bytes / whole,
                 "fitted": difference(values(plain), values(fitted)),
                 "coded": difference(values(beside), values(coded)),

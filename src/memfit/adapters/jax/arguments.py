@@ -81,17 +81,24 @@ def leaves_of(arguments: Sequence[Any]) -> list[Leaf]:
             if is_array(value):
                 path = tuple(_name(key) for key in keys)
                 is_optimizer = id(value) in states or bool(_OPTIMIZER_NAMES & set(path))
-                found.append(Leaf(place, path, tuple(value.shape), value.dtype, size_of(value), is_optimizer))
+                found.append(Leaf(place, path, tuple(value.shape), _own_dtype(value), size_of(value), is_optimizer))
     return found
 
 
 def size_of(value: Any) -> int:
     """Bytes of an array; keys of random generators count as what they hold."""
-    dtype = value.dtype
+    dtype = _own_dtype(value)
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         value = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, dtype))
         dtype = value.dtype
     return int(np.prod(value.shape, dtype=np.int64)) * int(np.dtype(dtype).itemsize)
+
+
+def _own_dtype(value: Any) -> Any:
+    """What JAX makes of a dtype: without its 64-bit mode an array of numpy's loses half of its bits."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return value.dtype
+    return jax.dtypes.canonicalize_dtype(value.dtype)
 
 
 def assign(arguments: Sequence[Any], results: Any) -> list[Leaf]:

@@ -1,5 +1,7 @@
 """Compiles a function for shapes and reads what XLA lays out for it: nothing is run, and no array is made."""
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,8 @@ from memfit.core.timeline import Block, Phase, Timeline
 _KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 """XLA for CPU drops the barriers behind which `jax.checkpoint` recomputes, merges what is computed twice, and so keeps
 all that should have been recomputed; on a GPU it does not."""
+
+_COPIES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,11 @@ class Compiled:
         """All that is taken while the program runs."""
         taken = self.argument_bytes + self.output_bytes + self.temporary_bytes - self.alias_bytes
         return taken + self.constant_bytes + self.scratch_bytes
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that run the program together; all sizes are those of one."""
+        return math.prod(int(count) for count in _COPIES.findall(self.text.partition("\n")[0]))
 
     def timeline(self, describe: Describe, describe_result: Describe | None = None) -> Timeline:
         """Every buffer of the program.

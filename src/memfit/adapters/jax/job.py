@@ -122,7 +122,7 @@ class OpenStep:
             sums[Category.GRADIENT] = sums[Category.PARAMETER]
         return Trace(
             timeline,
-            (),
+            _shared(compiled.num_devices),
             sum(leaf.num_elements for leaf in leaves if leaf.category is Category.PARAMETER),
             sums[Category.PARAMETER],
             batch_bytes,
@@ -194,6 +194,17 @@ class OpenStep:
                 "step takes, as arrays or as jax.ShapeDtypeStruct: memfit.estimate(step, parameters, state, batch)."
             )
         return given
+
+
+def _shared(num_devices: int) -> tuple[Note, ...]:
+    """What to know of a step that several devices run."""
+    if num_devices == 1:
+        return ()
+    words = (
+        f"{num_devices} devices run the step together (shard_map, pmap or shardings): the peak is that of one of them, "
+        "while parameters, gradients and optimizer state are counted as they were given, of all"
+    )
+    return (Note("xla-devices", words),)
 
 
 def _described(leaf: roles.Leaf | None, otherwise: Category) -> tuple[Category, str]:

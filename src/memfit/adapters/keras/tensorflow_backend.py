@@ -1,14 +1,16 @@
 """Keras on TensorFlow: the model's own training step, traced into a graph as `fit` traces it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
+from keras.src.trainers.trainer import model_supports_jit
 
 from memfit.adapters.keras.batch import Batch, mapped
 from memfit.adapters.keras.model import Held, LayerNames, build, fitted, held, number_of, state_bytes
 from memfit.adapters.keras.untouched import untouched
-from memfit.adapters.tensorflow.tracing import StepVariable, trace_step
+from memfit.adapters.tensorflow.tracing import StepVariable, XlaRefused, trace_step
 from memfit.core.device import Device, Kind
 from memfit.core.errors import MemfitError, StepFailed
 from memfit.core.estimate import Note
@@ -16,6 +18,12 @@ from memfit.core.settings import Settings
 from memfit.core.timeline import Category
 from memfit.core.trace import Serving, Trace
 
+_ASSUMED = Note(
+    "jit-assumed",
+    "on a machine with a GPU Keras compiles the step with XLA unless compile() has jit_compile=False; this machine has "
+    "none, so that Keras didn't: XLA is assumed",
+)
+_REFUSED = Note("jit-refused", "XLA can't compile the step here, as Keras would on a GPU: it is counted as a graph")
 _EAGER = Note("eager", "the model runs eagerly; its step is counted as a graph (run_eagerly=False)")
 
 
@@ -29,6 +37,32 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         training: `train_step` rather than `predict_step`.
         settings: how the step is run; None: as it is.
     """
+    if not _is_assumed(model, device, settings):
+        return _traced(model, batch, device, training=training, settings=settings)
+    model.jit_compile = True
+    try:
+        traced = _traced(model, batch, device, training=training, settings=settings)
+        return replace(traced, notes=(*traced.notes, _ASSUMED))
+    except XlaRefused:
+        model.jit_compile = False
+        traced = _traced(model, batch, device, training=training, settings=settings)
+        return replace(traced, notes=(*traced.notes, _REFUSED))
+    finally:
+        model.jit_compile = False
+
+
+def _is_assumed(model: Any, device: Device, settings: Settings | None) -> bool:
+    """Whether Keras would have the step compiled on the device, other than here: it looks for a GPU in `compile`."""
+    if device.kind is not Kind.CUDA or model.jit_compile or model.run_eagerly:
+        return False
+    if settings is not None and settings.jit_compile is not None:
+        return False
+    if tf.config.list_physical_devices("GPU") or getattr(model, "_distribute_strategy", None):
+        return False
+    return bool(model_supports_jit(model))
+
+
+def _traced(model: Any, batch: Batch, device: Device, *, training: bool, settings: Settings | None) -> Trace:
     with untouched(model):
         build(model, batch, training=training)
         with fitted(model, settings, training=training):

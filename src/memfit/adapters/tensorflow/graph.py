@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.framework import node_def_pb2
 from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2
 from tensorflow.python.framework import op_def_registry
 
@@ -45,12 +45,12 @@ def graph_of(function: Any, *, on_gpu: bool = False, onednn: bool = False) -> Gr
     """
     # A build without kernels for GPUs complains about each of them; its optimizer then plans for the host's.
     device = GPU if on_gpu and tf.test.is_built_with_cuda() else HOST
-    definition = _optimized(function, device, _GPU_MEMORY_BYTES if on_gpu else _HOST_MEMORY_BYTES)
     by_handle = {id(variable.handle): variable for variable in function.graph.variables}
     handles = {
         inner.op.name: by_handle[id(outer)] for outer, inner in function.graph.captures if id(outer) in by_handle
     }
-    properties = _properties(definition, handles)
+    definition = _optimized(function, handles, device, _GPU_MEMORY_BYTES if on_gpu else _HOST_MEMORY_BYTES)
+    properties = _properties(definition)
     results = [_position(tensor.name) for tensor in function.graph.outputs]
     graph = _linked(definition, properties, results, function.graph)
     if onednn and not on_gpu:
@@ -58,11 +58,15 @@ def graph_of(function: Any, *, on_gpu: bool = False, onednn: bool = False) -> Gr
     return graph
 
 
-def _optimized(function: Any, device: str, memory_bytes: int) -> Any:
+def _optimized(function: Any, handles: Mapping[str, Any], device: str, memory_bytes: int) -> Any:
     """The function's graph after TensorFlow's optimizer."""
     cluster, optimize = _grappler()
     definition = function.graph.as_graph_def()
     for node in definition.node:
+        if node.name in handles:
+            # The handle of a variable says nothing about shapes, by which the optimizer decides, unless the variable
+            # itself is in the graph.
+            _put_variable(node, handles[node.name])
         node.device = device
     for body in definition.library.function:
         for node in body.node_def:
@@ -107,24 +111,22 @@ def _grappler() -> tuple[Callable[[str, int], Any], Callable[..., Any]]:
     return cluster, tf_optimizer.OptimizeGraph
 
 
-def _properties(definition: Any, handles: Mapping[str, Any]) -> Mapping[str, Any]:
+def _put_variable(node: Any, variable: Any) -> None:
+    """Makes a node that holds a variable of one by which its handle enters a function."""
+    node.op = "VarHandleOp"
+    node.ClearField("attr")
+    node.attr["dtype"].type = variable.dtype.as_datatype_enum
+    node.attr["shape"].shape.CopyFrom(variable.shape.as_proto())
+    node.attr["shared_name"].s = node.name.encode()
+
+
+def _properties(definition: Any) -> Mapping[str, Any]:
     """Type and shape of every tensor, from its node's name."""
     from tensorflow.python.grappler import item as items
 
-    known = graph_pb2.GraphDef()
-    known.CopyFrom(definition)
-    for node in known.node:
-        held = handles.get(node.name)
-        if node.op in ("Placeholder", "_Arg") and held is not None:
-            # The handle of a variable says nothing about shapes unless the variable itself is in the graph.
-            node.op = "VarHandleOp"
-            node.ClearField("attr")
-            node.attr["dtype"].type = held.dtype.as_datatype_enum
-            node.attr["shape"].shape.CopyFrom(held.shape.as_proto())
-            node.attr["shared_name"].s = node.name.encode()
     meta = meta_graph_pb2.MetaGraphDef()
-    meta.graph_def.CopyFrom(known)
-    meta.collection_def["train_op"].node_list.value.append(known.node[-1].name)
+    meta.graph_def.CopyFrom(definition)
+    meta.collection_def["train_op"].node_list.value.append(definition.node[-1].name)
     found: Mapping[str, Any] = items.Item(meta, ignore_colocation=True, ignore_user_placement=True).GetOpProperties()
     return found
 

@@ -32,7 +32,7 @@ _UNARY = (
     "Exp", "Expm1", "Log", "Log1p", "Sigmoid", "Tanh", "Sin", "Cos", "Erf", "Erfc", "Sign", "Floor", "Ceil",
     "Round", "Rint", "Inv", "Reciprocal", "LogicalNot", "_UnaryOpsComposition", "BiasAdd", "Softmax", "LogSoftmax",
     "ClipByValue", "AddN", "Cumsum", "MatrixBandPart", "TensorScatterUpdate", "TensorScatterAdd",
-    "ScatterNdUpdate",
+    "ScatterNdUpdate", "ZerosLike", "OnesLike",
 )  # fmt: skip
 _FORWARDED: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(_BINARY, (0, 1)),

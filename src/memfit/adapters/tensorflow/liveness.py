@@ -11,11 +11,15 @@ integers that end them are followed.
 """
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
+
+from memfit.adapters.tensorflow.frames import Frame, Iteration
+from memfit.adapters.tensorflow.inference import Inference
 from memfit.adapters.tensorflow.kernels import (
     ALIASES,
     INEXPENSIVE,
@@ -26,69 +30,10 @@ from memfit.adapters.tensorflow.kernels import (
     seconds_of,
     values_of,
 )
+from memfit.adapters.tensorflow.lists import Lists
+from memfit.adapters.tensorflow.memory import Buffer, Memory, Tensor
 from memfit.adapters.tensorflow.nodes import Graph, Node, Shape, tensor_bytes
 from memfit.core.errors import StepFailed
-
-
-@final
-class Buffer:
-    """Memory with a count of its users.
-
-    Args:
-        size: bytes.
-        node: number of the operator that made it; -1 of what was there before.
-    """
-
-    __slots__ = ("end", "items", "last", "node", "refs", "size", "start", "variable")
-
-    def __init__(self, size: int, node: int, start: int, variable: str = "") -> None:
-        self.size = size
-        self.node = node
-        self.last = node
-        self.refs = 1
-        self.start = start
-        self.end: int | None = None
-        self.items: list[Tensor] | None = None
-        self.variable = variable
-
-
-@final
-class Tensor:
-    """A buffer seen under a shape; with the value where it is small and known."""
-
-    __slots__ = ("buffer", "item_bytes", "shape", "value")
-
-    def __init__(self, buffer: Buffer | None, shape: Shape, item_bytes: int, value: Any = None) -> None:
-        self.buffer = buffer
-        self.shape = shape
-        self.item_bytes = item_bytes
-        self.value = value
-
-
-@final
-class Iteration:
-    """One iteration of a loop, or the whole graph: inputs that have arrived and how many are still missing."""
-
-    __slots__ = ("frame", "inputs", "missing", "number")
-
-    def __init__(self, frame: "Frame", number: int) -> None:
-        self.frame = frame
-        self.number = number
-        self.inputs: dict[int, list[Tensor | None]] = {}
-        # Consumer -> (edges still to come, whether one of them was dead).
-        self.missing: dict[int, list[int]] = {}
-
-
-@final
-class Frame:
-    """A loop that runs."""
-
-    __slots__ = ("constants", "iterations", "parent")
-
-    def __init__(self, parent: Iteration | None) -> None:
-        self.parent = parent
-        self.iterations: list[Iteration] = [Iteration(self, 0)]
-        self.constants: list[tuple[int, Tensor]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +52,14 @@ class Lived:
 
 
 _MOST_RUNS = 5_000_000
+# Those among the views that change the shape.
+_RESHAPES = frozenset({"Reshape", "Squeeze", "ExpandDims", "Bitcast"})
+# Iterations of a loop that run at once where it doesn't say.
+_PARALLEL_ITERATIONS = 10
+
+
+def _frame_name(node: Node) -> str:
+    return str(node.definition.attr["frame_name"].s.decode())
 
 
 @final
@@ -127,16 +80,19 @@ class Executor:
         self._graph = graph
         self._on_gpu = on_gpu
         self._onednn = onednn
-        self._tick = 0
-        self.buffers: list[Buffer] = []
+        self._memory = Memory()
+        self._lists = Lists(self._memory)
+        self._inference = Inference()
         self._arguments: dict[int, Buffer] = {}
-        self._frames: dict[tuple[int, str], Frame] = {}
-        self._hidden: dict[tuple[int, int], Buffer] = {}
+        self._frames: dict[tuple[Iteration, str], Frame] = {}
+        self._hidden: dict[tuple[int, Iteration], Buffer] = {}
         self._guessed: dict[str, None] = {}
         self._num_threads = 1 if on_gpu else max(1, num_threads)
         by_variable: dict[str, Buffer] = {}
         for number, (size, name) in held.items():
-            self._arguments[number] = by_variable[name] if name in by_variable else self._allocate(size, -1, name)
+            self._arguments[number] = (
+                by_variable[name] if name in by_variable else self._memory.allocate(size, -1, name)
+            )
             by_variable[name] = self._arguments[number]
         # Variables are replaced by assignments: what holds one now.
         self._variables: dict[int, list[Buffer]] = {}
@@ -144,7 +100,7 @@ class Executor:
         for number, (_, name) in held.items():
             self._variables[number] = slots.setdefault(name, [self._arguments[number]])
         self._constants = {
-            number: self._allocate(tensor_bytes(node.shapes[0] or (), node.item_bytes[0]), number)
+            number: self._memory.allocate(tensor_bytes(node.shapes[0] or (), node.item_bytes[0]), number)
             for number, node in enumerate(graph.nodes)
             if node.op == "Const" and node.item_bytes
         }
@@ -164,28 +120,12 @@ class Executor:
         }
         self._has_gradient = set() if on_gpu else set(self._pooled.values())
         self._expected = [len(node.inputs) + len(node.controls) for node in graph.nodes]
-
-    # Memory.
-
-    def _allocate(self, size: int, node: int, variable: str = "") -> Buffer:
-        buffer = Buffer(size, node, self._tick, variable)
-        if size:
-            self._tick += 1
-            self.buffers.append(buffer)
-        return buffer
-
-    def _release(self, buffer: Buffer | None) -> None:
-        if buffer is None:
-            return
-        buffer.refs -= 1
-        if buffer.refs:
-            return
-        if buffer.items is not None:
-            for item in buffer.items:
-                self._release(item.buffer)
-        if buffer.size:
-            buffer.end = self._tick
-            self._tick += 1
+        self._num_entries = Counter(_frame_name(node) for node in graph.nodes if node.op == "Enter")
+        self._loop_merges = {
+            number
+            for number, node in enumerate(graph.nodes)
+            if node.op == "Merge" and any(graph.nodes[made].op == "NextIteration" for made, _ in node.inputs)
+        }
 
     # The run.
 
@@ -193,8 +133,8 @@ class Executor:
         """The whole graph, once."""
         graph = self._graph
         root = Frame(None).iterations[0]
-        results = set(graph.results)
-        self._kept = results
+        root.num_active = len(graph.roots)
+        self._kept = set(graph.results)
         queues: list[deque[tuple[int, Iteration]]] = [deque() for _ in range(self._num_threads)]
         inline: list[deque[tuple[int, Iteration]]] = [deque() for _ in range(self._num_threads)]
         for number in graph.roots:
@@ -229,7 +169,7 @@ class Executor:
             number, iteration, work = busy[thread]  # type: ignore[misc]
             busy[thread] = None
             self._finish(number, iteration, work, thread, inline, queues)
-        return Lived(tuple(self.buffers), self._tick, tuple(self._guessed))
+        return Lived(tuple(self._memory.buffers), self._memory.tick, tuple(self._guessed))
 
     def _next(self, thread: int, inline: Any, queues: Any) -> tuple[int, Iteration] | None:
         if inline[thread]:
@@ -258,14 +198,14 @@ class Executor:
         if missing is not None and missing[1] and node.op != "Merge":
             for tensor in arrived:
                 if tensor is not None:
-                    self._release(tensor.buffer)
+                    self._memory.release(tensor.buffer)
             return None
         inputs = [tensor for tensor in arrived if tensor is not None]
         if self._on_gpu or node.op in ALIASES or node.op == "Const":
             scratch = None
         else:
             needed = scratch_bytes(node, [t.shape for t in inputs], onednn=self._onednn)
-            scratch = self._allocate(needed, number) if needed else None
+            scratch = self._memory.allocate(needed, number) if needed else None
         return self._outputs(number, node, inputs, iteration), inputs, scratch
 
     def _finish(self, number: int, iteration: Iteration, work: Any, thread: int, inline: Any, queues: Any) -> None:
@@ -279,15 +219,18 @@ class Executor:
             for tensor in inputs:
                 if tensor.buffer is not None:
                     tensor.buffer.last = number
-                self._release(tensor.buffer)
+                self._memory.release(tensor.buffer)
             if number in self._pooled:
-                self._release(self._hidden.pop((self._pooled[number], id(iteration)), None))
+                self._memory.release(self._hidden.pop((self._pooled[number], iteration), None))
             if scratch is not None:
-                self._release(scratch)
+                self._memory.release(scratch)
             self._deliver(number, node, iteration, outputs, ready)
             for port, tensor in enumerate(outputs):
                 if tensor is not None and (number, port) not in self._kept:
-                    self._release(tensor.buffer)
+                    self._memory.release(tensor.buffer)
+        iteration.num_active -= 1
+        if not iteration.num_active:
+            self._clean_up(iteration.frame, ready)
         self._schedule(ready, inline[thread], queues[thread])
 
     def _schedule(self, ready: list[tuple[int, Iteration]], inline: Any, queue: Any) -> None:
@@ -311,38 +254,80 @@ class Executor:
         target: Iteration | None = iteration
         dead = outputs is None
         if node.op == "Enter":
-            target = self._entered(number, node, iteration)
+            target = self._entered(node, iteration)
+            frame = target.frame
             if node.definition.attr["is_constant"].b and outputs is not None:
-                frame = target.frame
                 tensor = outputs[0]
                 assert tensor is not None
-                frame.constants.append((number, tensor))
-                if tensor.buffer is not None:
-                    tensor.buffer.refs += 1
+                frame.constants.append((number, self._memory.same(tensor, tensor.shape)))
                 for later in frame.iterations[1:]:
                     self._pass(number, later, outputs, False, ready)
-        elif node.op == "Exit":
+            self._pass(number, target, outputs, dead, ready)
+            frame.num_entries -= 1
+            if not frame.num_entries:
+                self._clean_up(frame, ready)
+            return
+        if node.op == "Exit":
             target = None if dead else iteration.frame.parent
+            if dead and iteration is iteration.frame.iterations[-1]:
+                iteration.frame.dead_exits.append(number)
         elif node.op == "NextIteration":
-            target = None if dead else self._following(iteration, ready)
+            target = None if outputs is None else self._following(number, iteration, outputs[0], ready)
         if target is not None:
             self._pass(number, target, outputs, dead, ready)
 
-    def _entered(self, number: int, node: Node, iteration: Iteration) -> Iteration:
-        key = (id(iteration), node.definition.attr["frame_name"].s.decode())
-        frame = self._frames.get(key)
+    def _entered(self, node: Node, iteration: Iteration) -> Iteration:
+        name = _frame_name(node)
+        frame = self._frames.get((iteration, name))
         if frame is None:
-            frame = self._frames[key] = Frame(iteration)
+            limit = int(node.definition.attr["parallel_iterations"].i) or _PARALLEL_ITERATIONS
+            frame = self._frames[iteration, name] = Frame(iteration, name, self._num_entries[name], limit)
+            iteration.num_frames += 1
         return frame.iterations[0]
 
-    def _following(self, iteration: Iteration, ready: Any) -> Iteration:
+    def _following(self, number: int, iteration: Iteration, tensor: Tensor | None, ready: Any) -> Iteration | None:
+        """The next iteration, begun if it may; otherwise the tensor waits for it."""
         frame = iteration.frame
-        if iteration.number + 1 == len(frame.iterations):
-            later = Iteration(frame, iteration.number + 1)
-            frame.iterations.append(later)
-            for number, tensor in frame.constants:
-                self._pass(number, later, [tensor], False, ready)
-        return frame.iterations[iteration.number + 1]
+        if iteration.number + 1 < len(frame.iterations):
+            return frame.iterations[iteration.number + 1]
+        assert tensor is not None
+        if frame.is_full:
+            frame.waiting.append((number, self._memory.same(tensor, tensor.shape)))
+            return None
+        return self._begin(frame, ready)
+
+    def _begin(self, frame: Frame, ready: Any) -> Iteration:
+        later = frame.following()
+        waiting, frame.waiting = frame.waiting, []
+        for number, tensor in waiting:
+            self._pass(number, later, [tensor], False, ready)
+            self._memory.release(tensor.buffer)
+        for number, tensor in frame.constants:
+            self._pass(number, later, [tensor], False, ready)
+        return later
+
+    def _clean_up(self, frame: Frame, ready: Any) -> None:
+        """Ends iterations whose operators have all run, begins others in their place, and ends the loop itself."""
+        parent = frame.parent
+        if parent is None:
+            return
+        while (ended := frame.ended()) is not None:
+            for arrived in ended.inputs.values():
+                for tensor in arrived:
+                    self._memory.release(None if tensor is None else tensor.buffer)
+            ended.inputs.clear()
+            if frame.waiting:
+                self._begin(frame, ready)
+        if not frame.is_done or self._frames.get((parent, frame.name)) is not frame:
+            return
+        del self._frames[parent, frame.name]
+        for number in frame.dead_exits:
+            self._pass(number, parent, None, True, ready)
+        for _, tensor in frame.constants:
+            self._memory.release(tensor.buffer)
+        parent.num_frames -= 1
+        if not parent.num_active:
+            self._clean_up(parent.frame, ready)
 
     def _pass(
         self, number: int, target: Iteration, outputs: list[Tensor | None] | None, dead: bool, ready: Any
@@ -370,7 +355,7 @@ class Executor:
                 missing = target.missing[consumer] = [len(node.controls) + 1, 0]
             if dead:
                 missing[1] += 1
-                if missing[1] < len(node.inputs) or self._is_loop(node):
+                if missing[1] < len(node.inputs) or consumer in self._loop_merges:
                     return
             missing[0] -= 1
         else:
@@ -381,10 +366,8 @@ class Executor:
             if dead and not (control and node.op == "Merge"):
                 missing[1] += 1
         if missing[0] == 0:
+            target.num_active += 1
             ready.append((consumer, target))
-
-    def _is_loop(self, node: Node) -> bool:
-        return any(self._graph.nodes[number].op == "NextIteration" for number, _ in node.inputs)
 
     # Kernels.
 
@@ -405,22 +388,18 @@ class Executor:
         if op == "Switch":
             return self._switched(node, inputs)
         if op == "Merge":
-            return [self._same(inputs[0], inputs[0].shape), None]
-        if op == "TensorListPopBack":
-            return self._popped(number, node, inputs)
-        if op.startswith("TensorList") or op == "EmptyTensorList":
-            return [self._list(number, node, inputs)]
+            return [self._memory.same(inputs[0], inputs[0].shape), None]
+        listed = self._lists.outputs(number, node, inputs)
+        if listed is not None:
+            return listed
         if op in ALIASES:
             if op == "IdentityN":
-                return [self._same(tensor, tensor.shape) for tensor in inputs]
+                return [self._memory.same(tensor, tensor.shape) for tensor in inputs]
             known = node.shapes[0] if node.shapes else None
-            return [self._same(inputs[0], inputs[0].shape if known is None else known)]
+            if known is None and op in _RESHAPES:
+                known = self._inferred(number, node, inputs)[0]
+            return [self._memory.same(inputs[0], inputs[0].shape if known is None else known)]
         return self._computed(number, node, inputs, iteration)
-
-    def _same(self, tensor: Tensor, shape: Shape) -> Tensor:
-        if tensor.buffer is not None:
-            tensor.buffer.refs += 1
-        return Tensor(tensor.buffer, shape, tensor.item_bytes, tensor.value)
 
     def _argument(self, number: int, node: Node) -> Tensor:
         buffer = self._arguments.get(number)
@@ -441,7 +420,7 @@ class Executor:
         if held is None:
             return Tensor(None, shape, node.item_bytes[0])
         if inputs[0].value in self._copied_on_read:
-            return Tensor(self._allocate(held[0].size, number), shape, node.item_bytes[0])
+            return Tensor(self._memory.allocate(held[0].size, number), shape, node.item_bytes[0])
         held[0].refs += 1
         return Tensor(held[0], shape, node.item_bytes[0])
 
@@ -454,12 +433,12 @@ class Executor:
             if given is not None and given is not held[0]:
                 given.refs += 1
                 given.variable = held[0].variable
-                self._release(held[0])
+                self._memory.release(held[0])
                 held[0] = given
         elif held[0].refs > 1:
             # Somebody still reads the old value: it is left to them, the variable gets a copy.
-            copy = self._allocate(held[0].size, number, held[0].variable)
-            self._release(held[0])
+            copy = self._memory.allocate(held[0].size, number, held[0].variable)
+            self._memory.release(held[0])
             held[0] = copy
 
     def _switched(self, node: Node, inputs: list[Tensor]) -> list[Tensor | None]:
@@ -469,106 +448,26 @@ class Executor:
             taken = 1
         else:
             taken = 1 if bool(value) else 0
-        chosen = self._same(inputs[0], inputs[0].shape)
+        chosen = self._memory.same(inputs[0], inputs[0].shape)
         return [None, chosen] if taken else [chosen, None]
 
-    def _list(self, number: int, node: Node, inputs: list[Tensor]) -> Tensor | None:
-        """Lists of tensors, in which loops keep what the backward pass needs."""
-        op, variant = node.op, 0
-        if op in ("EmptyTensorList", "TensorListReserve"):
-            made = Buffer(0, number, self._tick)
-            count = 0
-            if op == "TensorListReserve" and inputs[1].value is not None:
-                count = int(inputs[1].value)
-            made.items = [Tensor(None, (), 0) for _ in range(count)]
-            return Tensor(made, (), variant)
-        if op == "TensorListFromTensor":
-            return self._unstacked(number, inputs[0], variant)
-        source = inputs[0].buffer
-        if op in ("TensorListPushBack", "TensorListSetItem"):
-            made = self._own_list(source, number)
-            assert made.items is not None
-            element = inputs[1] if op == "TensorListPushBack" else inputs[2]
-            kept = self._same(element, element.shape)
-            if op == "TensorListPushBack":
-                made.items.append(kept)
-            else:
-                place = None if inputs[1].value is None else int(inputs[1].value)
-                if place is None or not 0 <= place < len(made.items):
-                    made.items.append(kept)
-                else:
-                    self._release(made.items[place].buffer)
-                    made.items[place] = kept
-            return Tensor(made, (), variant)
-        return self._from_list(number, node, inputs, source)
-
-    def _own_list(self, source: Buffer | None, number: int) -> Buffer:
-        """A list that may be changed: the given one if nobody else holds it, else a copy with the same elements."""
-        if source is not None and source.refs == 1:
-            source.refs += 1
-            return source
-        made = Buffer(0, number, self._tick)
-        made.items = [] if source is None or source.items is None else list(source.items)
-        for item in made.items:
-            if item.buffer is not None:
-                item.buffer.refs += 1
-        return made
-
-    def _popped(self, number: int, node: Node, inputs: list[Tensor]) -> list[Tensor | None]:
-        """The list without its last element, and that."""
-        made = self._own_list(inputs[0].buffer, number)
-        assert made.items is not None
-        if made.items:
-            last = made.items.pop()
-        else:
-            shape = node.shapes[1] or ()
-            last = Tensor(self._allocate(tensor_bytes(shape, node.item_bytes[1]), number), shape, node.item_bytes[1])
-        return [Tensor(made, (), node.item_bytes[0]), last]
-
-    def _unstacked(self, number: int, tensor: Tensor, variant: int) -> Tensor:
-        """Elements are copies, or parts of the tensor where they are aligned."""
-        made = Buffer(0, number, self._tick)
-        size = tensor_bytes(tensor.shape[1:], tensor.item_bytes)
-        made.items = []
-        for _ in range(tensor.shape[0] if tensor.shape else 0):
-            if size % 64:
-                made.items.append(Tensor(self._allocate(size, number), tensor.shape[1:], tensor.item_bytes))
-            else:
-                made.items.append(self._same(tensor, tensor.shape[1:]))
-        return Tensor(made, (), variant)
-
-    def _from_list(self, number: int, node: Node, inputs: list[Tensor], source: Buffer | None) -> Tensor:
-        op = node.op
-        items = [] if source is None or source.items is None else source.items
-        if op == "TensorListLength":
-            return Tensor(self._allocate(4, number), (), node.item_bytes[0], len(items))
-        if op == "TensorListGetItem":
-            place = None if inputs[1].value is None else int(inputs[1].value)
-            if place is not None and 0 <= place < len(items) and items[place].buffer is not None:
-                return self._same(items[place], items[place].shape)
-            element = node.shapes[0]
-            if element is None:
-                element = next((item.shape for item in items if item.buffer is not None), ())
-            return Tensor(
-                self._allocate(tensor_bytes(element, node.item_bytes[0]), number), element, node.item_bytes[0]
-            )
-        if op == "TensorListStack":
-            shape = node.shapes[0]
-            if shape is None:
-                first: Shape = next((item.shape for item in items if item.buffer is not None), ())
-                shape = (len(items), *first)
-            return Tensor(self._allocate(tensor_bytes(shape, node.item_bytes[0]), number), shape, node.item_bytes[0])
-        known = node.shapes[0] if node.shapes and node.shapes[0] is not None else ()
-        item_bytes = node.item_bytes[0] if node.item_bytes else 0
-        return Tensor(self._allocate(tensor_bytes(known, item_bytes), number), known, item_bytes)
+    def _inferred(self, number: int, node: Node, inputs: list[Tensor]) -> list[Shape | None]:
+        found = self._inference.shapes(
+            number, node, [tensor.shape for tensor in inputs], [tensor.value for tensor in inputs]
+        )
+        return found if len(found) >= len(node.item_bytes) else [None] * len(node.item_bytes)
 
     def _computed(self, number: int, node: Node, inputs: list[Tensor], iteration: Iteration) -> list[Tensor | None]:
         """Outputs of an ordinary kernel: an input's place where the kernel takes it over, else memory of their own."""
         values = values_of(node, [tensor.value for tensor in inputs], [tensor.shape for tensor in inputs])
         taken: set[int] = set()
+        inferred: list[Shape | None] | None = None
         outputs: list[Tensor | None] = []
         for port, item_bytes in enumerate(node.item_bytes):
             shape = node.shapes[port]
+            if shape is None:
+                inferred = self._inferred(number, node, inputs) if inferred is None else inferred
+                shape = inferred[port]
             if shape is None:
                 shape = output_shape(node, port, [tensor.shape for tensor in inputs])
             size = tensor_bytes(shape, item_bytes)
@@ -589,10 +488,12 @@ class Executor:
                     taken.add(place)
                     break
             if buffer is None:
-                buffer = self._allocate(size, number)
-            outputs.append(Tensor(buffer, shape, item_bytes, values if port == 0 else None))
+                buffer = self._memory.allocate(size, number)
+            if node.op == "ShapeN":
+                values = np.asarray(inputs[port].shape, dtype=np.int64)
+            outputs.append(Tensor(buffer, shape, item_bytes, values if port == 0 or node.op == "ShapeN" else None))
         if number in self._has_gradient:
             hidden = hidden_bytes(node, onednn=self._onednn)
             if hidden:
-                self._hidden[number, id(iteration)] = self._allocate(hidden, number)
+                self._hidden[number, iteration] = self._memory.allocate(hidden, number)
         return outputs

@@ -11,7 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from memfit.adapters.tensorflow.graph import graph_of, item_bytes
-from memfit.adapters.tensorflow.liveness import Buffer, Executor, Lived
+from memfit.adapters.tensorflow.liveness import Executor, Lived
+from memfit.adapters.tensorflow.memory import Buffer
 from memfit.adapters.tensorflow.nodes import Graph, tensor_bytes
 from memfit.adapters.tensorflow.scopes import Scopes, phase_of
 from memfit.adapters.xla.buffers import timeline_of
@@ -27,6 +28,10 @@ _LIBRARIES = Note("libraries", "what cuDNN takes for its algorithms beside Tenso
 _STAND_IN = Note(
     "xla-cpu-layout", "XLA compiled the step for the host: its program for a GPU fuses and orders differently"
 )
+
+
+class XlaRefused(StepFailed):
+    """XLA can't compile a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +197,7 @@ def _program(function: Any) -> str:
         return str(compiler_ir.from_concrete_function(function, specs)(stage="optimized_hlo"))
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())
-        raise StepFailed(
+        raise XlaRefused(
             f"XLA can't compile the step: {text[:500]} Compile the model with jit_compile=False where it can't."
         ) from error
 

@@ -7,8 +7,11 @@ the allocations of single instructions (jaxlib 0.10.2, two threads):
   row per input pixel and one column per weight of an output channel; the matrix lives until the next one is there
 - a convolution of the fused library copies its input, padded, or where nothing is padded, laid out as one row per
   output pixel; and its kernel. Large ones are split into tasks of 64 output channels, and each has its own copy
-- Eigen's products pack slices of both operands, three at a time
-- a fused product over a batch of matrices copies one operand, a fused sum over the leading dimension its input
+- Eigen's products pack two slices of the summed dimension of both operands, each up to 320 deep; where the left operand
+  has rows for eight tasks a thread, the threads pack it block by block, and only the right one is packed as a whole.
+  Eigen's convolutions pack about as much
+- a fused product has each thread pack 64 columns of the right operand; one over a batch of matrices copies one operand,
+  and a fused sum over the leading dimension its input
 """
 
 import math
@@ -21,8 +24,14 @@ _FUSED_LIBRARY = "__ynn_fusion"
 _NUM_THREADS = 2
 _CHANNELS_PER_TASK = 64
 _WEIGHTS_PER_TASK = 65536
-# Eigen packs three slices of about this many rows of the summed dimension.
+# Of the summed dimension, what Eigen's convolutions pack at once.
 _PACKED_DEPTH = 3 * 192
+# The depth of a slice, how many are packed at once, and the rows of a task, as seen with 32 KiB and 1 MiB of cache a
+# core: Eigen chooses them by the caches. The switch lies between 3072 and 3328 rows; 205 to 221 rows a task explain it.
+_SLICE_DEPTH, _NUM_SLICES = 320, 2
+_ROWS_PER_TASK = 216
+_TASKS_PER_THREAD = 8
+_COLUMNS_PER_THREAD = 64
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _LISTS = re.compile(r"(\w+)=\{([\d,]*)\}")
@@ -64,7 +73,7 @@ def scratch_by_name(module: Module) -> dict[str, Scratch]:
             if instruction.opcode == "convolution":
                 scratch = _plain_convolution(instruction, by_name)
             elif instruction.opcode == "dot":
-                scratch = Scratch(_packed(*_product(instruction, by_name)))
+                scratch = Scratch(_sliced(*_product(instruction, by_name)))
             if scratch is not None:
                 found[instruction.name] = scratch
     return found
@@ -78,6 +87,9 @@ def _inside(inner: Instruction, by_name: dict[str, Instruction], fusion: Instruc
         return 0
     if inner.opcode == "dot" and _list(inner, "lhs_batch_dims"):
         return by_name[inner.operands[1]].shape.size_bytes
+    if inner.opcode == "dot":
+        _, depth, columns, element_bytes = _product(inner, by_name)
+        return depth * min(columns, _COLUMNS_PER_THREAD * _NUM_THREADS) * element_bytes
     if inner.opcode == "reduce" and _list(inner, "dimensions") == (0,) and len(inner.shape.dimensions) > 1:
         return by_name[inner.operands[0]].shape.size_bytes
     return 0
@@ -174,8 +186,18 @@ def _product(instruction: Instruction, by_name: dict[str, Instruction]) -> tuple
     )
 
 
+def _sliced(rows: int, depth: int, columns: int, element_bytes: int) -> int:
+    """What Eigen packs of the operands of a product at once."""
+    if not depth:
+        return 0
+    num = -(-depth // _SLICE_DEPTH)
+    slice_depth = min(depth, 8 * -(-depth // (8 * num)))
+    packed = columns if -(-rows // _ROWS_PER_TASK) >= _TASKS_PER_THREAD * _NUM_THREADS else rows + columns
+    return packed * min(num, _NUM_SLICES) * slice_depth * element_bytes
+
+
 def _packed(rows: int, depth: int, columns: int, element_bytes: int) -> int:
-    """What Eigen packs of both operands of a product at once."""
+    """What a convolution of Eigen's packs at once."""
     return (rows + columns) * min(depth, _PACKED_DEPTH) * element_bytes
 
 

@@ -109,3 +109,9 @@ def test_the_note_names_each_argument():
     leaves = roles.assign((PARAMETERS, IMAGES), (PARAMETERS, LOSS))
 
     assert roles.taken_for(leaves, ["weights", "x"]).text.endswith("parameter: weights; input batch: x")
+
+
+def test_arrays_of_numpy_count_as_what_jax_makes_of_them():
+    given = {"w": np.zeros((8, 4))}
+
+    assert [(str(leaf.dtype), leaf.size_bytes) for leaf in roles.leaves_of([given])] == [("float32", 128)]

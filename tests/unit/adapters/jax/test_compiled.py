@@ -1,5 +1,7 @@
 """Compiled functions and what they hold."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -91,3 +93,12 @@ def test_a_backend_that_says_nothing_is_named(monkeypatch):
 
     with pytest.raises(StepFailed, match="says nothing about the memory"):
         read(Silent())
+
+
+def test_devices_that_run_a_program_together_are_counted():
+    alone = compile_step(lambda x: x * 2, (jax.ShapeDtypeStruct((8,), "float32"),))
+    head, _, rest = alone.text.partition("\n")
+
+    together = replace(alone, text=f"{head}, replica_count=2, num_partitions=4\n{rest}")
+
+    assert (alone.num_devices, together.num_devices) == (1, 8)

@@ -131,9 +131,9 @@ def test_a_branch_that_only_the_run_knows_is_named():
     assert lived(made).guessed == ("s",)
 
 
-def loop(num_iterations):
+def loop(num_iterations, limit=0):
     """A loop that pushes a tensor onto a list in each iteration, and sums nothing up."""
-    frame = {"frame_name": b"while"}
+    frame = {"frame_name": b"while", "parallel_iterations": limit}
     scalar = {"shape": (), "item_bytes": 4}
     listed = {"shape": (), "item_bytes": 0}
     return graph(
@@ -169,6 +169,31 @@ def test_loops_run_to_their_end_and_lists_hold_what_they_keep(num_iterations):
     assert len(kept) == num_iterations + (num_iterations == 1)
     assert 2 * stacked <= peak(run) <= 2 * stacked + 64
     assert all(b.end is not None for b in kept)
+
+
+def racing(limit):
+    """A loop whose counter runs ahead of the work that its iterations do, of which nothing is kept."""
+    made = loop(20, limit)
+    by_name = {one.name: number for number, one in enumerate(made.nodes)}
+    work = node("work", "MatMul", shape=(512, 512))
+    work.inputs = [(by_name["x"], 0), (by_name["x"], 0)]
+    made.nodes.append(work)
+    made.consumers.append([])
+    made.control_consumers.append([])
+    made.consumers[by_name["x"]] += [(0, len(made.nodes) - 1, 0), (0, len(made.nodes) - 1, 1)]
+    return made
+
+
+@pytest.mark.parametrize(("limit", "most"), [(1, 1), (3, 3)])
+def test_only_as_many_iterations_run_at_once_as_the_loop_allows(limit, most):
+    blocks = [b for b in lived(racing(limit), num_threads=8).buffers if b.size == 512 * 512 * 4]
+    assert len(blocks) == 20
+    assert max(sum(b.start <= tick < b.end for b in blocks) for tick in (b.start for b in blocks)) == most
+
+
+def test_what_all_iterations_share_is_freed_with_the_loop():
+    made = loop(3)
+    assert all(b.end is not None for b in lived(made).buffers if made.nodes[b.node].op != "Const")
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])

@@ -51,6 +51,9 @@ LABELS = "dim_labels=b01f_01io->b01f"
             "dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={1}, rhs_batch_dims={0}, rhs_contracting_dims={1}",
             8 * 64 * 16 * 4,
         ),
+        # 64 columns a thread.
+        ("1024,8192", "8192,1024", "1024,1024", "dot(%a, %b), lhs_contracting_dims={1}", 8192 * 128 * 4),
+        ("64,8192", "8192,16", "64,16", "dot(%a, %b), lhs_contracting_dims={1}", 8192 * 16 * 4),
     ],
 )  # fmt: skip
 def test_fused_kernels(left, right, out, what, expected):
@@ -70,11 +73,24 @@ def test_transposed_convolutions_multiply_first():
     assert scratch_by_name(parse(text))["r"].lingering_bytes == 14155776
 
 
-def test_products_pack_both_operands():
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "expected"),
+    [
+        # Two slices of both operands, 320 deep at most.
+        (1024, 4096, 1024, 2048 * 640 * 4),
+        (3072, 1024, 1024, 4096 * 512 * 4),
+        (256, 4096, 4096, 4352 * 640 * 4),
+        # A sum that is one slice.
+        (512, 256, 512, 1024 * 256 * 4),
+        # So many rows that each thread packs its own.
+        (4096, 1024, 4096, 4096 * 512 * 4),
+    ],
+)
+def test_products_pack_slices_of_their_operands(rows, depth, columns, expected):
     text = entry(
-        "%a = f32[4096,1024]{1,0} parameter(0)",
-        "%b = f32[4096,1024]{1,0} parameter(1)",
-        "ROOT %r = f32[1024,1024]{1,0} dot(%a, %b), lhs_contracting_dims={0}, rhs_contracting_dims={0}",
+        f"%a = f32[{depth},{rows}]{{1,0}} parameter(0)",
+        f"%b = f32[{depth},{columns}]{{1,0}} parameter(1)",
+        f"ROOT %r = f32[{rows},{columns}]{{1,0}} dot(%a, %b), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}",
     )
 
-    assert scratch_by_name(parse(text))["r"].size_bytes == 2048 * 576 * 4
+    assert scratch_by_name(parse(text))["r"].size_bytes == expected

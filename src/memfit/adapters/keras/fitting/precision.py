@@ -49,12 +49,14 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
         layer.dtype_policy = policy
     if policy == "mixed_float16" and optimizer is not None:
         model.optimizer = _scaled(optimizer)
+    used = model.optimizer if optimizer is not None else None
     model.train_function = None
 
     def undo() -> None:
         for layer, plain in before:
             layer.dtype_policy = plain
-        if optimizer is not None:
+        # Another call of compile may have brought another one.
+        if optimizer is not None and model.optimizer is used:
             model.optimizer = optimizer
         model.train_function = None
 

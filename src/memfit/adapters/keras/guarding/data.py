@@ -9,9 +9,8 @@ a number and the epoch. A stream of memfit is asked for nothing that was trained
 """
 
 import itertools
-import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -46,10 +45,12 @@ class Data:
         """The pass in progress: random states and epoch at its beginning, batches of earlier epochs."""
         self._resumed: dict[str, Any] | None = None
         self._left_to_count = 0
+        self._is_boundary = False
+        """Whether the resumed position is between two epochs: nothing is passed over that `caught_up` would follow."""
         self._stream_at: Any = None
         if iterator is None or not is_ordered:
             return
-        self._seed = secrets.randbits(62)
+        self._seed = randomness.seed()
         self._follow(iterator)
 
     @property
@@ -123,6 +124,7 @@ class Data:
             num_done: batches of its epoch that were trained on.
         """
         self._resumed = position
+        self._is_boundary = num_done == 0
         self._seed = int(position["seed"])
         if self.stream is not None and position["stream"] is not None:
             self.stream.load_state_dict(position["stream"])
@@ -145,7 +147,7 @@ class Data:
                 iterator._distributed_dataset = ordered(self._adapter, self._order)
 
         def get_iterator() -> Any:
-            dropped = 0
+            dropped, resumed = 0, {}
             if self._resumed is not None:
                 resumed, self._resumed = self._resumed, None
                 randomness.restore(resumed["random"])
@@ -157,9 +159,18 @@ class Data:
             found = plain()
             if not dropped:
                 return found
-            return found.skip(dropped) if hasattr(found, "skip") else itertools.islice(iter(found), dropped, None)
+            return found.skip(dropped) if hasattr(found, "skip") else self._after(found, dropped, resumed)
 
         iterator._get_iterator = get_iterator
+
+    def _after(self, batches: Any, dropped: int, resumed: dict[str, Any]) -> Iterator[Any]:
+        """What follows so many batches, which are drawn: what is random in the model goes on as it would have."""
+        left = iter(batches)
+        for _ in itertools.islice(left, dropped):
+            pass
+        if self._is_boundary:
+            self.caught_up(resumed)
+        yield from left
 
     def _order(self, num_samples: int, batch_size: int) -> Any:
         """The order of arrays in the pass in progress."""

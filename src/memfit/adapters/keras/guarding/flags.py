@@ -52,9 +52,15 @@ def set_late(*, is_limited: bool) -> list[str]:
         except (RuntimeError, ValueError):
             # It has begun, and took what it wanted.
             pass
-        if is_limited and os.environ.get(_ONEDNN) != "0":
+        if is_limited and os.environ.get(_ONEDNN) != "0" and _is_backend():
             said.append(
                 f"TensorFlow uses oneDNN, which ends the process when the host runs out of memory: set {_ONEDNN}=0 "
                 "before TensorFlow is imported, or use `memfit run`"
             )
     return said
+
+
+def _is_backend() -> bool:
+    """Whether TensorFlow is what Keras computes with: other backends may have it loaded, too."""
+    keras = sys.modules.get("keras")
+    return keras is None or keras.backend.backend() == "tensorflow"

@@ -68,7 +68,7 @@ class JaxSteps(Steps):
     def roll_back(self) -> None:
         """The state is still there, unless the step was handed over with it."""
         self._last = None
-        if any(value.is_deleted() for value in jax.tree.leaves(self._state)):
+        if self._is_gone:
             raise BrokenUpdate(
                 f"memory ran out after JAX had taken the state of {self.model.name!r} for the next step, so that it is "
                 "gone. Resume from the last checkpoint: run the same script again, or run it with `memfit run`, which "
@@ -104,6 +104,17 @@ class JaxSteps(Steps):
             purge_model_variables=True,
         )
 
+    def give_back(self) -> None:
+        """Keras does so only with what a whole step has left."""
+        if self.values() is not None and not self._is_gone:
+            self.fill()
+            self.model._jax_state_synced = True
+
+    @property
+    def _is_gone(self) -> bool:
+        """Whether a step was handed over with the state and has not given it back."""
+        return any(value.is_deleted() for value in jax.tree.leaves(self._state))
+
     def _watch_updates(self) -> None:
         """A step is one computation: there is no part of it that fails by itself."""
 
@@ -118,7 +129,12 @@ class JaxSteps(Steps):
             # It lives as long as Keras's own, so that the next fit isn't compiled again.
             self._jitted = getattr(self._function, "memfit_jitted", None)
         if self._jitted is None:
-            self._jitted = self._function.memfit_jitted = jax.jit(model.train_step, donate_argnums=0)
+            # A function of its own each time: JAX takes two bound methods of one model for the same, and would go on
+            # with what it traced before the layers were changed.
+            def train_step(state: Any, data: Any) -> Any:
+                return model.train_step(state, data)
+
+            self._jitted = self._function.memfit_jitted = jax.jit(train_step, donate_argnums=0)
         return self._jitted
 
     def _ask_for_room(self, step: Any, batch: Any) -> None:

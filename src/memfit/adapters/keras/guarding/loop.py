@@ -172,7 +172,9 @@ class KerasLoop:
 
     def identity(self, batch: Any) -> tuple[object, ...]:
         """What a finding about memory depends on."""
-        shapes = [str(getattr(part, "shape", ""))[1:].partition(",")[2] for part in keras.tree.flatten(batch)]
+        # A batch without sample weights is the same whether it says so or not.
+        parts = [part for part in keras.tree.flatten(batch) if part is not None]
+        shapes = [tuple(getattr(part, "shape", ()))[1:] for part in parts]
         return (
             keras.backend.backend(),
             type(self.model).__name__,
@@ -275,6 +277,15 @@ class KerasLoop:
         finally:
             if is_empty:
                 self._steps.load()
+
+    def give_back(self) -> None:
+        """The variables have their values again, also where the step in progress failed."""
+        self._steps.give_back()
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether Keras trains by these steps."""
+        return self._steps.is_installed
 
     def metrics(self) -> dict[str, Any]:
         """The metrics so far, as logs."""

@@ -28,6 +28,8 @@ _DEVICE_TEXTS = re.compile(
     re.IGNORECASE,
 )
 _STATUS = "RESOURCE_EXHAUSTED"
+# A computation that was handed over and then found no memory is INTERNAL, with the reason behind it.
+_DISPATCH = re.compile(r"\bout of memory allocating \d+ bytes", re.IGNORECASE)
 _BYTES = re.compile(r"allocat\w*(?: request for)? (\d+(?:\.\d+)?) ?(bytes|[KMGT]i?B|B)\b", re.IGNORECASE)
 _SHAPE = re.compile(r"tensor with shape ?\[([\d,]*)\] and type (\w+)")
 _ITEM_BYTES = {"double": 8, "int64": 8, "float": 4, "int32": 4, "uint32": 4, "half": 2, "bfloat16": 2, "int16": 2}
@@ -103,6 +105,8 @@ def _recognise_one(error: BaseException) -> OutOfMemory | None:
     if "OpError" in names and _DEVICE_TEXTS.search(text):
         return _failure(Where.DEVICE, "tensorflow", text)
     if names & {"JaxRuntimeError", "XlaRuntimeError", "ValueError"} and _STATUS in text and _MEMORY.search(text):
+        return _failure(_where(text), "xla", text)
+    if names & {"JaxRuntimeError", "XlaRuntimeError"} and _DISPATCH.search(text):
         return _failure(_where(text), "xla", text)
     return None
 

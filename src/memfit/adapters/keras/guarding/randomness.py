@@ -4,11 +4,15 @@ Keras shuffles arrays with numpy's generator on JAX and with PyTorch's on PyTorc
 states that they had when a pass over the data began, the pass has the same order again.
 """
 
+import hashlib
+import itertools
 import random
 import sys
 from typing import Any
 
 import numpy
+
+_count = itertools.count()
 
 
 def states() -> dict[str, Any]:
@@ -36,3 +40,16 @@ def restore(found: dict[str, Any]) -> None:
         import torch
 
         torch.set_rng_state(torch.from_numpy(numpy.ascontiguousarray(found["torch"])))
+
+
+def seed() -> int:
+    """A seed for an order of our own, another one for each call.
+
+    It is the same in every run of a script that seeds Python and numpy, as Keras's `set_random_seed` does. Nothing is
+    drawn for it: the script's own numbers stay the same.
+    """
+    version, numbers, gauss = random.getstate()
+    name, keys, position, *rest = numpy.random.get_state(legacy=True)
+    text = repr((next(_count), version, numbers, gauss, name, position, rest))
+    digest = hashlib.sha256(text.encode() + numpy.asarray(keys).tobytes()).digest()
+    return int.from_bytes(digest[:7], "big")

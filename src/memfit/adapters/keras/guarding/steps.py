@@ -42,6 +42,8 @@ class Steps:
         self._function: Any = None
         """The one that is run."""
         self._own: Any = None
+        self._watched: Any = None
+        """The optimizer that tells of its updates; settings may put another one before it."""
         self.in_update = False
         """Whether the optimizer has begun to change variables in the step that failed."""
 
@@ -77,6 +79,9 @@ class Steps:
     def load(self) -> None:
         """Takes the values that `fill` gave, which may have been changed since."""
 
+    def give_back(self) -> None:
+        """Gives variables that are empty at the moment their values for good: no further step follows."""
+
     def settle(self) -> None:
         """Waits until the last step has really been made."""
 
@@ -109,7 +114,13 @@ class Steps:
         """Gives Keras its own function back."""
         if self.model.train_function is self._own:
             self.model.train_function = self._plain
-        self.model.optimizer.__dict__.pop("apply", None)
+        if self._watched is not None:
+            self._watched.__dict__.pop("apply", None)
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether Keras calls these steps: `compile` and other guards put others in their place."""
+        return self.model.train_function is not None and self.model.train_function is self._own
 
     def _put(self) -> None:
         def train_function(*arguments: Any) -> Any:
@@ -129,6 +140,7 @@ class Steps:
 
         # Not by assignment, which Keras would track.
         optimizer.__dict__["apply"] = apply
+        self._watched = optimizer
 
     def updating(self, gradients: list[Any]) -> Any:
         """A context in which the optimizer is applied; gives the gradients to apply."""

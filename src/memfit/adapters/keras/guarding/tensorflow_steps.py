@@ -53,8 +53,9 @@ class TensorFlowSteps(Steps):
         (iterator,) = arguments
         if self.model.distribute_strategy.num_replicas_in_sync > 1:
             return self._function(iterator)
-        if isinstance(iterator, tf.data.Iterator) and self._spec != iterator.element_spec:
-            self._spec, self._step = iterator.element_spec, None
+        spec = iterator.element_spec if isinstance(iterator, tf.data.Iterator) else None
+        if self._spec != spec:
+            self._spec, self._step = spec, None
         logs = None
         for _ in range(self.model.steps_per_execution):
             try:

@@ -24,6 +24,11 @@ def kind(function, weight=None):
         (lambda y, y_pred: ops.std(y - y_pred), Kind.NEITHER),
         (lambda y, y_pred: ops.mean(ops.matmul(y_pred, ops.transpose(y)), axis=-1), Kind.NEITHER),
         (lambda y, y_pred: y / 0, Kind.NEITHER),
+        (lambda y, y_pred: ops.sum(ops.relu(ops.abs(y - y_pred) - 1.0)), Kind.SUM),
+        (lambda y, y_pred: ops.mean(ops.relu(ops.abs(y - y_pred) - 5.0)), Kind.SAMPLES),
+        (lambda y, y_pred: ops.maximum(ops.mean(ops.square(y - y_pred)), 1.0), Kind.NEITHER),
+        (lambda y, y_pred: ops.mean(ops.square(y - y_pred)) + 1e-3 * ops.var(y_pred), Kind.NEITHER),
+        (lambda y, y_pred: 0.0 * ops.sum(y_pred), Kind.NEITHER),
     ],
 )
 def test_a_loss_function_is_a_mean_a_sum_or_neither(function, expected):
@@ -54,3 +59,21 @@ def test_losses_that_layers_add_are_told_apart_in_their_order():
     values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
     found = kinds_of_added(nullcontext, model, values, SPEC)
     assert found == [Kind.SAMPLES, Kind.SUM, Kind.NEITHER, Kind.SAMPLES]
+
+
+class AddingAboveThreshold(layers.Layer):
+    def call(self, inputs):
+        self.add_loss(10.0 * ops.sum(ops.relu(ops.abs(inputs) - 3.0)))
+        return inputs
+
+
+def test_thresholds_and_weights_of_zero_hide_nothing():
+    inputs = layers.Input((4,))
+    dense = layers.Dense(3, kernel_initializer="zeros", bias_regularizer="l2", kernel_regularizer=keras.regularizers.L2(0))
+    model = keras.Model(inputs, AddingAboveThreshold()(dense(inputs)))
+    values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+
+    found = kinds_of_added(nullcontext, model, values, SPEC)
+
+    assert sorted(found) == [Kind.SAMPLES, Kind.SAMPLES, Kind.SUM]
+    assert float(ops.sum(values[0][0])) == 0

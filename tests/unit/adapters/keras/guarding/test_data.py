@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-pytest.importorskip("keras")
+keras = pytest.importorskip("keras")
 
-from memfit.adapters.keras.guarding.data import Data, found_in_fit
+from memfit.adapters.keras.guarding.data import Data, found_in_fit  # noqa: E402
 
 
 class Iterator:
@@ -71,6 +71,26 @@ def test_epochs_that_are_parts_of_a_pass_go_on_in_it():
 
     assert again == drawn[4:] + left
     assert other._iterator._steps_seen == 4
+
+
+def test_between_two_epochs_of_a_pass_random_numbers_go_on():
+    data = Data(Iterator(steps_per_epoch=4), is_ordered=True)
+    data.begin_epoch(0)
+    batches = data._iterator._get_iterator()
+    list(itertools.islice(batches, 4))
+    # As a model does that drops out by the same generator.
+    np.random.random(7)
+    data.end_epoch(4)
+    position = data.position(at_end=True)
+    following, expected = next(batches), np.random.random()
+    np.random.seed(5)
+
+    other = Data(Iterator(steps_per_epoch=4), is_ordered=True)
+    other.go_to(position, 0)
+    other.begin_epoch(1)
+
+    assert next(iter(other._iterator._get_iterator())) == following
+    assert (np.random.random() == expected) == (keras.backend.backend() != "tensorflow")
 
 
 def test_orders_of_tensorflow_follow_from_the_seed_and_the_epoch():

@@ -51,8 +51,13 @@ def test_once_tensorflow_is_loaded_growth_is_set_by_its_own_functions(monkeypatc
         ),
     )
     monkeypatch.setitem(sys.modules, "tensorflow", types.SimpleNamespace(config=config))
+    backend = types.SimpleNamespace(backend=lambda: "tensorflow")
+    monkeypatch.setitem(sys.modules, "keras", types.SimpleNamespace(backend=backend))
 
     said = flags.set_late(is_limited=True)
 
     assert grown == [("one", True)]
     assert any("set TF_ENABLE_ONEDNN_OPTS=0 before TensorFlow is imported" in text for text in said)
+    # AND where Keras computes with something else, its kernels are nobody's concern
+    backend.backend = lambda: "jax"
+    assert not any("oneDNN" in text for text in flags.set_late(is_limited=True))

@@ -47,6 +47,12 @@ class JaxRuntimeError(RuntimeError):
             800000000,
         ),
         (ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."), "xla", Where.HOST, 8),
+        (
+            JaxRuntimeError("INTERNAL: Error dispatching computation: Out of memory allocating 3159088232 bytes."),
+            "xla",
+            Where.HOST,
+            3159088232,
+        ),
         (MemoryError("no"), "python", Where.HOST, None),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "torch", None, 8),
     ],

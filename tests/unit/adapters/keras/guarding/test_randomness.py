@@ -1,11 +1,13 @@
 """States of the random generators."""
 
+import itertools
 import random
 
 import numpy as np
 import torch
 
-from memfit.adapters.keras.guarding.randomness import restore, states
+from memfit.adapters.keras.guarding import randomness
+from memfit.adapters.keras.guarding.randomness import restore, seed, states
 
 
 def draw():
@@ -20,3 +22,18 @@ def test_all_generators_go_back():
     restore(found)
 
     assert draw() == first
+
+
+def test_a_seed_follows_from_those_of_the_script_and_draws_nothing(monkeypatch):
+    def seeds(number):
+        monkeypatch.setattr(randomness, "_count", itertools.count())
+        random.seed(number)
+        np.random.seed(number)
+        return seed(), seed()
+
+    first = seeds(1)
+    drawn = draw()
+
+    assert seeds(1) == first
+    assert draw()[:2] == drawn[:2]
+    assert len({*first, *seeds(2)}) == 4

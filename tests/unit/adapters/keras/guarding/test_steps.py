@@ -35,3 +35,28 @@ def test_a_backend_that_does_not_train_is_refused(monkeypatch):
 
     with pytest.raises(MissingDependency, match=r"Keras runs on openvino, which doesn't train\. Set KERAS_BACKEND"):
         make_steps(build(), len)
+
+
+def test_steps_know_whether_they_are_in_place():
+    model = build()
+    model.make_train_function()
+    steps = make_steps(model, len)
+    assert not steps.is_installed
+    steps.install()
+    assert steps.is_installed
+
+    model.compile("sgd", "mse")
+
+    assert not steps.is_installed
+
+
+def test_the_optimizer_that_was_watched_is_let_go():
+    model = build()
+    model.make_train_function()
+    plain = model.optimizer
+    steps = make_steps(model, len)
+    steps.install()
+    model.optimizer = keras.optimizers.LossScaleOptimizer(plain)
+    steps.remove()
+
+    assert "apply" not in plain.__dict__

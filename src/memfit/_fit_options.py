@@ -1,0 +1,41 @@
+"""How a `fit` of Keras is guarded: what `memfit.fit`, `memfit.keras.Fit` and `memfit.Guard` are given, checked."""
+
+import os
+from dataclasses import dataclass
+
+from memfit.core import run_events
+from memfit.core.errors import BadInput
+from memfit.core.plan import Plan
+from memfit.core.units import parse_size
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    """How a `fit` is guarded; see `fit`."""
+
+    budget: str | int | None = None
+    plan: Plan | str | None = AUTO
+    checkpoint: str | os.PathLike[str] | None = None
+    checkpoint_every: int | None = None
+    keep: int = 3
+    approximate: bool = False
+    remember: bool = True
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_every", "keep", "micro_batch_size"):
+            value = getattr(self, name)
+            if value is None and name != "keep":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise BadInput(f"{name} must be a whole number from 1 up, but {value!r} was given.")
+        if self.plan is not None and self.plan != AUTO and not isinstance(self.plan, Plan):
+            raise BadInput(f"plan must be 'auto', a Plan or None, but {self.plan!r} was given.")
+
+    def budget_bytes(self, request: run_events.RunRequest | None) -> int | None:
+        """What the process may take; None: what is there."""
+        if self.budget is not None:
+            return parse_size(self.budget)
+        return None if request is None else request.budget_bytes

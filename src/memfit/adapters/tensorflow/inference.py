@@ -1,0 +1,96 @@
+"""Shapes that a graph doesn't tell, by TensorFlow's own inference once an operator's inputs are known.
+
+A loop over parts of a batch slices by sizes that are computed when it runs. As the sizes are followed, the shapes in
+such a loop follow too, one operator at a time.
+"""
+
+import math
+from typing import Any, final
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+from tensorflow.python.framework import op_def_registry
+
+from memfit.adapters.tensorflow.nodes import Node, Shape
+
+_LARGEST_VALUE = 64
+_NAME = "inferred"
+
+
+@final
+class Inference:
+    """Asks TensorFlow for shapes; answers are kept, since loops ask again."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], list[Shape | None]] = {}
+
+    def shapes(self, number: int, node: Node, shapes: list[Shape], values: list[Any]) -> list[Shape | None]:
+        """Of each output of a node; None where inference doesn't tell either.
+
+        Args:
+            number: of the node.
+            node: the operator.
+            shapes: of its inputs.
+            values: of its inputs, where they are known.
+        """
+        small = [_small(value, shape) for value, shape in zip(values, shapes, strict=True)]
+        key = (number, *shapes, *(None if value is None else value.tobytes() for value in small))
+        if key not in self._known:
+            self._known[key] = _inferred(node, shapes, small)
+        return self._known[key]
+
+
+def _small(value: Any, shape: Shape) -> Any:
+    """A value that has the shape of its tensor."""
+    if value is None or math.prod(shape) > _LARGEST_VALUE or np.size(value) != math.prod(shape):
+        return None
+    return np.reshape(value, shape)
+
+
+def _inferred(node: Node, shapes: list[Shape], values: list[Any]) -> list[Shape | None]:
+    unknown: list[Shape | None] = [None] * len(node.item_bytes)
+    types = input_types(node.definition)
+    if types is None or len(types) != len(shapes):
+        return unknown
+    definition = graph_pb2.GraphDef()
+    # Old graphs have scalars whose shape isn't known.
+    definition.versions.producer = tf.version.GRAPH_DEF_VERSION
+    asked = definition.node.add()
+    asked.CopyFrom(node.definition)
+    asked.name, asked.device = _NAME, ""
+    for private in [name for name in asked.attr if name.startswith("_")]:
+        del asked.attr[private]
+    del asked.input[:]
+    for place, (data_type, shape, value) in enumerate(zip(types, shapes, values, strict=True)):
+        name = f"input{place}"
+        asked.input.append(name)
+        given = definition.node.add(name=name, op="Placeholder" if value is None else "Const")
+        given.attr["dtype"].type = data_type
+        if value is None:
+            given.attr["shape"].shape.CopyFrom(tf.TensorShape(shape).as_proto())
+        else:
+            given.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.as_dtype(data_type)))
+    graph = tf.Graph()
+    try:
+        with graph.as_default():
+            tf.graph_util.import_graph_def(definition, name="")
+        outputs = graph.get_operation_by_name(_NAME).outputs
+    except (ValueError, TypeError, KeyError, tf.errors.OpError):
+        return unknown
+    return [tuple(tensor.shape) if tensor.shape.is_fully_defined() else None for tensor in outputs]
+
+
+def input_types(definition: Any) -> list[int] | None:
+    """The type of each input, as its operator declares it; None of an operator that isn't registered."""
+    declared = op_def_registry.get(definition.op)
+    if declared is None:
+        return None
+    types: list[int] = []
+    for argument in declared.input_arg:
+        if argument.type_list_attr:
+            types += definition.attr[argument.type_list_attr].list.type
+            continue
+        data_type = argument.type or definition.attr[argument.type_attr].type
+        types += [data_type] * (definition.attr[argument.number_attr].i if argument.number_attr else 1)
+    return types

@@ -1,0 +1,88 @@
+"""What the operators of a graph hold: buffers with a count of their users, and the tensors that are views of them."""
+
+from typing import Any, final
+
+from memfit.adapters.tensorflow.nodes import Shape, tensor_bytes
+
+
+@final
+class Buffer:
+    """Memory with a count of its users.
+
+    Args:
+        size: bytes.
+        node: number of the operator that made it; -1 of what was there before.
+        start: tick at which it was made.
+        variable: name of the variable or argument that it holds.
+    """
+
+    __slots__ = ("end", "items", "last", "node", "refs", "size", "start", "variable")
+
+    def __init__(self, size: int, node: int, start: int, variable: str = "") -> None:
+        self.size = size
+        self.node = node
+        self.last = node
+        self.refs = 1
+        self.start = start
+        self.end: int | None = None
+        self.items: list[Tensor] | None = None
+        self.variable = variable
+
+
+@final
+class Tensor:
+    """A buffer seen under a shape; with the value where it is small and known."""
+
+    __slots__ = ("buffer", "item_bytes", "shape", "value")
+
+    def __init__(self, buffer: Buffer | None, shape: Shape, item_bytes: int, value: Any = None) -> None:
+        self.buffer = buffer
+        self.shape = shape
+        self.item_bytes = item_bytes
+        self.value = value
+
+
+@final
+class Memory:
+    """Hands out buffers and notes when each begins and ends.
+
+    Attributes:
+        buffers: everything that took memory, in order of its start.
+        tick: allocations and frees so far.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self.tick = 0
+
+    def allocate(self, size: int, node: int, variable: str = "") -> Buffer:
+        """A buffer with one user."""
+        buffer = Buffer(size, node, self.tick, variable)
+        if size:
+            self.tick += 1
+            self.buffers.append(buffer)
+        return buffer
+
+    def make(self, shape: Shape, item_bytes: int, node: int) -> Tensor:
+        """A tensor with memory of its own."""
+        return Tensor(self.allocate(tensor_bytes(shape, item_bytes), node), shape, item_bytes)
+
+    def same(self, tensor: Tensor, shape: Shape) -> Tensor:
+        """The memory of a tensor under another shape, with one user more."""
+        if tensor.buffer is not None:
+            tensor.buffer.refs += 1
+        return Tensor(tensor.buffer, shape, tensor.item_bytes, tensor.value)
+
+    def release(self, buffer: Buffer | None) -> None:
+        """One user less; the last one frees it, and what a list holds with it."""
+        if buffer is None:
+            return
+        buffer.refs -= 1
+        if buffer.refs:
+            return
+        if buffer.items is not None:
+            for item in buffer.items:
+                self.release(item.buffer)
+        if buffer.size:
+            buffer.end = self.tick
+            self.tick += 1

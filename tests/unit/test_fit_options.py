@@ -1,0 +1,29 @@
+"""What a guarded fit may be given."""
+
+import pytest
+
+from memfit._fit_options import FitOptions
+from memfit.core.errors import BadInput
+from memfit.core.run_events import RunRequest
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"keep": None}, "keep must be a whole number from 1 up, but None was given"),
+        ({"checkpoint_every": 0}, "checkpoint_every must be a whole number from 1 up, but 0 was given"),
+        ({"micro_batch_size": True}, "micro_batch_size must be a whole number from 1 up, but True was given"),
+        ({"plan": "fast"}, "plan must be 'auto', a Plan or None, but 'fast' was given"),
+    ],
+)
+def test_what_can_not_be_used_is_refused(options, text):
+    with pytest.raises(BadInput, match=text):
+        FitOptions(**options)
+
+
+def test_a_budget_of_ones_own_comes_before_that_of_a_supervisor():
+    request = RunRequest(attempt=1, budget_bytes=5)
+
+    assert FitOptions(budget="1KiB").budget_bytes(request) == 1024
+    assert FitOptions().budget_bytes(request) == 5
+    assert FitOptions().budget_bytes(None) is None
