@@ -14,18 +14,20 @@ from typing import Any
 import numpy as np
 
 from memfit.core.errors import BadInput
-from memfit.core.units import KIB, format_size
+from memfit.core.units import KIB, MIB, format_size
 from memfit.data.source import Array, Field, Layout
 
 # Each can be dealt out evenly to the numbers of workers that people use most.
 _LANES = (24, 12, 8, 4, 2)
 # Neighbours in a window of n blocks come from the same block once in n times; a full shuffle knows no blocks.
-_ENOUGH_BLOCKS = 160
-_LEAST_BLOCKS = 128
+_ENOUGH_BLOCKS = 72
+# Small windows have more and smaller blocks: there, the order counts for more than the speed.
+_MANY_BLOCKS = 128
+_SMALL_WINDOW_BYTES = 32 * MIB
 # Below the first, a read costs more than the bytes it brings; from the second on, scattered reads are as fast as one
-# long one.
+# long one, and with the pages at both ends, two of them fit into a huge page.
 _LEAST_BLOCK_BYTES = 64 * KIB
-_MOST_BLOCK_BYTES = 256 * KIB
+_MOST_BLOCK_BYTES = 960 * KIB
 # In a window that is shuffled, each sample has a number that says where it lies.
 _ROW_BYTES = 4
 # Arrays in a window begin at multiples of this.
@@ -194,10 +196,8 @@ def _natural_block_bytes(edges: Array | None, held_bytes: int) -> int | None:
 
 
 def _block_bytes(window_bytes: int, layout: Layout) -> int:
-    target = min(max(window_bytes // _ENOUGH_BLOCKS, _LEAST_BLOCK_BYTES), _MOST_BLOCK_BYTES)
-    target = max(target, layout.read_bytes)
-    # In a small window, the order counts for more than the speed.
-    return min(target, window_bytes // _LEAST_BLOCKS)
+    num_blocks = _MANY_BLOCKS if window_bytes < _SMALL_WINDOW_BYTES else _ENOUGH_BLOCKS
+    return min(window_bytes // num_blocks, max(_MOST_BLOCK_BYTES, layout.read_bytes))
 
 
 def _block_samples(window_bytes: int, layout: Layout, held_bytes: int, num_samples: int) -> int:

@@ -20,7 +20,7 @@ from memfit.data.schedule import Schedule
 from memfit.data.source import Array, Source
 
 # Threads that wait for the disk: it works on many reads at once, which makes scattered ones as fast as one long one.
-_NUM_WAITING = 8
+_NUM_WAITING = 4
 # Threads that decode; decoders of some formats take turns.
 _NUM_DECODING = 2
 # Samples whose places are looked at together: of very small samples, places take more room than the samples.
