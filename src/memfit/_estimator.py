@@ -187,6 +187,12 @@ def require_keras() -> None:
         raise MissingDependency("Keras is not installed. Install it with `pip install 'memfit[keras]'`.")
     try:
         importlib.import_module("memfit.adapters.keras.model")
+    except ValueError as error:
+        # Keras has no such backend; it asks the environment, then its own file of settings.
+        raise BadInput(
+            f"Keras can't be imported: {error}. Set KERAS_BACKEND to tensorflow, jax or torch, and install it with "
+            "`pip install 'memfit[tensorflow]'`, `'memfit[jax]'` or `'memfit[torch]'`."
+        ) from None
     except ImportError as error:
         backend = (error.name or "").partition(".")[0]
         if backend not in ("tensorflow", "jax", "torch"):

@@ -16,15 +16,16 @@ _SHARE = 0.01
 _SECONDS = 60.0
 _FIRST_SECONDS = 5.0
 
-_used: dict[str, int] = {}
-"""How often each folder was used in this process."""
+_finished: dict[str, int] = {}
+"""How many fits with each folder have ended in this process."""
 
 
 class FitCheckpoints:
     """Checkpoints of one call of `fit`.
 
     A script may call `fit` several times with one folder, or know nothing of the folder that its supervisor names; the
-    second and later calls of a process have folders of their own inside of it, in their order.
+    second and later calls of a process have folders of their own inside of it, in their order. A call that was broken
+    off doesn't count: the same one goes on where it was.
 
     Args:
         path: the folder; None: there are no checkpoints.
@@ -33,6 +34,7 @@ class FitCheckpoints:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, keep: int, every: int | None) -> None:
+        self._path = path
         self._folder = None if path is None else Folder(own_folder(path), keep, announce=_log.warning)
         self._every = every
         self._last = time.monotonic()
@@ -80,6 +82,12 @@ class FitCheckpoints:
         if written:
             run_events.note("checkpoint", update=update, path=str(self._folder.path))
 
+    def finish(self) -> None:
+        """The fit has come to its end: the next one of this process is another."""
+        if self._folder is not None and self._path is not None:
+            key = os.path.abspath(self._path)
+            _finished[key] = _finished.get(key, 0) + 1
+
     def close(self) -> None:
         """Waits until the last one is on disk."""
         if self._folder is not None:
@@ -88,10 +96,9 @@ class FitCheckpoints:
 
 
 def own_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder, or one inside of it for each further fit of this process, in their order."""
-    key = os.path.abspath(path)
-    count = _used[key] = _used.get(key, 0) + 1
-    return Path(path) if count == 1 else Path(path, f"fit-{count}")
+    """The folder, or one inside of it where fits of this process have ended with it, by their number."""
+    count = _finished.get(os.path.abspath(path), 0)
+    return Path(path, f"fit-{count + 1}") if count else Path(path)
 
 
 def plain_history(history: Any, ended: tuple[int, dict[str, Any]] | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from memfit._estimator import require_keras
 from memfit._fit_checkpoints import FitCheckpoints, plain_history
 from memfit._fit_options import AUTO, FitOptions
-from memfit.catalogue.host import cgroup_limit_bytes, host_memory_bytes
+from memfit.catalogue.host import cgroup_limit_bytes, host_memory_bytes, resident_bytes
 from memfit.core import env, run_events
 from memfit.core.errors import BadInput, BadModel, MemfitError
 from memfit.core.guarding import BatchSize, BrokenUpdate, CannotFit, OutOfMemory
@@ -253,6 +253,7 @@ class KerasFit:
         if self._resumed is not None:
             # Nothing was left to do.
             self._load_history(self._resumed)
+        self._checkpoints.finish()
         self.close()
 
     def close(self) -> None:
@@ -322,8 +323,11 @@ class KerasFit:
                 break
             except Exception as error:
                 failure = loop.failure(error)
-                if failure is None:
+                if failure is None and not self._stays_whole(error):
                     raise
+            if failure is None:
+                loop.roll_back()
+                continue
             size = loop.size_of(batch)
             self._recover(size, failure)
             failures.append(failure)
@@ -342,12 +346,20 @@ class KerasFit:
                 self._loop.put_on(settings)
                 return
             except (BadInput, BadModel) as error:
-                if settings.micro_batch_size and not self._why_whole:
-                    self._why_whole = str(error)
-                elif self._known_attempts.without_level():
+                if settings.micro_batch_size and self._stays_whole(error):
+                    continue
+                if self._known_attempts.without_level():
                     self._say(f"{error} It goes on without.")
                 else:
                     raise
+
+    def _stays_whole(self, error: Exception) -> bool:
+        """Whether batches aren't split from now on, because the model's can't be."""
+        if self._why_whole or self._attempts is None or not isinstance(error, BadInput | BadModel):
+            return False
+        self._why_whole = str(error)
+        self._say(f"{error} Batches are run as a whole.")
+        return True
 
     def _recover(self, size: BatchSize, failure: OutOfMemory) -> None:
         """Everything back, and what to try next; raises where nothing is left."""
@@ -357,13 +369,8 @@ class KerasFit:
             self._broken = str(error)
             run_events.note("oom", update=self._update, source=failure.source, text=failure.text)
             raise
-        run_events.note(
-            "oom",
-            update=self._update,
-            source=failure.source,
-            requested_bytes=failure.requested_bytes,
-            text=failure.text,
-        )
+        found = {"source": failure.source, "requested_bytes": failure.requested_bytes, "text": failure.text}
+        run_events.note("oom", update=self._update, **found)
         attempts = self._known_attempts
         if not self._why_whole:
             self._why_whole = self._loop.why_not_split()
@@ -426,7 +433,7 @@ class KerasFit:
         on_host = self._loop.device_name == "host"
         if on_host:
             # The budget is for the whole process, and a part of it is taken.
-            budget = max(1, budget - _resident_bytes())
+            budget = max(1, budget - (resident_bytes() or 0))
         try:
             with warnings.catch_warnings(), self._loop.filled():
                 warnings.simplefilter("ignore")
@@ -487,7 +494,7 @@ class KerasFit:
                 "the data are a tf.data.Dataset: its batches are taken to come in the same order again; give "
                 "shuffle() a seed and reshuffle_each_iteration=False if it shuffles"
             )
-        run_events.note("resume", update=self._update)
+        run_events.note("resume", update=self._update, path=str(found.path))
 
     def _load(self, batch: Any) -> None:
         """At the first batch after a resume, when all other callbacks have had their say."""
@@ -585,12 +592,6 @@ class KerasFit:
         if text not in self._told:
             self._told.add(text)
             _log.warning(text)
-
-
-def _resident_bytes() -> int:
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
 
 
 def _flags() -> Any:

@@ -108,3 +108,13 @@ def test_a_backend_that_is_not_there_is_named_with_its_extra():
     assert done.returncode == 0, done.stderr[-4000:]
     assert "Keras is set to run on tensorflow, which is not installed" in done.stdout
     assert "pip install 'memfit[tensorflow]'" in done.stdout
+
+
+def test_a_backend_that_keras_does_not_know_is_said_in_one_line():
+    command = [sys.executable, "-m", "memfit", "estimate", "keras:ResNet50"]
+    done = subprocess.run(
+        command, env=os.environ | {"KERAS_BACKEND": "nosuch"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "nosuch" in done.stderr and "tensorflow, jax or torch" in done.stderr

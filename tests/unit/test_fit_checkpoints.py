@@ -13,14 +13,27 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def no_folder_was_used(monkeypatch):
-    monkeypatch.setattr(_fit_checkpoints, "_used", {})
+    monkeypatch.setattr(_fit_checkpoints, "_finished", {})
 
 
 def test_each_fit_of_a_process_has_its_own_folder(tmp_path):
-    assert own_folder(tmp_path) == tmp_path
-    assert own_folder(tmp_path) == tmp_path / "fit-2"
-    assert own_folder(str(tmp_path)) == tmp_path / "fit-3"
+    for expected in (tmp_path, tmp_path / "fit-2", tmp_path / "fit-3"):
+        checkpoints = FitCheckpoints(tmp_path, 1, 1)
+        assert own_folder(tmp_path) == expected
+        checkpoints.finish()
+        checkpoints.close()
     assert own_folder(tmp_path / "other") == tmp_path / "other"
+
+
+def test_a_fit_that_was_broken_off_goes_on_in_its_folder(tmp_path):
+    broken = FitCheckpoints(tmp_path, 1, 1)
+    broken.save(Loop(), {"update": 4})
+    broken.close()
+
+    again = FitCheckpoints(str(tmp_path), 1, 1)
+
+    assert again.latest().step == 4
+    again.close()
 
 
 def test_without_a_folder_nothing_is_due():

@@ -23,7 +23,7 @@ from tests.unit.adapters.keras.guarding.models import build, data  # noqa: E402
 @pytest.fixture(autouse=True)
 def apart(monkeypatch, tmp_path):
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(_fit_checkpoints, "_used", {})
+    monkeypatch.setattr(_fit_checkpoints, "_finished", {})
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train("b", Ends())
     keras.utils.set_random_seed(99)
-    _fit_checkpoints._used.clear()
+    _fit_checkpoints._finished.clear()
     model, again, stopped = train("b")
 
     assert difference(expected, model) == 0
@@ -151,7 +151,7 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path):
     assert again.epoch == [0, 1, 2]
     assert (stopped.wait, stopped.best) == (stop.wait, stop.best)
     # AND a fit that is over is not begun again
-    _fit_checkpoints._used.clear()
+    _fit_checkpoints._finished.clear()
     model, again, _ = train("b")
     assert difference(expected, model) == 0
     assert again.history == history.history
@@ -165,7 +165,7 @@ def test_a_budget_is_planned_for(monkeypatch):
         return type("Plan", (), {"settings": Settings(micro_batches=2, micro_batch_size=2)})()
 
     monkeypatch.setattr("memfit._plan.plan", made)
-    monkeypatch.setattr(_keras_fit, "_resident_bytes", lambda: 2**30)
+    monkeypatch.setattr(_keras_fit, "resident_bytes", lambda: 2**30)
     model = build(keras.layers.Dense(3))
     fit(model, *data(), batch_size=4, verbose=0, shuffle=False, budget="3GiB", remember=False)
 

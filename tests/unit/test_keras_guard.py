@@ -22,7 +22,7 @@ from tests.unit.adapters.keras.guarding.models import build, data  # noqa: E402
 @pytest.fixture(autouse=True)
 def apart(monkeypatch, tmp_path):
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(_fit_checkpoints, "_used", {})
+    monkeypatch.setattr(_fit_checkpoints, "_finished", {})
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_loop_goes_on_from_its_checkpoint(tmp_path):
         expected.train_on_batch(*data())
     counts = []
     for stop in (2, 4):
-        _fit_checkpoints._used.clear()
+        _fit_checkpoints._finished.clear()
         model = build()
         with memfit.Guard(model, checkpoint=tmp_path / "kept", checkpoint_every=9) as guard:
             counts.append((guard.resumed_from, guard.num_updates))
@@ -156,7 +156,7 @@ def test_a_budget_is_planned_for(monkeypatch):
         return type("Plan", (), {"settings": Settings(micro_batches=3, micro_batch_size=4)})()
 
     monkeypatch.setattr("memfit._plan.plan", made)
-    monkeypatch.setattr(_keras_fit, "_resident_bytes", lambda: 2**30)
+    monkeypatch.setattr(_keras_fit, "resident_bytes", lambda: 2**30)
     expected, model = build(keras.layers.Dense(3)), build(keras.layers.Dense(3))
     expected.train_on_batch(*data())
     with memfit.Guard(model, budget="3GiB", remember=False) as guard:

@@ -45,6 +45,16 @@ def physical_memory_bytes() -> int | None:
     return size_bytes if size_bytes > 0 else None
 
 
+def resident_bytes() -> int | None:
+    """Memory of this process that is in RAM; None where the system doesn't say."""
+    import psutil
+
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except psutil.Error:
+        return None
+
+
 def cgroup_limit_bytes(root: Path = _ROOT) -> int | None:
     """Tightest memory limit of this process's control groups, or None where there is none.
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
-
+from memfit.catalogue.host import resident_bytes
 from memfit.core.errors import BadInput, MemfitError, StepFailed
 from memfit.core.guarding import OutOfMemory
 from memfit.core.units import format_size
@@ -188,7 +187,7 @@ class Loop:
         ended = failure if outcome is Outcome.FAILED and self.on_error == RAISE else None
         failure = None
         held = "" if ended is not None else leftovers()
-        record = Record(number, described_point(point), outcome, score, seconds, weights, text, held, _resident_bytes())
+        record = Record(number, described_point(point), outcome, score, seconds, weights, text, held, resident_bytes())
         results.add(record)
         self._tidy(results)
         if ended is not None:
@@ -316,13 +315,6 @@ def _failed(record: Record) -> MemfitError:
         f"trial {record.number} of the search failed with {record.parameters}: {record.error}. The trials before it "
         "are kept; run the same search again to go on from here, or give on_error='skip' to leave out trials that fail."
     )
-
-
-def _resident_bytes() -> int | None:
-    try:
-        return int(psutil.Process().memory_info().rss)
-    except psutil.Error:
-        return None
 
 
 def _table(search: Search) -> list[str]:

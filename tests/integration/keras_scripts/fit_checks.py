@@ -270,7 +270,7 @@ def kills(kind):
 
 
 def main():
-    _fit_checkpoints._used.clear()
+    _fit_checkpoints._finished.clear()
     for name in sys.argv[4:]:
         if name.startswith("kills-"):
             found = kills(name.removeprefix("kills-"))

@@ -184,7 +184,7 @@ def goes_on():
         expected.train_on_batch(x, y)
     counts = []
     for stop in (2, NUM_BATCHES):
-        _fit_checkpoints._used.clear()
+        _fit_checkpoints._finished.clear()
         model = build()
         with memfit.Guard(model, checkpoint=FOLDER / "kept", checkpoint_every=1, remember=False) as guard:
             counts.append([guard.resumed_from, guard.num_updates])

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from memfit.catalogue import host
-from memfit.catalogue.host import cgroup_limit_bytes, host_memory_bytes, physical_memory_bytes
+from memfit.catalogue.host import cgroup_limit_bytes, host_memory_bytes, physical_memory_bytes, resident_bytes
 from memfit.core.units import GIB, MIB
 
 UNLIMITED = 9223372036854771712  # what version 1 writes for "no limit" with pages of 4096 bytes
@@ -175,3 +175,9 @@ class TestThisMachine:
         monkeypatch.setitem(sys.modules, "psutil", None)
         monkeypatch.setattr(host.sys, "platform", "win32")
         assert physical_memory_bytes() is None
+
+
+def test_the_memory_of_this_process_grows_with_what_it_holds():
+    before = resident_bytes()
+    held = bytearray(os.urandom(64 * MIB))
+    assert resident_bytes() - before > len(held) // 2

@@ -18,6 +18,7 @@ import numpy as np
 
 from memfit.adapters.jax.operations import count_flops
 from memfit.adapters.jax.recomputation import recomputed
+from memfit.core.errors import BadInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,18 @@ def block(function: Callable[..., Any], name: str | None = None) -> Callable[...
 
 @contextmanager
 def recomputing(names: tuple[str, ...]) -> Iterator[None]:
-    """Has the calls of blocks with these names computed again."""
-    token = _tracing.set(_Tracing(frozenset(names)))
+    """Has the calls of blocks with these names computed again; refuses names that no call has."""
+    tracing = _Tracing(frozenset(names))
+    token = _tracing.set(tracing)
     try:
         yield
     finally:
         _tracing.reset(token)
+    known = [f"{name}.{number}" for name, count in tracing.calls.items() for number in range(count)]
+    unknown = sorted(tracing.recomputed.difference(known))
+    if unknown:
+        has = f"It has {', '.join(known)}" if known else "It has none: mark functions with memfit.jax.block"
+        raise BadInput(f"the step has no block {', '.join(map(repr, unknown))} to compute again. {has}.")
 
 
 @contextmanager

@@ -145,7 +145,8 @@ def _specs(value: Any, place: str, unknown: int) -> Any:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise BadBatch(
                 f"{place} of the batch holds {leaf!r}, a {type(leaf).__name__}, where arrays, tensors or shapes are "
-                "expected. Make lists of numbers into arrays with numpy.asarray."
+                "expected. Make lists of numbers into arrays with numpy.asarray; of a generator or a data set, give "
+                "one batch: next(iter(data))."
             )
         shape = [None if size is None else int(size) for size in leaf.shape]
         if shape and shape[0] is None:

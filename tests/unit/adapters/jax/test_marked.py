@@ -1,8 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from memfit.adapters.jax.marked import block, num_bytes, recomputing, recording
+from memfit.core.errors import BadInput
 
 
 def layer(x, w, *, scale):
@@ -45,6 +47,15 @@ def test_what_is_named_is_computed_again_and_gives_the_same():
         assert all(np.allclose(a, b, rtol=1e-6) for a, b in zip(plain, again, strict=True))
         program = str(jax.make_jaxpr(lambda w, names=names: jax.grad(loss)(w, names))(W))
         assert program.count("tanh") > str(jax.make_jaxpr(lambda w: jax.grad(loss)(w, ()))(W)).count("tanh")
+
+
+def test_a_name_that_no_call_has_is_refused():
+    def loss(w):
+        with recomputing(("layer.0", "nope.0")):
+            return block(layer)(X, w, scale=2)[0].sum()
+
+    with pytest.raises(BadInput, match=r"no block 'nope.0' to compute again. It has layer.0"):
+        jax.grad(loss)(W)
 
 
 def test_integers_and_keys_pass_through():

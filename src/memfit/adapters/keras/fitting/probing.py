@@ -79,8 +79,6 @@ def kinds_of_added(
     kinds: list[list[set[Kind]]] = []
     random = np.random.default_rng(1)
     with concrete():
-        # A regularizer of weights that are zero would tell nothing.
-        values = ([_moved(value) for value in values[0]], values[1])
         for scale in _scales():
             made = _made(x, random, -1.0, scale)
             try:
@@ -96,11 +94,18 @@ def kinds_of_added(
                 kinds = [[] for _ in whole]
             for index, value in enumerate(whole):
                 kinds[index].append(_kinds(value, [(size, part[index]) for size, part in parts]))
-    # What is nothing, whatever the inputs are, adds nothing either way.
-    found = [Kind.SAMPLES if all(len(one) == 2 for one in draws) else _agreed(draws) for draws in kinds]
+    # Regularizers of weights come last, and are the same for all parts.
+    num_added = len(kinds) - num_regularized(model)
+    found = [_agreed(draws) if index < num_added else Kind.SAMPLES for index, draws in enumerate(kinds)]
     if Kind.NEITHER in found and training:
         return kinds_of_added(concrete, model, values, x, training=False)
     return found
+
+
+def num_regularized(model: Any) -> int:
+    """Losses of the model that are regularizers of weights."""
+    # Counted, not computed: while a step is compiled for JAX, variables have no values outside of it.
+    return sum(getattr(variable, "regularizer", None) is not None for variable in model.trainable_weights)
 
 
 def kind_of_step(
@@ -168,13 +173,6 @@ def _is_sum(whole: float, values: list[float]) -> bool:
     size = max(abs(whole), sum(map(abs, values)), 1e-9)
     # What overflows tells nothing.
     return not np.isfinite(size) or abs(whole - sum(values)) <= _TOLERANCE * size
-
-
-def _moved(value: Any) -> Any:
-    if "float" not in keras.backend.standardize_dtype(value.dtype):
-        return value
-    noise = np.random.default_rng(4).normal(0, 0.05, tuple(value.shape))
-    return ops.add(ops.stop_gradient(value), ops.cast(ops.convert_to_tensor(noise), value.dtype))
 
 
 def _number(value: Any) -> float:

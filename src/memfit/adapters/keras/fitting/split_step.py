@@ -97,9 +97,7 @@ class SplitStep:
 
     def num_added(self, losses: Sequence[Any]) -> int:
         """Losses that layers added, besides regularizers of weights, which come last."""
-        # Counted, not computed: while a step is compiled for JAX, variables have no values outside of it.
-        regularized = [v for v in self.model.trainable_weights if getattr(v, "regularizer", None) is not None]
-        return len(losses) - len(regularized)
+        return len(losses) - probing.num_regularized(self.model)
 
     def finish_metrics(self, share: Any, values: Sequence[Any], num_samples: Any, known_samples: Any) -> None:
         """Updates the metrics of losses as the plain step does, once for the batch.
