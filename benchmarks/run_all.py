@@ -41,6 +41,11 @@ SCRIPTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("stream_resume", (), ("--points", "20")),
     ("stream_workers", (), ("--samples", "100000")),
     ("convert_speed", (), ("--size", "256MiB", "--repeats", "1", "--kills", "4", "--kill-size", "128MiB")),
+    ("jax_accuracy", (), ()),
+    ("keras_accuracy", (), ("MLP", "--backends", "torch")),
+    ("keras_equality", (), ("torch",)),
+    ("keras_overhead", (), ("--rounds", "2")),
+    ("keras_survival", (), ("transformer", "--backends", "tensorflow")),
 )
 
 
