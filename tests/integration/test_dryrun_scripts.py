@@ -29,16 +29,13 @@ QUICK_PAIRS = {
     "gpt_trainer",
     "dcgan",
     "vae",
-    "word_language_model",
     "dqn",
     "hf_trainer_gpt2",
     "hf_no_trainer_accelerate",
     "lightning_module",
     "keras_torch",
-    "timm_train",
     "ddp",
     "fsdp2",
-    "unet_segmentation",
 }
 
 

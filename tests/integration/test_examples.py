@@ -171,6 +171,7 @@ def test_dryrun_fits_on_one_device(tmp_path):
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_dryrun_does_not_fit_on_a_smaller_one(tmp_path):
     script = "examples/dryrun/train.py"
     shown, errors = dry_run(script, "--device", "rtx-3060", "--html", "memory.html", folder=tmp_path, expected=3)
@@ -230,6 +231,7 @@ def test_plan_trains_within_its_budget(tmp_path):
     assert (tmp_path / "plan.json").is_file()
 
 
+@pytest.mark.slow
 def test_plan_says_what_the_smallest_needs(tmp_path):
     done = start("examples/plan/plan.py", "10MiB", str(tmp_path))
 
@@ -246,6 +248,7 @@ def plan_script(*options: str, folder: Path) -> str:
     return " ".join(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_plan_script_fits_with_autocast_and_micro_batches(tmp_path):
     shown = plan_script("--precision", "auto", folder=tmp_path)
 
@@ -297,6 +300,7 @@ def test_guard_finishes_where_a_plain_loop_dies():
     assert losses[-1] < losses[0], "nothing is learned"
 
 
+@pytest.mark.slow
 def test_guard_says_what_is_needed_where_nothing_is_left():
     _, guarded, free = guard_under_a_limit(3, expected=3)
 
@@ -339,6 +343,7 @@ def test_a_keras_model_is_planned(monkeypatch):
     assert shown.rstrip().endswith("fit finished: True")
 
 
+@pytest.mark.slow
 def test_a_fit_of_keras_goes_on_where_it_was_ended(monkeypatch, tmp_path):
     needs("keras")
     monkeypatch.setenv("KERAS_BACKEND", "torch")
@@ -429,6 +434,7 @@ def test_ensemble_takes_the_memory_of_one_member(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_dryrun_distributed_fits_on_four_devices(tmp_path):
     options = ("--device", "rtx-3090", "--count", "4")
 

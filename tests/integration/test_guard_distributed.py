@@ -109,6 +109,7 @@ def resume(kind, num_processes, num_steps, folder, directory):
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(num_processes)]
 
 
+@pytest.mark.slow
 def test_a_sharded_run_goes_on_with_another_number_of_processes(tmp_path):
     # GIVEN a run of two processes with checkpoints
     saved = resume("fsdp", 2, 2, tmp_path / "checkpoints", tmp_path / "two")

@@ -44,7 +44,9 @@ def run(backend, folder, checks, kills=3):
     return {one["check"]: one for one in found}
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow), "tensorflow"])
+@pytest.mark.parametrize(
+    "backend", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("torch", "jax")), "tensorflow"]
+)
 def test_a_guarded_fit_is_the_plain_one_whatever_happens(backend, tmp_path):
     extra = ("fault_in_graph",) if backend == "tensorflow" else ()
 

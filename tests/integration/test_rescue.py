@@ -39,7 +39,7 @@ def weights(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.parametrize(
     ("model", "limit"),
     [
-        ("cnn", 80),
+        pytest.param("cnn", 80, marks=pytest.mark.slow),
         pytest.param("transformer", 60, marks=pytest.mark.slow),
         pytest.param("lstm", 160, marks=pytest.mark.slow),
     ],

@@ -49,6 +49,7 @@ def test_a_search_finds_keeps_and_loads_the_best(tmp_path):
         found.load_best(build(17))
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_ends_with_the_same_numbers(tmp_path):
     def interrupted(parameters, trial):
         if trial.number == 1:
