@@ -266,7 +266,8 @@ class _Planner:
         for candidate in search.contenders(self._usable, _CLOSE * best.candidate.seconds):
             if len(found) >= _NUM_CONTENDERS:
                 break
-            if all(candidate.settings != known.candidate.settings for known in found):
+            # The first of those with equal passes has the fastest update.
+            if all(candidate.settings.of_passes != known.candidate.settings.of_passes for known in found):
                 proof = self._prove(candidate, self._usable)
                 if proof is not None and self._is_kept(proof):
                     found.append(proof)
@@ -278,10 +279,10 @@ class _Planner:
             for proof, passes in zip(found, times, strict=True)
         ]
         least = min(candidate.seconds for candidate in timed)
-        # Times of equal plans differ by as much from turn to turn.
+        # Times of equal passes differ by as much from turn to turn.
         index = min(
             (place for place, candidate in enumerate(timed) if candidate.seconds <= least * _AS_FAST),
-            key=lambda place: (num_changed(timed[place].settings), timed[place].seconds),
+            key=lambda place: (num_changed(timed[place].settings.of_passes), timed[place].seconds),
         )
         self._timed_over_computed = timed[index].seconds / max(1e-12, found[index].candidate.seconds)
         self._was_timed = True

@@ -114,6 +114,18 @@ class Settings:
     jit_compile: bool | None = None
     donate: bool = False
 
+    @property
+    def of_passes(self) -> "Settings":
+        """What of it changes the forward and backward passes; all else as it is by default."""
+        plain = Settings()
+        return replace(
+            self,
+            kernels=plain.kernels,
+            state=plain.state,
+            step_in_backward=plain.step_in_backward,
+            set_to_none=plain.set_to_none,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write."""
         return asdict(self)

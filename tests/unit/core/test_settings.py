@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -63,3 +64,11 @@ def test_a_weighting_is_one_of_four():
 def test_values_that_nobody_writes_are_refused_by_name(name, value):
     with pytest.raises(BadFile, match=f"the setting {name} is"):
         Settings.from_json({name: value})
+
+
+def test_the_passes_of_settings_know_nothing_of_the_update():
+    passes = Settings(micro_batches=2, checkpoint=("a",), precision="amp-bf16")
+    update = {"kernels": OptimizerKernels.FUSED, "state": OptimizerState.HOST, "step_in_backward": True}
+
+    assert replace(passes, **update, set_to_none=False).of_passes == passes
+    assert passes.of_passes == passes

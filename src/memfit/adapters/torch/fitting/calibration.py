@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from memfit.adapters.torch.stand_in import map_tensors
 from memfit.core.errors import BadInput
 from memfit.core.job import PRECISIONS
 from memfit.core.profile import Measurement
-from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.core.settings import OptimizerKernels, Settings
 from memfit.core.units import MIB
 
 _MAX_TURNS = 9
@@ -129,7 +128,7 @@ def time_passes(
     """
     given = batch if batch_size is None else _resized(batch, batch_size)
     # Plans that differ in their update only have the same passes, which are timed once.
-    passes = [_without_update(settings) for settings in plans]
+    passes = [settings.of_passes for settings in plans]
     least = dict.fromkeys(passes, math.inf)
     with untouched(model, loss):
         wait = _Passes(model, loss, None).wait
@@ -146,12 +145,6 @@ def time_passes(
             if last + (last - begun) > end:
                 break
     return [least[settings] for settings in passes]
-
-
-def _without_update(settings: Settings) -> Settings:
-    return replace(
-        settings, kernels=OptimizerKernels.KEEP, state=OptimizerState.KEEP, step_in_backward=False, set_to_none=True
-    )
 
 
 def _time_one(
