@@ -7,19 +7,17 @@ which samples have not: so a run that covers them is read into scratch memory of
 Very short reads are served well by the cache, and very long ones better by the kernel's own reading ahead.
 """
 
-import ctypes
 import mmap
 import os
 import threading
-from contextlib import suppress
 
 import numpy as np
+
+from memfit.data.pages import HUGE_BYTES, pages
 
 LEAST_BYTES = 32 << 10
 MOST_BYTES = 2 << 20
 _PAGE_BYTES = mmap.PAGESIZE
-# A read into single pages is handed to the disk page by page; one into a huge page isn't, and is twice as fast.
-_HUGE_BYTES = 2 << 20
 _SLOT_BYTES = 64 << 10
 
 
@@ -35,7 +33,7 @@ class _Slot:
 
 
 class _Slots:
-    """Scratch memory of all threads, in huge pages that they share where the system has such."""
+    """Scratch memory of all threads, which share huge pages: a read into these is twice as fast."""
 
     def __init__(self) -> None:
         self.of_thread = threading.local()
@@ -51,20 +49,9 @@ class _Slots:
             if free:
                 return _Slot(free.pop(), self._free)
             if len(self._rest) < size:
-                self._rest = _huge_pages(-(-size // _HUGE_BYTES) * _HUGE_BYTES)
+                self._rest = pages(-(-size // HUGE_BYTES) * HUGE_BYTES)
             view, self._rest = self._rest[:size], self._rest[size:]
         return _Slot(view, self._free)
-
-
-def _huge_pages(size: int) -> memoryview:
-    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    mapping = mmap.mmap(-1, size + _HUGE_BYTES, **flags)
-    skipped = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_BYTES
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Some kernels have none.
-        with suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE, skipped, size)
-    return memoryview(mapping)[skipped : skipped + size]
 
 
 _slots = _Slots()

@@ -24,6 +24,10 @@ _ENOUGH_BLOCKS = 72
 # Small windows have more and smaller blocks: there, the order counts for more than the speed.
 _MANY_BLOCKS = 128
 _SMALL_WINDOW_BYTES = 32 * MIB
+# Chunks and row groups are as large as they are: many in a window cost nothing. Small ones are read together up to
+# the second.
+_NATURAL_BLOCKS = 160
+_MERGED_BYTES = 256 * KIB
 # Below the first, a read costs more than the bytes it brings; from the second on, scattered reads are as fast as one
 # long one, and with the pages at both ends, two of them fit into a huge page.
 _LEAST_BLOCK_BYTES = 64 * KIB
@@ -134,12 +138,12 @@ def divide(
     else:
         for more in _LANES:
             less_bytes = usable // num_held(more) // held * sizes.held_bytes
-            if less_bytes >= _ENOUGH_BLOCKS * block_bytes:
+            if less_bytes >= (_ENOUGH_BLOCKS if natural is None else _NATURAL_BLOCKS) * block_bytes:
                 num_lanes, window_bytes = more, less_bytes
                 break
     window = _capped(window_bytes // sizes.held_bytes, num_samples)
     if natural is not None:
-        num_merged = max(1, _block_bytes(window_bytes, layout) // max(1, natural))
+        num_merged = max(1, min(max(_MERGED_BYTES, layout.read_bytes), window_bytes // _MANY_BLOCKS) // max(1, natural))
         return Geometry(num_samples, batch_size, num_lanes, window, 0, num_merged)
     block = _block_samples(window_bytes, layout, sizes.held_bytes, num_samples)
     return Geometry(num_samples, batch_size, num_lanes, window, block)

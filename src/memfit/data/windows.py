@@ -16,6 +16,7 @@ import numpy as np
 
 from memfit.data.geometry import ALIGNMENT
 from memfit.data.order import Order, Piece, Span, numbers_of, row_dtype
+from memfit.data.pages import HUGE_BYTES, pages
 from memfit.data.schedule import Schedule
 from memfit.data.source import Array, Source
 
@@ -325,7 +326,7 @@ class Windows:
                     self._held_bytes -= self._spare.pop(0).nbytes
                 if self._held_bytes + size <= self.room.held_bytes or self._wanted == key:
                     self._held_bytes += size
-                    return np.empty(size, np.uint8)
+                    return _fresh(size)
                 self._changed.wait()
         return None
 
@@ -355,6 +356,10 @@ def _small_stacks() -> Iterator[None]:
             yield
         finally:
             threading.stack_size(before)
+
+
+def _fresh(size: int) -> Array:
+    return np.empty(size, np.uint8) if size < HUGE_BYTES else np.frombuffer(pages(size), np.uint8)
 
 
 def _keep(rows: Array, given: Array) -> Array:

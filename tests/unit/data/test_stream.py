@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import memfit
+from memfit.catalogue.host import resident_bytes
 from memfit.core.errors import BadInput
 from memfit.core.units import MIB
 from memfit.data.geometry import Geometry
@@ -416,3 +418,17 @@ def test_images_leave_half_of_the_memory_to_batches():
 
     assert stream.in_flight_bytes == 2 * MIB
     assert stream.in_flight_bytes + stream.window_bytes <= 4 * MIB
+
+
+def test_epoch_after_epoch_takes_no_more_memory(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((16_384, 1024), np.float32))
+    stream = memfit.stream(tmp_path / "x.npy", batch_size=64, memory="32MiB")
+    for _ in zip(range(10), stream, strict=False):
+        pass
+    before, most = resident_bytes(), 0
+    for _ in range(5):
+        for number, _batch in enumerate(stream):
+            if number % 16 == 0:
+                most = max(most, resident_bytes() - before)
+
+    assert most < 40 * MIB
