@@ -67,7 +67,7 @@ def test_the_collector_is_left_as_it_was(switched_off):
         with operators.around:
             kept = [[] for _ in range(1000)]
         assert gc.isenabled()
-        assert gc.get_threshold()[0] >= thresholds[0] + len(kept)
+        assert gc.get_threshold()[0] > thresholds[0] + len(kept) // 2
         raise ValueError("stop")
 
     assert not gc.isenabled()
