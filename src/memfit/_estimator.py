@@ -63,7 +63,7 @@ def as_job(model: Any, arguments: tuple[Any, ...], loss: Any, batch: Any, **opti
         if loss is not None and batch is None:
             # memfit.estimate(model, (x, y))
             loss, batch = None, loss
-        if loss is not None and "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
+        if loss is not None and is_torch_module(model):
             # Trained as a module of PyTorch, in a loop of one's own.
             return Job(model, loss, batch, **given)
         if loss is not None or given.get("optimizer") is not None:
@@ -104,12 +104,17 @@ def is_keras_model(model: Any) -> bool:
     return keras is not None and hasattr(keras, "Model") and isinstance(model, keras.Model)
 
 
+def is_torch_module(model: Any) -> bool:
+    """Whether it is one of PyTorch, as models of Keras on PyTorch are, too."""
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "nn") and isinstance(model, torch.nn.Module)
+
+
 def _is_jax_step(model: Any, arguments: tuple[Any, ...]) -> bool:
     """Whether a function and its arguments are a step of JAX."""
     if "jax" not in sys.modules or not callable(model):
         return False
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "nn") and isinstance(model, torch.nn.Module):
+    if is_torch_module(model):
         return False
     from memfit.adapters.jax import job
 

@@ -1,6 +1,7 @@
 """How a `fit` of Keras is guarded: what `memfit.fit`, `memfit.keras.Fit` and `memfit.Guard` are given, checked."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memfit.core import run_events
@@ -33,6 +34,18 @@ class FitOptions:
                 raise BadInput(f"{name} must be a whole number from 1 up, but {value!r} was given.")
         if self.plan is not None and self.plan != AUTO and not isinstance(self.plan, Plan):
             raise BadInput(f"plan must be 'auto', a Plan or None, but {self.plan!r} was given.")
+
+    @classmethod
+    def check_names(cls, given: Iterable[str], of: str) -> None:
+        """Refuses names that no option has.
+
+        Args:
+            given: the names.
+            of: what was given them, for the message.
+        """
+        unknown = sorted(set(given) - set(cls.__slots__))
+        if unknown:
+            raise BadInput(f"{of} has no option {', '.join(unknown)}. It takes {', '.join(cls.__slots__)}.")
 
     def budget_bytes(self, request: run_events.RunRequest | None) -> int | None:
         """What the process may take; None: what is there."""

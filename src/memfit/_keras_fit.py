@@ -131,13 +131,8 @@ def make_callback_class() -> type:
         """
 
         def __init__(self, **options: Any) -> None:
-            try:
-                checked = FitOptions(**options)
-            except TypeError:
-                names = ", ".join(FitOptions.__slots__)
-                unknown = ", ".join(sorted(set(options) - set(FitOptions.__slots__)))
-                raise BadInput(f"Fit has no option {unknown}. It takes {names}.") from None
-            super().__init__(KerasFit(checked))
+            FitOptions.check_names(options, "Fit")
+            super().__init__(KerasFit(FitOptions(**options)))
 
     Fit.__module__, Fit.__qualname__ = "memfit.keras", "Fit"
     return Fit

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from memfit._estimator import require_keras
+from memfit._estimator import is_torch_module, require_keras
 from memfit._fit_options import AUTO, FitOptions
 from memfit._keras_fit import KerasFit, guarded_call
 from memfit.core.errors import BadInput
@@ -47,10 +47,7 @@ def trains_by_keras(model: Any, optimizer: Any) -> bool:
         model: one of Keras, whichever its backend.
         optimizer: given beside it.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "nn") or not isinstance(model, torch.nn.Module):
-        return True
-    return not isinstance(optimizer, torch.optim.Optimizer)
+    return not is_torch_module(model) or not isinstance(optimizer, sys.modules["torch"].optim.Optimizer)
 
 
 def make_guard(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> "KerasGuard":
@@ -68,10 +65,7 @@ def make_guard(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) 
         value = given.pop(name, default)
         if value is not default and value != default:
             raise BadInput(f"the guard of a Keras model takes no {name}: {instead}.")
-    unknown = sorted(set(given) - set(FitOptions.__slots__))
-    if unknown:
-        names = ", ".join(FitOptions.__slots__)
-        raise BadInput(f"the guard of a Keras model has no option {', '.join(unknown)}. It takes {names}.")
+    FitOptions.check_names(given, "the guard of a Keras model")
     return KerasGuard(model, **given)
 
 

@@ -3,7 +3,6 @@
 import json
 import logging
 
-import numpy as np
 import pytest
 
 keras = pytest.importorskip("keras")
@@ -17,7 +16,7 @@ from memfit.core import env  # noqa: E402
 from memfit.core.errors import BadInput  # noqa: E402
 from memfit.core.plan import PlanNotFound  # noqa: E402
 from memfit.core.settings import Settings  # noqa: E402
-from tests.unit.adapters.keras.guarding.models import build, data  # noqa: E402
+from tests.unit.adapters.keras.guarding.models import build, data, difference, fault_setter  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -28,28 +27,7 @@ def apart(monkeypatch, tmp_path):
 
 @pytest.fixture
 def faults(monkeypatch):
-    """Has the steps of these numbers, counted from 1, run out of memory."""
-    kind = type(make_steps(build(), len))
-    plain, count = kind.run, [0]
-
-    def set_faults(*numbers):
-        def run(self, batch):
-            count[0] += 1
-            if count[0] in numbers:
-                raise MemoryError("no memory")
-            return plain(self, batch)
-
-        monkeypatch.setattr(kind, "run", run)
-
-    return set_faults
-
-
-def values(model):
-    return [variables.as_array(one.value).copy() for one in [*model.variables, *model.optimizer.variables]]
-
-
-def difference(one, other):
-    return max(float(np.abs(a - b).max()) for a, b in zip(values(one), values(other), strict=True))
+    return fault_setter(monkeypatch)
 
 
 def plain(*layers, **arguments):

@@ -1,7 +1,10 @@
-"""A small compiled model, and its data."""
+"""A small compiled model, its data, and faults of its steps."""
 
 import keras
 import numpy as np
+
+from memfit.adapters.keras.guarding import variables
+from memfit.adapters.keras.guarding.steps import make_steps
 
 
 def build(*layers, **options):
@@ -15,3 +18,28 @@ def build(*layers, **options):
 def data(number=12):
     generator = np.random.default_rng(0)
     return generator.random((number, 4)).astype("float32"), generator.random((number, 2)).astype("float32")
+
+
+def values(model):
+    return [variables.as_array(one.value).copy() for one in [*model.variables, *model.optimizer.variables]]
+
+
+def difference(one, other):
+    return max(float(np.abs(a - b).max()) for a, b in zip(values(one), values(other), strict=True))
+
+
+def fault_setter(monkeypatch):
+    """Has the steps of the numbers that it is called with, counted from 1, run out of memory."""
+    kind = type(make_steps(build(), len))
+    plain, count = kind.run, [0]
+
+    def set_faults(*numbers):
+        def run(self, batch):
+            count[0] += 1
+            if count[0] in numbers:
+                raise MemoryError("no memory")
+            return plain(self, batch)
+
+        monkeypatch.setattr(kind, "run", run)
+
+    return set_faults
