@@ -3,14 +3,12 @@
 Run as: fit_checks.py BACKEND FOLDER KILLS CHECK...; prints one line of JSON by check.
 """
 
-import importlib
 import json
 import os
 import random
 import signal
 import sys
 import traceback
-from contextlib import contextmanager
 from pathlib import Path
 
 BACKEND, FOLDER, KILLS = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
@@ -21,13 +19,12 @@ os.environ |= {"JAX_ENABLE_X64": "1", "TF_ENABLE_ONEDNN_OPTS": "0"}
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
+from injected import faults, kind_of_steps  # noqa: E402
 
 import memfit  # noqa: E402
 from memfit import _fit_checkpoints, _keras_fit  # noqa: E402
 
 NUM_SAMPLES, BATCH = 90, 16
-STEPS = importlib.import_module(f"memfit.adapters.keras.guarding.{BACKEND}_steps")
-KIND = next(value for name, value in vars(STEPS).items() if name.endswith("Steps") and name != "Steps")
 
 
 def build(*, norm=False, dropout=True, compiled=None, size=24):
@@ -50,36 +47,6 @@ def build(*, norm=False, dropout=True, compiled=None, size=24):
 def data():
     generator = np.random.default_rng(0)
     return generator.random((NUM_SAMPLES, 20)), generator.integers(0, 3, NUM_SAMPLES)
-
-
-def out_of_memory():
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        return tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor with shape[9,9] and type float")
-    if BACKEND == "jax":
-        import jax
-
-        return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 800000000 bytes.")
-    return RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory")
-
-
-@contextmanager
-def faults(first, number):
-    """Steps from `first` on, so many of them, run out of memory."""
-    plain, count = KIND.run, [0]
-
-    def run(self, batch):
-        count[0] += 1
-        if first <= count[0] < first + number:
-            raise out_of_memory()
-        return plain(self, batch)
-
-    KIND.run = run
-    try:
-        yield
-    finally:
-        KIND.run = plain
 
 
 def fit(model, *, folder=None, every=2, epochs=3, x=None, callbacks=(), **arguments):
@@ -123,7 +90,7 @@ def fault_is_same(compiled=None):
     one, other = build(dropout=False, compiled=compiled), build(dropout=False, compiled=compiled)
     x, y = data()
     history = one.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
-    with faults(2, 2):
+    with faults(BACKEND, 2, 2):
         guarded = fit(other, epochs=2, shuffle=False)
     losses = np.abs(np.array(history.history["loss"]) - guarded.history["loss"]).max()
     return {"difference": difference(one, other), "losses": float(losses)}
@@ -143,7 +110,7 @@ def fault_is_undone():
             if batch == 2 and BACKEND != "jax":
                 before["values"] = weights(model)
 
-    with faults(3, 1000):
+    with faults(BACKEND, 3, 1000):
         try:
             memfit._keras_fit.fit(
                 model, x, y, batch_size=BATCH, verbose=0, remember=False, plan=None, callbacks=[Keep()]
@@ -240,7 +207,8 @@ def kills(kind):
         after = chosen.randrange(3, 6)
 
         def killed(after=after, number=number):
-            plain, count = KIND.run, [0]
+            steps = kind_of_steps(BACKEND)
+            plain, count = steps.run, [0]
 
             def run(self, batch):
                 count[0] += 1
@@ -248,7 +216,7 @@ def kills(kind):
                     os.kill(os.getpid(), signal.SIGKILL)
                 return plain(self, batch)
 
-            KIND.run = run
+            steps.run = run
             train(kind, broken)
 
         status = forked(killed)

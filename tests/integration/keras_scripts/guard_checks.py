@@ -3,11 +3,9 @@
 Run as: guard_checks.py BACKEND FOLDER CHECK...; prints one line of JSON by check.
 """
 
-import importlib
 import json
 import os
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 BACKEND, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -16,6 +14,7 @@ os.environ |= {"JAX_ENABLE_X64": "1", "TF_ENABLE_ONEDNN_OPTS": "0"}
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
+from injected import faults  # noqa: E402
 
 import memfit  # noqa: E402
 from memfit import _fit_checkpoints  # noqa: E402
@@ -23,8 +22,6 @@ from memfit.adapters.keras.fitting.fitted import FittedModel  # noqa: E402
 from memfit.core.settings import Settings  # noqa: E402
 
 BATCH, NUM_BATCHES = 12, 4
-STEPS = importlib.import_module(f"memfit.adapters.keras.guarding.{BACKEND}_steps")
-KIND = next(value for name, value in vars(STEPS).items() if name.endswith("Steps") and name != "Steps")
 
 
 def build(*, norm=False, floatx="float64", optimizer=None, **options):
@@ -44,36 +41,6 @@ def build(*, norm=False, floatx="float64", optimizer=None, **options):
 def batches():
     generator = np.random.default_rng(0)
     return [(generator.random((BATCH, 8)), generator.random((BATCH, 2))) for _ in range(NUM_BATCHES)]
-
-
-def out_of_memory():
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        return tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor with shape[9,9] and type float")
-    if BACKEND == "jax":
-        import jax
-
-        return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 800000000 bytes.")
-    return RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory")
-
-
-@contextmanager
-def faults(first, number):
-    """Steps from `first` on, so many of them, run out of memory."""
-    plain, count = KIND.run, [0]
-
-    def run(self, batch):
-        count[0] += 1
-        if first <= count[0] < first + number:
-            raise out_of_memory()
-        return plain(self, batch)
-
-    KIND.run = run
-    try:
-        yield
-    finally:
-        KIND.run = plain
 
 
 def weights(model):
@@ -104,7 +71,7 @@ def batches_with_faults():
     one, other = build(), build()
     weighted = {"sample_weight": np.arange(1.0, BATCH + 1), "return_dict": True}
     expected = [one.train_on_batch(x, y, **weighted) for x, y in batches()]
-    with memfit.Guard(other, remember=False) as guard, faults(2, 2):
+    with memfit.Guard(other, remember=False) as guard, faults(BACKEND, 2, 2):
         found = [guard.train_on_batch(x, y, **weighted) for x, y in batches()]
         size = guard.settings.micro_batch_size
         updates = guard.num_updates
@@ -127,7 +94,7 @@ def nothing_helps():
         expected, model = build(norm=True), build(norm=True)
         text, before = "", None
         with memfit.Guard(model, remember=False, plan=None) as guard:
-            with faults(first, 1000):
+            with faults(BACKEND, first, 1000):
                 try:
                     for x, y in batches():
                         before = weights(model) if guard.num_updates else None
@@ -149,7 +116,7 @@ def fit_that_fails_at_once():
     expected, model = build(norm=True), build(norm=True)
     x, y = (np.concatenate(part) for part in zip(*batches(), strict=True))
     try:
-        with faults(1, 1000):
+        with faults(BACKEND, 1, 1000):
             memfit.fit(model, x, y, batch_size=BATCH, verbose=0, shuffle=False, remember=False, plan=None)
     except memfit.CannotFit:
         pass
@@ -164,7 +131,7 @@ def all_that_a_loop_does():
     x, y = batches()[0]
     guard = memfit.Guard(other, remember=False)
     for model, fit, train_on_batch in ((one, one.fit, one.train_on_batch), (other, guard.fit, guard.train_on_batch)):
-        with faults(1, 1 if model is other else 0):
+        with faults(BACKEND, 1, 1 if model is other else 0):
             fit(x, y, batch_size=6, verbose=0, shuffle=False)
         train_on_batch(x, y)
         model.compile(keras.optimizers.SGD(1e-2, momentum=0.9), "mse", jit_compile=BACKEND == "jax")
@@ -219,7 +186,7 @@ def kinds_of_data():
         one, other = build(), build()
         steps = {"shuffle": False} if not isinstance(make(), types.GeneratorType) else {}
         one.fit(make(), verbose=0, **steps)
-        with faults(2, 1):
+        with faults(BACKEND, 2, 1):
             memfit.fit(other, make(), verbose=0, remember=False, **steps)
         numbers = [int(model.optimizer.iterations) for model in (one, other)]
         if name == "generator":
