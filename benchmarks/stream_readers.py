@@ -4,30 +4,23 @@
 
 Readers: `memfit` (memfit.stream), `memmap` (a map-style Dataset over np.memmap in a shuffled DataLoader), `raw1` and
 `raw16` (the file from its beginning to its end by preadv, in blocks of 1 and 16 MiB, which are dropped from the page
-cache; nothing is shuffled or given out), `blocks` (the same bytes in blocks of 256 KiB in a random order, by eight
-threads past the page cache: what the disk does for anyone who shuffles), `h5py` and `pyarrow` (the loops that one would
-write by hand: chunks and row groups in a shuffled order, with the samples of what is in memory shuffled).
+cache; nothing is shuffled or given out), `h5py` and `pyarrow` (the loops that one would write by hand: chunks and row
+groups in a shuffled order, with the samples of what is in memory shuffled).
 """
 
 import argparse
-import itertools
-import mmap
 import os
 import sys
-import threading
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.peers.measure import measure
-from memfit.core.units import KIB, MIB
+from memfit.core.units import MIB
 
 MEMORY = "256MiB"
-_NUM_THREADS = 8
 
 
 def read_raw(path: Path, block_bytes: int) -> Iterator[Any]:
@@ -46,34 +39,6 @@ def read_raw(path: Path, block_bytes: int) -> Iterator[Any]:
             os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)
             start += count
             yield buffer[:count].view(kind).reshape(-1, num_columns)
-    finally:
-        os.close(descriptor)
-
-
-def read_blocks(path: Path, block_bytes: int) -> Iterator[Any]:
-    """Blocks of the file in a random order, read by threads and counted; nothing is put together."""
-    stored = np.load(path, mmap_mode="r")
-    row_bytes = stored.shape[1] * stored.dtype.itemsize
-    num_rows = stored.shape[0]
-    del stored
-    rows = block_bytes // row_bytes
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    starts = iter(np.random.default_rng(0).permutation(np.arange(0, num_rows, rows)).tolist())
-    local = threading.local()
-
-    def read(start: int) -> int:
-        if not hasattr(local, "memory"):
-            local.memory = mmap.mmap(-1, block_bytes)
-        # Blocks begin on pages: the few bytes of the header make no difference to the time.
-        return os.preadv(descriptor, [local.memory], start * row_bytes) // row_bytes
-
-    try:
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            waiting = deque(pool.submit(read, start) for start in itertools.islice(starts, 4 * _NUM_THREADS))
-            while waiting:
-                count = waiting.popleft().result()
-                waiting.extend(pool.submit(read, start) for start in itertools.islice(starts, 1))
-                yield np.zeros((count, 1), np.float32)
     finally:
         os.close(descriptor)
 
@@ -136,8 +101,6 @@ def batches_of(reader: str, path: Path, batch_size: int, workers: int) -> Any:
     """The epoch of a reader."""
     if reader.startswith("raw"):
         return read_raw(path, int(reader.removeprefix("raw")) * MIB)
-    if reader == "blocks":
-        return read_blocks(path, 256 * KIB)
     if reader == "memmap":
         return memmap_loader(path, batch_size, workers)
     if reader == "h5py":

@@ -54,7 +54,6 @@ class Reader:
         command: that prints the count.
         paths: that it reads, to be cold.
         is_peer: whether ours has to be faster.
-        gives_rows: whether it gives what it read; one only counts.
         rates: rows per second of each run.
         share: of the epoch that the last run got through.
         most_bytes: greatest charge of its group.
@@ -65,7 +64,6 @@ class Reader:
     command: Sequence[str]
     paths: Sequence[Path]
     is_peer: bool = False
-    gives_rows: bool = True
     rates: list[float] = field(default_factory=list)
     share: float = 0.0
     most_bytes: int = 0
@@ -83,12 +81,11 @@ def own_readers(path: Path, seconds: float) -> list[Reader]:
     def reader(name: str, kind: str, workers: int, limit: float, *, is_peer: bool = False) -> Reader:
         options = ("--workers", workers, "--seconds", limit, "--batch-size", BATCH_SIZE)
         command = python_command("benchmarks.stream_readers", kind, path, *options)
-        return Reader(name, command, [path], is_peer, gives_rows=kind != "blocks")
+        return Reader(name, command, [path], is_peer)
 
     return [
         reader("raw preadv, 1 MiB", "raw1", 0, 600),
         reader("raw preadv, 16 MiB", "raw16", 0, 600),
-        reader("blocks at random, past the cache", "blocks", 0, 600),
         reader("memfit.stream", "memfit", 0, 600),
         reader("memfit.stream.loader, 2 workers", "memfit", 2, 600),
         reader("memmap in a DataLoader", "memmap", 0, seconds, is_peer=True),
@@ -155,7 +152,7 @@ def run(reader: Reader, rows: Table, drop_caches: bool) -> Finished:
         reader.trouble = done.reason
     elif answer["is_whole"] and answer["rows"] != rows.num_rows:
         reader.trouble = f"gave {answer['rows']} rows of {rows.num_rows}"
-    elif answer["is_whole"] and reader.gives_rows and answer["total"] != rows.num_rows * (rows.num_rows - 1) / 2:
+    elif answer["is_whole"] and answer["total"] != rows.num_rows * (rows.num_rows - 1) / 2:
         reader.trouble = "gave some rows twice"
     else:
         reader.share = answer["rows"] / rows.num_rows
@@ -165,10 +162,9 @@ def run(reader: Reader, rows: Table, drop_caches: bool) -> Finished:
     return done
 
 
-def median_ratio(ours: Reader, others: Sequence[Reader]) -> float:
-    """Our rate over the best of the others', in the median of rounds: what slows the machine for a while slows both."""
-    best = [max(rates) for rates in zip(*(other.rates for other in others), strict=False)]
-    return statistics.median([rate / other for rate, other in zip(ours.rates, best, strict=False)] or [0.0])
+def median_ratio(ours: Reader, other: Reader) -> float:
+    """Our rate over the other's, in the median of rounds: what slows the machine for a while slows both."""
+    return statistics.median([rate / against for rate, against in zip(ours.rates, other.rates, strict=False)] or [0.0])
 
 
 def bars_of(readers: Sequence[Reader]) -> list[Bar]:
@@ -180,10 +176,11 @@ def bars_of(readers: Sequence[Reader]) -> list[Bar]:
             bars.append(Bar(ours.name, ours.trouble, "reads an epoch", met=False))
             continue
         if "workers" not in ours.name:
-            ratio = median_ratio(ours, raw)
-            bars.append(Bar(f"{ours.name} against the faster raw loop", f"{ratio:.2f}x", "at least 0.8x", ratio >= 0.8))
+            for loop in raw:
+                ratio = median_ratio(ours, loop)
+                bars.append(Bar(f"{ours.name} against {loop.name}", f"{ratio:.2f}x", "at least 0.8x", ratio >= 0.8))
         for peer in (reader for reader in readers if reader.is_peer and reader.rate):
-            ratio = median_ratio(ours, [peer])
+            ratio = median_ratio(ours, peer)
             bars.append(Bar(f"{ours.name} against {peer.name}", f"{ratio:.2f}x", "more than 1x", ratio > 1))
     return bars
 
@@ -230,7 +227,7 @@ def sections(readers: Sequence[Reader], rows: Table, given: argparse.Namespace) 
             "datasets reads Parquet files with a shuffle buffer of 1,000 rows, which is no shuffle of the whole.",
         ]
     )
-    raw = [reader for reader in readers if reader.name.startswith("raw")]
+    raw = max((reader for reader in readers if reader.name.startswith("raw")), key=lambda reader: reader.rate or 0.0)
     found = [
         (
             reader.name,
@@ -242,7 +239,14 @@ def sections(readers: Sequence[Reader], rows: Table, given: argparse.Namespace) 
         )
         for reader in readers
     ]
-    head = ("reader", "rows/s, median", "against raw", "each run", "of the epoch", "most charged to the group, MB")
+    head = (
+        "reader",
+        "rows/s, median",
+        f"against {raw.name}",
+        "each run",
+        "of the epoch",
+        "most charged to the group, MB",
+    )
     return ["## How", method, "## Rates", table(head, found)]
 
 

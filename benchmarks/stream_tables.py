@@ -56,11 +56,11 @@ def main() -> int:
     bars, found = [], []
     for case in cases:
         by_hand, plain, _ = case
-        ratio = median_ratio(plain, [by_hand])
+        ratio = median_ratio(plain, by_hand)
         bars.append(Bar(f"{plain.name} against {by_hand.name}", f"{ratio:.2f}x", "at least 0.9x", ratio >= 0.9))
         for reader in case:
             rate = f"{reader.rate:,.0f}" if reader.rate else reader.trouble
-            against = f"{median_ratio(reader, [by_hand]):.2f}x"
+            against = f"{median_ratio(reader, by_hand):.2f}x"
             found.append((reader.name, rate, against, f"{reader.most_bytes / 10**6:,.0f}"))
     method = bullets(
         [

@@ -75,7 +75,10 @@ def as_job(model: Any, arguments: tuple[Any, ...], loss: Any, batch: Any, **opti
     if isinstance(given.get("optimizer"), str):
         given["optimizer"] = named_optimizer(given["optimizer"])
     if loss is None:
-        raise BadInput("loss is missing: give a function that takes (model, batch) and returns the scalar loss.")
+        raise BadInput(
+            "loss is missing: give a function that takes (model, batch) and returns the scalar loss. Where the first "
+            "is a training step of JAX, give its arguments as arrays or shapes."
+        )
     return Job(model, loss, batch, **given)
 
 

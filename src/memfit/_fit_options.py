@@ -4,10 +4,12 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from memfit.catalogue.host import resident_bytes
 from memfit.core import run_events
 from memfit.core.errors import BadInput
+from memfit.core.guarding import CannotFit
 from memfit.core.plan import Plan
-from memfit.core.units import parse_size
+from memfit.core.units import format_size, parse_size
 
 AUTO = "auto"
 
@@ -52,3 +54,23 @@ class FitOptions:
         if self.budget is not None:
             return parse_size(self.budget)
         return None if request is None else request.budget_bytes
+
+
+def left_of(budget_bytes: int) -> int:
+    """What of a budget for the whole process is left for training.
+
+    Args:
+        budget_bytes: the budget.
+
+    Raises:
+        CannotFit: nothing is left.
+    """
+    held = resident_bytes() or 0
+    if held >= budget_bytes:
+        text = (
+            f"the process holds {format_size(held)} before the first step, and its budget, which is for all that it "
+            f"holds, is {format_size(budget_bytes)}. Give a larger budget."
+        )
+        run_events.note("cannot fit", text=text, planned=True)
+        raise CannotFit(text)
+    return budget_bytes - held

@@ -528,7 +528,9 @@ class Guard:
         parts = f"{settings.micro_batches} micro-batches" if settings.micro_batches > 1 else "whole batches"
         extra = f", {len(settings.checkpoint)} modules recomputed" if settings.checkpoint else ""
         differs = self._loop.transaction.differences(settings.micro_batches)
-        self._say(f"memory ran out; going on with {parts}{extra}" + (f". Approximate: {differs}" if differs else ""))
+        text = f"memory ran out; going on with {parts}{extra}" + (f". Approximate: {differs}" if differs else "")
+        run_events.note("settings", update=self.num_updates, text=text)
+        self._say(text)
 
     def _say(self, text: str) -> None:
         if text not in self._told and self._loop.is_first:

@@ -17,8 +17,8 @@ from typing import Any
 
 from memfit._estimator import require_keras
 from memfit._fit_checkpoints import FitCheckpoints, plain_history
-from memfit._fit_options import AUTO, FitOptions
-from memfit.catalogue.host import cgroup_limit_bytes, host_memory_bytes, resident_bytes
+from memfit._fit_options import AUTO, FitOptions, left_of
+from memfit.catalogue.host import cgroup_limit_bytes, host_memory_bytes
 from memfit.core import env, run_events
 from memfit.core.errors import BadInput, BadModel, MemfitError
 from memfit.core.guarding import BatchSize, BrokenUpdate, CannotFit, OutOfMemory
@@ -237,7 +237,7 @@ class KerasFit:
         if self._loop is None:
             return
         self._ended = epoch, logs
-        self._loop.data.end_epoch(self._batch)
+        self._loop.data.end_epoch()
         self._epoch, self._batch = epoch + 1, 0
         is_last = self._epoch >= self._num_epochs or bool(self._model.stop_training)
         if self._checkpoints.is_open and (is_last or self._checkpoints.is_due(self._update)):
@@ -415,7 +415,7 @@ class KerasFit:
             self._attempts = Attempts(
                 plan.settings if isinstance(plan, Plan) else Settings(),
                 stronger=loop.stronger_moves(),
-                whole_first=loop.mixes_samples,
+                whole_first=loop.mixes_samples or loop.loops_slowly,
                 grow_after=_NEVER if loop.device_name == "host" else _GROW_AFTER,
             )
         return self._attempts
@@ -428,7 +428,7 @@ class KerasFit:
         on_host = self._loop.device_name == "host"
         if on_host:
             # The budget is for the whole process, and a part of it is taken.
-            budget = max(1, budget - (resident_bytes() or 0))
+            budget = left_of(budget)
         try:
             with warnings.catch_warnings(), self._loop.filled():
                 warnings.simplefilter("ignore")
@@ -567,7 +567,9 @@ class KerasFit:
         parts = f"micro-batches of {most}" if most else "whole batches"
         extra = f", {len(settings.checkpoint)} parts of the model recomputed" if settings.checkpoint else ""
         differs = self._loop.differences
-        self._say(f"{why} with {parts}{extra}" + (f". Approximate: {differs}" if differs else ""))
+        text = f"{why} with {parts}{extra}" + (f". Approximate: {differs}" if differs else "")
+        run_events.note("settings", update=self._update, text=text)
+        self._say(text)
 
     def _explain(self, failure: OutOfMemory) -> str:
         settings = self._loop.settings

@@ -221,6 +221,11 @@ class _Batches(KerasFit):
         if self._resumed is not None:
             self.resumed_from = self._update
 
+    def _load(self, batch: Any) -> None:
+        position = self._resumed.progress["data"]
+        super()._load(batch)
+        self._loop.data.go_on(position)
+
     def put_on(self) -> None:
         """Before a batch: the steps are in place, whatever happened to the model since the last one."""
         if self._loop is not None and self._loop.is_installed:

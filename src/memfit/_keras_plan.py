@@ -124,6 +124,8 @@ class _KerasPlanner:
         return TracedPlanner(question, self._search, started).run()
 
     def _search(self, before: Estimate) -> Search:
+        from memfit.adapters.keras import planning
+
         return Search(
             self._variants(before),
             before.reserved_peak_bytes,
@@ -132,6 +134,7 @@ class _KerasPlanner:
             speed=self._speed(),
             may_split=self._may_split,
             may_recompute=bool(self._parts),
+            loop_factor=planning.loop_factor(self._tracer.model, on_host=self._target.kind is Kind.HOST),
         )
 
     def _variants(self, before: Estimate) -> tuple[Variant, ...]:
@@ -158,8 +161,12 @@ class _KerasPlanner:
     def _may_compile(self) -> bool:
         """Whether compiling the step as a whole would be a change that helps."""
         tracer = self._tracer
-        on_gpu = tracer.backend == "tensorflow" and self._target.kind is Kind.CUDA
-        return on_gpu and not tracer.model.jit_compile and not tracer.model.run_eagerly
+        if tracer.backend != "tensorflow" or self._target.kind is not Kind.CUDA:
+            return False
+        from memfit.adapters.keras.tensorflow_backend import compiles_on
+
+        is_compiled = tracer.model.jit_compile or compiles_on(tracer.model, self._target, None)
+        return not is_compiled and not tracer.model.run_eagerly
 
     def _narrowed(self, plain: Variant) -> Variant:
         capability = self._target.capability

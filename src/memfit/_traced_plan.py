@@ -221,13 +221,24 @@ class TracedPlanner:
         weights = sum(before.state_bytes.get(str(name), 0) for name in (Category.PARAMETER, Category.BUFFER))
         context = target.context_bytes or 0
         if weights + context > (target.usable_bytes or 0):
-            device = cheapest(before.peak_bytes)
             taken = f" and the CUDA context {format_size(context)}" if context else ""
+            larger, name = self._larger(before.peak_bytes)
+            processor = ', or device="cpu" to plan for the processor' if context else ""
             raise PlanNotFound(
                 f"a budget of {format_size(target.usable_bytes or 0)} is below the fixed cost of {before.subject}: its "
-                f"weights take {format_size(weights)}{taken}.\nGive a larger budget or device{device[0]}.",
-                device_name=device[1],
+                f"weights take {format_size(weights)}{taken}.\nGive {larger}{processor}.",
+                device_name=name,
             )
+
+    def _larger(self, needed_bytes: int) -> tuple[str, str]:
+        """(what would do, in words; name of a device, or "")."""
+        target = self._question.target
+        if target.kind is Kind.HOST:
+            return "a larger budget", ""
+        words, name = cheapest(needed_bytes)
+        if name == target.name:
+            return f"a larger budget: {target.name} has more", name
+        return f"a larger budget or device{words}", name
 
     def _not_found(self, least: Candidate | None, search: Search, before: Estimate) -> PlanNotFound:
         question = self._question
@@ -245,8 +256,8 @@ class TracedPlanner:
         ]
         lines += [f"  {name:<44}{format_size(size):>10}" for name, size in smallest.after.by_category.items()]
         lines.append(f"  with: {label(smallest.settings)}")
-        device = cheapest(needs)
+        lines += [f"  not used: {one.name}: {one.reason}" for one in question.refused if one.name != "proof"]
+        larger, name = self._larger(needs)
         others = hints(question.allowed, question.refused, question.hinted)
-        larger = "a larger budget" if question.target.kind is Kind.HOST else f"a larger device{device[0]}"
         lines.append(f"Try {others}{larger}.")
-        return PlanNotFound("\n".join(lines), smallest, device[1])
+        return PlanNotFound("\n".join(lines), smallest, name)

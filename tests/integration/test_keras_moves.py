@@ -65,6 +65,8 @@ def check_switched(found):
         # Weights in int8 were rounded; the ones that come back weren't.
         assert one["merged"] < (0.05 if quantized else 1e-5)
         assert (one["same variables"], one["iterations"]) == (True, 2)
+        # What was frozen is trained again.
+        assert one["untrained"] == []
 
 
 def test_torch():

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="co
 def is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
+        # Gone before it was opened, or before it was read.
         return False
 
 

@@ -2,8 +2,10 @@
 
 import pytest
 
-from memfit._fit_options import FitOptions
+from memfit._fit_options import FitOptions, left_of
+from memfit.catalogue.host import resident_bytes
 from memfit.core.errors import BadInput
+from memfit.core.guarding import CannotFit
 from memfit.core.run_events import RunRequest
 
 
@@ -27,3 +29,11 @@ def test_a_budget_of_ones_own_comes_before_that_of_a_supervisor():
     assert FitOptions(budget="1KiB").budget_bytes(request) == 1024
     assert FitOptions().budget_bytes(request) == 5
     assert FitOptions().budget_bytes(None) is None
+
+
+@pytest.mark.skipif(resident_bytes() is None, reason="what a process holds isn't known here")
+def test_a_budget_is_for_all_that_the_process_holds():
+    held = resident_bytes()
+    assert 0 < left_of(held + 2**40) <= 2**40 + held
+    with pytest.raises(CannotFit, match=r"the process holds .* before the first step, .* is 1\.00 MiB\. Give a larger"):
+        left_of(2**20)

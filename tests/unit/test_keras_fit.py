@@ -8,7 +8,7 @@ import pytest
 keras = pytest.importorskip("keras")
 
 import memfit  # noqa: E402
-from memfit import _fit_checkpoints, _keras_fit  # noqa: E402
+from memfit import _fit_checkpoints, _fit_options  # noqa: E402
 from memfit._keras_fit import FitOptions, fit, guarded_fit  # noqa: E402
 from memfit.adapters.keras.guarding import variables  # noqa: E402
 from memfit.adapters.keras.guarding.steps import make_steps  # noqa: E402
@@ -16,7 +16,7 @@ from memfit.core import env  # noqa: E402
 from memfit.core.errors import BadInput  # noqa: E402
 from memfit.core.plan import PlanNotFound  # noqa: E402
 from memfit.core.settings import Settings  # noqa: E402
-from tests.unit.adapters.keras.guarding.models import build, data, difference, fault_setter  # noqa: E402
+from tests.unit.adapters.keras.guarding.models import build, data, dense, difference, fault_setter  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +37,8 @@ def plain(*layers, **arguments):
 
 
 def test_a_batch_that_does_not_fit_is_run_in_parts(faults, caplog):
-    expected = plain(keras.layers.Dense(3), shuffle=False)
-    model = build(keras.layers.Dense(3))
+    expected = plain(dense(), shuffle=False)
+    model = build(dense())
     faults(2, 3)
     with caplog.at_level(logging.WARNING, "memfit"):
         history = fit(model, *data(), batch_size=4, verbose=0, shuffle=False)
@@ -52,7 +52,7 @@ def test_a_batch_that_does_not_fit_is_run_in_parts(faults, caplog):
 
 def test_what_was_found_out_is_remembered(faults, tmp_path):
     faults(1)
-    fit(build(keras.layers.Dense(3)), *data(), batch_size=4, verbose=0)
+    fit(build(dense()), *data(), batch_size=4, verbose=0)
     (entry,) = json.loads((tmp_path / "cache" / "ceilings.json").read_text())["entries"].values()
 
     assert entry["most"] == 2
@@ -62,7 +62,7 @@ def test_what_was_found_out_is_remembered(faults, tmp_path):
     put_on = loop_class.put_on
     loop_class.put_on = lambda self, settings: (seen.append(settings.micro_batch_size), put_on(self, settings))[1]
     try:
-        build(keras.layers.Dense(3)).fit(*data(), batch_size=4, verbose=0, callbacks=[again])
+        build(dense()).fit(*data(), batch_size=4, verbose=0, callbacks=[again])
     finally:
         loop_class.put_on = put_on
     assert set(seen) == {2}
@@ -143,13 +143,13 @@ def test_a_budget_is_planned_for(monkeypatch):
         return type("Plan", (), {"settings": Settings(micro_batches=2, micro_batch_size=2)})()
 
     monkeypatch.setattr("memfit._plan.plan", made)
-    monkeypatch.setattr(_keras_fit, "resident_bytes", lambda: 2**30)
-    model = build(keras.layers.Dense(3))
+    monkeypatch.setattr(_fit_options, "resident_bytes", lambda: 2**30)
+    model = build(dense())
     fit(model, *data(), batch_size=4, verbose=0, shuffle=False, budget="3GiB", remember=False)
 
     assert asked["budget"] == 2 * 2**30
     assert asked["device"] == "cpu"
-    assert difference(plain(keras.layers.Dense(3), shuffle=False), model) < 1e-5
+    assert difference(plain(dense(), shuffle=False), model) < 1e-5
 
 
 def test_a_budget_that_nothing_fits_into_is_said_before_the_first_step(monkeypatch):
@@ -158,7 +158,7 @@ def test_a_budget_that_nothing_fits_into_is_said_before_the_first_step(monkeypat
 
     monkeypatch.setattr("memfit._plan.plan", made)
     with pytest.raises(memfit.CannotFit, match="no plan fits"):
-        fit(build(), *data(), verbose=0, budget="1MiB")
+        fit(build(), *data(), verbose=0, budget="100GiB")
 
 
 def test_a_supervisor_is_told_and_asked(monkeypatch, tmp_path, faults):
@@ -168,13 +168,13 @@ def test_a_supervisor_is_told_and_asked(monkeypatch, tmp_path, faults):
     (folder / "request.json").write_text(json.dumps(request))
     monkeypatch.setenv(env.RUN_REQUEST, str(folder / "request.json"))
     faults(2)
-    model = build(keras.layers.Dense(3))
+    model = build(dense())
     guarded_fit(type(model).fit, model, (*data(),), {"batch_size": 4, "verbose": 0})
 
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     # A slow machine has time for more checkpoints than the last.
     names = [event["event"] for event in events if event["event"] != "checkpoint"]
-    assert names == ["guard", "step", "oom", "step"]
+    assert names == ["guard", "step", "oom", "step", "settings"]
     assert events[-1]["event"] == "checkpoint"
     assert [event["micro_batch_size"] for event in events if event["event"] == "step"] == [2, 1]
     assert list((tmp_path / "kept").glob("step-*"))

@@ -10,12 +10,12 @@ import pytest
 keras = pytest.importorskip("keras")
 
 import memfit  # noqa: E402
-from memfit import _fit_checkpoints, _keras_fit  # noqa: E402
+from memfit import _fit_checkpoints, _fit_options, _keras_fit  # noqa: E402
 from memfit._keras_guard import KerasGuard, trains_by_keras  # noqa: E402
 from memfit.adapters.keras.guarding import variables  # noqa: E402
 from memfit.core.errors import BadInput, BadModel  # noqa: E402
 from memfit.core.settings import Settings  # noqa: E402
-from tests.unit.adapters.keras.guarding.models import build, data, difference, fault_setter, values  # noqa: E402
+from tests.unit.adapters.keras.guarding.models import build, data, dense, difference, fault_setter, values  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def is_plain(model):
 
 
 def test_a_batch_that_does_not_fit_is_run_in_parts(faults):
-    expected, model = build(keras.layers.Dense(3)), build(keras.layers.Dense(3))
+    expected, model = build(dense()), build(dense())
     plain = [expected.train_on_batch(*data()) for _ in range(3)]
     faults(2, 3)
     with memfit.Guard(model, remember=False) as guard:
@@ -51,7 +51,7 @@ def test_a_batch_that_does_not_fit_is_run_in_parts(faults):
 
 
 def test_a_fit_returns_what_keras_returns(faults):
-    model = build(keras.layers.Dense(3))
+    model = build(dense())
     faults(2)
     guard = memfit.Guard(model, remember=False)
     history = guard.fit(*data(), batch_size=4, epochs=2, verbose=0)
@@ -63,7 +63,7 @@ def test_a_fit_returns_what_keras_returns(faults):
 
 def test_what_a_fit_has_found_out_holds_for_batches(faults):
     faults(1)
-    with memfit.Guard(build(keras.layers.Dense(3)), remember=False) as guard:
+    with memfit.Guard(build(dense()), remember=False) as guard:
         guard.fit(*data(), batch_size=12, verbose=0)
         assert guard.settings == Settings()
         guard.train_on_batch(*data())
@@ -85,7 +85,7 @@ def test_where_nothing_helps_the_model_is_as_it_was(faults):
 
 
 def test_another_compile_and_another_fit_do_not_take_the_guard_off(faults):
-    model = build(keras.layers.Dense(3))
+    model = build(dense())
     guard = memfit.Guard(model, remember=False)
     guard.train_on_batch(*data())
     model.compile("sgd", "mse")
@@ -134,8 +134,8 @@ def test_a_budget_is_planned_for(monkeypatch):
         return type("Plan", (), {"settings": Settings(micro_batches=3, micro_batch_size=4)})()
 
     monkeypatch.setattr("memfit._plan.plan", made)
-    monkeypatch.setattr(_keras_fit, "resident_bytes", lambda: 2**30)
-    expected, model = build(keras.layers.Dense(3)), build(keras.layers.Dense(3))
+    monkeypatch.setattr(_fit_options, "resident_bytes", lambda: 2**30)
+    expected, model = build(dense()), build(dense())
     expected.train_on_batch(*data())
     with memfit.Guard(model, budget="3GiB", remember=False) as guard:
         guard.train_on_batch(*data())

@@ -81,7 +81,8 @@ def note(event: str, **values: Any) -> None:
     """Tells the supervisor that something happened; does nothing outside of a supervised run.
 
     Args:
-        event: what: "guard", "step", "oom", "checkpoint", "resume", "cannot fit", "torch", "rescue", "error".
+        event: what: "guard", "step", "settings", "oom", "checkpoint", "resume", "cannot fit", "torch", "rescue" or
+            "error".
         values: details, which `json` can write.
     """
     path = env.run_request()

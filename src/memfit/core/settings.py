@@ -85,7 +85,7 @@ class Settings:
         num_devices: devices over which parameters, gradients and optimizer state are sharded (FSDP2).
         shard_offload: whether shards wait in host memory.
         lora_rank: rank of the adapters that are trained in place of the linear layers; 0: none.
-        quantized_base: whether the frozen weights under the adapters have 4 bits.
+        quantized_base: whether the frozen weights under the adapters are quantized: 4 bits in PyTorch, 8 in Keras.
         freeze: paths of the modules whose parameters aren't trained.
         micro_batch_size: samples of the largest part; a batch of another size than planned for is split into as many
             parts as that takes. 0: into `micro_batches` parts, or one for each sample where there are fewer.

@@ -182,7 +182,7 @@ class Mark:
 
     Args:
         seconds: from the start of the run on.
-        kind: "start", "out of memory", "killed", "checkpoint", "restart", "end".
+        kind: "start", "settings", "out of memory", "killed", "checkpoint", "restart", "end".
         text: what.
     """
 

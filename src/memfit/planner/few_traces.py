@@ -104,6 +104,7 @@ class Search:
         speed: of the plain step; None where nothing is known of the device.
         may_split: whether micro-batches are allowed.
         may_recompute: whether recomputation is.
+        loop_factor: time of a sample in the loop over micro-batches, over that in a whole batch.
     """
 
     variants: tuple[Variant, ...]
@@ -114,6 +115,7 @@ class Search:
     speed: Speed | None = None
     may_split: bool = True
     may_recompute: bool = True
+    loop_factor: float = 1.0
     _traced: dict[Settings, float] = field(default_factory=dict)
     _learned: dict[tuple[Settings, bool, bool], list[tuple[float, float]]] = field(default_factory=dict)
     _excluded: set[Settings] = field(default_factory=set)
@@ -213,9 +215,8 @@ class Search:
         total = self.total_work or sum(part.work for part in self.parts)
         again = sum(part.work for part in self.parts if part.path in set(settings.checkpoint))
         passes = _PASSES + (again / total if total else len(settings.checkpoint) / max(1, len(self.parts)))
-        pass_seconds = (
-            samples * speed.sample_seconds * variant.speed_factor + settings.micro_batches * speed.call_seconds
-        )
+        slower = variant.speed_factor * (self.loop_factor if settings.micro_batches > 1 else 1.0)
+        pass_seconds = samples * speed.sample_seconds * slower + settings.micro_batches * speed.call_seconds
         return passes * pass_seconds + speed.update_seconds
 
     # Kinds.

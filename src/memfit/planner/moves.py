@@ -179,7 +179,7 @@ def used_moves(
         add(SHARD, f"shard over {settings.num_devices} devices (FSDP2){where}", num_devices=1, shard_offload=False)
     if settings.lora_rank:
         name = QLORA if settings.quantized_base else LORA
-        bits = " over 4-bit weights" if settings.quantized_base else ""
+        bits = " over quantized weights" if settings.quantized_base else ""
         add(name, f"train adapters of rank {settings.lora_rank}{bits}", lora_rank=0, quantized_base=False)
     if settings.donate and not plain.donate:
         add(DONATE, "parameters and state are updated in place (donated)", donate=False)

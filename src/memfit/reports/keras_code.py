@@ -11,17 +11,18 @@ _PATH = re.compile(r"[\w.:/ -]+")
 
 _TENSORFLOW_STEP = '''\
 class MicroBatched(keras.Model):
-    """Gradients of each part with its share of the batch, one update; x and y are single arrays without weights."""
+    """Gradients of each part with its share of the batch, one update; samples have no weights."""
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        size = tf.shape(y)[0]
+        size = tf.shape(keras.tree.flatten(y)[0])[0]
 
         def add(start, loss, *total):
-            x_part, y_part = x[start : start + PART], y[start : start + PART]
+            x_part, y_part = keras.tree.map_structure(lambda array: array[start : start + PART], (x, y))
+            count = tf.shape(keras.tree.flatten(y_part)[0])[0]
             with tf.GradientTape() as tape:
                 y_pred = self(x_part, training=True)
-                share = tf.cast(tf.shape(y_part)[0], "float32") / tf.cast(size, "float32")
+                share = tf.cast(count, "float32") / tf.cast(size, "float32")
                 value = share * self.compute_loss(x=x_part, y=y_part, y_pred=y_pred)
             gradients = tape.gradient(value, self.trainable_variables)
             return start + PART, loss + value, *(a + b for a, b in zip(total, gradients))
@@ -35,16 +36,17 @@ class MicroBatched(keras.Model):
 
 _TORCH_STEP = '''\
 class MicroBatched(keras.Model):
-    """Gradients of each part with its share of the batch, one update; x and y are single arrays without weights."""
+    """Gradients of each part with its share of the batch, one update; samples have no weights."""
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         self.zero_grad()
-        loss = 0.0
-        for start in range(0, len(y), PART):
-            x_part, y_part = x[start : start + PART], y[start : start + PART]
+        loss, size = 0.0, len(keras.tree.flatten(y)[0])
+        for start in range(0, size, PART):
+            x_part, y_part = keras.tree.map_structure(lambda array: array[start : start + PART], (x, y))
             y_pred = self(x_part, training=True)
-            value = self.compute_loss(x=x_part, y=y_part, y_pred=y_pred) * (len(y_part) / len(y))
+            share = min(PART, size - start) / size
+            value = self.compute_loss(x=x_part, y=y_part, y_pred=y_pred) * share
             value.backward()
             loss = loss + value.detach()
         gradients = [variable.value.grad for variable in self.trainable_weights]
@@ -54,7 +56,7 @@ class MicroBatched(keras.Model):
 
 _JAX_STEP = '''\
 class MicroBatched(keras.Model):
-    """Gradients of equal parts, one update; x and y are single arrays whose length is a multiple of PART.
+    """Gradients of equal parts, one update; batches have a multiple of PART samples, without weights.
 
     State of layers, such as seeds of dropout, is taken from the last part.
     """
@@ -62,7 +64,7 @@ class MicroBatched(keras.Model):
     def train_step(self, state, data):
         trained, other, optimizer_state, metrics = state
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        count = x.shape[0] // PART
+        count = jax.tree.leaves(y)[0].shape[0] // PART
         gradient = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
 
         def add(carry, part):
@@ -72,7 +74,7 @@ class MicroBatched(keras.Model):
             )
             return (jax.tree.map(jnp.add, total, gradients), other), value
 
-        parts = [array.reshape(count, PART, *array.shape[1:]) for array in (x, y)]
+        parts = jax.tree.map(lambda array: array.reshape(count, PART, *array.shape[1:]), (x, y))
         zeros = [jnp.zeros_like(variable) for variable in trained]
         (total, other), values = jax.lax.scan(add, (zeros, other), parts)
         total = [gradient / count for gradient in total]
@@ -111,6 +113,7 @@ def format_keras_code(plan: Plan) -> str:
     compiled = "" if settings.jit_compile is None else f", jit_compile={settings.jit_compile}"
     scaled = settings.precision == "amp-fp16"
     given = "keras.optimizers.LossScaleOptimizer(optimizer)" if scaled else "optimizer"
+    steps.append("    # With the metrics and weights of losses that it was compiled with, if any.")
     steps.append(f"    model.compile(optimizer={given}, loss=loss{compiled})")
     prepare = "\n".join(["def prepare(model, optimizer, loss):", *steps, "    return model"])
     return "\n\n\n".join(["\n".join([*head, *_recomputation(settings), *imports]), *blocks, prepare]) + "\n"

@@ -315,6 +315,7 @@ class Supervisor:
         at = "" if step is None else f" in step {step}"
         texts = {
             "oom": ("out of memory", f"an allocation failed{at}, and a guard took the step back"),
+            "settings": ("settings", str(event.get("text", ""))),
             "checkpoint": ("checkpoint", f"checkpoint written{at}"),
             "resume": ("checkpoint", f"resumed from a checkpoint{at}"),
         }

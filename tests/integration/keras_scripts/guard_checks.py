@@ -24,13 +24,13 @@ from memfit.core.settings import Settings  # noqa: E402
 BATCH, NUM_BATCHES = 12, 4
 
 
-def build(*, norm=False, floatx="float64", optimizer=None, **options):
+def build(*middle, norm=False, floatx="float64", optimizer=None, **options):
     keras.config.set_floatx(floatx)
     keras.config.set_dtype_policy(floatx)
     keras.utils.set_random_seed(3)
     layers = [keras.Input((8,)), keras.layers.Dense(6, activation="relu")]
     layers += [keras.layers.BatchNormalization()] if norm else []
-    model = keras.Sequential([*layers, keras.layers.Dense(2)])
+    model = keras.Sequential([*layers, *middle, keras.layers.Dense(2)])
     adam = {"learning_rate": keras.optimizers.schedules.CosineDecay(1e-2, 40), "clipnorm": 1.0} | options
     # XLA in TensorFlow compiles for seconds.
     optimizer = optimizer or keras.optimizers.Adam(**adam)
@@ -146,13 +146,13 @@ def all_that_a_loop_does():
 
 def goes_on():
     """Batches of two processes, each of which trains on some."""
-    expected = build()
+    expected = build(keras.layers.Dropout(0.3))
     for x, y in batches():
         expected.train_on_batch(x, y)
     counts = []
     for stop in (2, NUM_BATCHES):
         _fit_checkpoints._finished.clear()
-        model = build()
+        model = build(keras.layers.Dropout(0.3))
         with memfit.Guard(model, checkpoint=FOLDER / "kept", checkpoint_every=1, remember=False) as guard:
             counts.append([guard.resumed_from, guard.num_updates])
             for x, y in batches()[guard.num_updates : stop]:

@@ -168,8 +168,11 @@ def adapted(quantized):
     trained_names = sorted({variable.name for variable in model.trainable_variables})
     undo()
     merged = ops.convert_to_numpy(model(TOKENS))
+    before = [ops.convert_to_numpy(variable).copy() for variable in model.trainable_variables]
     model.train_on_batch(TOKENS, LABELS)
+    pairs = zip(model.trainable_variables, before, strict=True)
     return {
+        "untrained": [variable.path for variable, old in pairs if (ops.convert_to_numpy(variable) == old).all()],
         "at first": float(np.abs(with_adapters - start).max()),
         "learned": float(np.abs(learned - start).max()),
         "merged": float(np.abs(merged - learned).max()),

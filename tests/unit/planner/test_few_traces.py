@@ -97,6 +97,14 @@ def test_recomputing_costs_its_share_of_the_forward_pass_and_every_part_a_call()
     assert step.evaluate(Settings(micro_batches=2, micro_batch_size=5)).seconds == pytest.approx(3 * (10 + 1.0))
 
 
+def test_slow_loops_make_parts_the_last_resort():
+    quick, slow = search(), search(loop_factor=20.0)
+    assert quick.best(700).settings.micro_batches > 1
+    assert slow.best(700).settings.micro_batches == 1
+    assert slow.best(700).settings.checkpoint
+    assert slow.best(250).settings.micro_batches > 1
+
+
 def test_what_cannot_be_run_is_not_offered_again():
     step = search(parts=())
     first = step.best(620).settings

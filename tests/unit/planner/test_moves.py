@@ -72,7 +72,7 @@ def test_micro_batches_that_only_approximate_say_so():
 
 def test_quantized_adapters_have_a_name_of_their_own():
     (move,) = used_moves(Settings(lora_rank=8, quantized_base=True), batch_size=8)
-    assert move.name == "qlora" and "4-bit" in move.title
+    assert move.name == "qlora" and "quantized" in move.title
 
 
 def test_labels_name_every_move():

@@ -19,6 +19,7 @@ request = current()
 size = request.micro_batch_size or 16
 note("guard", model="Net")
 note("step", step=1, micro_batch_size=size)
+note("settings", text=f"micro-batches of {size}")
 if request.attempt > 1:
     note("resume", step=4, path="runs/step-4")
 if size > int(sys.argv[1]):
@@ -74,6 +75,8 @@ def test_a_guard_is_told_less_until_it_fits(supervised):
     )
     kinds = [mark.kind for mark in run.marks]
     assert (kinds.count("checkpoint"), kinds.count("out of memory"), kinds.count("restart")) == (4, 2, 2)
+    settings = [mark["text"] for mark in run.to_json()["marks"] if mark["kind"] == "settings"]
+    assert settings == ["micro-batches of 16", "micro-batches of 8", "micro-batches of 4"]
 
 
 def test_retries_bound_the_number_of_attempts(supervised):

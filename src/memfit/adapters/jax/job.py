@@ -20,7 +20,7 @@ from memfit.core.trace import Serving, Trace
 
 _KINDS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
-_SIMULATED = (
+SIMULATED = (
     Note(
         "xla-cpu-layout",
         "simulated: the layout that XLA makes for this machine's CPU. On a GPU other instructions are fused and "
@@ -171,7 +171,7 @@ class OpenStep:
         if not self._is_simulated_gpu:
             return ()
         narrow = any(str(leaf.dtype) in ("bfloat16", "float16") for leaf in self._leaves)
-        return (*_SIMULATED, _WIDENED) if narrow else _SIMULATED
+        return (*SIMULATED, _WIDENED) if narrow else SIMULATED
 
     @staticmethod
     def _checked(job: Job) -> tuple[Any, ...]:
@@ -184,7 +184,8 @@ class OpenStep:
         for name in ("optimizer", "precision"):
             if getattr(job, name) is not None:
                 raise BadInput(
-                    f"a step of JAX brings its own {name}, but {name}={getattr(job, name)!r} was given. Leave it out."
+                    f"a step of JAX brings its own {name}, but {name}={getattr(job, name)!r} was given. Leave it out; "
+                    "a plan, which makes the step itself, takes an optimizer of optax, such as optax.adam(1e-3)."
                 )
         given = () if job.batch is None else job.batch if isinstance(job.batch, tuple) else (job.batch,)
         lowering.check_call(job.model, given)

@@ -17,6 +17,7 @@ import keras
 from keras.src.backend.common import global_state
 
 from memfit.adapters.jax.compiled import Compiled, compile_step
+from memfit.adapters.jax.job import SIMULATED
 from memfit.adapters.keras.batch import Batch, mapped
 from memfit.adapters.keras.model import Held, LayerNames, build, fitted, held, number_of, state_bytes
 from memfit.adapters.keras.untouched import Snapshot, untouched
@@ -28,10 +29,6 @@ from memfit.core.timeline import Block, Category, Phase, Timeline
 from memfit.core.trace import Serving, Trace
 
 _EAGER = Note("eager", "the model runs eagerly; its step is counted as if it were compiled (jit_compile=True)")
-_HOST_LAYOUT = Note(
-    "xla-cpu-layout",
-    "the step was compiled for the CPU: XLA's layout for the GPU differs where fusions and libraries do",
-)
 _UNINITIALIZED = "uninitialized_variables"
 
 
@@ -73,7 +70,7 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool) -> Trace
     notes = (_EAGER,) if training and (model.run_eagerly or not model.jit_compile) else ()
     return Trace(
         _timeline(compiled, model, variables, state),
-        (*notes, _HOST_LAYOUT) if on_gpu else notes,
+        (*notes, *SIMULATED) if on_gpu else notes,
         sum(number_of(one.variable) for one in parameters),
         sizes.get(Category.PARAMETER, 0),
         batch.size_bytes,

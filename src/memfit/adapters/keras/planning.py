@@ -19,6 +19,8 @@ from memfit.core.errors import MemfitError
 
 _TIMED_SAMPLES = 8
 _NUM_TIMED = 3
+# XLA for CPU has no library compute convolutions inside of a loop: they took 20 times as long.
+_SLOW_CONVOLUTIONS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,19 @@ def recomputable(model: Any, batch: Batch) -> tuple[tuple[Unit, ...], str]:
         except MemfitError as error:
             return (), str(error)
     return found, "" if found else "the model has no part that keeps more than its inputs"
+
+
+def loop_factor(model: Any, *, on_host: bool) -> float:
+    """Time of a sample in a loop over micro-batches over that in a whole batch (assumed).
+
+    Args:
+        model: the model.
+        on_host: whether it runs on the processor.
+    """
+    if not on_host or keras.backend.backend() != "jax":
+        return 1.0
+    has_convolutions = any("Conv" in type(layer).__name__ for layer in model._flatten_layers())
+    return _SLOW_CONVOLUTIONS if has_convolutions else 1.0
 
 
 def time_forward(model: Any, batch: Batch) -> tuple[float, float] | None:

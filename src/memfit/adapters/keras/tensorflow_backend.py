@@ -37,7 +37,7 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         training: `train_step` rather than `predict_step`.
         settings: how the step is run; None: as it is.
     """
-    if not _is_assumed(model, device, settings):
+    if not compiles_on(model, device, settings):
         return _traced(model, batch, device, training=training, settings=settings)
     model.jit_compile = True
     try:
@@ -51,8 +51,14 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         model.jit_compile = False
 
 
-def _is_assumed(model: Any, device: Device, settings: Settings | None) -> bool:
-    """Whether Keras would have the step compiled on the device, other than here: it looks for a GPU in `compile`."""
+def compiles_on(model: Any, device: Device, settings: Settings | None) -> bool:
+    """Whether Keras would have the step compiled on the device, other than here: it looks for a GPU in `compile`.
+
+    Args:
+        model: compiled.
+        device: the target.
+        settings: how the step is run; None: as it is.
+    """
     if device.kind is not Kind.CUDA or model.jit_compile or model.run_eagerly:
         return False
     if settings is not None and settings.jit_compile is not None:

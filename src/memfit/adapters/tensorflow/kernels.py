@@ -57,7 +57,9 @@ INEXPENSIVE = ALIASES | frozenset({
 
 _PLACE_BYTES = 8
 # What a core does in a second, roughly: only how long operators take beside each other matters.
-_OPERATIONS, _BYTES, _CALL_SECONDS = 45e9, 8e9, 2e-6
+_OPERATIONS, _BYTES, _CALL_SECONDS = 45e9, 20e9, 2e-6
+# Copying a matrix that is taken transposed goes across its rows: so much longer than along them.
+_ACROSS_FACTOR = 6
 # The gradient of a convolution's filter takes so much longer than that of its input.
 _FILTER_FACTOR = 1.35
 # The last cache of a processor as TensorFlow counts with it, found from how many images its kernels take at a time.
@@ -106,6 +108,11 @@ def _columns_bytes(gradient: Shape, kernel: Shape, item_bytes: int, *, whole_cac
 
 def seconds_of(node: Node, touched_bytes: int, inputs: list[Shape]) -> float:
     """How long an operator is at work on one core, roughly."""
+    if "MatMul" in node.op and node.item_bytes and len(inputs) > 1:
+        # The second matrix, which of a layer is its kernel, is first copied into blocks that fit the caches.
+        attributes = node.definition.attr
+        is_across = attributes["transpose_b"].b or attributes["adj_y"].b
+        touched_bytes += math.prod(inputs[1]) * node.item_bytes[0] * (_ACROSS_FACTOR if is_across else 1)
     return _CALL_SECONDS + touched_bytes / _BYTES + _operations(node, inputs) / _OPERATIONS
 
 

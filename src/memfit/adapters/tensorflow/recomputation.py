@@ -81,9 +81,9 @@ def _gradients(
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(sources)
         results = [r for r in function(again[:num_weights], again[num_weights:]) if r.dtype.is_floating]
-    found = tape.gradient(results, sources, output_gradients=gradients)
-    dense = iter([None if gradient is None else tf.convert_to_tensor(gradient) for gradient in found])
-    return [next(dense) if choice else None for choice in (*differentiated, *([True] * len(variables)))]
+    # Those of embeddings stay lists of rows: optimizers clip and square each occurrence of a row for itself.
+    found = iter(tape.gradient(results, sources, output_gradients=gradients))
+    return [next(found) if choice else None for choice in (*differentiated, *([True] * len(variables)))]
 
 
 def _after(values: list[Any], num_weights: int, gradients: list[Any], compiled: bool) -> list[Any]:

@@ -230,14 +230,14 @@ class _Writer:
         if Phase.BACKWARD not in found:
             return [Phase.FORWARD] * max(1, len(found))
         turn = self._turn(found)
-        last = len(found) - 1 - found[::-1].index(Phase.BACKWARD)
+        end = _end_of_backward(found)
         phases: list[Phase] = []
         for time, phase in enumerate(found):
             if phase is not None:
                 phases.append(phase)
             elif time < turn:
                 phases.append(Phase.FORWARD)
-            elif time > last or self._origin(order[time]).is_named:
+            elif time >= end or self._origin(order[time]).is_named:
                 phases.append(Phase.OPTIMIZER)
             else:
                 phases.append(phases[-1])
@@ -246,8 +246,11 @@ class _Writer:
     def _turn(self, found: list[Phase | None]) -> int:
         """When the backward pass begins; XLA runs the odd instruction, such as zeros to add to, ahead of its pass."""
         most, best, sum_so_far = 0, 0, 0
-        for time, phase in enumerate(found):
+        # TensorFlow names the backward pass alone: what comes before it is the forward pass.
+        other = None if Phase.FORWARD in found else Phase.FORWARD
+        for time, phase in enumerate(found[: _end_of_backward(found)]):
             size = self._lives.order[time].shape.size_bytes
+            phase = phase or other
             sum_so_far += size if phase is Phase.FORWARD else -size if phase is Phase.BACKWARD else 0
             if sum_so_far > most:
                 most, best = sum_so_far, time + 1
@@ -256,7 +259,12 @@ class _Writer:
     def _marks(self, ticks: dict[int, int]) -> tuple[Mark, ...]:
         marks = [Mark(0, Phase.SETUP, 0), Mark(ticks[0], Phase.FORWARD, 1)]
         if Phase.BACKWARD in self._phases:
-            last = len(self._phases) - self._phases[::-1].index(Phase.BACKWARD)
-            turn = min(self._turn(list(self._phases)), last)
-            marks += [Mark(ticks[turn], Phase.BACKWARD, 1), Mark(ticks[last], Phase.OPTIMIZER, 1)]
+            end = _end_of_backward(self._phases)
+            turn = min(self._turn(list(self._phases)), end)
+            marks += [Mark(ticks[turn], Phase.BACKWARD, 1), Mark(ticks[end], Phase.OPTIMIZER, 1)]
         return tuple(marks)
+
+
+def _end_of_backward(phases: Sequence[Phase | None]) -> int:
+    """The place after the last instruction of the backward pass."""
+    return len(phases) - phases[::-1].index(Phase.BACKWARD)

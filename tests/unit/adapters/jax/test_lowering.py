@@ -98,3 +98,10 @@ def test_steps_and_arguments_have_names():
     assert lowering.name_of(jax.jit(step)) == "step"
     assert lowering.name_of(functools.partial(step, 1)) == "step"
     assert lowering.argument_names(step, 3) == ["x", "argument 2", "argument 3"]
+
+
+def test_numbers_are_arrays_to_a_jitted_step():
+    step = jax.jit(lambda x, rate: x * rate.astype(x.dtype))
+    arguments = (jax.ShapeDtypeStruct((3,), "float32"), 0.1)
+    lowering.check_leaks(step, arguments)
+    assert lowering.lower(step, arguments).out_info.shape == (3,)

@@ -86,7 +86,8 @@ def test_predictions_take_neither_optimizer_nor_metrics(model):
 
 
 def test_what_was_assumed_is_said(model):
-    assert [note.code for note in traced(model, "t4").notes] == ["xla-cpu-layout"]
+    expected = ["xla-cpu-layout", "xla-library-workspaces", "xla-preallocation"]
+    assert [note.code for note in traced(model, "t4").notes] == expected
     model.jit_compile = False
     assert [note.code for note in traced(model).notes] == ["eager"]
 

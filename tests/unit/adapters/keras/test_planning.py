@@ -2,7 +2,7 @@ import keras
 import numpy as np
 
 from memfit.adapters.keras.batch import read
-from memfit.adapters.keras.planning import recomputable, splitting, time_forward
+from memfit.adapters.keras.planning import loop_factor, recomputable, splitting, time_forward
 
 layers = keras.layers
 
@@ -69,3 +69,13 @@ def test_a_model_that_fails_has_no_time(monkeypatch):
     model, batch = make()
     monkeypatch.setattr(model, "predict_on_batch", fail)
     assert time_forward(model, batch) is None
+
+
+def test_convolutions_in_loops_are_slow_on_the_host_with_jax(monkeypatch):
+    model, _ = make(layers.Reshape((8, 2)), layers.Conv1D(2, 2), layers.Flatten())
+    plain, _ = make()
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    assert loop_factor(model, on_host=True) > 10
+    assert loop_factor(model, on_host=False) == loop_factor(plain, on_host=True) == 1
+    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    assert loop_factor(model, on_host=True) == 1

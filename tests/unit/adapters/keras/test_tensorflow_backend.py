@@ -11,8 +11,9 @@ import keras
 import numpy as np
 import memfit
 from memfit.adapters.keras.batch import read
-from memfit.adapters.keras.tensorflow_backend import trace
+from memfit.adapters.keras.tensorflow_backend import compiles_on, trace
 from memfit.catalogue import find_device
+from memfit.core.settings import Settings
 
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="dense")], name="network")
 model.compile(keras.optimizers.SGD(momentum=0.9), "mse", jit_compile=False)
@@ -27,6 +28,30 @@ found = {
     "smaller": predicted.timeline.peak()[1] < trained.timeline.peak()[1],
     "parameters": sum(b.size_bytes for b in trained.timeline.blocks if (b.category, b.phase) == ("parameter", "setup")),
     "built": model.optimizer.built,
+}
+
+gpu = find_device("l4")
+on_gpu = trace(model, read(batch), gpu, training=True)
+asked = trace(model, read(batch), gpu, training=True, settings=Settings(jit_compile=False))
+
+class Loud(keras.layers.Layer):
+    def call(self, values):
+        import tensorflow as tf
+        return tf.ensure_shape(tf.py_function(lambda one: one, [values], tf.float32), values.shape)
+
+loud = keras.Sequential([keras.Input((8,)), Loud(), keras.layers.Dense(4)])
+loud.compile("sgd", "mse", jit_compile=False)
+refused = trace(loud, read(batch), gpu, training=True)
+eager = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+eager.compile("sgd", "mse", run_eagerly=True)
+found |= {
+    "assumed": [note.code for note in on_gpu.notes],
+    "assigned": on_gpu.assigned_bytes,
+    "asked": [note.code for note in asked.notes],
+    "refused": [note.code for note in refused.notes],
+    "refused parameters": refused.parameter_bytes,
+    "jit_compile": [model.jit_compile, loud.jit_compile],
+    "compiles": [compiles_on(model, gpu, None), compiles_on(model, cpu, None), compiles_on(eager, gpu, None)],
 }
 
 def broken(data):
@@ -61,5 +86,13 @@ def test_a_step_is_traced_into_a_graph():
     assert found["batch"] == 16 * (8 + 4) * 4
     assert found["smaller"]
     assert not found["built"]
+    # Keras would have XLA compile it on a GPU, which it didn't find here.
+    assert "jit-assumed" in found["assumed"]
+    assert found["assigned"] >= 2 * size
+    assert "jit-assumed" not in found["asked"]
+    assert "jit-refused" in found["refused"]
+    assert found["refused parameters"] == size
+    assert found["jit_compile"] == [False, False]
+    assert found["compiles"] == [True, False, False]
     assert "the step failed while TensorFlow traced it" in found["message"]
     assert "not like this" in found["message"]

@@ -103,3 +103,16 @@ def test_convolutions_take_longer_than_what_they_touch():
     inputs = [(8, 16, 16, 64), (3, 3, 64, 64)]
     plain = seconds_of(node("n", "AddV2", shape=(8, 16, 16, 64)), 1000, inputs)
     assert seconds_of(convolution, 1000, inputs) > 10 * plain
+
+
+def test_a_kernel_that_is_taken_transposed_takes_longer():
+    """The gradient of a layer's input still reads the kernel when that of the kernel itself has long been there."""
+    of_kernel = node("n", "MatMul", shape=(4096, 4096), transpose_a=True)
+    of_input = node("n", "MatMul", shape=(16, 4096), transpose_b=True)
+    touched = 4096 * 4096 * 4
+
+    late = seconds_of(of_input, touched, [(16, 4096), (4096, 4096)])
+    early = seconds_of(of_kernel, touched, [(16, 4096), (16, 4096)])
+    update = seconds_of(node("n", "Mul", shape=(4096, 4096)), 2 * touched, [(4096, 4096), ()])
+
+    assert late > early + update

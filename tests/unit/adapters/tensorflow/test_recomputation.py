@@ -55,3 +55,27 @@ def test_variables_that_are_used_without_being_given_are_heard():
         return tape.gradient(total, scale)
 
     assert float(step(tf.constant([1.0, 2.0]))) == 3.0
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_gradients_of_tables_stay_lists_of_rows(mode):
+    table, rows = tf.Variable(tf.ones((5, 2))), tf.constant([3, 1, 3])
+    kinds = []
+
+    def step():
+        with tf.GradientTape() as tape:
+            (made,) = recomputed(
+                lambda weights, inputs: [tf.gather(weights[0], inputs[0])],
+                [tf.convert_to_tensor(table)],
+                [True],
+                [rows],
+                compiled=False,
+            )
+            total = tf.reduce_sum(made**2)
+        gradient = tape.gradient(total, table)
+        kinds.append(type(gradient))
+        return tf.convert_to_tensor(gradient)
+
+    gradient = (step if mode == "eager" else tf.function(step))()
+    assert kinds == [tf.IndexedSlices]
+    assert gradient.numpy()[:, 0].tolist() == [0, 2, 0, 4, 0]

@@ -21,6 +21,19 @@ def test_blocks_say_what_they_are_for():
     assert assigned == 16 * 16 * 4 + 64 * 16 * 4 + 20 + 64 * 16 * 4 + 16 * 16 * 4 + 4
 
 
+def test_where_only_the_backward_pass_is_named_the_rest_is_told_by_its_place():
+    """TensorFlow's names."""
+    text = STEP.replace("jit(step)/transpose(jvp(layer1))", "gradient_tape/layer1")
+    for name, other in (("jit(step)/jvp(layer1)", "layer1"), ("jit(step)/jvp()", "loss"), ("jit(step)/", "sgd/")):
+        text = text.replace(name, other)
+    timeline, _ = timeline_of(text, describe)
+    found = {(block.op, block.category, block.phase) for block in timeline.blocks}
+
+    assert ("tanh", Category.ACTIVATION, Phase.FORWARD) in found
+    assert ("dot_general (dot)", Category.GRADIENT, Phase.BACKWARD) in found
+    assert [mark.phase for mark in timeline.marks] == [Phase.SETUP, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+
+
 def test_what_lives_never_exceeds_what_is_laid_out():
     for text in (STEP, LOOP):
         timeline, assigned = timeline_of(text, describe)

@@ -17,6 +17,7 @@ try:
     from keras.src import backend as _backend
     from keras.src.backend.common import global_state as _global_state
     from keras.src.backend.common.variables import AutocastScope as _AutocastScope
+    from keras.src.backend.common.variables import initialize_all_variables as _initialize_all_variables
 
     get_mask: Callable[[Any], Any] = _backend.get_keras_mask
     set_mask: Callable[[Any, Any], None] = _backend.set_keras_mask
@@ -25,7 +26,7 @@ except (ImportError, AttributeError) as error:  # pragma: no cover - another ver
         f"memfit can't recompute layers with keras {keras.__version__}: {error}. Install keras 3.15, or a later memfit."
     ) from error
 
-_CALL, _AUTOCAST = "current_call_ctx", "autocast_scope"
+_CALL, _AUTOCAST, _SEED = "current_call_ctx", "autocast_scope", "global_seed_generator"
 
 
 class Surroundings:
@@ -53,6 +54,17 @@ def value_of(variable: Any) -> Any:
     """The value of a Keras variable as it is stored, whatever the surrounding layers cast to."""
     with _uncast():
         return variable.value
+
+
+def is_shared_seed(variable: Any) -> bool:
+    """Whether it belongs to the generator that Keras draws from where no seed is given, made when first drawn from."""
+    generator = _global_state.get_global_attribute(_SEED)
+    return generator is not None and generator.state is variable
+
+
+def make_variables() -> None:
+    """Gives variables that were made in a stateless scope their first values."""
+    _initialize_all_variables()
 
 
 def collects_losses() -> bool:
@@ -95,10 +107,23 @@ def operation_of(graph: Any, node: Any) -> Any:
     return node.operation if find is None else find(node)
 
 
-def forget_losses(layer: Any, losses: list[Any]) -> None:
-    """Takes back the note in the layers that these losses are theirs."""
+def forget_functions(model: Any) -> None:
+    """Has Keras trace its functions anew, those of `evaluate` and `predict` too: other variables, other types."""
+    model.train_function = model.test_function = model.predict_function = None
+
+
+def forget_call(layer: Any, losses: list[Any]) -> None:
+    """Takes back what layers note down of a call: that these losses are theirs, and their dropout masks."""
     for part in layer._flatten_layers():
         part._loss_ids.difference_update(map(id, losses))
+    forget_dropout(layer)
+
+
+def forget_dropout(layer: Any) -> None:
+    """Drops the masks that cells keep through all steps of a call, and beyond it where the call fails."""
+    for part in layer._flatten_layers():
+        for name in ("reset_dropout_mask", "reset_recurrent_dropout_mask"):
+            getattr(part, name, lambda: None)()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from memfit.adapters.keras.fitting import internals
 from memfit.adapters.keras.fitting.precision import output_layers
 from memfit.core.errors import BadInput, BadModel
 from memfit.core.settings import Settings
@@ -58,13 +59,15 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
         raise
     if optimizer is not None:
         model.optimizer = type(optimizer).from_config(optimizer.get_config())
-    model.train_function = None
+    used = model.optimizer if optimizer is not None else None
+    internals.forget_functions(model)
 
     def undo_everything() -> None:
         _undo_all(undo)
-        if optimizer is not None:
+        # Another call of compile may have brought another one.
+        if optimizer is not None and model.optimizer is used:
             model.optimizer = optimizer
-        model.train_function = None
+        internals.forget_functions(model)
 
     return undo_everything
 
@@ -191,7 +194,12 @@ def _parked(variable: Any, value: np.ndarray[Any, Any]) -> Undo:
 
     def restore() -> None:
         file.seek(0)
-        variable._initialize(keras.ops.convert_to_tensor(np.load(file), dtype=variable.dtype))
+        # It is frozen just now, and TensorFlow never records what is made so.
+        trainable, variable._trainable = variable._trainable, True
+        try:
+            variable._initialize(keras.ops.convert_to_tensor(np.load(file), dtype=variable.dtype))
+        finally:
+            variable._trainable = trainable
         file.close()
         if key is not None:
             variable._value._unique_id = key

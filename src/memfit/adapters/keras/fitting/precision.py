@@ -50,7 +50,7 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
     if policy == "mixed_float16" and optimizer is not None:
         model.optimizer = _scaled(optimizer)
     used = model.optimizer if optimizer is not None else None
-    model.train_function = None
+    internals.forget_functions(model)
 
     def undo() -> None:
         for layer, plain in before:
@@ -58,7 +58,7 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
         # Another call of compile may have brought another one.
         if optimizer is not None and model.optimizer is used:
             model.optimizer = optimizer
-        model.train_function = None
+        internals.forget_functions(model)
 
     return undo
 

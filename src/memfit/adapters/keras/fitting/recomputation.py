@@ -307,11 +307,21 @@ def _recomputed_by_torch(
     function: Callable[..., list[Any]], weights: list[Any], trained: list[bool], inputs: list[Any]
 ) -> list[Any]:
     del trained
+    torch = _torch()
     # State is changed in place after the first computation; the second one must see what was there before.
-    inputs = [value.detach().clone() if isinstance(value, _torch().nn.Parameter) else value for value in inputs]
-    if not _torch().is_grad_enabled():
+    inputs = [value.clone() if isinstance(value, torch.nn.Parameter) else value for value in inputs]
+    if not torch.is_grad_enabled():
         return function(weights, inputs)
-    results: list[Any] = keras.remat(function)(weights, inputs)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+    try:
+        results: list[Any] = keras.remat(function)(weights, inputs)
+    except BaseException:
+        # Tried again, it draws the same numbers.
+        torch.set_rng_state(before[0])
+        for device, state in zip(devices, before[1], strict=True):
+            torch.cuda.set_rng_state(state, device)
+        raise
     return results
 
 

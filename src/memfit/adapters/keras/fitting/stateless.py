@@ -18,7 +18,7 @@ _STATE_ELEMENTS = 65_536
 
 
 class _Unknown(BaseException):
-    """A variable was used that isn't among those of the layers.
+    """A variable was used that isn't among those of the layers, or was changed that is taken for a weight.
 
     Not an `Exception`: Keras makes others of these on their way.
 
@@ -32,25 +32,40 @@ class _Unknown(BaseException):
 
 
 class _Scope(keras.StatelessScope):  # type: ignore[misc,unused-ignore]
-    """A scope that knows what was changed in it, and refuses variables that it has no value for."""
+    """A scope that knows what was changed in it, and refuses variables that it has no value for.
 
-    def __init__(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    Args:
+        weights: variables that stay as they are.
+        state: variables that may be changed.
+        values: of both.
+    """
+
+    def __init__(self, weights: Sequence[Any], state: Sequence[Any], values: Sequence[Any]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
-        for variable, value in zip(variables, values, strict=True):
+        for variable, value in zip((*weights, *state), values, strict=True):
             self.state_mapping[id(variable)] = value
+        self._fixed = {id(variable) for variable in weights}
+        self._given = dict(self.state_mapping)
         self.changed: dict[int, Any] = {}
 
     def get_current_value(self, variable: Any) -> Any:
         """The value of a variable here."""
         value = super().get_current_value(variable)
-        if value is None and variable._value is not None:
+        if value is None and (variable._value is not None or internals.is_shared_seed(variable)):
             raise _Unknown(variable)
         return value
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         """A variable was assigned."""
-        super().add_update(update)
-        self.changed[id(update[0])] = update[0]
+        variable, value = update
+        if id(variable) in self._fixed or (id(variable) not in self._given and variable._value is not None):
+            raise _Unknown(variable)
+        if variable.trainable and id(variable) in self._given and keras.backend.backend() != "jax":
+            # What is assigned there has no past: gradients of what is computed with it are the variable's own.
+            given, stop = self._given[id(variable)], keras.ops.stop_gradient
+            value = stop(value) + (given - stop(given))
+        super().add_update((variable, value))
+        self.changed[id(variable)] = variable
 
 
 @dataclass(slots=True)
@@ -76,6 +91,8 @@ class StatelessCall:
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = list(layers)
         self._found: list[Any] = []
+        self._changing: set[int] = set()
+        """Variables that are changed although they look like weights."""
 
     def __call__(self, run: Callable[[Any], Any], inputs: Any, recompute: Recompute) -> Any:
         """Calls `run(inputs)`, by way of `recompute`, with its effects on the layers' state and losses once.
@@ -89,7 +106,16 @@ class StatelessCall:
             try:
                 return self._call(run, inputs, recompute)
             except _Unknown as unknown:
-                self._found.append(unknown.variable)
+                self._learn(unknown.variable)
+
+    def _learn(self, variable: Any) -> None:
+        known = {id(one) for group in self._variables() for one in group}
+        if id(variable) in known:
+            self._changing.add(id(variable))
+            return
+        if variable._value is None:
+            internals.make_variables()
+        self._found.append(variable)
 
     def _variables(self) -> tuple[list[Any], list[Any]]:
         """Weights and state, each variable once."""
@@ -103,7 +129,8 @@ class StatelessCall:
             size = 1
             for length in variable.shape:
                 size *= length
-            (weights if variable.trainable or size > _STATE_ELEMENTS else state).append(variable)
+            is_weight = (variable.trainable or size > _STATE_ELEMENTS) and id(variable) not in self._changing
+            (weights if is_weight else state).append(variable)
         return weights, state
 
     def _call(self, run: Callable[[Any], Any], inputs: Any, recompute: Recompute) -> Any:
@@ -115,17 +142,20 @@ class StatelessCall:
         shape = _Shape()
 
         def function(weight_values: list[Any], rest: list[Any]) -> list[Any]:
-            scope = _Scope((*weights, *state), (*weight_values, *rest[: len(state)]))
+            scope = _Scope(weights, state, (*weight_values, *rest[: len(state)]))
             tensors = rest[len(state) :]
             filled: list[Any] = list(flat)
             for index, tensor in zip(places, tensors, strict=False):
                 filled[index] = tensor
             for (index, _), mask in zip(masks, tensors[len(places) :], strict=True):
                 internals.set_mask(filled[index], mask)
-            with surroundings.entered(), scope:
-                outputs = run(keras.tree.pack_sequence_as(inputs, filled))
-            for layer in self._layers:
-                internals.forget_losses(layer, scope.losses)
+            try:
+                with surroundings.entered(), scope:
+                    outputs = run(keras.tree.pack_sequence_as(inputs, filled))
+            finally:
+                # PyTorch leaves a second computation as soon as it has what it needs.
+                for layer in self._layers:
+                    internals.forget_call(layer, scope.losses)
             return _flattened(outputs, scope, shape)
 
         values = [internals.value_of(variable) for variable in weights]

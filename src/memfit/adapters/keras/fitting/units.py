@@ -158,7 +158,7 @@ class _Finder:
 
     def _of_run(self, steps: list[_Step], start: int, end: int, graph: Any) -> Iterator[Unit]:
         """The unit that calls from `start` to `end` make; none where it would save little."""
-        # Embeddings keep little, and their gradient would become as large as their table.
+        # Embeddings keep little: what they give on is kept anyway, and their table is a weight.
         start = max([i + 1 for i in range(start, end) if _is_embedding(steps[i])], default=start)
         if start == end:
             return

@@ -10,7 +10,8 @@ import numpy
 
 from memfit.adapters.keras.guarding.stored import Plain
 
-_NEVER = ("model", "_model", "params", "_params")
+# `min_delta` is an option whose sign Keras turns after the first epoch of a process; stored, it would be turned twice.
+_NEVER = ("model", "_model", "params", "_params", "min_delta")
 
 
 class CallbackStates:
@@ -47,7 +48,8 @@ class CallbackStates:
                 continue
             left.remove(match)
             for name, value in match[1].items():
-                setattr(callback, name, plain.decode(value))
+                if name not in _NEVER:
+                    setattr(callback, name, plain.decode(value))
 
 
 def _plain(callback: Any) -> dict[str, Any]:

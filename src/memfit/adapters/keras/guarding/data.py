@@ -42,7 +42,9 @@ class Data:
         self._epoch = 0
         self._shuffle = ""
         self._pass: dict[str, Any] = {"random": None, "epoch": 0, "position": 0}
-        """The pass in progress: random states and epoch at its beginning, batches of earlier epochs."""
+        """The pass in progress: random states and epoch at its beginning, batches of earlier epochs. Keras begins the
+        next pass before the epoch ends that ends the last one: until then the number is below zero."""
+        self._num_done = 0
         self._resumed: dict[str, Any] | None = None
         self._left_to_count = 0
         self._is_boundary = False
@@ -76,12 +78,14 @@ class Data:
     def begin_epoch(self, epoch: int) -> None:
         """An epoch begins, before Keras asks for its first batch."""
         self._epoch = epoch
+        self._num_done = 0
         if self.stream is not None:
             self.stream.follow(True)
             self._stream_at = self.stream.state_dict()
 
     def count(self, num_batches: int = 1) -> None:
         """Batches were trained on or passed over."""
+        self._num_done += num_batches
         if self.stream is not None:
             self.stream.count(num_batches)
         if self._left_to_count and self._iterator is not None:
@@ -89,10 +93,10 @@ class Data:
             self._iterator._steps_seen += self._left_to_count
             self._left_to_count = 0
 
-    def end_epoch(self, num_batches: int) -> None:
+    def end_epoch(self) -> None:
         """An epoch is over."""
         if self.goes_on:
-            self._pass["position"] += num_batches
+            self._pass["position"] += self._num_done
 
     def close(self) -> None:
         """The fit is over."""
@@ -136,6 +140,10 @@ class Data:
             # TensorFlow draws ahead, as far as it likes, so that these would be drawn twice.
             randomness.restore(position["now"])
 
+    def go_on(self, position: dict[str, Any]) -> None:
+        """A loop of the user's own is where it was: layers draw what they would have, the loop's own draws stay."""
+        randomness.restore_torch(position["now"])
+
     def _follow(self, iterator: Any) -> None:
         plain: Callable[[], Any] = iterator._get_iterator
         if keras.backend.backend() == "tensorflow" and type(self._adapter).__name__ == "ArrayDataAdapter":
@@ -155,11 +163,13 @@ class Data:
                 if self.stream is None:
                     dropped = self._left_to_count = int(resumed["position"])
             else:
-                self._pass = {"random": randomness.states(), "epoch": self._epoch, "position": 0}
+                epoch = self._epoch + 1 if self._num_done else self._epoch
+                self._pass = {"random": randomness.states(), "epoch": epoch, "position": -self._num_done}
             found = plain()
-            if not dropped:
-                return found
-            return found.skip(dropped) if hasattr(found, "skip") else self._after(found, dropped, resumed)
+            if hasattr(found, "skip"):
+                return found.skip(dropped) if dropped else found
+            goes_on_in = self.goes_on and bool(resumed)
+            return self._after(found, dropped, resumed) if dropped or goes_on_in else found
 
         iterator._get_iterator = get_iterator
 

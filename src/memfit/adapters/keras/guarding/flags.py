@@ -7,6 +7,9 @@ TensorFlow's own kernels raise an error. Each can be set only before the backend
 
 import os
 import sys
+from typing import Any
+
+from memfit.core import env
 
 _ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -20,7 +23,7 @@ def set_early(*, is_limited: bool) -> list[str]:
         is_limited: whether the run has a budget, or the host a limit, that it is likely to meet.
     """
     said = []
-    if "tensorflow" not in sys.modules:
+    if "tensorflow" not in sys.modules and _is_backend():
         if _GROWTH not in os.environ:
             os.environ[_GROWTH] = "true"
             said.append("TensorFlow takes GPU memory as it needs it")
@@ -61,6 +64,9 @@ def set_late(*, is_limited: bool) -> list[str]:
 
 
 def _is_backend() -> bool:
-    """Whether TensorFlow is what Keras computes with: other backends may have it loaded, too."""
-    keras = sys.modules.get("keras")
-    return keras is None or keras.backend.backend() == "tensorflow"
+    """Whether TensorFlow is what Keras computes with, or may be: other backends may have it loaded, too."""
+    backend: Any = getattr(sys.modules.get("keras"), "backend", None)
+    if hasattr(backend, "backend"):
+        return bool(backend.backend() == "tensorflow")
+    # Keras isn't loaded yet, or is just being.
+    return env.keras_backend() in ("", "tensorflow")

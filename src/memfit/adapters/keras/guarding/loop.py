@@ -17,6 +17,7 @@ from memfit.adapters.keras.guarding.data import Data
 from memfit.adapters.keras.guarding.steps import make_steps
 from memfit.adapters.keras.guarding.stored import ArrayFile, Entry, Plain, write_arrays
 from memfit.adapters.keras.model import check_model
+from memfit.adapters.keras.planning import loop_factor
 from memfit.core.errors import BadModel
 from memfit.core.guarding import BadCheckpoint, BatchSize, OutOfMemory, Where
 from memfit.core.settings import Settings
@@ -138,6 +139,11 @@ class KerasLoop:
     def mixes_samples(self) -> bool:
         """Whether parts of a batch don't compute what the whole does."""
         return bool(with_statistics(self.model))
+
+    @property
+    def loops_slowly(self) -> bool:
+        """Whether parts of a batch take many times as long as the whole."""
+        return loop_factor(self.model, on_host=self.device_name == "host") > 1
 
     def why_not_split(self) -> str:
         """Why batches can't be split; "" where they can."""

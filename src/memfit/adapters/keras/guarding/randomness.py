@@ -36,6 +36,11 @@ def restore(found: dict[str, Any]) -> None:
     random.setstate((version, tuple(int(number) for number in numbers), gauss))
     name, keys, position, has_gauss, cached = found["numpy"]
     numpy.random.set_state((name, keys, position, has_gauss, cached))
+    restore_torch(found)
+
+
+def restore_torch(found: dict[str, Any]) -> None:
+    """PyTorch's state alone, from which layers draw there."""
     if "torch" in found and "torch" in sys.modules:
         import torch
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memfit.adapters.keras.fitting import internals
 from memfit.adapters.keras.guarding import variables
 from memfit.adapters.keras.guarding.steps import Each, Steps
 
@@ -46,7 +47,7 @@ class TorchSteps(Steps):
         return self._function([batch])
 
     def roll_back(self) -> None:
-        """Puts the copies back; gradients go."""
+        """Puts the copies back; gradients go, and what a call that failed has left in layers."""
         if self.in_update and not self.has_own_step:
             raise self.broken()
         with torch.no_grad():
@@ -54,6 +55,7 @@ class TorchSteps(Steps):
                 variable.value.detach().copy_(value)
         for variable in self.model.trainable_variables:
             variable.value.grad = None
+        internals.forget_dropout(self.model)
 
     def rebuild(self) -> None:
         """Other settings may come with other variables."""

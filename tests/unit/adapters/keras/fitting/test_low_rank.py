@@ -66,6 +66,26 @@ def test_without_training_the_weights_come_back_to_the_bit():
     assert model.get_layer("dense").dtype_policy.name == "float32"
 
 
+def test_functions_of_evaluation_are_made_anew():
+    model = made()
+    model.predict(X, verbose=0)
+    model.evaluate(X, Y, verbose=0)
+    undo = low_rank.apply(Settings(lora_rank=2), model)
+    assert model.predict_function is model.test_function is None
+    model.predict(X, verbose=0)
+    undo()
+    assert model.predict_function is None
+
+
+def test_an_optimizer_of_another_compile_stays():
+    model = made()
+    undo = low_rank.apply(Settings(lora_rank=2), model)
+    model.compile("sgd", "mse")
+    own = model.optimizer
+    undo()
+    assert model.optimizer is own
+
+
 def test_layers_with_constraints_get_none():
     model = made(kernel_constraint="non_neg")
     low_rank.apply(Settings(lora_rank=2), model)

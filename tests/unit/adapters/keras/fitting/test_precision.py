@@ -25,8 +25,11 @@ def policies(model):
 
 def test_layers_are_switched_but_those_of_the_output_and_back():
     model = made()
+    model.make_predict_function()
     undo = precision.apply(Settings(precision="amp-bf16"), model)
     assert policies(model) == {"first": "mixed_bfloat16", "a": "mixed_bfloat16", "b": "float32"}
+    # Traced in float32.
+    assert model.predict_function is None
     undo()
     assert set(policies(model).values()) == {"float32"}
     precision.apply(Settings(), model)()

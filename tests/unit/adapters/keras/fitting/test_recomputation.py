@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from keras import layers
+from keras import layers, ops
 
 from memfit.adapters.keras.fitting import recomputation
 from memfit.core.errors import BadInput
@@ -63,6 +63,51 @@ def test_layers_are_computed_twice():
     assert len(calls) == 1
     trained(model, "up1:add1")
     assert len(calls) == 3
+
+
+class Codes(layers.Layer):
+    """Keeps state as large as weights are, and changes it; gives on numbers of no seed."""
+
+    def build(self, shape):
+        self.codes = self.add_weight(shape=(shape[-1], 20_000), initializer="glorot_uniform", trainable=False)
+
+    def call(self, x, training=None):
+        made = ops.tanh(ops.matmul(x, 1.0 * self.codes))
+        if training:
+            self.codes.assign(0.5 * self.codes)
+            made = made * keras.random.uniform(ops.shape(made))
+        return made
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: layers.LSTM(4, dropout=0.4, recurrent_dropout=0.4),
+        lambda: layers.LSTM(4, dropout=0.4, recurrent_dropout=0.4, seed=3),
+        lambda: layers.Bidirectional(layers.GRU(3, dropout=0.4)),
+        lambda: layers.SpectralNormalization(layers.Dense(4)),
+        Codes,
+    ],
+    ids=["drawn", "seeded", "both ways", "assigns a weight", "changes much"],
+)
+def test_what_layers_change_and_keep_while_they_run_is_that_of_one_run(make):
+    found = []
+    x = np.random.default_rng(0).normal(size=(5, 3, 4)).astype("float32")
+    for paths in ((), ("special",)):
+        # Keras's own generator is made when it is first drawn from.
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        inputs = layers.Input((3, 4))
+        layer = make()
+        layer.name = "special"
+        model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(layer(layers.Dense(4)(inputs)))))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        recomputation.apply(Settings(checkpoint=paths), model)
+        keras.utils.set_random_seed(1)
+        losses = [float(model.train_on_batch(x, x[:, 0, :1])) for _ in range(3)]
+        found.append(np.concatenate([losses, *(value.ravel() for value in model.get_weights())]))
+    assert len(set(found[0][:3])) == 3
+    assert np.abs(found[0] - found[1]).max() == 0
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,11 @@ from memfit.adapters.keras.guarding import variables
 from memfit.adapters.keras.guarding.steps import make_steps
 
 
+def dense():
+    """A layer whose weights are the same whenever it is made."""
+    return keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform(seed=5))
+
+
 def build(*layers, **options):
     keras.utils.set_random_seed(3)
     inner = layers or (keras.layers.BatchNormalization(),)

@@ -1,6 +1,8 @@
 """What callbacks have found out."""
 
+import keras
 import numpy as np
+import pytest
 
 from memfit.adapters.keras.guarding.callback_state import CallbackStates
 from memfit.adapters.keras.guarding.stored import Plain
@@ -32,3 +34,28 @@ def test_what_changed_is_kept_and_options_are_not():
 
     assert (other.patience, other.wait, other.best, other.seen) == (7, 2, 0.5, [1])
     assert np.array_equal(other.best_weights[0], np.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+def test_the_least_change_that_counts_is_the_same_after_a_resume():
+    def made():
+        callback = keras.callbacks.ReduceLROnPlateau(monitor="loss", min_delta=0.5)
+        model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        callback.set_model(model)
+        callback.on_train_begin()
+        return callback
+
+    one, other = made(), made()
+    states, plain = CallbackStates([one]), Plain()
+    one.on_epoch_end(0, {"loss": 2.0})
+    found = states.to_json(plain)
+    CallbackStates([other]).load(found, plain)
+    for callback in (one, other):
+        callback.on_epoch_end(1, {"loss": 1.7})
+    assert one.wait == other.wait == 1
+    # As an earlier version stored it.
+    found[0][1]["min_delta"] = -0.5
+    again = made()
+    CallbackStates([again]).load(found, plain)
+    assert again.min_delta == 0.5

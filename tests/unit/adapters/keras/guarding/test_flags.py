@@ -20,13 +20,23 @@ def clean(monkeypatch):
     monkeypatch.delitem(sys.modules, "jax", raising=False)
 
 
-def test_flags_are_set_before_the_backend_is_loaded():
+def test_flags_are_set_before_the_backend_is_loaded(monkeypatch):
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     said = flags.set_early(is_limited=True)
 
     assert [os.environ[name] for name in NAMES] == ["0", "false", "true"]
     assert len(said) == 3
     assert any("without oneDNN" in text for text in said)
     assert flags.set_early(is_limited=True) == []
+
+
+def test_flags_of_tensorflow_are_left_alone_with_another_backend(monkeypatch):
+    # As while Keras is being imported.
+    monkeypatch.setitem(sys.modules, "keras", types.ModuleType("keras"))
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    assert flags.set_early(is_limited=True) == ["JAX takes GPU memory as it needs it"]
+    assert "TF_ENABLE_ONEDNN_OPTS" not in os.environ
 
 
 def test_without_a_limit_oneDNN_stays():

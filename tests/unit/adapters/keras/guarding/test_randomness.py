@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from memfit.adapters.keras.guarding import randomness
-from memfit.adapters.keras.guarding.randomness import restore, seed, states
+from memfit.adapters.keras.guarding.randomness import restore, restore_torch, seed, states
 
 
 def draw():
@@ -22,6 +22,17 @@ def test_all_generators_go_back():
     restore(found)
 
     assert draw() == first
+
+
+def test_what_layers_draw_from_goes_back_alone():
+    found = states()
+    first = draw()
+
+    restore_torch(found)
+
+    again = draw()
+    assert again[2] == first[2]
+    assert again[0] != first[0] and again[1] != first[1]
 
 
 def test_a_seed_follows_from_those_of_the_script_and_draws_nothing(monkeypatch):

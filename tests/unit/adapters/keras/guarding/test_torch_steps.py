@@ -93,3 +93,30 @@ def test_the_plain_function_comes_back():
 
     assert not hasattr(model.train_function, "memfit_function")
     assert "apply" not in model.optimizer.__dict__
+
+
+def test_masks_that_a_failed_call_left_in_cells_are_dropped():
+    class Failing(keras.layers.LSTMCell):
+        fails = False
+
+        def call(self, *arguments, **options):
+            made = super().call(*arguments, **options)
+            if self.fails:
+                raise MemoryError
+            return made
+
+    cell = Failing(3, dropout=0.5)
+    model = keras.Sequential([keras.layers.Input((2, 4)), keras.layers.RNN(cell)])
+    model.compile("sgd", "mse")
+    batch = (keras.ops.ones((5, 2, 4)), keras.ops.ones((5, 3)))
+    model._symbolic_build(data_batch=batch)
+    model.make_train_function()
+    steps = make_steps(model, lambda one: steps.run(one))
+    steps.install()
+    steps.begin(batch)
+    cell.fails = True
+    with pytest.raises(MemoryError):
+        steps.run(batch)
+    assert cell._dropout_mask is not None
+    steps.roll_back()
+    assert cell._dropout_mask is None
