@@ -1,21 +1,31 @@
 """Shapes that a graph doesn't tell, by TensorFlow's own inference once an operator's inputs are known.
 
-A loop over parts of a batch slices by sizes that are computed when it runs. As the sizes are followed, the shapes in
-such a loop follow too, one operator at a time.
+A loop over parts of a batch slices by sizes that are computed when it runs. The small integers that such sizes are made
+of are computed, by TensorFlow's own kernels; as the sizes are followed, the shapes in such a loop follow too, one
+operator at a time.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
+from tensorflow.python.eager import context, execute
 from tensorflow.python.framework import op_def_registry
 
 from memfit.adapters.tensorflow.nodes import Node, Shape
 
 _LARGEST_VALUE = 64
 _NAME = "inferred"
+# What follows from shapes alone.
+_OF_SHAPES: dict[str, Callable[[list[Shape]], list[Any]]] = {
+    "Shape": lambda shapes: [shapes[0]],
+    "ShapeN": lambda shapes: list(shapes),
+    "Size": lambda shapes: [math.prod(shapes[0])],
+    "Rank": lambda shapes: [len(shapes[0])],
+}
 
 
 @final
@@ -24,6 +34,28 @@ class Inference:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], list[Shape | None]] = {}
+        self._values: dict[tuple[Any, ...], list[Any] | None] = {}
+
+    def values(self, number: int, node: Node, shapes: list[Shape], values: list[Any]) -> list[Any] | None:
+        """What each output of a node holds, where they are small integers or truth values that follow from the inputs.
+
+        Args:
+            number: of the node.
+            node: the operator.
+            shapes: of its inputs.
+            values: of its inputs, where they are known.
+        """
+        if node.op in _OF_SHAPES:
+            return [np.asarray(value) for value in _OF_SHAPES[node.op](shapes)]
+        if not values:
+            return None
+        small = [_small(value, shape) for value, shape in zip(values, shapes, strict=True)]
+        if any(value is None for value in small):
+            return None
+        key = (number, *(value.tobytes() for value in small), *shapes)
+        if key not in self._values:
+            self._values[key] = _computed(node, small)
+        return self._values[key]
 
     def shapes(self, number: int, node: Node, shapes: list[Shape], values: list[Any]) -> list[Shape | None]:
         """Of each output of a node; None where inference doesn't tell either.
@@ -46,6 +78,40 @@ def _small(value: Any, shape: Shape) -> Any:
     if value is None or math.prod(shape) > _LARGEST_VALUE or np.size(value) != math.prod(shape):
         return None
     return np.reshape(value, shape)
+
+
+def _computed(node: Node, values: list[Any]) -> list[Any] | None:
+    """What TensorFlow's kernel makes of integers."""
+    declared = op_def_registry.get(node.op)
+    types = input_types(node.definition)
+    if declared is None or declared.is_stateful or types is None or len(types) != len(values):
+        return None
+    if not all(_is_whole(tf.as_dtype(data_type)) for data_type in types):
+        return None
+    attributes: list[Any] = []
+    for attribute in declared.attr:
+        attributes += [attribute.name, _plain(node.definition.attr[attribute.name])]
+    try:
+        with tf.init_scope(), tf.device("CPU:0"):
+            given = [tf.constant(value, tf.as_dtype(kind)) for value, kind in zip(values, types, strict=True)]
+            # `tf.raw_ops` has other names for some arguments than the graph.
+            outputs = execute.quick_execute(node.op, len(node.item_bytes), given, tuple(attributes), context.context())
+    except (ValueError, TypeError, tf.errors.OpError):
+        return None
+    return [one.numpy() for one in outputs] if all(_is_whole(one.dtype) for one in outputs) else None
+
+
+def _is_whole(data_type: Any) -> bool:
+    return bool(data_type.is_integer or data_type.is_bool)
+
+
+def _plain(attribute: Any) -> Any:
+    """An attribute of a node as a kernel takes it."""
+    kind = attribute.WhichOneof("value")
+    value = getattr(attribute, kind) if kind else None
+    if kind == "list":
+        return next((list(values) for _, values in value.ListFields()), [])
+    return value.dim if kind == "shape" else value
 
 
 def _inferred(node: Node, shapes: list[Shape], values: list[Any]) -> list[Shape | None]:

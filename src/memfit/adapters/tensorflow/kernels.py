@@ -6,7 +6,6 @@ operator, which is how they were checked.
 """
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -162,61 +161,3 @@ def output_shape(node: Node, port: int, shapes: list[Shape | None]) -> Shape:
         return tuple(int(size) for size in np.broadcast_shapes(*known))
     except ValueError:
         return max(known, key=math.prod)
-
-
-def values_of(node: Node, values: list[Any], shapes: list[Shape | None]) -> Any:
-    """The value of a small integer or truth value, where it follows from those of the inputs; else None."""
-    op = node.op
-    if op == "Shape" and shapes[0] is not None:
-        return np.asarray(shapes[0], dtype=np.int64)
-    if op == "Size" and shapes[0] is not None:
-        return np.asarray(math.prod(shapes[0]))
-    if op == "Rank" and shapes[0] is not None:
-        return np.asarray(len(shapes[0]))
-    if op not in _ARITHMETIC or not values or any(value is None for value in values):
-        return None
-    try:
-        return np.asarray(_ARITHMETIC[op](*values))
-    except (ValueError, TypeError, IndexError, ZeroDivisionError):
-        return None
-
-
-def _first(value: Any, *_: Any) -> Any:
-    return value
-
-
-def _element(value: Any, begin: Any, *_: Any) -> Any:
-    """One element of a vector, which is what sizes are taken out by; other slices aren't followed."""
-    if np.ndim(value) != 1 or np.size(begin) != 1:
-        raise ValueError("not an element of a vector")
-    return value[int(np.ravel(begin)[0])]
-
-
-_ARITHMETIC: dict[str, Any] = {
-    "Less": np.less,
-    "LessEqual": np.less_equal,
-    "Greater": np.greater,
-    "GreaterEqual": np.greater_equal,
-    "Equal": np.equal,
-    "NotEqual": np.not_equal,
-    "LogicalAnd": np.logical_and,
-    "LogicalOr": np.logical_or,
-    "LogicalNot": np.logical_not,
-    "AddV2": np.add,
-    "Add": np.add,
-    "Sub": np.subtract,
-    "Mul": np.multiply,
-    "Maximum": np.maximum,
-    "Minimum": np.minimum,
-    "FloorDiv": np.floor_divide,
-    "FloorMod": np.mod,
-    "Neg": np.negative,
-    "Cast": _first,
-    "Reshape": _first,
-    "Squeeze": _first,
-    "ExpandDims": _first,
-    "StridedSlice": _element,
-    "Prod": lambda value, _: np.prod(value),
-    "Pack": lambda *values: np.stack(values),
-    "Range": np.arange,
-}

@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-import numpy as np
-
 from memfit.adapters.tensorflow.frames import Frame, Iteration
 from memfit.adapters.tensorflow.inference import Inference
 from memfit.adapters.tensorflow.kernels import (
@@ -28,7 +26,6 @@ from memfit.adapters.tensorflow.kernels import (
     output_shape,
     scratch_bytes,
     seconds_of,
-    values_of,
 )
 from memfit.adapters.tensorflow.lists import Lists
 from memfit.adapters.tensorflow.memory import Buffer, Memory, Tensor
@@ -459,12 +456,17 @@ class Executor:
 
     def _computed(self, number: int, node: Node, inputs: list[Tensor], iteration: Iteration) -> list[Tensor | None]:
         """Outputs of an ordinary kernel: an input's place where the kernel takes it over, else memory of their own."""
-        values = values_of(node, [tensor.value for tensor in inputs], [tensor.shape for tensor in inputs])
+        values = self._inference.values(
+            number, node, [tensor.shape for tensor in inputs], [tensor.value for tensor in inputs]
+        )
         taken: set[int] = set()
         inferred: list[Shape | None] | None = None
         outputs: list[Tensor | None] = []
         for port, item_bytes in enumerate(node.item_bytes):
             shape = node.shapes[port]
+            value = None if values is None else values[port]
+            if shape is None and value is not None:
+                shape = value.shape
             if shape is None:
                 inferred = self._inferred(number, node, inputs) if inferred is None else inferred
                 shape = inferred[port]
@@ -489,9 +491,7 @@ class Executor:
                     break
             if buffer is None:
                 buffer = self._memory.allocate(size, number)
-            if node.op == "ShapeN":
-                values = np.asarray(inputs[port].shape, dtype=np.int64)
-            outputs.append(Tensor(buffer, shape, item_bytes, values if port == 0 or node.op == "ShapeN" else None))
+            outputs.append(Tensor(buffer, shape, item_bytes, value))
         if number in self._has_gradient:
             hidden = hidden_bytes(node, onednn=self._onednn)
             if hidden:

@@ -1,18 +1,20 @@
 """Graphs of operators made by hand, for tests."""
 
-from types import SimpleNamespace
+from tensorflow.core.framework import node_def_pb2, types_pb2
 
 from memfit.adapters.tensorflow.nodes import Graph, Node
 
 
-class Attributes(dict):
-    def __missing__(self, key):
-        return SimpleNamespace(b=False, i=0, s=b"")
+_KINDS = {bool: "b", int: "i", bytes: "s"}
 
 
 def node(name, op, inputs=(), shape=(256,), item_bytes=4, controls=(), value=None, num_outputs=1, **attributes):
     """An operator; `inputs` are names, "name:1" for another output than the first."""
-    definition = SimpleNamespace(attr=Attributes({k: SimpleNamespace(b=v, i=v, s=v) for k, v in attributes.items()}))
+    definition = node_def_pb2.NodeDef(name=name, op=op)
+    # What loops count with.
+    definition.attr["T"].type = types_pb2.DT_INT32
+    for key, given in attributes.items():
+        setattr(definition.attr[key], _KINDS[type(given)], given)
     made = Node(name, op, definition, list(inputs), list(controls), value=value)
     made.shapes = [shape] * num_outputs
     made.item_bytes = [item_bytes] * num_outputs

@@ -1,4 +1,4 @@
-"""Shapes from TensorFlow's inference. TensorFlow runs in a process of its own."""
+"""Shapes from TensorFlow's inference, and the integers that they are made of. TensorFlow runs in a process of its own."""
 
 import json
 import os
@@ -38,6 +38,41 @@ joined = node(lambda x: tf.concat([x, x, x], 0), x, op="ConcatV2")
 found["types"] = input_types(joined.definition)
 unregistered = tf.compat.v1.NodeDef(op="NoSuchOperator")
 found["unregistered"] = input_types(unregistered)
+
+def followed(function, *values):
+    # What each operator makes, one after the other, as the walk through a graph follows them.
+    graph = tf.function(function).get_concrete_function(*(tf.TensorSpec(np.shape(v), tf.int32) for v in values)).graph
+    known = {tensor.name: np.asarray(value) for tensor, value in zip(graph.inputs, values)}
+    for number, one in enumerate(graph.get_operations()):
+        if one.type == "Const":
+            known[one.outputs[0].name] = tf.get_static_value(one.outputs[0])
+        elif one.inputs:
+            given = [known.get(tensor.name) for tensor in one.inputs]
+            shapes = [() if value is None else np.shape(value) for value in given]
+            made = inference.values(
+                100 + number, Node(one.name, one.type, one.node_def, item_bytes=[4] * len(one.outputs)), shapes, given
+            )
+            known.update(zip([tensor.name for tensor in one.outputs], [] if made is None else made))
+    value = known.get(graph.outputs[0].name)
+    inference._values.clear()
+    return None if value is None else np.asarray(value).tolist()
+
+found["less"] = followed(lambda a, b: a < b, 3, 4)
+found["minimum"] = followed(lambda a, b: tf.minimum(a, b - 2), 200, 150)
+found["element"] = followed(lambda a: a[1], [5, 6, 7])
+found["elements"] = followed(lambda a: a[1:], [5, 6, 7])
+found["product"] = followed(lambda a: tf.stack([tf.reduce_prod(tf.gather(a, [0, 1, 2])), a[3]]), [80, 64, 64, 8])
+found["joined"] = followed(lambda a, b: tf.concat([a, b], 0), [1, 2], [3])
+found["chosen"] = followed(lambda a: tf.where(a < 0, 7, a), [-1, 3])
+found["broadcast"] = followed(
+    lambda a, b: tf.raw_ops.BroadcastGradientArgs(s0=a, s1=b).r1, [80, 64, 8], [1, 8]
+)
+found["random"] = followed(lambda a: tf.random.uniform((), maxval=a, dtype=tf.int32), 5)
+found["float"] = followed(lambda a: tf.sqrt(tf.cast(a, tf.float32)), 4)
+found["failed"] = followed(lambda a, b: a // b, 4, 0)
+shape = node(lambda x: tf.shape(x), x, op="Shape")
+found["shape"] = [one.tolist() for one in inference.values(3, shape, [(3, 4, 5, 6)], [None])]
+found["no value"] = inference.values(4, cut, given, [None, np.zeros(4, int), np.array([4, -1, -1, -1])])
 print(json.dumps(found))
 """
 
@@ -70,3 +105,26 @@ def test_types_of_inputs_as_declared(found):
     float_type, integer_type = 1, 3
     assert found["types"] == [float_type, float_type, float_type, integer_type]
     assert found["unregistered"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("less", True),
+        ("minimum", 148),
+        ("element", 6),
+        ("elements", [6, 7]),
+        ("product", [80 * 64 * 64, 8]),
+        ("joined", [1, 2, 3]),
+        ("chosen", [7, 3]),
+        ("broadcast", [0, 1]),
+        ("shape", [[3, 4, 5, 6]]),
+    ],
+)
+def test_integers_that_sizes_are_made_of_are_followed(found, name, value):
+    assert found[name] == value
+
+
+@pytest.mark.parametrize("name", ["random", "float", "failed", "no value"])
+def test_what_is_not_a_whole_number_of_the_graph_is_not_computed(found, name):
+    assert found[name] is None

@@ -9,7 +9,6 @@ from memfit.adapters.tensorflow.kernels import (
     output_shape,
     scratch_bytes,
     seconds_of,
-    values_of,
 )
 from tests.unit.adapters.tensorflow.graphs import node
 
@@ -74,28 +73,6 @@ def test_shapes_that_only_the_run_tells(op, shapes, shape):
 def test_transposed_products():
     made = node("n", "MatMul", transpose_a=True, transpose_b=True)
     assert output_shape(made, 0, [(8, 4), (3, 8)]) == (4, 3)
-
-
-@pytest.mark.parametrize(
-    ("op", "values", "shapes", "value"),
-    [
-        ("Less", [np.array(3), np.array(4)], [(), ()], True),
-        ("AddV2", [np.array(3), np.array(4)], [(), ()], 7),
-        ("AddV2", [np.array(3), None], [(), ()], None),
-        ("StridedSlice", [np.array([5, 6, 7]), np.array([1]), np.array([2]), np.array([1])], [(3,)], 6),
-        ("StridedSlice", [np.array([[5]]), np.array([0, 0]), None, None], [(1, 1)], None),
-        ("Size", [None], [(3, 4)], 12),
-        ("Rank", [None], [(3, 4)], 2),
-        ("Relu", [np.array(3)], [()], None),
-    ],
-)
-def test_integers_are_followed(op, values, shapes, value):
-    found = values_of(node("n", op), values, shapes)
-    assert found is None if value is None else found == value
-
-
-def test_shapes_are_values():
-    assert list(values_of(node("n", "Shape"), [None], [(3, 4)])) == [3, 4]
 
 
 def test_convolutions_take_longer_than_what_they_touch():

@@ -2,7 +2,8 @@
 
 TensorFlow raises `ResourceExhaustedError`, which it also uses for other limits, and now and then an `InternalError`
 of CUDA. JAX raises `JaxRuntimeError` from a compiled function and `ValueError` from a single operation, both with
-RESOURCE_EXHAUSTED in their text. Keras on PyTorch raises what PyTorch raises, and `adapters.torch.oom` knows that.
+RESOURCE_EXHAUSTED in their text. protobuf, in which TensorFlow keeps its graphs, raises an error of decoding when it
+finds no memory for one. Keras on PyTorch raises what PyTorch raises, and `adapters.torch.oom` knows that.
 numpy and Python raise `MemoryError` under all of them.
 """
 
@@ -28,6 +29,8 @@ _DEVICE_TEXTS = re.compile(
     re.IGNORECASE,
 )
 _STATUS = "RESOURCE_EXHAUSTED"
+# protobuf has no class of its own for it.
+_ARENA = "Arena alloc failed"
 # A computation that was handed over and then found no memory is INTERNAL, with the reason behind it.
 _DISPATCH = re.compile(r"\bout of memory allocating \d+ bytes", re.IGNORECASE)
 _BYTES = re.compile(r"allocat\w*(?: request for)? (\d+(?:\.\d+)?) ?(bytes|[KMGT]i?B|B)\b", re.IGNORECASE)
@@ -108,6 +111,8 @@ def _recognise_one(error: BaseException) -> OutOfMemory | None:
         return _failure(_where(text), "xla", text)
     if names & {"JaxRuntimeError", "XlaRuntimeError"} and _DISPATCH.search(text):
         return _failure(_where(text), "xla", text)
+    if type(error).__module__.startswith("google.protobuf") and _ARENA in text:
+        return _failure(Where.HOST, "protobuf", text)
     return None
 
 

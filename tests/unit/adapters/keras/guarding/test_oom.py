@@ -80,6 +80,16 @@ def test_other_errors_are_not(error):
     assert recognise(error) is None
 
 
+def test_a_graph_that_finds_no_memory_is_recognised():
+    errors = pytest.importorskip("google.protobuf.message")
+    text = "Error parsing message with type 'tensorflow.FunctionDef': Arena alloc failed"
+
+    found = recognise(errors.DecodeError(text))
+
+    assert (found.source, found.where, found.text) == ("protobuf", Where.HOST, text)
+    assert recognise(errors.DecodeError("Error parsing message: Wire format was corrupt")) is None
+
+
 def test_what_an_error_was_raised_from_counts():
     try:
         try:
