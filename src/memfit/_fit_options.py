@@ -56,11 +56,12 @@ class FitOptions:
         return None if request is None else request.budget_bytes
 
 
-def left_of(budget_bytes: int) -> int:
+def left_of(budget_bytes: int, share: float = 1.0) -> int:
     """What of a budget for the whole process is left for training.
 
     Args:
         budget_bytes: the budget.
+        share: of what is left, what is asked for.
 
     Raises:
         CannotFit: nothing is left.
@@ -73,4 +74,4 @@ def left_of(budget_bytes: int) -> int:
         )
         run_events.note("cannot fit", text=text, planned=True)
         raise CannotFit(text)
-    return budget_bytes - held
+    return int((budget_bytes - held) * share)

@@ -191,6 +191,7 @@ class KerasFit:
         self._findings = {} if findings is None else findings
         self._request = run_events.current()
         self._budget = options.budget_bytes(self._request)
+        self._share = self._request.share if self._request is not None else 1.0
         self._told: set[str] = set()
         self._loop: Any = None
         self._checkpoints = FitCheckpoints(None, options.keep, None)
@@ -382,7 +383,9 @@ class KerasFit:
         """What earlier runs, a supervisor or a budget say."""
         loop, options = self._loop, self._options
         first = options.plan.settings if isinstance(options.plan, Plan) else Settings()
-        asked = json.loads(json.dumps([options.plan == AUTO, self._budget, options.approximate, first.to_json()]))
+        asked = json.loads(
+            json.dumps([options.plan == AUTO, self._budget, self._share, options.approximate, first.to_json()])
+        )
         self._key = key_of((*loop.identity(batch), host_memory_bytes(), asked))
         known = self._findings.get(self._key)
         if known is None and self._update == 0:
@@ -428,7 +431,7 @@ class KerasFit:
         on_host = self._loop.device_name == "host"
         if on_host:
             # The budget is for the whole process, and a part of it is taken.
-            budget = left_of(budget)
+            budget = left_of(budget, self._share)
         try:
             with warnings.catch_warnings(), self._loop.filled():
                 warnings.simplefilter("ignore")

@@ -35,5 +35,6 @@ def test_a_budget_of_ones_own_comes_before_that_of_a_supervisor():
 def test_a_budget_is_for_all_that_the_process_holds():
     held = resident_bytes()
     assert 0 < left_of(held + 2**40) <= 2**40 + held
+    assert left_of(held + 2**40, 0.5) == pytest.approx(2**39, rel=0.01)
     with pytest.raises(CannotFit, match=r"the process holds .* before the first step, .* is 1\.00 MiB\. Give a larger"):
         left_of(2**20)

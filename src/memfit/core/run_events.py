@@ -32,6 +32,7 @@ class RunRequest:
         checkpoint: folder for checkpoints, from whose last one the script goes on; None where none was named.
         micro_batch_size: most samples to put through the model at once; None where nothing is known against any size.
         budget_bytes: memory that the script may take on each device; None where all there is.
+        share: of what its plan may use, what it is to use, after attempts whose plans were too large.
         rescue: whether operations that run out of memory are to be rescued from outside.
         eager: whether the rescue is to move everything it can, before memory runs out.
         script: path of the file, or dotted name of the module.
@@ -44,6 +45,7 @@ class RunRequest:
     checkpoint: str | None = None
     micro_batch_size: int | None = None
     budget_bytes: int | None = None
+    share: float = 1.0
     rescue: bool = False
     eager: bool = False
     script: str = ""

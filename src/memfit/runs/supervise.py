@@ -159,7 +159,8 @@ class Supervisor:
             attempt=number,
             checkpoint=task.checkpoint,
             micro_batch_size=configuration.micro_batch_size,
-            budget_bytes=self._budget(configuration),
+            budget_bytes=self._task.budget_bytes if configuration.share >= 1 else self._planned_bytes(),
+            share=configuration.share,
             rescue=configuration.rescue,
             eager=configuration.eager,
             script=task.script,
@@ -296,13 +297,6 @@ class Supervisor:
         if self._task.budget_bytes is not None or has_devices():
             return self._task.budget_bytes
         return self._ceiling.limit_bytes
-
-    def _budget(self, configuration: Configuration) -> int | None:
-        """The budget that an attempt is told of."""
-        whole = self._planned_bytes()
-        if configuration.share >= 1 or whole is None:
-            return self._task.budget_bytes
-        return int(whole * configuration.share)
 
     def _seconds(self) -> float:
         return time.monotonic() - self._origin

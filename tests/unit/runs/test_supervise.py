@@ -201,7 +201,7 @@ import os, sys
 from memfit.core.run_events import current, note
 
 request = current()
-print(request.budget_bytes, request.micro_batch_size, file=open("told.txt", "a"))
+print(request.budget_bytes, request.share, request.micro_batch_size, file=open("told.txt", "a"))
 note("keras", backend="tensorflow")
 if "early" not in sys.argv:
     note("guard", model="Net")
@@ -225,7 +225,7 @@ def test_a_guard_of_keras_plans_for_less_each_time(supervised, monkeypatch, tmp_
         Configuration(4, share=0.56),
     ]
     told = [line.split() for line in (tmp_path / "told.txt").read_text().splitlines()]
-    assert told == [[str(400 * MIB), "None"], [str(300 * MIB), "4"], [str(int(400 * MIB * 0.56)), "4"]]
+    assert told == [[str(400 * MIB), "1.0", "None"], [str(400 * MIB), "0.75", "4"], [str(400 * MIB), "0.56", "4"]]
     assert "a plan for 75% of the memory" in said[1]
 
 
@@ -233,9 +233,9 @@ def test_without_a_budget_keras_plans_for_a_share_of_what_there_is(supervised, m
     monkeypatch.chdir(tmp_path)
     run, _ = supervised(KERAS)
 
-    told = [line.split()[0] for line in (tmp_path / "told.txt").read_text().splitlines()]
-    assert told[0] == "None"
-    assert int(told[1]) == int(run.limit_bytes * 0.75)
+    told = [line.split()[:2] for line in (tmp_path / "told.txt").read_text().splitlines()]
+    assert told[0] == ["None", "1.0"]
+    assert told[1] == [str(run.limit_bytes), "0.75"]
 
 
 @pytest.mark.parametrize(

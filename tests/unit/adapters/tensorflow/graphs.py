@@ -4,7 +4,6 @@ from tensorflow.core.framework import node_def_pb2, types_pb2
 
 from memfit.adapters.tensorflow.nodes import Graph, Node
 
-
 _KINDS = {bool: "b", int: "i", bytes: "s"}
 
 

@@ -1,4 +1,4 @@
-"""Shapes from TensorFlow's inference, and the integers that they are made of. TensorFlow runs in a process of its own."""
+"""Shapes from TensorFlow's inference, and the integers that they are made of; in a process of its own."""
 
 import json
 import os

@@ -1,6 +1,5 @@
 """What kernels do with memory."""
 
-import numpy as np
 import pytest
 
 from memfit.adapters.tensorflow.kernels import (

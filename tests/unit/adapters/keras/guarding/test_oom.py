@@ -54,7 +54,6 @@ class JaxRuntimeError(RuntimeError):
             3159088232,
         ),
         (MemoryError("no"), "python", Where.HOST, None),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "torch", None, 8),
     ],
 )
 def test_failures_of_each_backend_are_recognised(error, source, where, requested):
@@ -62,7 +61,7 @@ def test_failures_of_each_backend_are_recognised(error, source, where, requested
 
     assert found is not None
     assert found.source == source
-    assert where is None or found.where == where
+    assert found.where == where
     assert found.requested_bytes == requested
 
 
@@ -78,6 +77,12 @@ def test_failures_of_each_backend_are_recognised(error, source, where, requested
 )
 def test_other_errors_are_not(error):
     assert recognise(error) is None
+
+
+def test_failures_of_pytorch_are_recognised_where_it_runs():
+    pytest.importorskip("torch")
+    found = recognise(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
+    assert (found.source, found.requested_bytes) == ("torch", 8)
 
 
 def test_a_graph_that_finds_no_memory_is_recognised():
