@@ -17,7 +17,7 @@ def supervised(tmp_path, monkeypatch):
 
 
 def test_a_request_survives_its_json():
-    request = RunRequest(3, "runs/first", 8, 2**30, True, True, "train.py", True, ("--lr", "1"), 2**31)
+    request = RunRequest(3, "runs/first", 8, 2**30, 0.75, True, True, "train.py", True, ("--lr", "1"), 2**31)
 
     assert RunRequest.from_json(json.dumps(request.to_json())) == request
 

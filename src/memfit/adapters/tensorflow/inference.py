@@ -108,7 +108,7 @@ def _is_whole(data_type: Any) -> bool:
 def _plain(attribute: Any) -> Any:
     """An attribute of a node as a kernel takes it."""
     kind = attribute.WhichOneof("value")
-    value = getattr(attribute, kind) if kind else None
+    value: Any = getattr(attribute, kind) if kind else None
     if kind == "list":
         return next((list(values) for _, values in value.ListFields()), [])
     return value.dim if kind == "shape" else value
