@@ -158,6 +158,14 @@ def held_bytes(processes: Sequence[int]) -> int:
     return anonymous + max(shared, _shared_in_use())
 
 
+def has_memory(process: int) -> bool:
+    """Whether a process has not ended."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[0]) > 0
+    except OSError:
+        return False
+
+
 def _field(text: str, name: str) -> int:
     found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
     return int(found[1]) * KIB if found else 0
@@ -234,7 +242,10 @@ def sample(arguments: Sequence[object]) -> tuple[int, int, int, bool]:
             while process.poll() is None:
                 processes = processes_in(place)
                 num_processes = max(num_processes, len(processes))
-                most = max(most, held_bytes(processes))
+                held = held_bytes(processes)
+                # One that ends meanwhile leaves its part of shared pages to those that are counted after it.
+                if processes == processes_in(place) and all(map(has_memory, processes)):
+                    most = max(most, held)
                 time.sleep(SAMPLE_SECONDS)
             trouble, is_unpacked = outcome(process)
             if trouble:

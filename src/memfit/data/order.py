@@ -234,7 +234,9 @@ def seed_sequence(*key: int) -> np.random.SeedSequence:
 def _blocks(geometry: Geometry, edges: Array | None) -> tuple[Array, Array]:
     num_samples = geometry.num_samples
     if geometry.block_samples == 0 and edges is not None:
-        kept = np.unique(np.append(edges[:-1][:: geometry.num_merged], edges[-1]).astype(np.int64))
+        kept = np.append(edges[:-1][:: geometry.num_merged], edges[-1]).astype(np.int64)
+        # They are in order. `np.unique` would load all of `numpy.ma`, in each worker.
+        kept = kept[np.diff(kept, prepend=-1) > 0]
         return kept[:-1], kept[1:]
     size = geometry.block_samples or max(1, num_samples)
     starts = np.arange(0, num_samples, size, dtype=np.int64)

@@ -5,6 +5,7 @@ workers that aren't kept between epochs begin each time as fresh copies, which k
 dataset shares with all processes which epochs were begun, and loaders count what they give out.
 """
 
+import gc
 import logging
 import math
 import multiprocessing
@@ -117,6 +118,9 @@ class TorchStream(IterableDataset[Any]):
         _refuse_collation(sys._getframe(1).f_locals.get("self"))
         worker = get_worker_info()
         number, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if worker is not None:
+            # Looking through what was there before the fork would copy the pages that it lies in.
+            gc.freeze()
         state, self._own = self._own, None
         if state is not None:
             epoch = int(state["epoch"])

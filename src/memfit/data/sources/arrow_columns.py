@@ -35,7 +35,7 @@ def describe_type(name: str, kind: Any, first: Any = None) -> Column:
         length = kind.list_size if pa.types.is_fixed_size_list(kind) else None
         if first is not None:
             length = len(first[0]) if length is None and len(first) and first[0].is_valid else length
-            first = first.flatten() if len(first) else first
+            first = _flattened(first) if len(first) else first
         if length is None:
             return Column(name, None, stored_as=f"{stored_as}, without a first list to take the length from")
         shape.append(length)
@@ -156,7 +156,7 @@ class BatchReader:
                         "column out with columns=."
                     )
             each *= length
-            column = column.flatten()
+            column = _flattened(column)
         return column
 
     def _missing(self, column: Any, name: str, row: int, what: str, each: int = 1) -> str:
@@ -165,6 +165,20 @@ class BatchReader:
             f"column {name!r} of {self._source} lacks {what} in row {where} ({column.null_count} missing nearby). Fill "
             "the gaps, store fractions (a missing one is given as NaN), or leave the column out with columns=."
         )
+
+
+def _flattened(column: Any) -> Any:
+    """The values of lists, one after the other, of a column in which none is missing.
+
+    As `flatten`, which loads all of `pyarrow.compute`, several megabytes, for it.
+    """
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(column.type):
+        size = column.type.list_size
+        return column.values.slice(column.offset * size, len(column) * size)
+    start, stop = column.offsets[0].as_py(), column.offsets[-1].as_py()
+    return column.values.slice(start, stop - start)
 
 
 def find_classes(batches: Any, name: str, source: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ small batch, never the row group as a whole; a read that goes on where the last 
 takes in memory is known before, from the sizes that the pages' own headers state.
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ _POOL_BYTES = 10 * MIB
 # Of a file's table of contents: in memory it takes a few times its bytes.
 _METADATA_FACTOR = 4
 _abandoned: list[object] = []
+_choosing_pool = threading.Lock()
 
 
 def open_parquet(
@@ -245,6 +247,7 @@ class ParquetSource:
         self._opened = _Opened()
         if self._local is not None:
             self._local.close()
+        _release_pools()
 
     def _this_process(self) -> _Opened:
         if self._opened.process != os.getpid():
@@ -295,16 +298,14 @@ class ParquetSource:
             self._release_large(int(self._groups.edges[group + 1] - self._groups.edges[group]))
 
     def _release_large(self, num_rows: int) -> None:
-        """Gives memory that Arrow's pool holds in reserve back to the system, after a row group that took much.
+        """Gives memory that Arrow holds in reserve back to the system, after a row group that took much.
 
         It takes 2 ms, after which fresh memory has to be had. After row groups of 6 MB that cost a fifth of the speed
         and saved nothing, as the next one needs the same; after those of 38 MB (47 columns) it cost nothing that could
         be measured, and the most that the process took was 70 MiB instead of 84 to 112.
         """
         if num_rows * sum(field.sample_bytes for field in self.fields) >= _RELEASED_BYTES:
-            import pyarrow as pa
-
-            pa.default_memory_pool().release_unused()
+            _release_pools()
 
     def _enter(self, cursor: _Cursor, group: int) -> None:
         cursor.leave()
@@ -372,12 +373,39 @@ def _open(name: str, place: str, metadata: Any, buffer_bytes: int) -> Any:
         # As bytes: names that aren't UTF-8 are otherwise refused.
         source = pa.OSFile(os.fsencode(place))
     try:
-        return pq.ParquetFile(
-            source, metadata=metadata, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True
-        )
+        with _system_pool():
+            return pq.ParquetFile(
+                source, metadata=metadata, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True
+            )
     except _arrow_errors() as error:
         source.close()
         raise BadFile(f"{name!r} can't be opened as Parquet: {reason_of(error)}. Copy or make it again.") from error
+
+
+@contextlib.contextmanager
+def _system_pool() -> Iterator[None]:
+    """Readers that are made meanwhile take memory from the system's allocator.
+
+    Arrow's usual pool keeps what was given back: 25 MiB stayed after a file had been unpacked, to be copied by each
+    process that was forked afterwards.
+    """
+    import pyarrow as pa
+
+    with _choosing_pool:
+        usual = pa.default_memory_pool()
+        pa.set_memory_pool(pa.system_memory_pool())
+        try:
+            yield
+        finally:
+            pa.set_memory_pool(usual)
+
+
+def _release_pools() -> None:
+    """Gives memory that Arrow holds in reserve back: of its readers, and of what it makes beside them."""
+    import pyarrow as pa
+
+    for pool in (pa.system_memory_pool(), pa.default_memory_pool()):
+        pool.release_unused()
 
 
 def _arrow_errors() -> tuple[type[Exception], ...]:

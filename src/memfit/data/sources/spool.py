@@ -160,7 +160,10 @@ def _unpack(source: Source, place: Path, journal: Journal, announce: Callable[[s
     # A name without an ending stands for a folder.
     folder = place.with_suffix("")
     target = plan_target(folder, source.fields, source.num_samples, chunk_bytes=_PIECE_BYTES, read_bytes=sample_bytes)
-    Transfer(source, target, journal, {"use": "spool"}, discard_other=True).run()
+    try:
+        Transfer(source, target, journal, {"use": "spool"}, discard_other=True).run()
+    finally:
+        source.close()
     description = {"name": source.name, "classes": list(source.classes), "bytes": size}
     write_whole(place / _DESCRIPTION, json.dumps(description).encode())
 
