@@ -77,6 +77,14 @@ def test_slices_of_lists() -> None:
     assert put(fixed.slice(1)).tolist() == [[3, 4], [5, 6]]
 
 
+@pytest.mark.parametrize("inner", [pa.list_(pa.int32(), 2), pa.list_(pa.int32()), pa.large_list(pa.int32())])
+@pytest.mark.parametrize("make", [lambda kind: pa.list_(kind, 3), pa.list_, pa.large_list])
+def test_slices_of_lists_of_lists(inner: Any, make: Any) -> None:
+    values = np.arange(4 * 3 * 2).reshape(4, 3, 2)
+    lists = pa.array(values.tolist(), make(inner))
+    assert put(lists.slice(1, 2)).tolist() == values[1:3].tolist()
+
+
 def test_tensors_keep_their_shape() -> None:
     values = np.arange(12, dtype=np.float32).reshape(2, 3, 2)
     tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(values)

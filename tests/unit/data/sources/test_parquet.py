@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -266,6 +267,35 @@ def test_large_row_groups_are_released_and_dropped(tmp_path: Path, monkeypatch: 
     assert dropped == []
     source.drop(100, 150)
     assert dropped == [(0, os.path.getsize(tmp_path / "a.parquet"))]
+
+
+def test_the_memory_of_readers_is_the_systems_and_others_keep_theirs(tmp_path: Path) -> None:
+    usual = pa.default_memory_pool().backend_name
+    source = open_parquet(write(tmp_path / "a.parquet", data_page_size=100_000), columns=["a", "x"])
+    before = pa.system_memory_pool().bytes_allocated()
+    read(source, 0, 50)
+
+    assert pa.default_memory_pool().backend_name == usual
+    # The rest of the row group is decoded and waits.
+    assert pa.system_memory_pool().bytes_allocated() > before
+    source.close()
+    assert pa.system_memory_pool().bytes_allocated() == before
+
+
+IMPORTS = """
+import sys
+import memfit
+for batch in memfit.stream(sys.argv[1], columns=["a", "x"], batch_size=50):
+    pass
+print([name for name in ("numpy.ma", "pyarrow.compute") if name in sys.modules])
+"""
+
+
+def test_reading_loads_no_more_than_it_uses(tmp_path: Path) -> None:
+    """Each worker would have a copy of its own."""
+    path = write(tmp_path / "a.parquet")
+    done = subprocess.run([sys.executable, "-c", IMPORTS, path], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
