@@ -347,6 +347,8 @@ class Estimator:
         floor = timeline.without_optional()
         replays = _replays(trace.serving, options or self._options, assigned_bytes)
         timeline, answer, unbounded, notes = _replayed(timeline, floor, device, replays)
+        reserved = answer.reserved_peak_bytes
+        least, most = (round(reserved * factor) for factor in trace.spread)
         scale = 1 if not batch_size or not self.tracer.batch_size else batch_size / self.tracer.batch_size
         return Estimate(
             subject=self.tracer.name,
@@ -357,8 +359,8 @@ class Estimator:
             timeline=timeline,
             replay=answer,
             context_bytes=context_bytes,
-            lower_bytes=min(floor.peak()[1] + context_bytes, answer.reserved_peak_bytes + context_bytes),
-            upper_bytes=max(answer.reserved_peak_bytes, unbounded.reserved_peak_bytes) + context_bytes,
+            lower_bytes=min(floor.peak()[1], reserved, least) + context_bytes,
+            upper_bytes=max(reserved, unbounded.reserved_peak_bytes, most) + context_bytes,
             host=_host_memory(self._job, trace, device, scale),
             notes=(*trace.notes, *self.tracer.notes, *notes),
             num_parameters=trace.num_parameters,

@@ -1,5 +1,7 @@
 """What the verbs share. Estimates themselves are tested through the verbs, in test_api.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -41,6 +43,20 @@ def test_settings_that_change_nothing_give_the_plain_estimate(job):
     plain = estimator.run(eager=False)
     fitted, _ = estimator.with_settings(Settings())
     assert fitted.allocated_peak_bytes == pytest.approx(plain.allocated_peak_bytes, rel=0.001)
+
+
+def test_orders_of_the_operators_widen_the_bounds(job, monkeypatch):
+    estimator = Estimator(job, resolve("cpu"), AllocatorOptions())
+    plain = estimator.run(eager=False)
+    other = Estimator(job, resolve("cpu"), AllocatorOptions())
+    trace = other.tracer.trace
+    monkeypatch.setattr(other.tracer, "trace", lambda *given: replace(trace(*given), spread=(0.75, 1.5)), raising=False)
+
+    found = other.run(eager=False)
+
+    assert found.peak_bytes == plain.peak_bytes
+    assert found.lower_bytes == pytest.approx(0.75 * plain.peak_bytes, abs=1)
+    assert found.upper_bytes == pytest.approx(1.5 * plain.peak_bytes, abs=1)
 
 
 def test_an_allocator_that_expands_uses_the_trace_again(job):

@@ -38,6 +38,8 @@ class Trace:
             timeline then says what is inside. None where every block is asked for when it is needed.
         state_bytes: parameters, buffers, gradients and optimizer state, each in full, whether or not all of it lives
             at once; empty where the timeline tells.
+        spread: the least and the greatest peak of steps that run in another order, where operators run side by side,
+            each as a multiple of the timeline's.
     """
 
     timeline: Timeline
@@ -50,6 +52,7 @@ class Trace:
     serving: Serving = Serving.CACHING
     assigned_bytes: int | None = None
     state_bytes: Mapping[Category, int] = field(default_factory=dict)
+    spread: tuple[float, float] = (1.0, 1.0)
 
 
 class Tracer(Protocol):

@@ -105,6 +105,7 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool) -> Trace
         serving=Serving.BEST_FIT,
         assigned_bytes=traced.assigned_bytes,
         state_bytes=sizes,
+        spread=traced.spread,
     )
 
 

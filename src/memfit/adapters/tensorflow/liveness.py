@@ -11,6 +11,8 @@ integers that end them are followed.
 """
 
 import heapq
+import math
+import random
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,15 +42,19 @@ class Lived:
     Args:
         buffers: everything that took memory, in order of its start.
         num_ticks: allocations and frees.
+        peak_bytes: the most that lived at once.
         guessed: operators whose choice only a real run can know.
     """
 
     buffers: tuple[Buffer, ...]
     num_ticks: int
+    peak_bytes: int
     guessed: tuple[str, ...]
 
 
 _MOST_RUNS = 5_000_000
+# How much an operator's time differs from step to step, as the deviation of its logarithm.
+_TIME_SPREAD = 0.3
 # Those among the views that change the shape.
 _RESHAPES = frozenset({"Reshape", "Squeeze", "ExpandDims", "Bitcast"})
 # Iterations of a loop that run at once where it doesn't say.
@@ -69,14 +75,23 @@ class Executor:
         num_threads: threads that run operators.
         on_gpu: operators are launched, not waited for, in the order in which they get ready.
         onednn: whether oneDNN's kernels run, on the host.
+        seed: 0: operators take as long as they usually do; otherwise each takes a little more or less time, at random.
     """
 
     def __init__(
-        self, graph: Graph, held: Mapping[int, tuple[int, str]], *, num_threads: int, on_gpu: bool, onednn: bool
+        self,
+        graph: Graph,
+        held: Mapping[int, tuple[int, str]],
+        *,
+        num_threads: int,
+        on_gpu: bool,
+        onednn: bool,
+        seed: int = 0,
     ) -> None:
         self._graph = graph
         self._on_gpu = on_gpu
         self._onednn = onednn
+        self._random = random.Random(seed) if seed else None
         self._memory = Memory()
         self._lists = Lists(self._memory)
         self._inference = Inference()
@@ -166,7 +181,8 @@ class Executor:
             number, iteration, work = busy[thread]  # type: ignore[misc]
             busy[thread] = None
             self._finish(number, iteration, work, thread, inline, queues)
-        return Lived(tuple(self._memory.buffers), self._memory.tick, tuple(self._guessed))
+        memory = self._memory
+        return Lived(tuple(memory.buffers), memory.tick, memory.peak_bytes, tuple(self._guessed))
 
     def _next(self, thread: int, inline: Any, queues: Any) -> tuple[int, Iteration] | None:
         if inline[thread]:
@@ -185,7 +201,8 @@ class Executor:
             return 0.0
         outputs, inputs, _ = work
         touched = sum(tensor_bytes(t.shape, t.item_bytes) for t in (*outputs, *inputs) if t is not None)
-        return seconds_of(node, touched, [tensor.shape for tensor in inputs])
+        seconds = seconds_of(node, touched, [tensor.shape for tensor in inputs])
+        return seconds if self._random is None else seconds * math.exp(self._random.gauss(0.0, _TIME_SPREAD))
 
     def _start(self, number: int, iteration: Iteration) -> Any:
         """Takes what a kernel asks for: (outputs, inputs, scratch), or None of an operator on a path not taken."""

@@ -49,11 +49,15 @@ class Memory:
     Attributes:
         buffers: everything that took memory, in order of its start.
         tick: allocations and frees so far.
+        live_bytes: of all buffers that are in use.
+        peak_bytes: the most that they were.
     """
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
         self.tick = 0
+        self.live_bytes = 0
+        self.peak_bytes = 0
 
     def allocate(self, size: int, node: int, variable: str = "") -> Buffer:
         """A buffer with one user."""
@@ -61,6 +65,8 @@ class Memory:
         if size:
             self.tick += 1
             self.buffers.append(buffer)
+            self.live_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return buffer
 
     def make(self, shape: Shape, item_bytes: int, node: int) -> Tensor:
@@ -86,3 +92,4 @@ class Memory:
         if buffer.size:
             buffer.end = self.tick
             self.tick += 1
+            self.live_bytes -= buffer.size

@@ -3,6 +3,7 @@
 A step that XLA compiles is laid out by XLA; any other one runs operator by operator, with a tensor for each.
 """
 
+import functools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +22,9 @@ from memfit.core.estimate import Note
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 
 _VARIABLE = "variable "
-_ORDER = Note(
-    "order", "TensorFlow runs operators in parallel: which of them meet differs from step to step, and so does the peak"
-)
+# Steps that are gone through once more, with operators that take a little more or less time.
+_NUM_ORDERS = 9
+_PARALLEL = "TensorFlow runs operators in parallel: which of them meet differs from step to step, and so does the peak"
 _LIBRARIES = Note("libraries", "what cuDNN takes for its algorithms beside TensorFlow's tensors isn't counted")
 _STAND_IN = Note(
     "xla-cpu-layout", "XLA compiled the step for the host: its program for a GPU fuses and orders differently"
@@ -57,11 +58,13 @@ class TracedStep:
         timeline: every allocation; variables and the batch are there from the first tick on.
         notes: what had to be assumed.
         assigned_bytes: what XLA laid out for the whole step, variables and batch included; None without XLA.
+        spread: the least and the greatest peak in other orders of the operators, as multiples of the timeline's.
     """
 
     timeline: Timeline
     notes: tuple[Note, ...] = ()
     assigned_bytes: int | None = None
+    spread: tuple[float, float] = (1.0, 1.0)
 
 
 def trace_step(
@@ -88,14 +91,19 @@ def trace_step(
         return _compiled(function, known, layers, on_gpu=on_gpu)
     graph = graph_of(function, on_gpu=on_gpu, onednn=_onednn())
     held = _held(function, graph, known)
-    lived = Executor(graph, held, num_threads=_num_threads(), on_gpu=on_gpu, onednn=_onednn()).run()
-    notes = [_ORDER]
+    run = functools.partial(Executor, graph, held, num_threads=_num_threads(), on_gpu=on_gpu, onednn=_onednn())
+    lived = run().run()
+    peaks = [lived.peak_bytes]
+    if not on_gpu:
+        peaks += [run(seed=seed).run().peak_bytes for seed in range(1, _NUM_ORDERS + 1)]
+    notes = [Note("order", _PARALLEL if on_gpu else f"{_PARALLEL}; the bounds are those of {len(peaks)} orders")]
     if on_gpu:
         notes.append(_LIBRARIES)
     if lived.guessed:
         names = ", ".join(lived.guessed[:3])
         notes.append(Note("branch", f"only the run decides which branch is taken at {names}: the first one is counted"))
-    return TracedStep(_timeline(graph, lived, known, optimizer, layers), tuple(notes))
+    spread = min(peaks) / max(1, lived.peak_bytes), max(peaks) / max(1, lived.peak_bytes)
+    return TracedStep(_timeline(graph, lived, known, optimizer, layers), tuple(notes), spread=spread)
 
 
 def _num_threads() -> int:

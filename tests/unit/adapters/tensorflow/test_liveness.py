@@ -20,6 +20,32 @@ def peak(run):
     return Timeline(blocks, run.num_ticks).peak()[1]
 
 
+def chains(num_chains=6, length=4):
+    """Chains that two threads go through in whichever order their operators are done."""
+    nodes = [node("start", "Fill", shape=(1,))]
+    for chain in range(num_chains):
+        before = "start"
+        for place in range(length):
+            name = f"{chain}.{place}"
+            nodes.append(node(name, "Tile", [before], shape=(256 * (1 + (chain * 7 + place * 5) % 11),)))
+            before = name
+    return graph(*nodes)
+
+
+def test_operators_that_take_other_times_run_in_other_orders():
+    def peaks():
+        return [lived(chains(), num_threads=2, seed=seed).peak_bytes for seed in range(12)]
+
+    assert len(set(peaks())) > 1
+    assert peaks() == peaks()
+
+
+def test_a_single_thread_has_one_order():
+    runs = [lived(chains(), seed=seed) for seed in range(4)]
+    assert len({run.peak_bytes for run in runs}) == 1
+    assert runs[0].peak_bytes == peak(runs[0])
+
+
 def test_a_tensor_goes_with_its_last_consumer():
     run = lived(graph(node("x", "Fill"), node("y", "Tile", ["x"]), node("z", "Tile", ["y"])))
     first, second, third = run.buffers

@@ -76,6 +76,7 @@ for name, options in (("host", {}), ("gpu", {"on_gpu": True}), ("xla", {"jit_com
         "gradients": sum(b.size_bytes for b in timeline.blocks if b.category == "gradient"),
         "phases": [mark.phase for mark in timeline.marks],
         "notes": [note.code for note in traced.notes],
+        "spread": traced.spread,
     }
 
 @tf.function
@@ -122,6 +123,12 @@ def test_blocks_are_named(rows):
 def test_what_is_assumed_is_said(rows):
     assert rows["host"]["notes"] == ["order"]
     assert rows["gpu"]["notes"] == ["order", "libraries"]
+
+
+def test_other_orders_are_only_looked_at_where_operators_run_side_by_side(rows):
+    least, greatest = rows["host"]["spread"]
+    assert 0.5 < least <= 1 <= greatest < 2
+    assert rows["gpu"]["spread"] == rows["xla"]["spread"] == [1, 1]
 
 
 def test_xla_lays_out_the_whole_step(rows):
