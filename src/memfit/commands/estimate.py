@@ -5,8 +5,9 @@ Examples:
   memfit estimate hf:GPT2LMHeadModel -b 8 --sequence-length 1024 -d a100-40gb --html memory.html
   memfit estimate train.py:job --device 24GiB --json > estimate.json
 
-TARGET is FILE.py:function (the function returns a memfit.Job), timm:NAME, torchvision:NAME, or hf: with a class
-of transformers, a model type or the path of a config.json.
+TARGET is FILE.py:function (the function returns a memfit.Job), timm:NAME, torchvision:NAME, keras:NAME (of
+keras.applications, on the backend that KERAS_BACKEND names), or hf: with a class of transformers, a model type or
+the path of a config.json.
 
 Exit codes: 0 fits, 3 does not fit, 2 bad usage or input
 """
@@ -19,9 +20,7 @@ from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument(
-        "target", metavar="TARGET", help="FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG"
-    )
+    parser.add_argument("target", metavar="TARGET", help=targets.FORMS)
     targets.add_job_arguments(parser)
     parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
 

@@ -16,9 +16,7 @@ from memfit.core.errors import BadInput
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument(
-        "target", metavar="TARGET", help="FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG"
-    )
+    parser.add_argument("target", metavar="TARGET", help=targets.FORMS)
     targets.add_job_arguments(parser, of_one_size=False)
     parser.add_argument("--candidates", metavar="N,N,...", help="sizes to choose from; every whole number by default")
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "target",
         metavar="TARGET",
         nargs="?",
-        help="FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG",
+        help=targets.FORMS,
     )
     # What follows `--` in the arguments of a script ends up here.
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)

@@ -17,6 +17,9 @@ PREFIXES = ("timm", "torchvision", "hf", "keras")
 PLANNED = ("keep", "auto")
 """What a plan may be told about precision beside the names of precisions."""
 
+FORMS = "FILE.py:function, timm:NAME, torchvision:NAME, keras:NAME or hf:CLASS_OR_CONFIG"
+"""What a target may look like."""
+
 
 def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = True, of_plan: bool = False) -> None:
     """Arguments that say how the step is run.
@@ -109,9 +112,7 @@ def _named(target: str, arguments: argparse.Namespace) -> Job:
 def _from_file(target: str) -> Job:
     path, _, name = target.rpartition(":")
     if not path or not name:
-        raise BadTarget(
-            f"{target!r} is not a target. Write FILE.py:function, timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG."
-        )
+        raise BadTarget(f"{target!r} is not a target. Write {FORMS}.")
     if not os.path.isfile(path):
         raise BadTarget(
             f"there is no file {path!r} in {os.getcwd()!r}. Write FILE.py:function with a path that exists."

@@ -43,12 +43,14 @@ class Lived:
         buffers: everything that took memory, in order of its start.
         num_ticks: allocations and frees.
         peak_bytes: the most that lived at once.
+        num_runs: operators that ran, those in loops as often as they did.
         guessed: operators whose choice only a real run can know.
     """
 
     buffers: tuple[Buffer, ...]
     num_ticks: int
     peak_bytes: int
+    num_runs: int
     guessed: tuple[str, ...]
 
 
@@ -75,6 +77,7 @@ class Executor:
         num_threads: threads that run operators.
         on_gpu: operators are launched, not waited for, in the order in which they get ready.
         onednn: whether oneDNN's kernels run, on the host.
+        inference: of shapes, which runs of one graph share; a new one if None.
         seed: 0: operators take as long as they usually do; otherwise each takes a little more or less time, at random.
     """
 
@@ -86,6 +89,7 @@ class Executor:
         num_threads: int,
         on_gpu: bool,
         onednn: bool,
+        inference: Inference | None = None,
         seed: int = 0,
     ) -> None:
         self._graph = graph
@@ -94,7 +98,7 @@ class Executor:
         self._random = random.Random(seed) if seed else None
         self._memory = Memory()
         self._lists = Lists(self._memory)
-        self._inference = Inference()
+        self._inference = Inference() if inference is None else inference
         self._arguments: dict[int, Buffer] = {}
         self._frames: dict[tuple[Iteration, str], Frame] = {}
         self._hidden: dict[tuple[int, Iteration], Buffer] = {}
@@ -182,7 +186,7 @@ class Executor:
             busy[thread] = None
             self._finish(number, iteration, work, thread, inline, queues)
         memory = self._memory
-        return Lived(tuple(memory.buffers), memory.tick, memory.peak_bytes, tuple(self._guessed))
+        return Lived(tuple(memory.buffers), memory.tick, memory.peak_bytes, runs, tuple(self._guessed))
 
     def _next(self, thread: int, inline: Any, queues: Any) -> tuple[int, Iteration] | None:
         if inline[thread]:

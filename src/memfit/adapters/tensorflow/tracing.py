@@ -3,7 +3,6 @@
 A step that XLA compiles is laid out by XLA; any other one runs operator by operator, with a tensor for each.
 """
 
-import functools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from memfit.adapters.tensorflow.graph import graph_of, item_bytes
+from memfit.adapters.tensorflow.inference import Inference
 from memfit.adapters.tensorflow.liveness import Executor, Lived
 from memfit.adapters.tensorflow.memory import Buffer
 from memfit.adapters.tensorflow.nodes import Graph, tensor_bytes
@@ -22,8 +22,10 @@ from memfit.core.estimate import Note
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 
 _VARIABLE = "variable "
-# Steps that are gone through once more, with operators that take a little more or less time.
-_NUM_ORDERS = 9
+# How often a step is gone through once more, with operators that take a little more or less time, and how many
+# operators may run for that: a second's worth.
+_MOST_ORDERS = 9
+_MOST_RUNS = 100_000
 _PARALLEL = "TensorFlow runs operators in parallel: which of them meet differs from step to step, and so does the peak"
 _LIBRARIES = Note("libraries", "what cuDNN takes for its algorithms beside TensorFlow's tensors isn't counted")
 _STAND_IN = Note(
@@ -91,12 +93,19 @@ def trace_step(
         return _compiled(function, known, layers, on_gpu=on_gpu)
     graph = graph_of(function, on_gpu=on_gpu, onednn=_onednn())
     held = _held(function, graph, known)
-    run = functools.partial(Executor, graph, held, num_threads=_num_threads(), on_gpu=on_gpu, onednn=_onednn())
-    lived = run().run()
-    peaks = [lived.peak_bytes]
-    if not on_gpu:
-        peaks += [run(seed=seed).run().peak_bytes for seed in range(1, _NUM_ORDERS + 1)]
-    notes = [Note("order", _PARALLEL if on_gpu else f"{_PARALLEL}; the bounds are those of {len(peaks)} orders")]
+    given: dict[str, Any] = {
+        "num_threads": _num_threads(),
+        "on_gpu": on_gpu,
+        "onednn": _onednn(),
+        "inference": Inference(),
+    }
+    lived = Executor(graph, held, **given).run()
+    num_orders = 0 if on_gpu else min(_MOST_ORDERS, _MOST_RUNS // max(1, lived.num_runs))
+    peaks = [
+        lived.peak_bytes,
+        *(Executor(graph, held, **given, seed=seed).run().peak_bytes for seed in range(1, num_orders + 1)),
+    ]
+    notes = [Note("order", f"{_PARALLEL}; the bounds are those of {len(peaks)} orders" if num_orders else _PARALLEL)]
     if on_gpu:
         notes.append(_LIBRARIES)
     if lived.guessed:

@@ -40,7 +40,9 @@ def named_job(target: str, optimizer: str, sequence_length: int | None, image_si
     """The job that `target` names, with made-up batches of the given sizes or the model's own."""
     kind, _, name = target.partition(":")
     if not name or kind not in ("timm", "torchvision", "hf"):
-        raise BadTarget(f"{target!r} names no model; write timm:NAME, torchvision:NAME or hf:CLASS_OR_CONFIG.")
+        raise BadTarget(
+            f"{target!r} names no model; write timm:NAME, torchvision:NAME, keras:NAME or hf:CLASS_OR_CONFIG."
+        )
     if kind == "hf":
         job = _hugging_face(name, sequence_length, image_size)
     else:
