@@ -43,6 +43,7 @@ SCRIPTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("convert_speed", (), ("--size", "256MiB", "--repeats", "1", "--kills", "4", "--kill-size", "128MiB")),
     ("jax_accuracy", (), ()),
     ("keras_accuracy", (), ("MLP", "--backends", "torch")),
+    ("keras_plans", (), ("MLP", "--backends", "torch")),
     ("keras_equality", (), ("torch",)),
     ("keras_overhead", (), ("--rounds", "2")),
     ("keras_survival", (), ("transformer", "--backends", "tensorflow")),
