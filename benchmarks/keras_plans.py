@@ -23,6 +23,7 @@ from benchmarks.reporting import ROOT, Bar, bullets, percent, publish, table
 from memfit.core.units import MIB
 
 _MOST_SECONDS = 900
+_REFUSAL = "no plan fits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Row:
     Attributes:
         case: name of the model.
         backend: of Keras.
+        share: of what the plain step takes.
         plain: bytes that the plain step is predicted to take.
         budget: bytes that were planned for.
         predicted: bytes of the plan.
@@ -46,6 +48,7 @@ class Row:
 
     case: str
     backend: str
+    share: float
     plain: int = 0
     budget: int = 0
     predicted: int = 0
@@ -56,6 +59,11 @@ class Row:
     seconds: float = 0.0
     how: str = ""
     trouble: str = ""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether no plan was promised."""
+        return _REFUSAL in self.trouble
 
     @property
     def error(self) -> float:
@@ -108,38 +116,42 @@ def row_of(backend: str, name: str, share: float) -> Row:
             environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
             if what == "measure":
                 environment |= MEASURING[backend]
-            done = subprocess.run(
-                [sys.executable, "-m", "benchmarks.keras_plans", *words],
-                cwd=ROOT,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=_MOST_SECONDS,
-                check=False,
-            )
+            try:
+                done = subprocess.run(
+                    [sys.executable, "-m", "benchmarks.keras_plans", *words],
+                    cwd=ROOT,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=_MOST_SECONDS,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return Row(name, backend, share=share, trouble=f"{what}: not done in {_MOST_SECONDS} s")
             lines = done.stdout.strip().splitlines()
             if done.returncode or not lines:
-                reason = next((line for line in done.stderr.splitlines() if "no plan fits" in line), "")
+                reason = next((line for line in done.stderr.splitlines() if _REFUSAL in line), "")
                 reason = reason or (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-                return Row(name, backend, trouble=f"{what}: {reason[:200]}")
+                return Row(name, backend, share=share, trouble=f"{what}: {reason[:200]}")
             found |= json.loads(lines[-1])
-    return Row(name, backend, **found)
+    return Row(name, backend, share=share, **found)
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """The claims, with what was measured."""
     claims = []
     for backend, limit in LIMITS.items():
-        measured = [row for row in rows if row.backend == backend and not row.trouble]
-        if not measured:
+        known = [row for row in rows if row.backend == backend and not row.is_refused]
+        measured = [row for row in known if not row.trouble]
+        if not known:
             continue
-        worst = max(measured, key=lambda row: abs(row.error))
-        shown = f"{abs(worst.error):.2%} ({worst.case})"
-        met = abs(worst.error) <= limit
+        worst = max(measured, key=lambda row: abs(row.error), default=None)
+        shown = "nothing" if worst is None else f"{abs(worst.error):.2%} ({worst.case})"
+        met = worst is not None and abs(worst.error) <= limit and len(measured) == len(known)
         claims.append(Bar(f"{backend}: greatest error of {len(measured)} plans", shown, f"at most {limit:.0%}", met))
         within = sum(row.measured <= row.budget for row in measured)
         text = f"{within} of {len(measured)}"
-        claims.append(Bar(f"{backend}: plans that stay within their budget", text, "all", within == len(measured)))
+        claims.append(Bar(f"{backend}: plans that stay within their budget", text, "all", within == len(known)))
     return claims
 
 
@@ -171,7 +183,7 @@ def main() -> int:
     known = {}
     if given.rows and given.rows.exists():
         found = [Row(**json.loads(line)) for line in given.rows.read_text(encoding="utf-8").splitlines()]
-        known = {(row.backend, row.case): row for row in found}
+        known = {(row.backend, row.case): row for row in found if row.share == given.share}
     rows = []
     for backend in given.backends:
         for name in given.cases or [case.name for case in CASES]:

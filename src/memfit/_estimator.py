@@ -348,7 +348,7 @@ class Estimator:
         replays = _replays(trace.serving, options or self._options, assigned_bytes)
         timeline, answer, unbounded, notes = _replayed(timeline, floor, device, replays)
         reserved = answer.reserved_peak_bytes
-        least, most = (round(reserved * factor) for factor in trace.spread)
+        least, most = (round(reserved * factor) for factor in (exact or trace).spread)
         scale = 1 if not batch_size or not self.tracer.batch_size else batch_size / self.tracer.batch_size
         return Estimate(
             subject=self.tracer.name,

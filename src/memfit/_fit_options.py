@@ -56,17 +56,18 @@ class FitOptions:
         return None if request is None else request.budget_bytes
 
 
-def left_of(budget_bytes: int, share: float = 1.0) -> int:
-    """What of a budget for the whole process is left for training.
+def left_of(budget_bytes: int, share: float = 1.0, *, on_host: bool = True) -> int:
+    """What of a budget is left for training: on the host it is for the whole process, and a part of it is taken.
 
     Args:
         budget_bytes: the budget.
         share: of what is left, what is asked for.
+        on_host: whether it is the host's memory; that of a device is the training's alone.
 
     Raises:
         CannotFit: nothing is left.
     """
-    held = resident_bytes() or 0
+    held = (resident_bytes() or 0) if on_host else 0
     if held >= budget_bytes:
         text = (
             f"the process holds {format_size(held)} before the first step, and its budget, which is for all that it "

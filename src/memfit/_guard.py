@@ -121,7 +121,9 @@ class Guard:
         self._request = request
         self._accumulate = accumulate
         self._plans = plan == AUTO
-        self._budget = parse_size(budget) if budget is not None else request.budget_bytes if request else None
+        self._budget = parse_size(budget) if budget is not None else None
+        if budget is None and request is not None and request.budget_bytes is not None:
+            self._budget = int(request.budget_bytes * request.share)
         self._approximate = approximate
         self._first_size = micro_batch_size
         self._loop = TorchLoop(

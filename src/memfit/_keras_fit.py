@@ -401,7 +401,8 @@ class KerasFit:
         if options.plan == AUTO and self._budget is not None and known is None and is_new:
             planned = self._planned(batch)
             if planned is not None and self._known_attempts.adopt(planned, size):
-                self._tell_size(size, f"planned for {format_size(self._budget)}")
+                part = "" if self._share == 1 else f"{self._share:.0%} of what is left of "
+                self._tell_size(size, f"planned for {part}{format_size(self._budget)}")
         if isinstance(options.plan, Plan):
             # Put into practice from the first step on.
             _ = self._known_attempts
@@ -427,11 +428,8 @@ class KerasFit:
         """Settings that are expected to fit into the budget; None where none could be found out."""
         from memfit._plan import plan as make_plan
 
-        budget = int(self._budget or 0)
         on_host = self._loop.device_name == "host"
-        if on_host:
-            # The budget is for the whole process, and a part of it is taken.
-            budget = left_of(budget, self._share)
+        budget = left_of(int(self._budget or 0), self._share, on_host=on_host)
         try:
             with warnings.catch_warnings(), self._loop.filled():
                 warnings.simplefilter("ignore")

@@ -36,5 +36,7 @@ def test_a_budget_is_for_all_that_the_process_holds():
     held = resident_bytes()
     assert 0 < left_of(held + 2**40) <= 2**40 + held
     assert left_of(held + 2**40, 0.5) == pytest.approx(2**39, rel=0.01)
+    # A device's memory is the training's alone.
+    assert left_of(1000, 0.75, on_host=False) == 750
     with pytest.raises(CannotFit, match=r"the process holds .* before the first step, .* is 1\.00 MiB\. Give a larger"):
         left_of(2**20)

@@ -19,6 +19,8 @@ from memfit.adapters.tensorflow.nodes import Node, Shape
 
 _LARGEST_VALUE = 64
 _NAME = "inferred"
+# Operators whose outputs only the run tells the shapes of, but which are no larger than the inputs.
+_OF_INPUTS_SIZE = frozenset({"BroadcastGradientArgs", "ListDiff", "Unique", "Where"})
 # What follows from shapes alone.
 _OF_SHAPES: dict[str, Callable[[list[Shape]], list[Any]]] = {
     "Shape": lambda shapes: [shapes[0]],
@@ -30,7 +32,7 @@ _OF_SHAPES: dict[str, Callable[[list[Shape]], list[Any]]] = {
 
 @final
 class Inference:
-    """Asks TensorFlow for shapes; answers are kept, since loops ask again."""
+    """Asks TensorFlow for shapes and small integers; answers are kept, since loops ask again."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], list[Shape | None]] = {}
@@ -50,12 +52,21 @@ class Inference:
         if not values:
             return None
         small = [_small(value, shape) for value, shape in zip(values, shapes, strict=True)]
-        if any(value is None for value in small):
+        if any(value is None for value in small) or not self._is_small(number, node, shapes, values):
             return None
         key = (number, *(value.tobytes() for value in small), *shapes)
         if key not in self._values:
             self._values[key] = _computed(node, small)
         return self._values[key]
+
+    def _is_small(self, number: int, node: Node, shapes: list[Shape], values: list[Any]) -> bool:
+        """Whether all that an operator makes is small: a mask over pairs of positions is made of integers, too."""
+        if node.op in _OF_INPUTS_SIZE:
+            return True
+        inferred: list[Shape | None] = list(node.shapes)
+        if None in inferred:
+            inferred = self.shapes(number, node, shapes, values)
+        return all(shape is not None and math.prod(shape) <= _LARGEST_VALUE for shape in inferred)
 
     def shapes(self, number: int, node: Node, shapes: list[Shape], values: list[Any]) -> list[Shape | None]:
         """Of each output of a node; None where inference doesn't tell either.
@@ -96,9 +107,9 @@ def _computed(node: Node, values: list[Any]) -> list[Any] | None:
             given = [tf.constant(value, tf.as_dtype(kind)) for value, kind in zip(values, types, strict=True)]
             # `tf.raw_ops` has other names for some arguments than the graph.
             outputs = execute.quick_execute(node.op, len(node.item_bytes), given, tuple(attributes), context.context())
+            return [one.numpy() for one in outputs] if all(_is_whole(one.dtype) for one in outputs) else None
     except (ValueError, TypeError, tf.errors.OpError):
         return None
-    return [one.numpy() for one in outputs] if all(_is_whole(one.dtype) for one in outputs) else None
 
 
 def _is_whole(data_type: Any) -> bool:
@@ -111,7 +122,9 @@ def _plain(attribute: Any) -> Any:
     value: Any = getattr(attribute, kind) if kind else None
     if kind == "list":
         return next((list(values) for _, values in value.ListFields()), [])
-    return value.dim if kind == "shape" else value
+    if kind == "shape":
+        return None if value.unknown_rank else [dimension.size for dimension in value.dim]
+    return value
 
 
 def _inferred(node: Node, shapes: list[Shape], values: list[Any]) -> list[Shape | None]:

@@ -77,7 +77,7 @@ class Executor:
         num_threads: threads that run operators.
         on_gpu: operators are launched, not waited for, in the order in which they get ready.
         onednn: whether oneDNN's kernels run, on the host.
-        inference: of shapes, which runs of one graph share; a new one if None.
+        inference: of shapes and integers, which runs of one graph share; a new one if None.
         seed: 0: operators take as long as they usually do; otherwise each takes a little more or less time, at random.
     """
 

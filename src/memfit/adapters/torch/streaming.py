@@ -118,7 +118,7 @@ class TorchStream(IterableDataset[Any]):
         _refuse_collation(sys._getframe(1).f_locals.get("self"))
         worker = get_worker_info()
         number, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        if worker is not None:
+        if worker is not None and not gc.get_freeze_count():
             # Looking through what was there before the fork would copy the pages that it lies in.
             gc.freeze()
         state, self._own = self._own, None

@@ -37,12 +37,18 @@ _USUAL_PAGE_BYTES = 1 * MIB
 _INDEX_BYTES = 2.5
 _DROP_EVERY_BYTES = 16 * MIB
 _RELEASED_BYTES = 16 * MIB
-# What the pool takes beyond what it is asked for, measured: an eighth, and a few segments.
+# What is taken beyond what is asked for, at most: Arrow's own pool took an eighth more and a few segments, the system's
+# allocator takes less.
 _POOL_BYTES = 10 * MIB
 # Of a file's table of contents: in memory it takes a few times its bytes.
 _METADATA_FACTOR = 4
 _abandoned: list[object] = []
-_choosing_pool = threading.Lock()
+# A fork waits until nobody chooses: its child would find the lock taken, and the wrong pool, for ever.
+_choosing_pool = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_choosing_pool.acquire, after_in_parent=_choosing_pool.release, after_in_child=_choosing_pool.release
+    )
 
 
 def open_parquet(
@@ -300,9 +306,8 @@ class ParquetSource:
     def _release_large(self, num_rows: int) -> None:
         """Gives memory that Arrow holds in reserve back to the system, after a row group that took much.
 
-        It takes 2 ms, after which fresh memory has to be had. After row groups of 6 MB that cost a fifth of the speed
-        and saved nothing, as the next one needs the same; after those of 38 MB (47 columns) it cost nothing that could
-        be measured, and the most that the process took was 70 MiB instead of 84 to 112.
+        It takes 2 ms, after which fresh memory has to be had: after small ones that would only cost time, as the next
+        one needs the same.
         """
         if num_rows * sum(field.sample_bytes for field in self.fields) >= _RELEASED_BYTES:
             _release_pools()

@@ -50,7 +50,13 @@ def followed(function, *values):
             given = [known.get(tensor.name) for tensor in one.inputs]
             shapes = [() if value is None else np.shape(value) for value in given]
             made = inference.values(
-                100 + number, Node(one.name, one.type, one.node_def, item_bytes=[4] * len(one.outputs)), shapes, given
+                100 + number, Node(
+                    one.name,
+                    one.type,
+                    one.node_def,
+                    shapes=[tuple(t.shape) if t.shape.is_fully_defined() else None for t in one.outputs],
+                    item_bytes=[4] * len(one.outputs),
+                ), shapes, given
             )
             known.update(zip([tensor.name for tensor in one.outputs], [] if made is None else made))
     value = known.get(graph.outputs[0].name)
@@ -67,6 +73,8 @@ found["chosen"] = followed(lambda a: tf.where(a < 0, 7, a), [-1, 3])
 found["broadcast"] = followed(
     lambda a, b: tf.raw_ops.BroadcastGradientArgs(s0=a, s1=b).r1, [80, 64, 8], [1, 8]
 )
+found["mask"] = followed(lambda a: tf.fill(tf.stack([a, a]), 1), 20_000)
+found["few"] = followed(lambda a: tf.fill(tf.stack([a, a]), 7), 2)
 found["random"] = followed(lambda a: tf.random.uniform((), maxval=a, dtype=tf.int32), 5)
 found["float"] = followed(lambda a: tf.sqrt(tf.cast(a, tf.float32)), 4)
 found["failed"] = followed(lambda a, b: a // b, 4, 0)
@@ -118,6 +126,7 @@ def test_types_of_inputs_as_declared(found):
         ("joined", [1, 2, 3]),
         ("chosen", [7, 3]),
         ("broadcast", [0, 1]),
+        ("few", [[7, 7], [7, 7]]),
         ("shape", [[3, 4, 5, 6]]),
     ],
 )
@@ -125,6 +134,6 @@ def test_integers_that_sizes_are_made_of_are_followed(found, name, value):
     assert found[name] == value
 
 
-@pytest.mark.parametrize("name", ["random", "float", "failed", "no value"])
+@pytest.mark.parametrize("name", ["mask", "random", "float", "failed", "no value"])
 def test_what_is_not_a_whole_number_of_the_graph_is_not_computed(found, name):
     assert found[name] is None

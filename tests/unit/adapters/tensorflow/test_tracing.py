@@ -76,6 +76,7 @@ for name, options in (("host", {}), ("gpu", {"on_gpu": True}), ("xla", {"jit_com
         "gradients": sum(b.size_bytes for b in timeline.blocks if b.category == "gradient"),
         "phases": [mark.phase for mark in timeline.marks],
         "notes": [note.code for note in traced.notes],
+        "order": traced.notes[0].text if traced.notes else "",
         "spread": traced.spread,
     }
 
@@ -128,6 +129,8 @@ def test_what_is_assumed_is_said(rows):
 def test_other_orders_are_only_looked_at_where_operators_run_side_by_side(rows):
     least, greatest = rows["host"]["spread"]
     assert 0.5 < least <= 1 <= greatest < 2
+    assert rows["host"]["order"].endswith("; the bounds are those of 10 orders")
+    assert rows["gpu"]["order"].endswith("so does the peak")
     assert rows["gpu"]["spread"] == rows["xla"]["spread"] == [1, 1]
 
 

@@ -1,6 +1,7 @@
 """Streams in DataLoaders: the same batches in the same order, whoever makes them, and a position that is exact."""
 
 import copy
+import gc
 import json
 import logging
 import os
@@ -55,6 +56,10 @@ def alone(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
+def num_frozen(features):
+    return np.full_like(features, gc.get_freeze_count())
+
+
 def add_noise(features):
     return features + torch.rand(1).numpy() + np.random.rand() + random.random()
 
@@ -100,6 +105,16 @@ class TestDataset:
         assert numbers(loader) == expected[0]
 
     @pytest.mark.slow
+    def test_workers_look_past_what_was_there_before_them_and_not_past_later_garbage(self):
+        stream = stream_of(transform=num_frozen)
+        loader = DataLoader(TorchStream(stream), batch_size=None, num_workers=1, persistent_workers=True)
+        first, later = ({int(x[0, 0]) for x, _ in loader} for _ in range(2))
+
+        assert gc.get_freeze_count() == 0
+        assert min(first) > 0
+        # Some of them go; none are added.
+        assert max(later) <= max(first)
+
     def test_processes_that_are_started_anew(self):
         expected = epochs(2)
         loader = DataLoader(TorchStream(stream_of()), batch_size=None, num_workers=2, multiprocessing_context="spawn")

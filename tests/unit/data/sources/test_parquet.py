@@ -257,9 +257,14 @@ def test_large_row_groups_are_released_and_dropped(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(parquet, "_RELEASED_BYTES", 10)
     monkeypatch.setattr(parquet, "_DROP_EVERY_BYTES", 1000)
     source = open_parquet(write(tmp_path / "a.parquet", use_dictionary=["a"]), columns=["a"])
+    released: list[int] = []
+    monkeypatch.setattr(parquet, "_release_pools", lambda: released.append(1))
     dropped: list[tuple[int, int]] = []
     monkeypatch.setattr(parquet.LocalFile, "drop", lambda self, offset, size: dropped.append((offset, size)))
-    read(source, 0, 100)
+    read(source, 0, 99)
+    assert released == []
+    read(source, 99, 100)
+    assert released == [1]
     source.drop(0, 10)
     assert dropped == []
     source.drop(10, 100)
@@ -280,6 +285,32 @@ def test_the_memory_of_readers_is_the_systems_and_others_keep_theirs(tmp_path: P
     assert pa.system_memory_pool().bytes_allocated() > before
     source.close()
     assert pa.system_memory_pool().bytes_allocated() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+def test_a_fork_while_a_file_is_opened_leaves_the_child_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_parquet(write(tmp_path / "a.parquet"), columns=["a"])
+    usual = pa.default_memory_pool().backend_name
+    opening, go_on = threading.Event(), threading.Event()
+    plain = pq.ParquetFile
+
+    def slowly(*given: Any, **options: Any) -> Any:
+        opening.set()
+        go_on.wait(10)
+        return plain(*given, **options)
+
+    monkeypatch.setattr(pq, "ParquetFile", slowly)
+    thread = threading.Thread(target=lambda: read(source, 0, 10))
+    thread.start()
+    assert opening.wait(10)
+    threading.Timer(0.2, go_on.set).start()
+    child = os.fork()
+    if child == 0:
+        with parquet._system_pool():
+            inside = pa.default_memory_pool().backend_name
+        os._exit(0 if (inside, pa.default_memory_pool().backend_name) == ("system", usual) else 1)
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 IMPORTS = """
