@@ -4,6 +4,7 @@
     python scripts/refresh_readme.py PAGE...        only those of these pages
     python scripts/refresh_readme.py --screenshot   and take docs/images/page.png with a browser
     python scripts/refresh_readme.py --tests        and run `make test` for its summary
+    python scripts/refresh_readme.py --results      only the rows of the results; nothing is run
 
 `<!-- output, up to Largest modules: COMMAND -->` shows the output up to the line that begins with "Largest modules".
 Only standard output is shown. The path of the clone is left out.
@@ -129,7 +130,11 @@ def main() -> int:
     parser.add_argument("pages", metavar="PAGE", nargs="*", type=Path, default=PAGES, help="all of them by default")
     parser.add_argument("--screenshot", action="store_true", help="also take docs/images/page.png")
     parser.add_argument("--tests", action="store_true", help="also run `make test`")
+    parser.add_argument("--results", action="store_true", help="only the rows of the results")
     arguments = parser.parse_args()
+    if arguments.results:
+        README.write_text(_RESULTS.sub(lambda _: results(), README.read_text(encoding="utf-8")), encoding="utf-8")
+        return 0
     if arguments.screenshot:
         take_screenshot()
     for page in arguments.pages:
