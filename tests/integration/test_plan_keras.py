@@ -37,3 +37,36 @@ def test_the_command_plans_a_keras_job():
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["fits"] and found["settings"]["micro_batches"] > 1 and found["framework"] == "keras:torch"
+
+
+PARTS = """
+import json
+import keras, memfit, numpy as np
+from keras import layers
+
+inputs = x = keras.Input((32, 32, 8))
+for _ in range(4):
+    x = layers.Add()([x, layers.Dense(8, activation="gelu")(x)])
+model = keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+images, labels = np.zeros((64, 32, 32, 8), "float32"), np.zeros(64, "int64")
+
+def peak(count):
+    return memfit.estimate(model, batch=(images[:count], labels[:count]), device="cpu").peak_bytes
+
+options = {"device": "cpu", "allow": ["micro-batch"], "measure": False}
+plan = memfit.plan(model, batch=(images, labels), budget=int(0.4 * peak(64)), **options)
+size = plan.settings.micro_batch_size or 64 // plan.settings.micro_batches
+print(json.dumps({"plan": plan.after.peak_bytes, "part": peak(size), "batch": images.nbytes, "size": size}))
+"""
+
+
+@pytest.mark.parametrize("backend", ["torch", "tensorflow"])
+def test_a_plan_in_parts_takes_what_a_part_takes(backend):
+    """Dense layers over images compute the sizes of their tensors when they run."""
+    pytest.importorskip(backend)
+    done = run(backend, sys.executable, "-c", PARTS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert 1 <= found["size"] < 64
+    assert 0.9 * found["part"] < found["plan"] < 1.15 * found["part"] + found["batch"]

@@ -1,5 +1,6 @@
 """The split training step on PyTorch: a backward pass for each part, whose gradients PyTorch itself adds up."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,7 @@ class _Step(SplitStep):
             total = found.total
             if self.model.optimizer is not None:
                 total = self.model.optimizer.scale_loss(total)
+            _collect()
             total.backward()
             with torch.no_grad():
                 share = share + found.total.detach()
@@ -71,6 +73,7 @@ class _Step(SplitStep):
                 last = self.model.compute_metrics(data[0], data[1], y_pred, sample_weight=data[2])
             # The next part's forward pass begins with nothing of this one.
             del y_pred, losses, found, total
+            _collect()
         return share, values, last
 
     def _prepare(self, data: tuple[Any, Any, Any], losses: list[Any]) -> None:
@@ -87,7 +90,17 @@ class _Step(SplitStep):
             for x, y, sample_weight in parts:
                 counts = self.loss.count(y, self.call(x, training=False), sample_weight)
                 sums = [one + other for one, other in zip(sums, counts, strict=True)] if sums else counts
+                _collect()
         return sums
+
+
+def _collect() -> None:
+    """Lets go of tensors that only young garbage holds.
+
+    Keras calls each layer through PyTorch's trees, whose functions refer to themselves and hold the layer's inputs.
+    They go when Python looks for such cycles, which it does after so many objects, not bytes.
+    """
+    gc.collect(1)
 
 
 def _rows(data: Any, start: int, stop: int) -> Any:
