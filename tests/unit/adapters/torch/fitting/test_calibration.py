@@ -46,7 +46,6 @@ def test_each_module_that_is_called_has_its_share():
 
     assert set(found.unit_seconds) == {"body", "body.0", "body.1", "body.2", "head"}
     assert all(0 <= seconds <= found.forward_seconds for seconds in found.unit_seconds.values())
-    assert found.unit_seconds["body"] > 0
 
 
 class Waits(nn.Module):
