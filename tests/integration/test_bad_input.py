@@ -287,7 +287,7 @@ def test_a_missing_gpu_is_told(folder, capsys, command, options):
 @pytest.mark.parametrize(
     ("target", "parts"),
     [
-        ("train.py", ["'train.py' is not a target", "FILE.py:function, timm:NAME, torchvision:NAME, keras:NAME or hf:"]),
+        ("train.py", ["'train.py' is not a target", "timm:NAME, torchvision:NAME, keras:NAME or hf:"]),
         ("trian.py:job", ["there is no file 'trian.py' in", "Write FILE.py:function with a path that exists"]),
         ("train.py:jbo", ["has no function 'jbo'", "Did you mean 'job'?", "one that returns a memfit.Job"]),
         ("train.py:parts", ["parts() in train.py returned tuple, not a memfit.Job", "Let it return memfit.Job("]),
