@@ -10,7 +10,6 @@ On CUDA the same code waits for the device around each pass. It was written by t
 """
 
 import inspect
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ import torch
 from memfit.adapters.torch.failures import check_loss, explained
 from memfit.adapters.torch.fitting.fitted import Fitted
 from memfit.adapters.torch.fitting.probe import part_of
+from memfit.adapters.torch.fitting.race import Race
 from memfit.adapters.torch.fitting.untouched import untouched
 from memfit.adapters.torch.job import common_first_dimension
 from memfit.adapters.torch.precisions import AUTOCAST, WEIGHTS
@@ -33,7 +33,7 @@ from memfit.core.profile import Measurement
 from memfit.core.settings import OptimizerKernels, Settings
 from memfit.core.units import MIB
 
-_MAX_TURNS = 9
+_MAX_TURNS = 15
 _MAX_REPEATS = 7
 
 # Scratch memory of an optimizer's update: parameters, gradients and two moments of this size, as Adam has.
@@ -112,11 +112,13 @@ def time_passes(
     plans: Sequence[Settings],
     *,
     batch_size: int | None = None,
-    limit_seconds: float = 9.0,
+    limit_seconds: float = 12.0,
 ) -> list[float]:
     """Seconds of the forward and backward passes of one update, as each of several settings runs them.
 
-    They take turns, so that what else the machine does meanwhile hits all alike; the least of a few turns counts.
+    They take turns, so that what else the machine does meanwhile hits all alike, and are compared within a turn: a
+    machine has faster moments, and the least time of a few goes to whoever met one. Those that are clearly slower drop
+    out, which leaves the time to those that are close.
 
     Args:
         model: the user's module, with values; left as it was.
@@ -128,23 +130,26 @@ def time_passes(
     """
     given = batch if batch_size is None else _resized(batch, batch_size)
     # Plans that differ in their update only have the same passes, which are timed once.
-    passes = [settings.of_passes for settings in plans]
-    least = dict.fromkeys(passes, math.inf)
+    race = Race(settings.of_passes for settings in plans)
     with untouched(model, loss):
         wait = _Passes(model, loss, None).wait
-        end = math.inf
-        for turn in range(_MAX_TURNS):
+
+        def turn() -> float:
             begun = time.perf_counter()
-            # There and back again, so that nobody always follows the same one.
-            for settings in list(least) if turn % 2 else list(least)[::-1]:
-                seconds = _time_one(model, loss, given, settings, wait)
-                # The first turn is a warm-up, unless there is no time for another.
-                least[settings] = seconds if turn < 2 else min(least[settings], seconds)
-            last = time.perf_counter()
-            end = last + limit_seconds if not turn else end
-            if last + (last - begun) > end:
-                break
-    return [least[settings] for settings in passes]
+            race.turn(lambda settings: _time_one(model, loss, given, settings, wait))
+            return time.perf_counter() - begun
+
+        seconds = turn()
+        if seconds < limit_seconds:
+            # The first turn is a warm-up, unless there is no time for another.
+            race.forget()
+            end = time.perf_counter() + limit_seconds
+            for _ in range(_MAX_TURNS):
+                seconds = turn()
+                race.drop()
+                if len(race.running) < 2 or time.perf_counter() + seconds * race.share > end:
+                    break
+    return [race.seconds(settings.of_passes) for settings in plans]
 
 
 def _time_one(

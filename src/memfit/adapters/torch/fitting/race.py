@@ -1,0 +1,58 @@
+"""Who is fastest, on a machine whose speed drifts: times are compared within turns, never across them."""
+
+import statistics
+from collections.abc import Callable, Iterable
+
+from memfit.core.settings import Settings
+
+# Of the fastest time, what others may be slower after one turn without dropping out; less after more turns.
+_CHANCE = 0.3
+
+
+class Race:
+    """Times of several settings that run turn by turn.
+
+    Args:
+        runners: the settings; equal ones run once.
+    """
+
+    def __init__(self, runners: Iterable[Settings]) -> None:
+        self._times: dict[Settings, list[float]] = {runner: [] for runner in runners}
+        self.running = list(self._times)
+        self.share = 1.0
+        """What the last `drop` left of a turn."""
+
+    def turn(self, run: Callable[[Settings], float]) -> None:
+        """Runs all that are left; there and back again, so that nobody always follows the same one."""
+        first = self._times[self.running[0]]
+        for runner in self.running if len(first) % 2 else self.running[::-1]:
+            self._times[runner].append(run(runner))
+
+    def forget(self) -> None:
+        """Drops the times so far, and nobody."""
+        for times in self._times.values():
+            times.clear()
+
+    def drop(self) -> None:
+        """Drops those that are slower than the fastest by more than times of so many turns may differ by chance."""
+        scores = {runner: self._score(runner) for runner in self.running}
+        turns = len(self._times[self.running[0]])
+        limit = min(scores.values()) * (1 + _CHANCE / turns)
+        kept = [runner for runner in self.running if scores[runner] <= limit]
+        self.share = sum(self._times[runner][-1] for runner in kept) / sum(
+            self._times[runner][-1] for runner in self.running
+        )
+        self.running = kept
+
+    def seconds(self, runner: Settings) -> float:
+        """Of a turn, in the middle of the machine's moods."""
+        return self._score(runner) * statistics.median(self._paces())
+
+    def _paces(self) -> list[float]:
+        """The mean of each turn of those that ran in all of them."""
+        turns = zip(*(self._times[runner] for runner in self.running), strict=True)
+        return [statistics.geometric_mean(times) for times in turns]
+
+    def _score(self, runner: Settings) -> float:
+        times, paces = self._times[runner], self._paces()
+        return statistics.median(one / pace for one, pace in zip(times, paces, strict=False))

@@ -1,0 +1,77 @@
+import pytest
+
+from memfit.adapters.torch.fitting.race import Race
+from memfit.core.settings import Settings
+
+FAST, CLOSE, SLOW = (Settings(micro_batches=parts) for parts in (1, 2, 3))
+SECONDS = {FAST: 1.0, CLOSE: 1.04, SLOW: 2.0}
+
+
+def test_a_fast_moment_of_the_machine_goes_to_nobody():
+    # GIVEN a machine that is three times as fast for the length of one run
+    race = Race(SECONDS)
+    moments = iter([1.0] * 4 + [3.0] + [1.0] * 4)
+
+    # WHEN the slowest is the one that meets it, in one of three turns
+    order: list[Settings] = []
+
+    def run(settings: Settings) -> float:
+        order.append(settings)
+        return SECONDS[settings] / next(moments)
+
+    for _ in range(3):
+        race.turn(run)
+
+    # THEN it does not win by it
+    assert order[4] is CLOSE
+    assert race.seconds(FAST) < race.seconds(CLOSE) < race.seconds(SLOW)
+
+
+def test_a_machine_that_slows_down_hits_all_alike():
+    race = Race(SECONDS)
+    for pace in (1.0, 4.0, 1.5):
+        race.turn(lambda settings, pace=pace: pace * SECONDS[settings])
+
+    assert race.seconds(CLOSE) / race.seconds(FAST) == pytest.approx(1.04)
+    assert race.seconds(SLOW) / race.seconds(FAST) == pytest.approx(2.0)
+
+
+def test_those_that_are_clearly_slower_drop_out_and_keep_their_times():
+    race = Race(SECONDS)
+    race.turn(SECONDS.__getitem__)
+    race.drop()
+
+    # THEN a slow one runs no more, and a turn is shorter by it
+    assert race.running == [FAST, CLOSE]
+    assert race.share == pytest.approx(2.04 / 4.04)
+    race.turn(SECONDS.__getitem__)
+    assert race.seconds(SLOW) == pytest.approx(2.0)
+
+    # WHEN more turns show that a small difference is no chance
+    for _ in range(8):
+        race.turn(SECONDS.__getitem__)
+    race.drop()
+    assert race.running == [FAST]
+
+
+def test_runs_go_there_and_back_again():
+    seen: list[Settings] = []
+
+    def run(settings: Settings) -> float:
+        seen.append(settings)
+        return 1.0
+
+    race = Race((FAST, CLOSE, FAST))
+    race.turn(run)
+    race.turn(run)
+
+    assert seen == [CLOSE, FAST, FAST, CLOSE]
+
+
+def test_what_is_forgotten_does_not_count():
+    race = Race((FAST, CLOSE))
+    race.turn(lambda settings: 100 * SECONDS[settings])
+    race.forget()
+    race.turn(SECONDS.__getitem__)
+
+    assert race.seconds(FAST) == pytest.approx(1.0)
