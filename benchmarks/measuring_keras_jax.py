@@ -1,26 +1,24 @@
 """The memory of a Keras training step on JAX, measured: resident memory while the compiled step runs.
 
-Runs in a process whose allocator gives every large block back at once, so that nothing measured is a
-leftover; see `benchmarks.measuring_jax`. XLA runs instructions that don't wait for each other side by side, so that
-steps of one program may differ: the median of several counts, and how far they are apart is given beside it.
+Runs in a process whose allocator gives every large block back at once, so that nothing measured is a leftover; see
+`benchmarks.measuring_jax`, which also says why the first steps don't count. XLA runs instructions that don't wait for
+each other side by side, so that steps of one program may differ: the median of several counts, and how far they are
+apart is given beside it.
 """
 
-import ctypes
-import gc
 import statistics
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks.keras_models import Case
-from benchmarks.measuring_jax import _status
+from benchmarks.measuring_jax import NUM_FIRST, rise
 
 HOW = (
-    "state and batch, and what resident memory rose above them while a compiled step ran (VmHWM), the median of five "
-    "steps after the first"
+    "state and batch, and what resident memory rose above them while a compiled step ran (VmHWM), the median of nine "
+    "steps after the first two"
 )
-_NUM_STEPS = 5
+_NUM_STEPS = 9
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -38,16 +36,15 @@ def measure(case: Case) -> dict[str, Any]:
         purge_model_variables=True,
     )
     held = sum(leaf.nbytes for leaf in jax.tree.leaves((state, data)))
-    found = []
-    for _ in range(1 + _NUM_STEPS):
+    steps = []
+    for number in range(NUM_FIRST + _NUM_STEPS):
         jax.block_until_ready(state)
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
-        logs, state = model.train_function(state, iter([data]))
-        jax.block_until_ready((logs, state))
-        found.append(held + _status("VmHWM") - before)
-    # The first one compiles.
-    steps = found[1:]
+
+        def step() -> None:
+            nonlocal state
+            logs, state = model.train_function(state, iter([data]))
+            jax.block_until_ready((logs, state))
+
+        steps.append(held + rise(step, number))
+    steps = steps[NUM_FIRST:]
     return {"measured": int(statistics.median(steps)), "least": min(steps), "greatest": max(steps)}

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from memfit.adapters.jax.arguments import size_of
-from memfit.adapters.xla.assignment import read_assignment
-from memfit.adapters.xla.buffers import Describe, most_scratch, scratch_times, timeline_of
-from memfit.adapters.xla.hlo import parse
-from memfit.adapters.xla.liveness import lives_of
+from memfit.adapters.xla.assignment import Assignment, read_assignment, read_names
+from memfit.adapters.xla.buffers import Describe
+from memfit.adapters.xla.placement import Placement
+from memfit.adapters.xla.program import HostRun, Program
 from memfit.core.errors import StepFailed
 from memfit.core.timeline import Block, Phase, Timeline
 
@@ -28,39 +28,47 @@ class Compiled:
     """A compiled program.
 
     Args:
-        text: the program after all of XLA's passes.
+        program: after all of XLA's passes.
         argument_bytes: of the arguments, those that the program doesn't use included.
         output_bytes: of the results.
         temporary_bytes: of what lives inside of the program.
         alias_bytes: of results that take the place of donated arguments.
         constant_bytes: of arrays that are part of the program, such as those that a step closes over.
-        scratch_bytes: that kernels for CPU take for themselves, at most.
         kept: numbers of the arguments' leaves that the program uses, in its own order.
         unused: (number, bytes) of the leaves that it doesn't use, which its caller holds nonetheless.
-        on_host: whether it is to run on the CPU that it was compiled for.
+        run: on the CPU that it was compiled for; None where it is to run elsewhere.
     """
 
-    text: str
+    program: Program
     argument_bytes: int
     output_bytes: int
     temporary_bytes: int
     alias_bytes: int
     constant_bytes: int
-    scratch_bytes: int
     kept: tuple[int, ...]
     unused: tuple[tuple[int, int], ...]
-    on_host: bool
+    run: HostRun | None
 
     @property
     def assigned_bytes(self) -> int:
-        """All that is taken while the program runs."""
-        taken = self.argument_bytes + self.output_bytes + self.temporary_bytes - self.alias_bytes
-        return taken + self.constant_bytes + self.scratch_bytes
+        """All that is taken while the program runs.
+
+        On the CPU memory is there when it is first written to, and kernels take some for themselves.
+        """
+        fixed = self.argument_bytes + self.constant_bytes
+        if self.run is not None:
+            return fixed + self.run.peak_bytes
+        return fixed + self.output_bytes + self.temporary_bytes - self.alias_bytes
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The least and the greatest peak of runs, each as a multiple of the typical one."""
+        return (1.0, 1.0) if self.run is None else self.run.spread(self.argument_bytes + self.constant_bytes)
 
     @property
     def num_devices(self) -> int:
         """Devices that run the program together; all sizes are those of one."""
-        return math.prod(int(count) for count in _COPIES.findall(self.text.partition("\n")[0]))
+        return math.prod(int(count) for count in _COPIES.findall(self.program.text.partition("\n")[0]))
 
     def timeline(self, describe: Describe, describe_result: Describe | None = None) -> Timeline:
         """Every buffer of the program.
@@ -71,7 +79,8 @@ class Compiled:
             describe_result: the same for leaves of the result that take no argument's place.
         """
         kept = self.kept
-        made, _ = timeline_of(self.text, lambda number: describe(kept[number]), describe_result, on_host=self.on_host)
+        scratch = () if self.run is None else self.run.scratch
+        made = self.program.timeline(lambda number: describe(kept[number]), describe_result, scratch)
         extra = [(size, *describe(number)) for number, size in self.unused if size]
         if not extra:
             return made
@@ -125,21 +134,33 @@ def read(lowered: Any, *, as_on_gpu: bool = False) -> Compiled:
     sizes = [size_of(leaf) for leaf in jax.tree.leaves(lowered.in_avals)]
     kept = _kept(compiled, len(sizes))
     unused = tuple((number, size) for number, size in enumerate(sizes) if number not in set(kept))
+    program = Program(text)
+    serialized = getattr(analysis, "serialized_buffer_assignment_proto", None)
+    assignment = read_assignment(serialized) if serialized else None
     on_host = not as_on_gpu and jax.default_backend() == "cpu"
-    module = parse(text) if on_host else None
-    assignment = getattr(analysis, "serialized_buffer_assignment_proto", None)
     return Compiled(
-        text,
+        program,
         analysis.argument_size_in_bytes + sum(size for _, size in unused),
         analysis.output_size_in_bytes,
         analysis.temp_size_in_bytes,
         analysis.alias_size_in_bytes,
-        read_assignment(assignment).constant_bytes if assignment else 0,
-        most_scratch(scratch_times(module, lives_of(module))) if module is not None else 0,
+        assignment.constant_bytes if assignment is not None else 0,
         kept,
         unused,
-        on_host,
+        program.on_host(_placement(compiled, assignment)) if on_host else None,
     )
+
+
+def _placement(compiled: Any, assignment: Assignment | None) -> Placement | None:
+    """Where XLA says that values lie; None where this version of JAX doesn't give it."""
+    if assignment is None:
+        return None
+    try:
+        (module,) = compiled.runtime_executable().hlo_modules()
+        names = read_names(module.as_serialized_hlo_module_proto())
+    except (AttributeError, ValueError):
+        return None
+    return assignment.placement(names)
 
 
 def _kept(compiled: Any, num_leaves: int) -> tuple[int, ...]:

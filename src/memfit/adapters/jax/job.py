@@ -128,6 +128,7 @@ class OpenStep:
             batch_bytes,
             serving=Serving.BEST_FIT,
             assigned_bytes=compiled.assigned_bytes,
+            spread=compiled.spread,
             state_bytes={category: size_bytes for category, size_bytes in sums.items() if size_bytes},
         )
 

@@ -93,6 +93,7 @@ class OpenTraining:
             num_bytes(batch),
             serving=Serving.BEST_FIT,
             assigned_bytes=compiled.assigned_bytes,
+            spread=compiled.spread,
             state_bytes={category: size for category, size in sizes.items() if size},
         )
 

@@ -76,6 +76,7 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool) -> Trace
         batch.size_bytes,
         serving=Serving.BEST_FIT,
         assigned_bytes=compiled.assigned_bytes,
+        spread=compiled.spread,
         state_bytes=sizes,
     )
 

@@ -16,7 +16,7 @@ from memfit.adapters.tensorflow.liveness import Executor, Lived
 from memfit.adapters.tensorflow.memory import Buffer
 from memfit.adapters.tensorflow.nodes import Graph, tensor_bytes
 from memfit.adapters.tensorflow.scopes import Scopes, phase_of
-from memfit.adapters.xla.buffers import timeline_of
+from memfit.adapters.xla.program import Program
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import Note
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
@@ -165,14 +165,18 @@ def _compiled(function: Any, variables: list[StepVariable], layers: Sequence[str
         entry = inputs[number] if number < len(inputs) else None
         return (Category.BATCH, "") if entry is None else (entry.category, entry.module)
 
-    timeline, total = timeline_of(_program(function), describe, on_host=not on_gpu)
-    timeline = _named(timeline, layers)
+    program = Program(_program(function))
+    layout, run = program.layout, None if on_gpu else program.on_host()
+    timeline = _named(program.timeline(describe, scratch=() if run is None else run.scratch), layers)
     used = {id(entry) for entry in inputs if entry is not None}
     # Those that the step doesn't touch live all the same.
     rest = [entry for entry in variables if id(entry) not in used and _variable_bytes(entry)]
     timeline = _with_held(timeline, rest)
-    notes = (_STAND_IN,) if on_gpu else ()
-    return TracedStep(timeline, notes, total + sum(_variable_bytes(entry) for entry in rest))
+    held = layout.constant_bytes + sum(_variable_bytes(entry) for entry in rest)
+    if run is None:
+        return TracedStep(timeline, (_STAND_IN,), layout.total_bytes + held)
+    held += layout.argument_bytes
+    return TracedStep(timeline, (), held + run.peak_bytes, run.spread(held))
 
 
 def _named(timeline: Timeline, layers: Sequence[str]) -> Timeline:

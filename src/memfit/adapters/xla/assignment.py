@@ -4,8 +4,10 @@
 XLA); field numbers are part of that public format.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from memfit.adapters.xla.placement import Placement, Slice
 from memfit.adapters.xla.wire import fields, numbers
 
 
@@ -48,10 +50,12 @@ class Assignment:
     Args:
         allocations: in XLA's order.
         at_peak: buffers that live when an allocation is fullest, by the allocation's number.
+        makers: (number of the instruction, place in the tuple that it makes) of each buffer by the buffer's number.
     """
 
     allocations: tuple[Allocation, ...]
     at_peak: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    makers: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     @property
     def constant_bytes(self) -> int:
@@ -63,13 +67,49 @@ class Assignment:
         """Of what is needed only while the program runs."""
         return sum(allocation.size_bytes for allocation in self.allocations if allocation.is_temporary)
 
+    def placement(self, names: Mapping[int, str]) -> Placement:
+        """Where values lie.
+
+        Args:
+            names: of instructions by their numbers.
+        """
+        slices = {}
+        for allocation in self.allocations:
+            for buffer, (offset, size) in allocation.buffers.items():
+                number, path = self.makers.get(buffer, (-1, ()))
+                if number in names:
+                    slices[names[number], path] = Slice(allocation.index, offset, size)
+        ranges = {
+            one.index: one.size_bytes
+            for one in self.allocations
+            if one.argument is None and not one.is_constant and not one.is_thread_local
+        }
+        return Placement(slices, ranges)
+
+
+def read_names(data: bytes) -> dict[int, str]:
+    """Names of instructions by their numbers, in a serialized `HloModuleProto`."""
+    found = {}
+    for number, computation in fields(data):
+        if number == 3 and isinstance(computation, bytes):
+            for inner, instruction in fields(computation):
+                if inner == 2 and isinstance(instruction, bytes):
+                    parts = dict(fields(instruction))
+                    name, unique = parts.get(1, b""), parts.get(35, 0)
+                    assert isinstance(name, bytes) and isinstance(unique, int)  # that's how the format has them
+                    found[unique] = name.decode()
+    return found
+
 
 def read_assignment(data: bytes) -> Assignment:
     """The assignment in a serialized `BufferAssignmentProto`."""
-    allocations, at_peak = [], {}
+    allocations, at_peak, makers = [], {}, {}
     for number, value in fields(data):
         if number == 3 and isinstance(value, bytes):
             allocations.append(_allocation(value))
+        elif number == 1 and isinstance(value, bytes):
+            buffer, maker, path = _buffer(value)
+            makers[buffer] = (maker, path)
         elif number == 5 and isinstance(value, bytes):
             index, found = 0, list[int]()
             for inner, part in fields(value):
@@ -78,7 +118,22 @@ def read_assignment(data: bytes) -> Assignment:
                 elif inner == 2:
                     found.extend(numbers(part))
             at_peak[index] = tuple(found)
-    return Assignment(tuple(allocations), at_peak)
+    return Assignment(tuple(allocations), at_peak, makers)
+
+
+def _buffer(data: bytes) -> tuple[int, int, tuple[int, ...]]:
+    """(number, number of the instruction that makes it, place in the tuple) of a logical buffer."""
+    buffer, maker, path = 0, 0, list[int]()
+    for number, value in fields(data):
+        if number == 1 and isinstance(value, int):
+            buffer = value
+        elif number == 3 and isinstance(value, bytes):
+            for inner, part in fields(value):
+                if inner == 3:
+                    path.extend(numbers(part))
+                elif inner == 4 and isinstance(part, int):
+                    maker = part
+    return buffer, maker, tuple(path)
 
 
 def _allocation(data: bytes) -> Allocation:

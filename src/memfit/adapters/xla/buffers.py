@@ -3,10 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memfit.adapters.xla.hlo import Instruction, Module, parse
-from memfit.adapters.xla.host_scratch import scratch_by_name
-from memfit.adapters.xla.layout import lay_out
-from memfit.adapters.xla.liveness import Buffer, Lives, Value, lives_of
+from memfit.adapters.xla.hlo import Instruction, Module
+from memfit.adapters.xla.liveness import Buffer, Lives, Value
 from memfit.adapters.xla.origin import Origin, Origins
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 
@@ -18,48 +16,22 @@ _SMALLEST_CONSTANT_BYTES = 1024
 
 
 def timeline_of(
-    text: str, describe: Describe, describe_result: Describe | None = None, *, on_host: bool = False
-) -> tuple[Timeline, int]:
-    """(every buffer of a program, bytes that XLA lays out for it in total: arguments, results and temporaries).
+    module: Module,
+    lives: Lives,
+    describe: Describe,
+    describe_result: Describe | None = None,
+    scratch: Sequence[tuple[int, int, int]] = (),
+) -> Timeline:
+    """Every buffer of a program.
 
     Args:
-        text: the program after all of XLA's passes, scheduled ("is_scheduled=true" in its first line), as
-            `compiled.as_text()` of JAX and `experimental_get_compiler_ir(stage="optimized_hlo")` of TensorFlow give it.
+        module: the program after all of XLA's passes.
+        lives: of its values.
         describe: takes the number of an argument, gives (category, dotted path of the layer).
         describe_result: the same for each leaf of the result that takes no argument's place.
-        on_host: whether XLA's kernels for CPU run it; what they take for themselves is then added.
+        scratch: (when a kernel takes memory of its own, when it has given all of it back, bytes).
     """
-    module = parse(text)
-    lives = lives_of(module)
-    layout = lay_out(lives)
-    scratch = scratch_times(module, lives) if on_host else []
-    writer = _Writer(lives, Origins(module), describe, describe_result, scratch)
-    return writer.timeline(), layout.total_bytes + layout.constant_bytes + most_scratch(scratch)
-
-
-def scratch_times(module: Module, lives: Lives) -> list[tuple[int, int, int]]:
-    """(when kernels ask for memory of their own, when they give it back, bytes)."""
-    known = scratch_by_name(module)
-    found = []
-    last: tuple[int, int] | None = None
-    for time, instruction in enumerate(lives.order):
-        scratch = known.get(instruction.name)
-        if scratch is None:
-            continue
-        if scratch.size_bytes:
-            found.append((time, time, scratch.size_bytes))
-        if scratch.lingering_bytes:
-            if last is not None:
-                found.append((last[0], time, last[1]))
-            last = (time, scratch.lingering_bytes)
-    if last is not None:
-        found.append((last[0], lives.num_times, last[1]))
-    return sorted(found)
-
-
-def most_scratch(scratch: Sequence[tuple[int, int, int]]) -> int:
-    """Most of the kernels' own memory at any time."""
-    return max((sum(size for start, end, size in scratch if start <= time <= end) for time, _, _ in scratch), default=0)
+    return _Writer(lives, Origins(module), describe, describe_result, sorted(scratch)).timeline()
 
 
 @dataclass(frozen=True, slots=True)

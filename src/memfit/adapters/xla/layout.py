@@ -9,6 +9,7 @@ figure is at hand it is the truth; TensorFlow gives none.
 from dataclasses import dataclass
 
 from memfit.adapters.xla.liveness import Buffer, Lives
+from memfit.adapters.xla.placement import Placement, Slice
 
 _ALIGNMENT_BYTES = 64
 # Packing compares each buffer with all others; beyond so many the smallest, which hardly matter, are added up.
@@ -26,12 +27,14 @@ class Layout:
         output_bytes: of results that don't take an argument's place, and of their table.
         temporary_bytes: of the range that all else shares.
         constant_bytes: of arrays that are part of the program.
+        placement: of all values.
     """
 
     argument_bytes: int
     output_bytes: int
     temporary_bytes: int
     constant_bytes: int
+    placement: Placement
 
     @property
     def total_bytes(self) -> int:
@@ -62,6 +65,7 @@ def lay_out(lives: Lives) -> Layout:
         buffer = lives.buffers[place]
         if buffer.is_constant:
             constants += buffer.size_bytes
+            ranges.append(_Range(buffer.size_bytes, [place], is_reusable=False))
         elif buffer.argument is not None:
             arguments += buffer.size_bytes
             ranges.append(_Range(buffer.size_bytes, [place], is_reusable=buffer.is_result))
@@ -72,7 +76,25 @@ def lay_out(lives: Lives) -> Layout:
             found.holds.append(place)
         elif buffer.size_bytes:
             packed[place] = buffer
-    return Layout(arguments, outputs + lives.table_bytes, _packed_bytes(packed), constants)
+    offsets, temporary = _packed(packed)
+    places = {place: (number, 0) for number, one in enumerate(ranges) for place in one.holds}
+    places |= {place: (len(ranges), offset) for place, offset in offsets.items()}
+    taken = {number: one.size_bytes for number, one in enumerate(ranges) if _is_result_only(one, lives.buffers)}
+    placement = Placement(
+        {
+            (value.instruction.name, value.path): Slice(*places[place], value.size_bytes)
+            for place, buffer in enumerate(lives.buffers)
+            if place in places
+            for value in buffer.values
+        },
+        {**taken, len(ranges): temporary},
+    )
+    return Layout(arguments, outputs + lives.table_bytes, temporary, constants, placement)
+
+
+def _is_result_only(one: _Range, buffers: tuple[Buffer, ...]) -> bool:
+    first = buffers[one.holds[0]]
+    return first.argument is None and not first.is_constant
 
 
 def _free_range(ranges: list[_Range], place: int, buffers: tuple[Buffer, ...]) -> _Range | None:
@@ -100,24 +122,37 @@ def _meet(first: _Spans, second: _Spans) -> bool:
     return any(a <= d and c <= b for a, b in first for c, d in second)
 
 
-def _packed_bytes(buffers: dict[int, Buffer]) -> int:
-    """The range in which buffers find place one beside or after the other."""
+def _packed(buffers: dict[int, Buffer]) -> tuple[dict[int, int], int]:
+    """(offset of each buffer, size) of the range in which they find place one beside or after the other."""
     groups = _overwritten(buffers)
-    groups.sort(key=lambda group: -group[0])
-    rest = sum(size for size, _ in groups[_MOST_PACKED:])
+    groups.sort(key=lambda group: -group.size_bytes)
+    rest = groups[_MOST_PACKED:]
     del groups[_MOST_PACKED:]
-    by_life = sorted(groups, key=lambda group: (-_length(group[1]), -group[0]))
-    by_size = sorted(groups, key=lambda group: (-group[0], -_length(group[1])))
-    return min(_best_fit(by_size), _best_fit(by_life)) + rest if groups else 0
+    by_life = sorted(groups, key=lambda group: (-_length(group.spans), -group.size_bytes))
+    by_size = sorted(groups, key=lambda group: (-group.size_bytes, -_length(group.spans)))
+    offsets, total = min((_best_fit(by_size), _best_fit(by_life)), key=lambda found: found[1])
+    for group in rest:
+        offsets |= dict.fromkeys(group.places, total)
+        total += group.size_bytes
+    return offsets, total
 
 
 def _length(spans: _Spans) -> int:
     return max(end for _, end in spans) - min(start for start, _ in spans)
 
 
-def _overwritten(buffers: dict[int, Buffer]) -> list[tuple[int, _Spans]]:
-    """(size, spans) with those joined of which one is written over the other."""
-    groups: dict[int, tuple[int, _Spans]] = {}
+@dataclass(slots=True)
+class _Group:
+    """Buffers of which one is written over the other."""
+
+    size_bytes: int
+    spans: _Spans
+    places: list[int]
+
+
+def _overwritten(buffers: dict[int, Buffer]) -> list[_Group]:
+    """All buffers, those joined of which one is written over the other."""
+    groups: dict[int, _Group] = {}
     belongs: dict[int, int] = {}
     ends: dict[int, int] = {}
     for place in sorted(buffers, key=lambda place: buffers[place].start):
@@ -128,24 +163,30 @@ def _overwritten(buffers: dict[int, Buffer]) -> list[tuple[int, _Spans]]:
         )
         if target is None:
             target = place
-            groups[place] = (buffer.size_bytes, [])
+            groups[place] = _Group(buffer.size_bytes, [], [])
         belongs[place] = target
-        groups[target][1].extend(spans)
+        groups[target].spans.extend(spans)
+        groups[target].places.append(place)
         ends[target] = max(ends.get(target, 0), buffer.end)
     return list(groups.values())
 
 
-def _best_fit(groups: list[tuple[int, _Spans]]) -> int:
-    """The size of the range when each is put, in this order, into the tightest gap that is free for all of its life."""
+def _best_fit(groups: list[_Group]) -> tuple[dict[int, int], int]:
+    """(offset of each buffer, size of the range) when each group is put into the tightest gap that is free all along.
+
+    Args:
+        groups: in the order in which they are put.
+    """
     placed: list[tuple[int, int, int, int, _Spans]] = []
+    offsets: dict[int, int] = {}
     total = 0
-    for size, spans in groups:
-        size = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        first, last = min(start for start, _ in spans), max(end for _, end in spans)
+    for group in groups:
+        size = -(-group.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        first, last = min(start for start, _ in group.spans), max(end for _, end in group.spans)
         taken = sorted(
             (offset, offset + width)
             for offset, width, start, end, others in placed
-            if start <= last and first <= end and _meet(others, spans)
+            if start <= last and first <= end and _meet(others, group.spans)
         )
         best, tightest, free = None, None, 0
         for start, end in taken:
@@ -153,6 +194,7 @@ def _best_fit(groups: list[tuple[int, _Spans]]) -> int:
                 best, tightest = free, start - free
             free = max(free, end)
         offset = free if best is None else best
-        placed.append((offset, size, first, last, spans))
+        placed.append((offset, size, first, last, group.spans))
+        offsets |= dict.fromkeys(group.places, offset)
         total = max(total, offset + size)
-    return total
+    return offsets, total

@@ -259,13 +259,16 @@ class _Walk:
             return tuple(self._made(part, instruction, time, (*path, place)) for place, part in parts)
         return self._add(Value(shape.size_bytes, time, time, instruction, path=path))
 
-    def _made_like(self, tree: object, instruction: Instruction, time: int | None = None) -> object:
+    def _made_like(
+        self, tree: object, instruction: Instruction, time: int | None = None, path: tuple[int, ...] = ()
+    ) -> object:
         """Values of the same sizes, from now on."""
         time = self._now if time is None else time
         if isinstance(tree, tuple):
-            return tuple(self._made_like(part, instruction, time) for part in tree)
+            parts = enumerate(tree)
+            return tuple(self._made_like(part, instruction, time, (*path, place)) for place, part in parts)
         assert isinstance(tree, int)  # leaves are numbers
-        return self._add(Value(self._values[tree].size_bytes, time, time, instruction))
+        return self._add(Value(self._values[tree].size_bytes, time, time, instruction, path=path))
 
     def _add(self, value: Value) -> int:
         self._values.append(value)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from memfit.adapters.jax.compiled import compile_step
+from memfit.adapters.xla.program import Program
 from memfit.core.errors import StepFailed
 from memfit.core.timeline import Category
 
@@ -75,7 +76,7 @@ def test_checkpoints_recompute_as_on_a_gpu():
     on_gpu = compile_step(jax.grad(loss), (small, tall), as_on_gpu=True)
 
     assert on_gpu.temporary_bytes < 0.75 * on_cpu.temporary_bytes
-    assert on_gpu.scratch_bytes == 0
+    assert on_gpu.run is None and on_gpu.spread == (1.0, 1.0)
 
 
 def test_a_backend_that_says_nothing_is_named(monkeypatch):
@@ -97,8 +98,8 @@ def test_a_backend_that_says_nothing_is_named(monkeypatch):
 
 def test_devices_that_run_a_program_together_are_counted():
     alone = compile_step(lambda x: x * 2, (jax.ShapeDtypeStruct((8,), "float32"),))
-    head, _, rest = alone.text.partition("\n")
+    head, _, rest = alone.program.text.partition("\n")
 
-    together = replace(alone, text=f"{head}, replica_count=2, num_partitions=4\n{rest}")
+    together = replace(alone, program=Program(f"{head}, replica_count=2, num_partitions=4\n{rest}"))
 
     assert (alone.num_devices, together.num_devices) == (1, 8)

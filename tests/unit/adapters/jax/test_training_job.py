@@ -46,7 +46,8 @@ def test_the_trace_has_what_the_step_holds():
     # Without donation, old and new are there at once.
     assert trace.assigned_bytes > 2 * 3 * weights
     donated = opened().trace(None, Settings(donate=True))
-    assert donated.assigned_bytes < trace.assigned_bytes - 2 * weights
+    # With it, results are in the arguments' places; scratch memory counts where results aren't there yet.
+    assert donated.assigned_bytes < trace.assigned_bytes - weights
     modules = {block.module for block in trace.timeline.blocks if block.category is Category.PARAMETER}
     assert {"w", "v"} <= modules
 

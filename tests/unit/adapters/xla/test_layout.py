@@ -94,3 +94,27 @@ def test_a_loops_own_temporaries_are_counted_once():
 
     # The array that is twice as long; the counter, in which the loop counts on; and what is compared fits beside.
     assert layout.temporary_bytes == 512 * 4 + 64
+
+
+def test_values_that_live_at_once_lie_apart():
+    # GIVEN the values of a program with loops, and where they are put
+    for text in (STEP, LOOP):
+        lives = lives_of(parse(text))
+        layout = lay_out(lives)
+        places = [
+            (layout.placement.slices[value.instruction.name, value.path], value, number)
+            for number, buffer in enumerate(lives.buffers)
+            for value in buffer.values
+            if buffer.size_bytes
+        ]
+
+        # THEN two that live at once, of which none is written over the other, share no byte
+        for one, first, number in places:
+            for other, second, place in places:
+                apart = first.start > second.end or second.start > first.end
+                over = place in lives.buffers[number].overwrites or number in lives.buffers[place].overwrites
+                if one.range == other.range and number != place and not apart and not over:
+                    assert one.offset + one.size_bytes <= other.offset or other.offset + other.size_bytes <= one.offset
+
+        # AND ranges are as large as what is laid out beside arguments and constants
+        assert sum(layout.placement.ranges.values()) == layout.temporary_bytes + layout.output_bytes - lives.table_bytes

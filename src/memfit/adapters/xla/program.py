@@ -1,0 +1,88 @@
+"""A program that XLA compiled: its values, where they lie, and what a run of it takes."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from memfit.adapters.xla.buffers import Describe, timeline_of
+from memfit.adapters.xla.hlo import parse
+from memfit.adapters.xla.host_run import typical
+from memfit.adapters.xla.host_thunks import thunks_of
+from memfit.adapters.xla.layout import Layout, lay_out
+from memfit.adapters.xla.liveness import lives_of
+from memfit.adapters.xla.placement import Placement
+from memfit.core.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class HostRun:
+    """What a run on the CPU takes beside arguments and constants.
+
+    Args:
+        peak_bytes: of memory that was written to, and of what kernels take for themselves.
+        least_bytes: of the same, in a run that went well.
+        most_bytes: in one that went badly.
+        scratch: (first time, last time, bytes) of what kernels take for themselves.
+    """
+
+    peak_bytes: int
+    least_bytes: int
+    most_bytes: int
+    scratch: tuple[tuple[int, int, int], ...]
+
+    def spread(self, fixed_bytes: int) -> tuple[float, float]:
+        """The least and the greatest peak as multiples of the typical one.
+
+        Args:
+            fixed_bytes: that are there in any case.
+        """
+        total = max(1, fixed_bytes + self.peak_bytes)
+        return (fixed_bytes + self.least_bytes) / total, (fixed_bytes + self.most_bytes) / total
+
+
+class Program:
+    """A compiled program.
+
+    Args:
+        text: after all of XLA's passes, scheduled ("is_scheduled=true" in its first line), as `compiled.as_text()` of
+            JAX and `experimental_get_compiler_ir(stage="optimized_hlo")` of TensorFlow give it.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.module = parse(text)
+        self.lives = lives_of(self.module)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What XLA sets aside, by its own rules."""
+        return lay_out(self.lives)
+
+    def on_host(self, placement: Placement | None = None, num_threads: int | None = None) -> HostRun:
+        """A run on the CPU.
+
+        Args:
+            placement: where values lie, if XLA has said so.
+            num_threads: as many as there are processors for this process, by default.
+        """
+        placement = placement or self.layout.placement
+        threads = num_threads or num_processors()
+        run, (least, most) = typical(thunks_of(self.module, self.lives, placement, threads), placement, threads)
+        return HostRun(run.peak_bytes, round(run.peak_bytes * least), round(run.peak_bytes * most), run.scratch)
+
+    def timeline(
+        self,
+        describe: Describe,
+        describe_result: Describe | None = None,
+        scratch: Sequence[tuple[int, int, int]] = (),
+    ) -> Timeline:
+        """Every buffer; see `timeline_of`."""
+        return timeline_of(self.module, self.lives, describe, describe_result, scratch)
+
+
+def num_processors() -> int:
+    """That this process may use, which is how many threads XLA has."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1

@@ -1,0 +1,57 @@
+"""How Eigen splits products, against allocations that were seen (two threads)."""
+
+import pytest
+
+from memfit.adapters.xla.host_products import Product, split_product
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "tasks_bytes", "fixed_bytes"),
+    [
+        # Two slices of both operands, 320 deep at most.
+        (1024, 4096, 1024, 1024 * 640 * 4, 1024 * 640 * 4),
+        (3072, 1024, 1024, 3072 * 512 * 4, 1024 * 512 * 4),
+        (256, 4096, 4096, 256 * 640 * 4, 4096 * 640 * 4),
+        # A sum that is one slice.
+        (512, 256, 512, 512 * 256 * 4, 512 * 256 * 4),
+        # So many rows that each thread packs its own.
+        (3328, 1024, 1024, 0, 1024 * 512 * 4 + 2 * 216 * 256 * 4),
+    ],
+)
+def test_products_pack_slices_of_their_operands(rows, depth, columns, tasks_bytes, fixed_bytes):
+    found = split_product(rows, depth, columns, 4, 2)
+
+    assert (found.tasks_bytes, found.fixed_bytes) == (tasks_bytes, fixed_bytes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "num_tasks", "share"),
+    [
+        # One group of a convolution with groups, 49 x 49 pixels of 32 images: a quarter was packed as it began.
+        (76832, 9, 4, 3 * 7056 / 76832),
+        # 27 x 27 pixels of 16 images: three of five blocks.
+        (11664, 25, 2, 3 * 2544 / 11664),
+    ],
+)
+def test_tasks_are_as_many_blocks_as_take_some_time(rows, depth, num_tasks, share):
+    found = split_product(rows, depth, 1, 4, 2, load_cycles=20.0)
+
+    assert (found.num_tasks, found.share) == (num_tasks, pytest.approx(share))
+    assert found.tasks_bytes == rows * depth * 4
+
+
+def test_columns_are_dealt_where_there_are_too_few_rows():
+    found = split_product(4, 1024, 8192, 4, 2)
+
+    # THEN all columns are what threads share, and the few rows are packed once
+    assert found.fixed_bytes < 8192 * 512 * 4
+    assert found.num_tasks > 2
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (0, 8, 8), (8, 0, 8)])
+def test_small_products_are_not_split(sizes):
+    assert split_product(*sizes, 4, 2) == Product()
+
+
+def test_one_thread_has_nothing_to_share():
+    assert split_product(4096, 4096, 4096, 4, 1) == Product()

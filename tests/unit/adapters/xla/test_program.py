@@ -1,0 +1,67 @@
+import os
+
+import pytest
+
+from memfit.adapters.xla.placement import Placement
+from memfit.adapters.xla.program import HostRun, Program, num_processors
+from memfit.core.timeline import Category
+from tests.unit.adapters.xla.programs import STEP
+
+PRODUCTS = STEP.replace("64,16", "4096,1024").replace("16,16", "1024,1024")
+
+
+def describe(number):
+    return (Category.PARAMETER, "layer1") if number == 0 else (Category.BATCH, "")
+
+
+def test_a_run_takes_what_is_laid_out_and_what_kernels_take():
+    program = Program(PRODUCTS)
+
+    run = program.on_host(num_threads=2)
+
+    # THEN temporary memory and results are written to in the end; products pack slices of their operands meanwhile
+    layout = program.layout
+    taken = layout.total_bytes - layout.argument_bytes - program.lives.table_bytes
+    largest = max(size for _, _, size in run.scratch)
+    assert len(run.scratch) == 2
+    assert taken < run.peak_bytes <= taken + largest
+    assert run.least_bytes <= run.peak_bytes <= run.most_bytes
+
+
+def test_one_thread_packs_nothing_for_others():
+    program = Program(PRODUCTS)
+
+    assert program.on_host(num_threads=1).scratch == ()
+
+
+def test_scratch_is_part_of_the_timeline():
+    program = Program(PRODUCTS)
+    run = program.on_host(num_threads=2)
+
+    timeline = program.timeline(describe, scratch=run.scratch)
+
+    sizes = sorted(block.size_bytes for block in timeline.blocks if block.category is Category.WORKSPACE)
+    assert sizes == sorted(size for _, _, size in run.scratch)
+
+
+def test_where_nothing_is_known_to_lie_everything_has_a_place_of_its_own():
+    run = Program(PRODUCTS).on_host(Placement({}, {}), num_threads=2)
+
+    assert 0 < run.peak_bytes == max(size for _, _, size in run.scratch)
+
+
+def test_spreads_are_of_the_whole():
+    assert HostRun(100, 50, 300, ()).spread(100) == (0.75, 2.0)
+    assert HostRun(0, 0, 0, ()).spread(0) == (0.0, 0.0)
+
+
+def test_threads_are_as_many_as_there_are_processors_for_the_process():
+    if not hasattr(os, "sched_getaffinity"):
+        pytest.skip("this system has no affinities")
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert num_processors() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert num_processors() == len(allowed)
