@@ -58,8 +58,11 @@ def split_product(
     >>> split_product(1024, 4096, 1024, 4, 2).tasks_bytes == 1024 * 2 * 320 * 4
     True
     """
-    if not (rows and depth and columns) or num_threads < 2:
+    if not (rows and depth and columns):
         return Product()
+    alone = Product(fixed_bytes=_one_block(rows, depth, columns) * element_bytes)
+    if num_threads < 2:
+        return alone
     dealt, other = (columns, rows) if _by_columns(rows, columns, num_threads) else (rows, columns)
     num_slices = _ratio(depth, _DEPTH)
     slice_depth = min(depth, 8 * _ratio(depth, 8 * num_slices))
@@ -69,7 +72,7 @@ def split_product(
     cycles = slice_depth * pace / _PACKET + _STORE_CYCLES
     total = dealt * other * num_slices * cycles + rows * depth * load_cycles
     if total < 2.1 * _THREAD_CYCLES:
-        return Product()
+        return alone
     grain = _grain(_ratio(dealt, block), _ratio(other, other_block), block * other_block * cycles, num_threads)
     num_dealt = _ratio(_ratio(dealt, block), grain)
     num_tasks = num_dealt * _ratio(other, other_block) * num_slices
@@ -83,6 +86,11 @@ def split_product(
 
 def _ratio(size: int, part: int) -> int:
     return -(-size // part)
+
+
+def _one_block(rows: int, depth: int, columns: int) -> int:
+    """Numbers that a thread packs which computes a product alone: a block of each operand."""
+    return (_block(rows, depth, 1) + _block(columns, depth, 1)) * min(depth, _DEPTH)
 
 
 def _by_columns(rows: int, columns: int, num_threads: int) -> bool:

@@ -44,7 +44,8 @@ class Run:
 
     Args:
         peak_bytes: most of ranges that were written to and scratch memory, at once.
-        scratch: (first time, last time in the program's order, bytes) of what kernels took for themselves.
+        scratch: (first time, last time in the program's order, bytes) of each kernel that took memory for itself; how
+            long it stayed, and what else was there, isn't told.
     """
 
     peak_bytes: int
@@ -101,13 +102,12 @@ class _Ledger:
         self._range_bytes = 0
         self._scratch: dict[Hashable, int] = {}
         self._scratch_bytes = 0
-        self._of_thunk: dict[int, list[int]] = {}
-        self._latest = 0
+        self._of_thunk: dict[int, int] = {}
+        self._most: dict[int, int] = {}
         self.peak_bytes = 0
 
     def begin(self, number: int) -> None:
         """A thunk begins: pages that it writes to are memory from now on."""
-        self._latest = max(self._latest, number)
         for piece in self._thunks[number].writes:
             pages = self._touched[piece.range]
             first, last = piece.offset // _PAGE_BYTES, -(-(piece.offset + piece.size_bytes) // _PAGE_BYTES)
@@ -125,9 +125,8 @@ class _Ledger:
         if size_bytes:
             self._scratch[number, key] = self._scratch.get((number, key), 0) + size_bytes
             self._scratch_bytes += size_bytes
-            held = self._of_thunk.setdefault(number, [0, 0, number])
-            held[0] += size_bytes
-            held[1] = max(held[:2])
+            self._of_thunk[number] = self._of_thunk.get(number, 0) + size_bytes
+            self._most[number] = max(self._most.get(number, 0), self._of_thunk[number])
             self._look()
 
     def give_back(self, number: int, key: Hashable) -> None:
@@ -135,16 +134,11 @@ class _Ledger:
         size = self._scratch.pop((number, key), 0)
         if size:
             self._scratch_bytes -= size
-            held = self._of_thunk[number]
-            held[0] -= size
-            held[2] = max(held[2], self._latest)
+            self._of_thunk[number] -= size
 
-    def spans(self) -> tuple[tuple[int, int, int], ...]:
-        """(first time, last time, bytes) of the scratch memory of each thunk."""
-        return tuple(
-            (self._thunks[number].times[0], self._thunks[latest].times[1], most)
-            for number, (_, most, latest) in sorted(self._of_thunk.items())
-        )
+    def scratch(self) -> tuple[tuple[int, int, int], ...]:
+        """(first time, last time, bytes) of each thunk that took memory."""
+        return tuple((*self._thunks[number].times, most) for number, most in sorted(self._most.items()))
 
     def _look(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self._range_bytes + self._scratch_bytes)
@@ -178,7 +172,7 @@ class _Machine:
             seconds = next(threads[number], None)
             if seconds is not None:
                 self._call(number, seconds)
-        return Run(self._ledger.peak_bytes, self._ledger.spans())
+        return Run(self._ledger.peak_bytes, self._ledger.scratch())
 
     # Threads.
 

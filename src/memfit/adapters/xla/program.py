@@ -23,7 +23,7 @@ class HostRun:
         peak_bytes: of memory that was written to, and of what kernels take for themselves.
         least_bytes: of the same, in a run that went well.
         most_bytes: in one that went badly.
-        scratch: (first time, last time, bytes) of what kernels take for themselves.
+        scratch: (first time, last time, bytes) of each kernel that takes memory for itself.
     """
 
     peak_bytes: int

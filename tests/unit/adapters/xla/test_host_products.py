@@ -48,10 +48,17 @@ def test_columns_are_dealt_where_there_are_too_few_rows():
     assert found.num_tasks > 2
 
 
-@pytest.mark.parametrize("sizes", [(8, 8, 8), (0, 8, 8), (8, 0, 8)])
-def test_small_products_are_not_split(sizes):
-    assert split_product(*sizes, 4, 2) == Product()
+def test_nothing_to_multiply_packs_nothing():
+    assert split_product(0, 8, 8, 4, 2) == split_product(8, 0, 8, 4, 2) == Product()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_small_products_are_not_split(num_threads):
+    # THEN a block of each operand is packed, by the thread that computes it
+    assert split_product(8, 16, 32, 4, num_threads) == Product(fixed_bytes=(8 + 32) * 16 * 4)
 
 
 def test_one_thread_has_nothing_to_share():
-    assert split_product(4096, 4096, 4096, 4, 1) == Product()
+    found = split_product(4096, 4096, 4096, 4, 1)
+
+    assert found == Product(fixed_bytes=2 * 216 * 320 * 4)

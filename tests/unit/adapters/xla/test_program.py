@@ -31,7 +31,10 @@ def test_a_run_takes_what_is_laid_out_and_what_kernels_take():
 def test_one_thread_packs_nothing_for_others():
     program = Program(PRODUCTS)
 
-    assert program.on_host(num_threads=1).scratch == ()
+    alone, together = (program.on_host(num_threads=number) for number in (1, 2))
+
+    assert 0 < alone.scratch[0][2] < together.scratch[0][2]
+    assert alone.peak_bytes < together.peak_bytes
 
 
 def test_scratch_is_part_of_the_timeline():
