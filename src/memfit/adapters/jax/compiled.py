@@ -158,7 +158,7 @@ def _placement(compiled: Any, assignment: Assignment | None) -> Placement | None
     try:
         (module,) = compiled.runtime_executable().hlo_modules()
         names = read_names(module.as_serialized_hlo_module_proto())
-    except (AttributeError, ValueError):
+    except (AttributeError, ValueError, RuntimeError):
         return None
     return assignment.placement(names)
 

@@ -16,7 +16,7 @@ from memfit.adapters.tensorflow.liveness import Executor, Lived
 from memfit.adapters.tensorflow.memory import Buffer
 from memfit.adapters.tensorflow.nodes import Graph, tensor_bytes
 from memfit.adapters.tensorflow.scopes import Scopes, phase_of
-from memfit.adapters.xla.program import Program
+from memfit.adapters.xla.program import Program, num_processors
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import Note
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
@@ -60,7 +60,7 @@ class TracedStep:
         timeline: every allocation; variables and the batch are there from the first tick on.
         notes: what had to be assumed.
         assigned_bytes: what XLA laid out for the whole step, variables and batch included; None without XLA.
-        spread: the least and the greatest peak in other orders of the operators, as multiples of the timeline's.
+        spread: the least and the greatest peak in other orders of the operators, as multiples of the usual one.
     """
 
     timeline: Timeline
@@ -117,7 +117,7 @@ def trace_step(
 
 def _num_threads() -> int:
     """Threads that run operators, as TensorFlow counts them."""
-    return tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1
+    return tf.config.threading.get_inter_op_parallelism_threads() or num_processors()
 
 
 def _onednn() -> bool:
@@ -166,7 +166,7 @@ def _compiled(function: Any, variables: list[StepVariable], layers: Sequence[str
         return (Category.BATCH, "") if entry is None else (entry.category, entry.module)
 
     program = Program(_program(function))
-    layout, run = program.layout, None if on_gpu else program.on_host()
+    layout, run = program.layout, None if on_gpu else program.on_host(num_threads=_num_inner_threads())
     timeline = _named(program.timeline(describe, scratch=() if run is None else run.scratch), layers)
     used = {id(entry) for entry in inputs if entry is not None}
     # Those that the step doesn't touch live all the same.
@@ -177,6 +177,11 @@ def _compiled(function: Any, variables: list[StepVariable], layers: Sequence[str
         return TracedStep(timeline, (_STAND_IN,), layout.total_bytes + held)
     held += layout.argument_bytes
     return TracedStep(timeline, (), held + run.peak_bytes, run.spread(held))
+
+
+def _num_inner_threads() -> int:
+    """That TensorFlow gives to one program of XLA's."""
+    return tf.config.threading.get_intra_op_parallelism_threads() or num_processors()
 
 
 def _named(timeline: Timeline, layers: Sequence[str]) -> Timeline:

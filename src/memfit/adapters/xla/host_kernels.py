@@ -62,7 +62,7 @@ class Kernel:
         seconds: of one core, in all, for each group.
         num_tasks: that threads share, for each group.
         fixed_bytes: that it takes in any case, for each group.
-        share: of the work that is dealt to tasks, what one has; the last one may have less.
+        task_share: of the work that is dealt to tasks, what one has; the last one may have less.
         tasks_bytes: that all tasks take as they begin, each its share, until the whole is done.
         own_bytes: that a task takes while it runs.
         matrix_bytes: taken before anything else, and kept until what runs next in the same thread has ended.
@@ -72,7 +72,7 @@ class Kernel:
     way: Way = Way.INLINE
     seconds: float = 0.0
     num_tasks: int = 1
-    share: float = 1.0
+    task_share: float = 1.0
     fixed_bytes: int = 0
     tasks_bytes: int = 0
     own_bytes: int = 0
@@ -112,18 +112,28 @@ class Kernels:
                 return Kernel(Way.SHARED, max(moving, sizes.flops / _LOOP_RATE), parts)
             return self._convolved(sizes, moving)
         if instruction.opcode == "dot":
-            rows, depth, columns, element_bytes = _product(instruction, by_name)
+            batch, rows, depth, columns, element_bytes = _product(instruction, by_name)
             found = split_product(rows, depth, columns, element_bytes, self._num_threads)
-            return _multiplied(found, max(2 * rows * depth * columns / _LIBRARY_RATE, moving / 2))
+            seconds = max(2 * rows * depth * columns / _LIBRARY_RATE, moving / 2 / batch)
+            return replace(_multiplied(found, seconds), num_groups=batch)
         if instruction.opcode == "fusion" and _FUSED_LIBRARY in instruction.attributes:
             return self._fused(self._module.computations[instruction.called["calls"]], moving)
+        if instruction.opcode == "call" and (inner := self._only_one(instruction)) is not None:
+            return self.of(*inner, moved_bytes)
         if instruction.opcode in ("while", "call", "conditional"):
             inside = [self._most_inside(self._module.computations[name]) for name in instruction.called.values()]
             return Kernel(seconds=moving, fixed_bytes=max(inside, default=0))
         return Kernel(Way.SHARED if parts > 1 else Way.INLINE, moving, parts)
 
+    def _only_one(self, call: Instruction) -> tuple[Instruction, dict[str, Instruction]] | None:
+        """What a call runs, if that is one instruction: XLA puts those apart whose loops it has cut into parts."""
+        called = self._module.computations.get(call.called.get("to_apply", ""))
+        if called is None or sum(one.opcode not in ("parameter", "constant") for one in called.instructions) != 1:
+            return None
+        return called.root, {one.name: one for one in called.instructions}
+
     def _most_inside(self, computation: Computation) -> int:
-        """What an instruction of a computation that others run takes at most."""
+        """What an instruction of a computation takes at most; a loop's are taken to run one after the other."""
         by_name = {instruction.name: instruction for instruction in computation.instructions}
         found = (self.of(instruction, by_name, 0) for instruction in computation.instructions)
         return max((kernel.most_bytes(self._num_threads) for kernel in found), default=0)
@@ -156,11 +166,13 @@ class Kernels:
         for inner in inside.instructions:
             if inner.opcode == "convolution" and (sizes := _convolution(inner, by_name)) is not None:
                 flops += sizes.flops
-                num_tasks, own, packed = _fused_convolution(sizes)
+                tasks, copy, packed = _fused_convolution(sizes)
                 fixed = max(fixed, packed)
+                if copy > own:
+                    num_tasks, own = tasks, copy
             elif inner.opcode == "dot":
-                rows, depth, columns, element_bytes = _product(inner, by_name)
-                flops += 2 * rows * depth * columns
+                batch, rows, depth, columns, element_bytes = _product(inner, by_name)
+                flops += 2 * batch * rows * depth * columns
                 packed = depth * min(columns, _COLUMNS_PER_THREAD * self._num_threads) * element_bytes
                 if _list(inner, "lhs_batch_dims"):
                     packed = by_name[inner.operands[1]].shape.size_bytes
@@ -172,7 +184,7 @@ class Kernels:
 
 
 def _multiplied(product: Product, seconds: float) -> Kernel:
-    return Kernel(Way.PRODUCT, seconds, product.num_tasks, product.share, product.fixed_bytes, product.tasks_bytes)
+    return Kernel(Way.PRODUCT, seconds, product.num_tasks, product.task_share, product.fixed_bytes, product.tasks_bytes)
 
 
 def _partitions(instruction: Instruction) -> int:
@@ -255,8 +267,8 @@ def _fused_convolution(sizes: _Convolution) -> tuple[int, int, int]:
     return num_tasks, copy, packed if sizes.batch >= _FEWEST_PACKED_IMAGES else 0
 
 
-def _product(instruction: Instruction, by_name: dict[str, Instruction]) -> tuple[int, int, int, int]:
-    """(rows, depth, columns, bytes of an element) of a matrix product."""
+def _product(instruction: Instruction, by_name: dict[str, Instruction]) -> tuple[int, int, int, int, int]:
+    """(matrices, rows, depth, columns, bytes of an element) of a matrix product."""
     left, right = (by_name[name].shape for name in instruction.operands[:2])
     summed = _list(instruction, "lhs_contracting_dims")
     depth = math.prod(left.dimensions[place] for place in summed)
@@ -264,6 +276,7 @@ def _product(instruction: Instruction, by_name: dict[str, Instruction]) -> tuple
     elements = max(1, math.prod(left.dimensions))
     across = max(1, depth * batch)
     return (
+        max(1, batch),
         math.prod(left.dimensions) // across,
         depth,
         math.prod(right.dimensions) // across,

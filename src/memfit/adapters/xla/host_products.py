@@ -2,8 +2,9 @@
 
 The summed dimension is cut into slices, of which two are packed at once. One of the outer dimensions, mostly the rows,
 is dealt to tasks: blocks as large as a core's cache lets them be, or several blocks, until a task takes long enough.
-Where there are eight tasks a thread or more, a thread packs the blocks of its tasks into memory of its own, and of the
-sliced memory that was asked for hardly anything is ever touched. Where there are fewer, tasks fill it as they begin.
+Where there are eight tasks a thread or more (up to four threads; fewer beyond), a thread packs the blocks of its tasks
+into memory of its own, and of the sliced memory that was asked for hardly anything is ever touched. Where there are
+fewer, tasks fill it as they begin. Sums that are dealt in parts of their depth are not modelled.
 
 Sizes of caches are those of one machine on which allocations were watched (jaxlib 0.10.2).
 """
@@ -18,10 +19,9 @@ _ROWS, _COLUMNS, _PACKET = 24, 4, 8
 _NUMBER_BYTES = 4
 # Multiples of these are what blocks of the two outer dimensions are rounded to.
 _ROUNDED, _OTHER_ROUNDED = 24, 48
-# A second thread is worth it from twice as many cycles on; a task takes once to twice as many as this.
+# Each thread beyond the first is worth it for so many more cycles; a task takes once to twice as many as the second.
 _THREAD_CYCLES = 100_000
 _TASK_CYCLES = 40_000
-_TASKS_PER_THREAD = 8
 _STORE_CYCLES = 0.6875
 
 
@@ -31,13 +31,13 @@ class Product:
 
     Args:
         num_tasks: that threads share.
-        share: of the rows (or columns) that are dealt, what a task has; the last one may have less.
+        task_share: of the rows (or columns) that are dealt, what a task has; the last one may have less.
         tasks_bytes: packed by all tasks when they begin, kept until the last has ended.
         fixed_bytes: packed in any case.
     """
 
     num_tasks: int = 1
-    share: float = 1.0
+    task_share: float = 1.0
     tasks_bytes: int = 0
     fixed_bytes: int = 0
 
@@ -60,28 +60,88 @@ def split_product(
     """
     if not (rows and depth and columns):
         return Product()
-    alone = Product(fixed_bytes=_one_block(rows, depth, columns) * element_bytes)
-    if num_threads < 2:
-        return alone
-    dealt, other = (columns, rows) if _by_columns(rows, columns, num_threads) else (rows, columns)
-    num_slices = _ratio(depth, _DEPTH)
-    slice_depth = min(depth, 8 * _ratio(depth, 8 * num_slices))
-    block, other_block = _block(dealt, depth, num_threads), _other_block(other, num_threads)
-    # A multiplication and addition of all lanes takes half a cycle, where blocks are large enough to fill them.
-    pace = 4.0 if slice_depth == 1 else 0.5 if block >= _COLUMNS and other_block >= _ROWS else 2.0
-    cycles = slice_depth * pace / _PACKET + _STORE_CYCLES
-    total = dealt * other * num_slices * cycles + rows * depth * load_cycles
-    if total < 2.1 * _THREAD_CYCLES:
-        return alone
-    grain = _grain(_ratio(dealt, block), _ratio(other, other_block), block * other_block * cycles, num_threads)
-    num_dealt = _ratio(_ratio(dealt, block), grain)
-    num_tasks = num_dealt * _ratio(other, other_block) * num_slices
-    packed_depth = slice_depth * min(num_slices, _NUM_SLICES)
-    fixed = other * packed_depth * element_bytes
-    share = min(1.0, grain * block / dealt)
-    if num_dealt >= _TASKS_PER_THREAD * num_threads:
-        return Product(num_tasks, share, 0, fixed + num_threads * grain * block * slice_depth * element_bytes)
-    return Product(num_tasks, share, dealt * packed_depth * element_bytes, fixed)
+    first = _Split.of(rows, depth, columns, 2)
+    worth = int((first.cycles + rows * depth * load_cycles - _THREAD_CYCLES) / _THREAD_CYCLES + 0.9)
+    threads = min(num_threads, worth)
+    if threads < 2:
+        return Product(fixed_bytes=_one_block(rows, depth, columns) * element_bytes)
+    split = _Split.of(rows, depth, columns, threads)
+    grain = split.grain(threads)
+    num_dealt = _ratio(split.num_blocks, grain)
+    num_tasks = num_dealt * split.num_others * split.num_slices
+    packed_depth = split.slice_depth * min(split.num_slices, _NUM_SLICES)
+    fixed = split.other * packed_depth * element_bytes
+    task_share = min(1.0, grain * split.block / split.dealt)
+    if num_dealt >= _tasks_per_thread(num_threads) * num_threads:
+        own = num_threads * grain * split.block * split.slice_depth * element_bytes
+        return Product(num_tasks, task_share, 0, fixed + own)
+    return Product(num_tasks, task_share, split.dealt * packed_depth * element_bytes, fixed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Blocks of a product for a number of threads: of the dimension that is dealt, and of the other."""
+
+    dealt: int
+    other: int
+    block: int
+    other_block: int
+    num_slices: int
+    slice_depth: int
+
+    @classmethod
+    def of(cls, rows: int, depth: int, columns: int, num_threads: int) -> "_Split":
+        dealt, other = (columns, rows) if _by_columns(rows, columns, num_threads) else (rows, columns)
+        num_slices = _ratio(depth, _DEPTH)
+        slice_depth = min(depth, 8 * _ratio(depth, 8 * num_slices))
+        block, other_block = _block(dealt, depth, num_threads), _other_block(other, num_threads)
+        return cls(dealt, other, block, other_block, num_slices, slice_depth)
+
+    @property
+    def num_blocks(self) -> int:
+        return _ratio(self.dealt, self.block)
+
+    @property
+    def num_others(self) -> int:
+        return _ratio(self.other, self.other_block)
+
+    @property
+    def pace(self) -> float:
+        """Cycles of a number of the result, for one slice."""
+        # A multiplication and addition of all lanes takes half a cycle, where blocks are large enough to fill them.
+        is_full = self.block >= _COLUMNS and self.other_block >= _ROWS
+        each = 4.0 if self.slice_depth == 1 else 0.5 if is_full else 2.0
+        return self.slice_depth * each / _PACKET + _STORE_CYCLES
+
+    @property
+    def cycles(self) -> float:
+        """Of the whole."""
+        return self.dealt * self.other * self.num_slices * self.pace
+
+    def grain(self, num_threads: int) -> int:
+        """Blocks of a task: as many as keep all threads busy and take long enough."""
+
+        def busy(grain: int) -> float:
+            num_tasks = _ratio(self.num_blocks, grain) * self.num_others
+            return num_tasks / (_ratio(num_tasks, num_threads) * num_threads)
+
+        best = 1
+        for grain in range(2, self.num_blocks + 1):
+            size = grain * self.block * self.other_block * self.pace / _TASK_CYCLES
+            if size > 2:
+                break
+            if _ratio(self.num_blocks, grain) == _ratio(self.num_blocks, grain - 1):
+                continue
+            if size < 1 or busy(grain) > busy(best) or busy(grain) == 1:
+                best = grain
+        return best
+
+
+def _tasks_per_thread(num_threads: int) -> float:
+    """From how many tasks for each thread on a thread packs for itself; fewer where there are many threads."""
+    return next(
+        (tasks for most, tasks in ((4, 8.0), (8, 4.0), (16, 2.0), (32, 1.0), (64, 0.8)) if num_threads <= most), 0.6
+    )
 
 
 def _ratio(size: int, part: int) -> int:
@@ -109,22 +169,3 @@ def _block(size: int, depth: int, num_threads: int) -> int:
 
 def _other_block(size: int, num_threads: int) -> int:
     return min(size, _ratio(_ratio(size, num_threads) * 3 // 2, _OTHER_ROUNDED) * _OTHER_ROUNDED)
-
-
-def _grain(num_blocks: int, num_others: int, block_cycles: float, num_threads: int) -> int:
-    """Blocks of a task."""
-
-    def busy(grain: int) -> float:
-        num_tasks = _ratio(num_blocks, grain) * num_others
-        return num_tasks / (_ratio(num_tasks, num_threads) * num_threads)
-
-    best = 1
-    for grain in range(2, num_blocks + 1):
-        size = grain * block_cycles / _TASK_CYCLES
-        if size > 2:
-            break
-        if _ratio(num_blocks, grain) == _ratio(num_blocks, grain - 1):
-            continue
-        if size < 1 or busy(grain) > busy(best) or busy(grain) == 1:
-            best = grain
-    return best

@@ -14,7 +14,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memfit.adapters.xla.host_kernels import Kernel, Way
 from memfit.adapters.xla.host_thunks import Thunk
@@ -22,13 +22,14 @@ from memfit.adapters.xla.placement import Placement
 
 NUM_RUNS = 7
 _PAGE_BYTES = 4096
-# A queue that is longer is shared with the pool, up to so many times at once.
-_LONG_QUEUE, _MOST_SHARES = 8, 4
+# Half of a queue that is longer is handed to the pool, up to so many times at once.
+_LONG_QUEUE, _MOST_HELPERS = 8, 4
 # Times vary by so much, either way; what it takes to wake a thread.
 _VARIATION = 0.2
 _WAKING_SECONDS = 30e-6
-# Tasks of a product are alike: so many stand for more.
+# Tasks of a product are alike, and so are groups: so many stand for more.
 _MOST_TASKS = 24
+_MOST_GROUPS = 128
 # Bytes per second at which a matrix is filled with zeros, and gathered from.
 _FILLING_RATE, _GATHERING_RATE = 8e9, 4e9
 
@@ -64,14 +65,10 @@ def simulate(thunks: Sequence[Thunk], placement: Placement, num_threads: int, se
     return _Machine(thunks, placement, num_threads, seed).run()
 
 
-def typical(thunks: Sequence[Thunk], placement: Placement, num_threads: int) -> tuple[Run, tuple[float, float]]:
-    """(the run in the middle of several, the least and the greatest peak as multiples of its)."""
-    runs = sorted(
-        (simulate(thunks, placement, num_threads, seed) for seed in range(NUM_RUNS)), key=lambda run: run.peak_bytes
-    )
-    middle = runs[len(runs) // 2]
-    peak = max(1, middle.peak_bytes)
-    return middle, (runs[0].peak_bytes / peak, runs[-1].peak_bytes / peak)
+def several_runs(thunks: Sequence[Thunk], placement: Placement, num_threads: int) -> list[Run]:
+    """Runs with times that differ, from the least peak to the greatest; the typical one is in the middle."""
+    runs = [simulate(thunks, placement, num_threads, seed) for seed in range(NUM_RUNS)]
+    return sorted(runs, key=lambda run: run.peak_bytes)
 
 
 @dataclass(slots=True)
@@ -158,7 +155,8 @@ class _Machine:
         self._now = 0.0
         self._calls: list[tuple[float, int, int]] = []
         self._num_calls = 0
-        self._num_shares = 0
+        self._num_helpers = 0
+        self._num_begun = 0
 
     def run(self) -> Run:
         ready = deque(number for number, waits in enumerate(self._waits) if not waits)
@@ -172,6 +170,7 @@ class _Machine:
             seconds = next(threads[number], None)
             if seconds is not None:
                 self._call(number, seconds)
+        assert not any(self._waits) and self._num_begun == len(self._thunks)  # nobody waits for ever
         return Run(self._ledger.peak_bytes, self._ledger.scratch())
 
     # Threads.
@@ -217,22 +216,23 @@ class _Machine:
         """Runs what is ready, and what that makes ready, until it has to wait."""
         while ready:
             number = ready.popleft()
-            while len(ready) > _LONG_QUEUE and self._num_shares < _MOST_SHARES:
-                self._schedule(thread, self._share(deque(ready.pop() for _ in range(-(-len(ready) // 2)))))
+            while len(ready) > _LONG_QUEUE and self._num_helpers < _MOST_HELPERS:
+                self._schedule(thread, self._helper(deque(ready.pop() for _ in range(-(-len(ready) // 2)))))
             self._ledger.begin(number)
+            self._num_begun += 1
             event = yield from self._begin(thread, number, self._thunks[number].kernel)
             if event.is_done:
                 self._release(number, ready)
             else:
                 event.then = self._continuation(number)
 
-    def _share(self, ready: deque[int]) -> _Task:
+    def _helper(self, ready: deque[int]) -> _Task:
         ready.reverse()
-        self._num_shares += 1
+        self._num_helpers += 1
 
         def task(thread: int) -> _Steps:
             yield from self._execute(thread, ready)
-            self._num_shares -= 1
+            self._num_helpers -= 1
 
         return task
 
@@ -317,7 +317,10 @@ class _Machine:
         if kernel.matrix_bytes:
             self._ledger.take(number, "matrix", kernel.matrix_bytes)
             yield self._varied(kernel.matrix_bytes / _FILLING_RATE)
-        left = [kernel.num_groups]
+        num_groups = min(kernel.num_groups, _MOST_GROUPS)
+        if num_groups < kernel.num_groups:
+            kernel = _merged(kernel, kernel.num_groups / num_groups)
+        left = [num_groups]
 
         def group_ended(thread: int, group: int) -> _Steps:
             self._ledger.give_back(number, group)
@@ -337,17 +340,17 @@ class _Machine:
             return task
 
         # Groups are dealt to threads, each of which begins all of its own.
-        each = -(-kernel.num_groups // self._num_threads)
-        for first in range(each, kernel.num_groups, each):
-            self._schedule(thread, some_groups(first, min(kernel.num_groups, first + each)))
+        each = -(-num_groups // self._num_threads)
+        for first in range(each, num_groups, each):
+            self._schedule(thread, some_groups(first, min(num_groups, first + each)))
         yield from some_groups(0, each)(thread)
 
     def _tasks(
         self, thread: int, number: int, kernel: Kernel, group: int, ended: Callable[[int, int], _Steps]
     ) -> _Steps:
         """Tasks of a product: a thread leaves half of what it has to others, until one is left that it does itself."""
-        num_tasks = min(kernel.num_tasks, _MOST_TASKS)
-        task_bytes = round(kernel.tasks_bytes * max(kernel.share, 1 / num_tasks))
+        num_tasks = min(kernel.num_tasks, max(_MOST_TASKS, 2 * self._num_threads))
+        task_bytes = round(kernel.tasks_bytes * max(kernel.task_share, 1 / num_tasks))
         left, left_bytes = [num_tasks], [kernel.tasks_bytes]
         self._ledger.take(number, group, kernel.fixed_bytes)
 
@@ -369,3 +372,13 @@ class _Machine:
             return task
 
         yield from some(0, num_tasks)(thread)
+
+
+def _merged(kernel: Kernel, ratio: float) -> Kernel:
+    """A kernel whose groups stand for more of them."""
+    return replace(
+        kernel,
+        seconds=kernel.seconds * ratio,
+        fixed_bytes=round(kernel.fixed_bytes * ratio),
+        tasks_bytes=round(kernel.tasks_bytes * ratio),
+    )

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from memfit.adapters.xla.hlo import Module
 from memfit.adapters.xla.host_kernels import Kernel, Kernels
-from memfit.adapters.xla.liveness import Lives
+from memfit.adapters.xla.liveness import FORWARDS, Lives
 from memfit.adapters.xla.placement import Placement, Slice
 
-_NOTHING_TO_RUN = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"})
+_NOTHING_TO_RUN = FORWARDS | {"parameter", "constant", "tuple", "get-tuple-element", "after-all"}
 
 
 @dataclass(slots=True)
@@ -44,6 +44,8 @@ def thunks_of(module: Module, lives: Lives, placement: Placement, num_threads: i
         num_threads: that may run them.
     """
     instructions = [one for one in module.entry.instructions if one.opcode not in _NOTHING_TO_RUN]
+    if not instructions:
+        return []
     owners, times = _owners(lives, {one.name: number for number, one in enumerate(instructions)})
     reads, writes = _uses(lives, placement, owners, len(instructions))
     kernels = Kernels(module, num_threads)
@@ -53,12 +55,12 @@ def thunks_of(module: Module, lives: Lives, placement: Placement, num_threads: i
         moved = sum(piece.size_bytes for piece in reads[number] | writes[number])
         held = tuple(sorted(piece for piece in writes[number] if piece.range in placement.ranges))
         thunks.append(Thunk(kernels.of(one, by_name, moved), times.get(number, (0, 0)), writes=held))
-    seen: dict[int, _Range] = {}
+    seen: dict[int, _Trail] = {}
     for number, thunk in enumerate(thunks):
         for piece in sorted(reads[number]):
-            thunk.waits_for |= seen.setdefault(piece.range, _Range()).read(piece, number)
+            thunk.waits_for |= seen.setdefault(piece.range, _Trail()).read(piece, number)
         for piece in sorted(writes[number]):
-            thunk.waits_for |= seen.setdefault(piece.range, _Range()).write(piece, number)
+            thunk.waits_for |= seen.setdefault(piece.range, _Trail()).write(piece, number)
         thunk.waits_for.discard(number)
         for other in thunk.waits_for:
             thunks[other].then.append(number)
@@ -95,6 +97,8 @@ def _uses(
         shared = next((piece for piece in known if piece is not None), Slice(-1 - place, 0, max(1, buffer.size_bytes)))
         for value, found in zip(buffer.values, known, strict=True):
             piece = found or shared
+            if not piece.size_bytes:
+                continue
             if value.argument is None and not value.is_constant and value.start < len(owners):
                 writes[owners[value.start]].add(piece)
             for time, _, _ in value.users:
@@ -103,7 +107,7 @@ def _uses(
     return reads, writes
 
 
-class _Range:
+class _Trail:
     """Who wrote last, and who has read since, for each part of a range of placement."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from memfit.adapters.xla.hlo import Computation, Instruction, Module, Shape
 
-_FORWARDS = frozenset({"bitcast", "opt-barrier", "optimization-barrier", "domain", "add-dependency"})
+FORWARDS = frozenset({"bitcast", "opt-barrier", "optimization-barrier", "domain", "add-dependency"})
 """Instructions whose value is their first operand's."""
 _IN_PLACE = frozenset({"dynamic-update-slice", "scatter"})
 _ELEMENTWISE = frozenset({
@@ -175,7 +175,7 @@ class _Walk:
             whole = operands[0]
             assert isinstance(whole, tuple)  # XLA checks its programs
             return whole[instruction.index]
-        if opcode in _FORWARDS and operands:
+        if opcode in FORWARDS and operands:
             return operands[0]
         if opcode == "constant":
             made = self._made(instruction.shape, instruction, self._now)
@@ -185,7 +185,10 @@ class _Walk:
         if opcode == "while":
             return self._loop(instruction, operands[0])
         if opcode == "call" and "to_apply" in instruction.called:
-            return self._run(self._module.computations[instruction.called["to_apply"]], dict(enumerate(operands)))
+            called = self._module.computations[instruction.called["to_apply"]]
+            result = self._run(called, dict(enumerate(operands)))
+            self._order.append(instruction)
+            return result
         if opcode == "conditional":
             return self._choice(instruction, operands)
         return self._plain(instruction, operands)

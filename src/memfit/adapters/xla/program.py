@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from memfit.adapters.xla.buffers import Describe, timeline_of
-from memfit.adapters.xla.hlo import parse
-from memfit.adapters.xla.host_run import typical
+from memfit.adapters.xla.hlo import Module, parse
+from memfit.adapters.xla.host_run import several_runs
 from memfit.adapters.xla.host_thunks import thunks_of
 from memfit.adapters.xla.layout import Layout, lay_out
-from memfit.adapters.xla.liveness import lives_of
+from memfit.adapters.xla.liveness import Lives, lives_of
 from memfit.adapters.xla.placement import Placement
 from memfit.core.timeline import Timeline
+
+# Of the bytes of values, what a placement may not know.
+_MOST_MISSING = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +25,13 @@ class HostRun:
     Args:
         peak_bytes: of memory that was written to, and of what kernels take for themselves.
         least_bytes: of the same, in a run that went well.
-        most_bytes: in one that went badly.
+        greatest_bytes: in one that went badly.
         scratch: (first time, last time, bytes) of each kernel that takes memory for itself.
     """
 
     peak_bytes: int
     least_bytes: int
-    most_bytes: int
+    greatest_bytes: int
     scratch: tuple[tuple[int, int, int], ...]
 
     def spread(self, fixed_bytes: int) -> tuple[float, float]:
@@ -37,8 +40,10 @@ class HostRun:
         Args:
             fixed_bytes: that are there in any case.
         """
-        total = max(1, fixed_bytes + self.peak_bytes)
-        return (fixed_bytes + self.least_bytes) / total, (fixed_bytes + self.most_bytes) / total
+        total = fixed_bytes + self.peak_bytes
+        if not total:
+            return 1.0, 1.0
+        return (fixed_bytes + self.least_bytes) / total, (fixed_bytes + self.greatest_bytes) / total
 
 
 class Program:
@@ -51,8 +56,16 @@ class Program:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.module = parse(text)
-        self.lives = lives_of(self.module)
+
+    @cached_property
+    def module(self) -> Module:
+        """Its instructions."""
+        return parse(self.text)
+
+    @cached_property
+    def lives(self) -> Lives:
+        """Of its values."""
+        return lives_of(self.module)
 
     @cached_property
     def layout(self) -> Layout:
@@ -66,10 +79,21 @@ class Program:
             placement: where values lie, if XLA has said so.
             num_threads: as many as there are processors for this process, by default.
         """
-        placement = placement or self.layout.placement
+        if placement is None or not self._is_known(placement):
+            placement = self.layout.placement
         threads = num_threads or num_processors()
-        run, (least, most) = typical(thunks_of(self.module, self.lives, placement, threads), placement, threads)
-        return HostRun(run.peak_bytes, round(run.peak_bytes * least), round(run.peak_bytes * most), run.scratch)
+        runs = several_runs(thunks_of(self.module, self.lives, placement, threads), placement, threads)
+        typical = runs[len(runs) // 2]
+        return HostRun(typical.peak_bytes, runs[0].peak_bytes, runs[-1].peak_bytes, typical.scratch)
+
+    def _is_known(self, placement: Placement) -> bool:
+        """Whether a placement is one of this program's values: nearly all bytes must be found in it."""
+        found = missing = 0
+        for buffer in self.lives.buffers:
+            if buffer.argument is None and not buffer.is_constant:
+                known = any((value.instruction.name, value.path) in placement.slices for value in buffer.values)
+                found, missing = found + known * buffer.size_bytes, missing + (not known) * buffer.size_bytes
+        return missing <= _MOST_MISSING * (found + missing)
 
     def timeline(
         self,

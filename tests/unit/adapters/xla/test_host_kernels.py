@@ -150,3 +150,32 @@ def test_a_loop_takes_what_the_largest_inside_takes():
     found = Kernels(module, 2).of(loop, {}, 0)
 
     assert found.fixed_bytes == 2 * 1024 * 512 * 4
+
+
+def test_products_of_many_matrices_are_one_for_each():
+    found = kernel_of(
+        entry(
+            "%a = f32[16,512,512]{2,1,0} parameter(0)",
+            "%b = f32[16,512,512]{2,1,0} parameter(1)",
+            "ROOT %r = f32[16,512,512]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, "
+            "rhs_batch_dims={0}, rhs_contracting_dims={1}",
+        )
+    )
+
+    assert (found.way, found.num_groups) == (Way.PRODUCT, 16)
+    assert found.seconds == 2 * 512**3 / 25e9
+
+
+def test_of_several_convolutions_in_a_fusion_the_largest_copy_counts():
+    text = FUSED.format(
+        left="8,32,32,64",
+        right="3,3,64,64",
+        out="8,32,32,64",
+        what=f"convolution(%a, %b), window={{size=3x3 pad=1_1x1_1}}, {LABELS}",
+    ).replace(
+        "  ROOT %r = f32[8,32,32,64]{0} convolution",
+        "  %first = f32[8,30,30,64]{0} convolution(%a, %b), window={size=3x3}, dim_labels=b01f_01io->b01f\n"
+        "  ROOT %r = f32[8,32,32,64]{0} convolution",
+    )
+
+    assert kernel_of(text).own_bytes == 8 * 30 * 30 * 9 * 64 * 4

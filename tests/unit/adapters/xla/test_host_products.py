@@ -36,7 +36,7 @@ def test_products_pack_slices_of_their_operands(rows, depth, columns, tasks_byte
 def test_tasks_are_as_many_blocks_as_take_some_time(rows, depth, num_tasks, share):
     found = split_product(rows, depth, 1, 4, 2, load_cycles=20.0)
 
-    assert (found.num_tasks, found.share) == (num_tasks, pytest.approx(share))
+    assert (found.num_tasks, found.task_share) == (num_tasks, pytest.approx(share))
     assert found.tasks_bytes == rows * depth * 4
 
 
@@ -62,3 +62,16 @@ def test_one_thread_has_nothing_to_share():
     found = split_product(4096, 4096, 4096, 4, 1)
 
     assert found == Product(fixed_bytes=2 * 216 * 320 * 4)
+
+
+@pytest.mark.parametrize(("num_threads", "rows"), [(2, 3328), (8, 8 * 4 * 216)])
+def test_the_more_threads_there_are_the_fewer_tasks_each_needs_to_pack_for_itself(num_threads, rows):
+    many, few = (split_product(number, 1024, 4096, 4, num_threads) for number in (rows, rows - 3 * 216))
+
+    assert many.tasks_bytes == 0 < few.tasks_bytes
+
+
+def test_a_product_has_no_more_threads_than_it_is_worth():
+    # THEN it is split for ten threads or so, not for all
+    assert split_product(256, 256, 256, 4, 64) == split_product(256, 256, 256, 4, 32)
+    assert split_product(256, 256, 256, 4, 64).num_tasks > 1

@@ -1,4 +1,5 @@
 from memfit.adapters.xla.hlo import parse
+from memfit.adapters.xla.host_kernels import Way
 from memfit.adapters.xla.host_thunks import Thunk, thunks_of
 from memfit.adapters.xla.liveness import lives_of
 from memfit.adapters.xla.placement import Placement, Slice
@@ -74,3 +75,75 @@ def test_a_loop_is_one_thunk():
     first, last = found[2].times
     assert last - first > 3
     assert found[2].waits_for == {0, 1}
+
+
+CALLS = """HloModule made, is_scheduled=true
+
+%parallel (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %inside = f32[8]{0} cosine(%p), backend_config={"outer_dimension_partitions":["4"]}
+}
+
+%several (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  %once = f32[8]{0} cosine(%q)
+  ROOT %twice = f32[8]{0} cosine(%once)
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %b = f32[8]{0} exponential(%a)
+  %c = f32[8]{0} call(%b), to_apply=%parallel
+  %d = f32[8]{0} call(%c), to_apply=%several
+  ROOT %e = f32[8]{0} sine(%d)
+}
+"""
+
+
+def test_a_call_waits_as_what_it_runs_does():
+    found = thunks(CALLS)
+
+    assert [thunk.waits_for for thunk in found] == [set(), {0}, {1}, {2}]
+    # THEN one that runs a single instruction runs as that does, in four parts
+    assert (found[1].kernel.way, found[1].kernel.num_tasks) == (Way.SHARED, 4)
+    assert found[2].kernel.way is Way.INLINE
+    assert [thunk.times for thunk in found] == [(0, 0), (1, 2), (3, 5), (6, 6)]
+
+
+def test_a_choice_is_one_thunk():
+    text = CALLS.replace(
+        "%d = f32[8]{0} call(%c), to_apply=%several",
+        "%yes = pred[] constant(true)\n"
+        "  %d = f32[8]{0} conditional(%yes, %c, %c), true_computation=%several, false_computation=%parallel",
+    )
+
+    found = thunks(text)
+
+    assert [thunk.waits_for for thunk in found] == [set(), {0}, {1}, {2}]
+
+
+def test_programs_that_run_nothing_have_no_thunks():
+    assert thunks(entry("ROOT %t = token[] after-all()")) == []
+    assert thunks(entry("%a = f32[8]{0} parameter(0)", "ROOT %t = (f32[8]{0}) tuple(%a)")) == []
+
+
+def test_nobody_waits_for_what_has_no_bytes():
+    text = entry(
+        "%a = f32[8]{0} parameter(0)",
+        "%none = f32[0]{0} slice(%a), slice={[0:0]}",
+        "%b = f32[8]{0} exponential(%a)",
+        "ROOT %c = f32[8]{0} cosine(%b)",
+    )
+
+    assert waits(text, none=Slice(0, 0, 0), b=Slice(0, 0, 32)) == [set(), set(), {1}]
+
+
+def test_barriers_run_nothing():
+    text = entry(
+        "%a = f32[8]{0} parameter(0)",
+        "%b = f32[8]{0} exponential(%a)",
+        "%held = f32[8]{0} opt-barrier(%b)",
+        "ROOT %c = f32[8]{0} cosine(%held)",
+    )
+
+    assert waits(text) == [set(), {0}]

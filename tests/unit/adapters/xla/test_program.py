@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from memfit.adapters.xla.placement import Placement
+from memfit.adapters.xla.placement import Placement, Slice
 from memfit.adapters.xla.program import HostRun, Program, num_processors
 from memfit.core.timeline import Category
 from tests.unit.adapters.xla.programs import STEP
@@ -25,7 +25,7 @@ def test_a_run_takes_what_is_laid_out_and_what_kernels_take():
     largest = max(size for _, _, size in run.scratch)
     assert len(run.scratch) == 2
     assert taken < run.peak_bytes <= taken + largest
-    assert run.least_bytes <= run.peak_bytes <= run.most_bytes
+    assert run.least_bytes <= run.peak_bytes <= run.greatest_bytes
 
 
 def test_one_thread_packs_nothing_for_others():
@@ -47,15 +47,19 @@ def test_scratch_is_part_of_the_timeline():
     assert sizes == sorted(size for _, _, size in run.scratch)
 
 
-def test_where_nothing_is_known_to_lie_everything_has_a_place_of_its_own():
-    run = Program(PRODUCTS).on_host(Placement({}, {}), num_threads=2)
+def test_a_placement_of_something_else_is_not_believed():
+    # GIVEN one whose names are not those of the program
+    program = Program(PRODUCTS)
+    other = Placement({("somebody", ()): Slice(0, 0, 64)}, {0: 64})
 
-    assert 0 < run.peak_bytes == max(size for _, _, size in run.scratch)
+    # THEN XLA's rules tell where values lie
+    assert program.on_host(other, num_threads=2) == program.on_host(num_threads=2)
+    assert program.on_host(program.layout.placement, num_threads=2) == program.on_host(num_threads=2)
 
 
 def test_spreads_are_of_the_whole():
     assert HostRun(100, 50, 300, ()).spread(100) == (0.75, 2.0)
-    assert HostRun(0, 0, 0, ()).spread(0) == (0.0, 0.0)
+    assert HostRun(0, 0, 0, ()).spread(0) == (1.0, 1.0)
 
 
 def test_threads_are_as_many_as_there_are_processors_for_the_process():

@@ -128,26 +128,26 @@ def time_passes(
         batch_size: samples of an update, where that isn't the size of `batch`.
         limit_seconds: about how long all turns after the first may take.
     """
+    if not plans:
+        return []
     given = batch if batch_size is None else _resized(batch, batch_size)
     # Plans that differ in their update only have the same passes, which are timed once.
     race = Race(settings.of_passes for settings in plans)
     with untouched(model, loss):
         wait = _Passes(model, loss, None).wait
 
-        def turn() -> float:
-            begun = time.perf_counter()
-            race.turn(lambda settings: _time_one(model, loss, given, settings, wait))
-            return time.perf_counter() - begun
+        def run(settings: Settings) -> float:
+            return _time_one(model, loss, given, settings, wait)
 
-        seconds = turn()
-        if seconds < limit_seconds:
+        race.turn(run)
+        if race.turn_seconds < limit_seconds:
             # The first turn is a warm-up, unless there is no time for another.
             race.forget()
             end = time.perf_counter() + limit_seconds
             for _ in range(_MAX_TURNS):
-                seconds = turn()
+                race.turn(run)
                 race.drop()
-                if len(race.running) < 2 or time.perf_counter() + seconds * race.share > end:
+                if race.is_decided or time.perf_counter() + race.turn_seconds > end:
                     break
     return [race.seconds(settings.of_passes) for settings in plans]
 

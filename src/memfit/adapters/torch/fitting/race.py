@@ -7,6 +7,8 @@ from memfit.core.settings import Settings
 
 # Of the fastest time, what others may be slower after one turn without dropping out; less after more turns.
 _CHANCE = 0.3
+# Turns after which a single fast or slow moment no longer decides.
+FEWEST_TURNS = 3
 
 
 class Race:
@@ -19,13 +21,12 @@ class Race:
     def __init__(self, runners: Iterable[Settings]) -> None:
         self._times: dict[Settings, list[float]] = {runner: [] for runner in runners}
         self.running = list(self._times)
-        self.share = 1.0
-        """What the last `drop` left of a turn."""
+        self._num_turns = 0
 
     def turn(self, run: Callable[[Settings], float]) -> None:
         """Runs all that are left; there and back again, so that nobody always follows the same one."""
-        first = self._times[self.running[0]]
-        for runner in self.running if len(first) % 2 else self.running[::-1]:
+        self._num_turns += 1
+        for runner in self.running if self._num_turns % 2 else self.running[::-1]:
             self._times[runner].append(run(runner))
 
     def forget(self) -> None:
@@ -35,14 +36,22 @@ class Race:
 
     def drop(self) -> None:
         """Drops those that are slower than the fastest by more than times of so many turns may differ by chance."""
-        scores = {runner: self._score(runner) for runner in self.running}
         turns = len(self._times[self.running[0]])
+        if turns < FEWEST_TURNS:
+            return
+        scores = {runner: self._score(runner) for runner in self.running}
         limit = min(scores.values()) * (1 + _CHANCE / turns)
-        kept = [runner for runner in self.running if scores[runner] <= limit]
-        self.share = sum(self._times[runner][-1] for runner in kept) / sum(
-            self._times[runner][-1] for runner in self.running
-        )
-        self.running = kept
+        self.running = [runner for runner in self.running if scores[runner] <= limit]
+
+    @property
+    def turn_seconds(self) -> float:
+        """What the last turn took of those that are left."""
+        return sum(self._times[runner][-1] for runner in self.running)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether one is left, after turns enough."""
+        return len(self.running) < 2 and len(self._times[self.running[0]]) >= FEWEST_TURNS
 
     def seconds(self, runner: Settings) -> float:
         """Of a turn, in the middle of the machine's moods."""

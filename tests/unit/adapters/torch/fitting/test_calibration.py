@@ -311,3 +311,7 @@ def test_passes_of_several_settings_are_timed_and_leave_no_trace():
     for parameter, (value, gradient) in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, value) and parameter.grad is gradient
     assert "forward" not in model[1].__dict__
+
+
+def test_nothing_to_time_takes_no_time():
+    assert time_passes(torch.nn.Linear(2, 2), lambda model, batch: model(batch).mean(), torch.ones(4, 2), []) == []
