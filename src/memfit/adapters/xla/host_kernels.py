@@ -49,7 +49,7 @@ class Way(Enum):
 
     INLINE = "in the thread that reaches it"
     SHARED = "in parts that threads take; who reaches it goes on when its own are done"
-    LIBRARY = "in parts that threads take; who reaches it waits for all"
+    LIBRARY = "in parts that threads take; who reaches it waits for all, or leaves it to another"
     PRODUCT = "in tasks that are left to the threads; who reaches it goes on at once"
 
 
@@ -78,6 +78,11 @@ class Kernel:
     own_bytes: int = 0
     matrix_bytes: int = 0
     num_groups: int = 1
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether who runs it may have to wait for others."""
+        return self.way is Way.LIBRARY and self.num_tasks > 1
 
     def most_bytes(self, num_threads: int) -> int:
         """What it takes at most when nothing else runs."""

@@ -217,7 +217,11 @@ class _Machine:
         while ready:
             number = ready.popleft()
             while len(ready) > _LONG_QUEUE and self._num_helpers < _MOST_HELPERS:
-                self._schedule(thread, self._helper(deque(ready.pop() for _ in range(-(-len(ready) // 2)))))
+                self._schedule(thread, self._helper(deque([ready.pop() for _ in range(-(-len(ready) // 2))][::-1])))
+            if ready and self._thunks[number].kernel.may_wait:
+                # Others could run in the meantime.
+                self._schedule(thread, self._helper(deque((number,))))
+                continue
             self._ledger.begin(number)
             self._num_begun += 1
             event = yield from self._begin(thread, number, self._thunks[number].kernel)
@@ -227,7 +231,6 @@ class _Machine:
                 event.then = self._continuation(number)
 
     def _helper(self, ready: deque[int]) -> _Task:
-        ready.reverse()
         self._num_helpers += 1
 
         def task(thread: int) -> _Steps:

@@ -49,7 +49,7 @@ def test_a_library_keeps_its_thread_and_lets_others_help():
     # THEN each of two threads has a copy of its own, and one thread has one after the other
     assert peak(program(library)) == 207
     assert peak(program(library), num_threads=1) == 107
-    assert peak(program(library, library)) == 207
+    assert peak(program(library, library, waits={1: {0}})) == 207
 
 
 def test_a_library_has_one_copy_while_the_pool_is_busy():
@@ -57,6 +57,16 @@ def test_a_library_has_one_copy_while_the_pool_is_busy():
     library = Kernel(Way.LIBRARY, 10 * MS, 2, own_bytes=100)
 
     assert peak(program(busy, library)) == 100
+
+
+def test_a_library_that_may_wait_is_left_to_another_thread():
+    # GIVEN a library's kernel of two parts, ready together with a long one that takes the thread that comes to both
+    library = Kernel(Way.LIBRARY, 10 * MS, 2, own_bytes=100)
+    long = Kernel(seconds=100 * MS, fixed_bytes=1000)
+
+    # THEN they run at once; one of a single part runs where it is, one after the other
+    assert peak(program(library, long)) == 1200
+    assert peak(program(Kernel(Way.LIBRARY, 10 * MS, 1, own_bytes=100), long)) == 1000
 
 
 def test_a_matrix_stays_while_what_waited_for_it_runs():
