@@ -112,7 +112,7 @@ def time_passes(
     plans: Sequence[Settings],
     *,
     batch_size: int | None = None,
-    limit_seconds: float = 12.0,
+    limit_seconds: float = 20.0,
 ) -> list[float]:
     """Seconds of the forward and backward passes of one update, as each of several settings runs them.
 
