@@ -20,18 +20,20 @@ from memfit.adapters.xla.host_kernels import Kernel, Way
 from memfit.adapters.xla.host_thunks import Thunk
 from memfit.adapters.xla.placement import Placement
 
-NUM_RUNS = 7
+NUM_RUNS = 15
 _PAGE_BYTES = 4096
 # Half of a queue that is longer is handed to the pool, up to so many times at once.
 _LONG_QUEUE, _MOST_HELPERS = 8, 4
 # Times vary by so much, either way; what it takes to wake a thread.
 _VARIATION = 0.2
 _WAKING_SECONDS = 30e-6
+# Pieces in which a part that takes longer than this is written to memory.
+_NUM_PIECES, _LONG_SECONDS = 4, 0.5e-3
 # Tasks of a product are alike, and so are groups: so many stand for more.
 _MOST_TASKS = 24
 _MOST_GROUPS = 128
-# Bytes per second at which a matrix is filled with zeros, and gathered from.
-_FILLING_RATE, _GATHERING_RATE = 8e9, 4e9
+# Bytes per second at which a matrix is filled with zeros, and gathered from; at which pages are made that are new.
+_FILLING_RATE, _GATHERING_RATE, _NEW_RATE = 8e9, 4e9, 4e9
 
 _Steps = Generator[float | None, None, None]
 """What a thread does: it works for so many seconds, or (None) waits to be called."""
@@ -103,19 +105,22 @@ class _Ledger:
         self._most: dict[int, int] = {}
         self.peak_bytes = 0
 
-    def begin(self, number: int) -> None:
-        """A thunk begins: pages that it writes to are memory from now on."""
+    def write(self, number: int, part: int = 0, num_parts: int = 1) -> int:
+        """A thunk, or a part of it, writes: pages are memory from then on. Gives the bytes of new ones."""
+        before = self._range_bytes
         for piece in self._thunks[number].writes:
+            offset, end = (piece.offset + piece.size_bytes * place // num_parts for place in (part, part + 1))
             pages = self._touched[piece.range]
-            first, last = piece.offset // _PAGE_BYTES, -(-(piece.offset + piece.size_bytes) // _PAGE_BYTES)
+            first, last = offset // _PAGE_BYTES, -(-end // _PAGE_BYTES)
             new = pages.count(0, first, last)
             if new:
                 pages[first:last] = b"\x01" * (last - first)
                 size = self._ranges[piece.range]
-                before = min(size, self._pages[piece.range] * _PAGE_BYTES)
+                had = min(size, self._pages[piece.range] * _PAGE_BYTES)
                 self._pages[piece.range] += new
-                self._range_bytes += min(size, self._pages[piece.range] * _PAGE_BYTES) - before
+                self._range_bytes += min(size, self._pages[piece.range] * _PAGE_BYTES) - had
         self._look()
+        return self._range_bytes - before
 
     def take(self, number: int, key: Hashable, size_bytes: int) -> None:
         """A thunk takes scratch memory."""
@@ -222,7 +227,6 @@ class _Machine:
                 # Others could run in the meantime.
                 self._schedule(thread, self._helper(deque((number,))))
                 continue
-            self._ledger.begin(number)
             self._num_begun += 1
             event = yield from self._begin(thread, number, self._thunks[number].kernel)
             if event.is_done:
@@ -264,11 +268,11 @@ class _Machine:
         event = _Event()
         if kernel.way is Way.INLINE:
             self._ledger.take(number, "", kernel.fixed_bytes)
-            yield self._varied(kernel.seconds)
+            yield self._varied(kernel.seconds + self._ledger.write(number) / _NEW_RATE)
             self._ledger.give_back(number, "")
             event.is_done = True
         elif kernel.way is Way.SHARED:
-            yield from self._shared(thread, kernel, event)
+            yield from self._shared(thread, number, kernel, event)
         elif kernel.way is Way.LIBRARY:
             yield from self._library(thread, number, kernel)
             event.is_done = True
@@ -276,15 +280,20 @@ class _Machine:
             yield from self._product(thread, number, kernel, event)
         return event
 
-    def _shared(self, thread: int, kernel: Kernel, event: _Event) -> _Steps:
+    def _shared(self, thread: int, number: int, kernel: Kernel, event: _Event) -> _Steps:
         work = _Work(kernel.num_tasks, kernel.num_tasks)
+        seconds = kernel.seconds / kernel.num_tasks
+        pieces = _NUM_PIECES if seconds > _LONG_SECONDS else 1
 
         def worker(thread: int) -> _Steps:
             taken = 0
             while work.left_to_take:
+                part = kernel.num_tasks - work.left_to_take
                 work.left_to_take -= 1
                 taken += 1
-                yield self._varied(kernel.seconds / kernel.num_tasks)
+                pace = self._varied(seconds) / pieces
+                for piece in range(part * pieces, (part + 1) * pieces):
+                    yield pace + self._ledger.write(number, piece, kernel.num_tasks * pieces) / _NEW_RATE
             work.left_to_end -= taken
             if taken and not work.left_to_end:
                 yield from self._end(thread, event)
@@ -295,6 +304,7 @@ class _Machine:
 
     def _library(self, thread: int, number: int, kernel: Kernel) -> _Steps:
         work = _Work(kernel.num_tasks, kernel.num_tasks)
+        self._ledger.write(number)
         self._ledger.take(number, "", kernel.fixed_bytes)
 
         def worker(_: int) -> _Steps:
@@ -317,6 +327,7 @@ class _Machine:
         self._ledger.give_back(number, "")
 
     def _product(self, thread: int, number: int, kernel: Kernel, event: _Event) -> _Steps:
+        self._ledger.write(number)
         if kernel.matrix_bytes:
             self._ledger.take(number, "matrix", kernel.matrix_bytes)
             yield self._varied(kernel.matrix_bytes / _FILLING_RATE)

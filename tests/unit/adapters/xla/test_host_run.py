@@ -110,6 +110,28 @@ def test_pages_are_memory_when_they_are_first_written_to():
     assert peak(late, placement) == 4 * 4096 + 100 + 50_000
 
 
+def test_parts_that_threads_share_write_all_there_is():
+    # GIVEN a kernel whose parts are short, or so long that they are written piece by piece
+    placement = Placement({}, {0: 10 * 4096})
+    for seconds in (MS / 10, 10 * MS):
+        thunks = program(Kernel(Way.SHARED, seconds, 3), writes={0: Slice(0, 0, 10 * 4096)})
+
+        # THEN everything is memory in the end
+        assert peak(thunks, placement) == 10 * 4096
+
+
+def test_a_part_is_memory_as_it_is_written():
+    # GIVEN a long kernel in one part, and another that takes memory at its beginning and ends soon
+    placement = Placement({}, {0: 100 * 4096})
+    taking = Kernel(Way.PRODUCT, MS, 2, fixed_bytes=100 * 4096)
+    long = Kernel(Way.SHARED, 400 * MS, 2)
+
+    found = peak(program(taking, long, writes={1: Slice(0, 0, 100 * 4096)}), placement)
+
+    # THEN they never meet in full
+    assert 100 * 4096 < found < 200 * 4096
+
+
 def test_parts_that_threads_share_end_together():
     shared = Kernel(Way.SHARED, 10 * MS, 2)
     after = Kernel(seconds=MS, fixed_bytes=10)
