@@ -49,8 +49,10 @@ def test_the_peak_is_xlas_own_figure_and_what_kernels_take(estimated):
     jitted, arguments, estimate = estimated
     workspaces = [block.size_bytes for block in estimate.timeline.blocks if block.category == "workspace"]
 
-    # Scalars that are part of the program are a few bytes more.
-    assert estimate.peak_bytes - max(workspaces) == pytest.approx(truth(jitted, *arguments), abs=256)
+    # Scalars that are part of the program are a few bytes more; products that don't wait for each other run at once.
+    laid_out = truth(jitted, *arguments)
+    assert laid_out <= estimate.peak_bytes <= laid_out + sum(workspaces) + 256
+    assert estimate.lower_bytes <= estimate.peak_bytes <= estimate.upper_bytes
 
 
 def test_states_are_told_apart(estimated):
