@@ -10,8 +10,8 @@ XLA's buffer assignment doesn't know of that memory. Each rule was read off the 
 - a convolution of the fused library copies its input, padded, or where nothing is padded, laid out as one row per
   output pixel. Large ones are split into tasks of 64 output channels, and each has its own copy; the kernel is packed
   once, unless there are so few images that it isn't worth it
-- a fused product has each thread pack 64 columns of the right operand; one over a batch of matrices copies one operand,
-  and a fused sum over the leading dimension its input
+- a product with a vector needs nothing. A fused product has each thread pack 64 columns of the right operand; one over
+  a batch of matrices copies one operand, and a fused sum over the leading dimension its input
 
 Times are of a core, from rates that are assumed: they only say who meets whom.
 """
@@ -118,6 +118,9 @@ class Kernels:
             return self._convolved(sizes, moving)
         if instruction.opcode == "dot":
             batch, rows, depth, columns, element_bytes = _product(instruction, by_name)
+            if min(rows, columns) == 1:
+                # A matrix times a vector is a loop that XLA writes itself.
+                return Kernel(Way.SHARED if parts > 1 else Way.INLINE, moving, parts)
             found = split_product(rows, depth, columns, element_bytes, self._num_threads)
             seconds = max(2 * rows * depth * columns / _LIBRARY_RATE, moving / 2 / batch)
             return replace(_multiplied(found, seconds), num_groups=batch)

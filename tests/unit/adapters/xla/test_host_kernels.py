@@ -152,6 +152,20 @@ def test_a_loop_takes_what_the_largest_inside_takes():
     assert found.fixed_bytes == 2 * 1024 * 512 * 4
 
 
+@pytest.mark.parametrize(("left", "right", "out"), [("4096,512", "512,1", "4096,1"), ("1,4096", "4096,512", "1,512")])
+def test_products_with_a_vector_take_nothing(left, right, out):
+    found = kernel_of(
+        entry(
+            f"%a = f32[{left}]{{1,0}} parameter(0)",
+            f"%b = f32[{right}]{{1,0}} parameter(1)",
+            f"ROOT %r = f32[{out}]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
+        ),
+        moved_bytes=4000,
+    )
+
+    assert found == Kernel(Way.INLINE, 1e-6)
+
+
 def test_products_of_many_matrices_are_one_for_each():
     found = kernel_of(
         entry(
