@@ -79,8 +79,7 @@ class Compiled:
             describe_result: the same for leaves of the result that take no argument's place.
         """
         kept = self.kept
-        scratch = () if self.run is None else self.run.scratch
-        made = self.program.timeline(lambda number: describe(kept[number]), describe_result, scratch)
+        made = self.program.timeline(lambda number: describe(kept[number]), describe_result, self.run)
         extra = [(size, *describe(number)) for number, size in self.unused if size]
         if not extra:
             return made

@@ -167,7 +167,7 @@ def _compiled(function: Any, variables: list[StepVariable], layers: Sequence[str
 
     program = Program(_program(function))
     layout, run = program.layout, None if on_gpu else program.on_host(num_threads=_num_inner_threads())
-    timeline = _named(program.timeline(describe, scratch=() if run is None else run.scratch), layers)
+    timeline = _named(program.timeline(describe, run=run), layers)
     used = {id(entry) for entry in inputs if entry is not None}
     # Those that the step doesn't touch live all the same.
     rest = [entry for entry in variables if id(entry) not in used and _variable_bytes(entry)]

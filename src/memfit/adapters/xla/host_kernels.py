@@ -112,15 +112,16 @@ class Kernels:
         """
         moving = moved_bytes / _BANDWIDTH
         parts = _partitions(instruction)
+        loop = Kernel(Way.SHARED if parts > 1 else Way.INLINE, moving, parts)
         if instruction.opcode == "convolution" and (sizes := _convolution(instruction, by_name)) is not None:
             if parts > 1:
-                return Kernel(Way.SHARED, max(moving, sizes.flops / _LOOP_RATE), parts)
+                return replace(loop, seconds=max(moving, sizes.flops / _LOOP_RATE))
             return self._convolved(sizes, moving)
         if instruction.opcode == "dot":
             batch, rows, depth, columns, element_bytes = _product(instruction, by_name)
             if min(rows, columns) == 1:
                 # A matrix times a vector is a loop that XLA writes itself.
-                return Kernel(Way.SHARED if parts > 1 else Way.INLINE, moving, parts)
+                return loop
             found = split_product(rows, depth, columns, element_bytes, self._num_threads)
             seconds = max(2 * rows * depth * columns / _LIBRARY_RATE, moving / 2 / batch)
             return replace(_multiplied(found, seconds), num_groups=batch)
@@ -131,7 +132,7 @@ class Kernels:
         if instruction.opcode in ("while", "call", "conditional"):
             inside = [self._most_inside(self._module.computations[name]) for name in instruction.called.values()]
             return Kernel(seconds=moving, fixed_bytes=max(inside, default=0))
-        return Kernel(Way.SHARED if parts > 1 else Way.INLINE, moving, parts)
+        return loop
 
     def _only_one(self, call: Instruction) -> tuple[Instruction, dict[str, Instruction]] | None:
         """What a call runs, if that is one instruction: XLA puts those apart whose loops it has cut into parts."""

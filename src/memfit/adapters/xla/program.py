@@ -1,7 +1,6 @@
 """A program that XLA compiled: its values, where they lie, and what a run of it takes."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,12 +95,10 @@ class Program:
         return missing <= _MOST_MISSING * (found + missing)
 
     def timeline(
-        self,
-        describe: Describe,
-        describe_result: Describe | None = None,
-        scratch: Sequence[tuple[int, int, int]] = (),
+        self, describe: Describe, describe_result: Describe | None = None, run: HostRun | None = None
     ) -> Timeline:
-        """Every buffer; see `timeline_of`."""
+        """Every buffer, with what kernels take for themselves in a run on the CPU; see `timeline_of`."""
+        scratch = () if run is None else run.scratch
         return timeline_of(self.module, self.lives, describe, describe_result, scratch)
 
 

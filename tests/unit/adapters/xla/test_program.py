@@ -41,7 +41,7 @@ def test_scratch_is_part_of_the_timeline():
     program = Program(PRODUCTS)
     run = program.on_host(num_threads=2)
 
-    timeline = program.timeline(describe, scratch=run.scratch)
+    timeline = program.timeline(describe, run=run)
 
     sizes = sorted(block.size_bytes for block in timeline.blocks if block.category is Category.WORKSPACE)
     assert sizes == sorted(size for _, _, size in run.scratch)
