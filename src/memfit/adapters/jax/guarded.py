@@ -3,7 +3,7 @@
 JAX deletes donated arrays even where the program that they were given to never ran. So the step is two programs: the
 first computes loss and gradients, which is where memory runs out, and donates nothing: it can be run again on the same
 batch, in more parts. The second updates in place and asks for next to nothing; where its compiled form says otherwise,
-it doesn't donate either.
+it doesn't donate either. Room for both is asked for before they are run, see `room`.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from memfit.adapters.jax.room import Room, beside_arguments, shapes_of
 from memfit.adapters.jax.training import TrainStep, check_batch, divided, joined, part_size
 from memfit.core.guarding import BrokenUpdate, CannotFit
 from memfit.core.settings import Settings
@@ -40,6 +41,7 @@ class GuardedStep:
         self._optimizer = optimizer
         self._steps: dict[int, TrainStep] = {}
         self._programs: dict[int, Any] = {}
+        self._room = Room()
         self._updates: dict[Any, Any] = {}
         self.settings = replace(settings, donate=False)
         self.num_retries = 0
@@ -63,9 +65,7 @@ class GuardedStep:
         while True:
             failure = None
             try:
-                # Errors of the run itself come late: not before the results are waited for.
-                result: tuple[Any, Any] = jax.block_until_ready(self._program(part)(structure, trained, fixed, batch))
-                return result
+                return self._run(part, structure, trained, fixed, batch)
             except (RuntimeError, ValueError, MemoryError) as error:
                 if not ran_out(error):
                     raise
@@ -82,6 +82,13 @@ class GuardedStep:
             # A ceiling that was found once holds for the batches to come.
             self.settings = replace(self.settings, micro_batches=-(-size // part), micro_batch_size=part)
 
+    def _run(self, part: int, *arguments: Any) -> tuple[Any, Any]:
+        program = self._program(part)
+        self._room.ask((part, shapes_of(arguments)), lambda: program.lower(*arguments))
+        # Errors of the run itself come late: not before the results are waited for.
+        result: tuple[Any, Any] = jax.block_until_ready(program(*arguments))
+        return result
+
     def _program(self, part: int) -> Any:
         if part not in self._programs:
             step = TrainStep(self._loss, self._optimizer, replace(self.settings, micro_batch_size=part))
@@ -89,15 +96,11 @@ class GuardedStep:
         return self._programs[part]
 
     def _updated(self, trained: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
-        key = (
-            jax.tree.structure((trained, state)),
-            tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((trained, state))),
-        )
+        key = (jax.tree.structure((trained, state)), shapes_of((trained, state)))
         if key not in self._updates:
             update = jax.jit(self._plain.update, donate_argnums=(0, 1)).lower(trained, state, gradients).compile()
-            sizes: Any = update.memory_analysis()
-            asked = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-            self._updates[key] = update if asked <= _NEXT_TO_NOTHING else jax.jit(self._plain.update)
+            is_in_place = beside_arguments(update.memory_analysis()) <= _NEXT_TO_NOTHING
+            self._updates[key] = update if is_in_place else self._update_beside(key)
         failure = ""
         try:
             updated: tuple[Any, Any] = jax.block_until_ready(self._updates[key](trained, state, gradients))
@@ -114,3 +117,13 @@ class GuardedStep:
             f"memory ran out in the update: {failure} Parameters and state are as they were before the step; the "
             "optimizer's own memory doesn't fit beside them."
         )
+
+    def _update_beside(self, key: Any) -> Callable[..., Any]:
+        """An update that leaves the old values where they are."""
+        update = jax.jit(self._plain.update)
+
+        def run(*arguments: Any) -> Any:
+            self._room.ask(key, lambda: update.lower(*arguments))
+            return update(*arguments)
+
+        return run

@@ -65,6 +65,7 @@ class Kernel:
         task_share: of the work that is dealt to tasks, what one has; the last one may have less.
         tasks_bytes: that all tasks take as they begin, each its share, until the whole is done.
         own_bytes: that a task takes while it runs.
+        asked_bytes: that a group of a product asks for when it begins, at most; much of it may never be touched.
         matrix_bytes: taken before anything else, and kept until what runs next in the same thread has ended.
         num_groups: that are begun one after the other.
     """
@@ -76,6 +77,7 @@ class Kernel:
     fixed_bytes: int = 0
     tasks_bytes: int = 0
     own_bytes: int = 0
+    asked_bytes: int = 0
     matrix_bytes: int = 0
     num_groups: int = 1
 
@@ -193,7 +195,15 @@ class Kernels:
 
 
 def _multiplied(product: Product, seconds: float) -> Kernel:
-    return Kernel(Way.PRODUCT, seconds, product.num_tasks, product.task_share, product.fixed_bytes, product.tasks_bytes)
+    return Kernel(
+        Way.PRODUCT,
+        seconds,
+        product.num_tasks,
+        product.task_share,
+        product.fixed_bytes,
+        product.tasks_bytes,
+        asked_bytes=product.asked_bytes,
+    )
 
 
 def _partitions(instruction: Instruction) -> int:

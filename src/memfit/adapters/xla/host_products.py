@@ -34,12 +34,14 @@ class Product:
         task_share: of the rows (or columns) that are dealt, what a task has; the last one may have less.
         tasks_bytes: packed by all tasks when they begin, kept until the last has ended.
         fixed_bytes: packed in any case.
+        asked_bytes: that are asked for, at most; much of it may never be touched.
     """
 
     num_tasks: int = 1
     task_share: float = 1.0
     tasks_bytes: int = 0
     fixed_bytes: int = 0
+    asked_bytes: int = 0
 
 
 def split_product(
@@ -64,7 +66,8 @@ def split_product(
     worth = int((first.cycles + rows * depth * load_cycles - _THREAD_CYCLES) / _THREAD_CYCLES + 0.9)
     threads = min(num_threads, worth)
     if threads < 2:
-        return Product(fixed_bytes=_one_block(rows, depth, columns) * element_bytes)
+        alone = _one_block(rows, depth, columns) * element_bytes
+        return Product(fixed_bytes=alone, asked_bytes=alone)
     split = _Split.of(rows, depth, columns, threads)
     grain = split.grain(threads)
     num_dealt = _ratio(split.num_blocks, grain)
@@ -72,10 +75,11 @@ def split_product(
     packed_depth = split.slice_depth * min(split.num_slices, _NUM_SLICES)
     fixed = split.other * packed_depth * element_bytes
     task_share = min(1.0, grain * split.block / split.dealt)
+    asked = split.sliced(element_bytes)
     if num_dealt >= _tasks_per_thread(num_threads) * num_threads:
         own = num_threads * grain * split.block * split.slice_depth * element_bytes
-        return Product(num_tasks, task_share, 0, fixed + own)
-    return Product(num_tasks, task_share, split.dealt * packed_depth * element_bytes, fixed)
+        return Product(num_tasks, task_share, 0, fixed + own, asked + own)
+    return Product(num_tasks, task_share, split.dealt * packed_depth * element_bytes, fixed, asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,14 @@ class _Split:
     @property
     def num_others(self) -> int:
         return _ratio(self.other, self.other_block)
+
+    def sliced(self, element_bytes: int) -> int:
+        """Bytes of all blocks of the slices that are packed at once."""
+        # Only slices of float32 are made equally deep.
+        is_even = element_bytes == _NUMBER_BYTES or self.num_slices == 1
+        depth = self.slice_depth if is_even else _DEPTH
+        numbers = sum(_ratio(size, _OTHER_ROUNDED) * _OTHER_ROUNDED for size in (self.dealt, self.other))
+        return min(self.num_slices, _NUM_SLICES) * depth * numbers * element_bytes
 
     @property
     def pace(self) -> float:

@@ -49,10 +49,12 @@ class Run:
         peak_bytes: most of ranges that were written to and scratch memory, at once.
         scratch: (first time, last time in the program's order, bytes) of each kernel that took memory for itself; how
             long it stayed, and what else was there, isn't told.
+        asked_bytes: most that kernels asked for at once, whether they wrote to it or not.
     """
 
     peak_bytes: int
     scratch: tuple[tuple[int, int, int], ...]
+    asked_bytes: int
 
 
 def simulate(thunks: Sequence[Thunk], placement: Placement, num_threads: int, seed: int = 0) -> Run:
@@ -101,6 +103,9 @@ class _Ledger:
         self._range_bytes = 0
         self._scratch: dict[Hashable, int] = {}
         self._scratch_bytes = 0
+        self._asked: dict[Hashable, int] = {}
+        self._asked_bytes = 0
+        self.most_asked_bytes = 0
         self._of_thunk: dict[int, int] = {}
         self._most: dict[int, int] = {}
         self.peak_bytes = 0
@@ -122,8 +127,20 @@ class _Ledger:
         self._look()
         return self._range_bytes - before
 
-    def take(self, number: int, key: Hashable, size_bytes: int) -> None:
-        """A thunk takes scratch memory."""
+    def take(self, number: int, key: Hashable, size_bytes: int, asked_bytes: int | None = None) -> None:
+        """A thunk takes scratch memory.
+
+        Args:
+            number: of the thunk.
+            key: under which it is given back.
+            size_bytes: that it writes to.
+            asked_bytes: that it asks for; by default as much.
+        """
+        asked = size_bytes if asked_bytes is None else asked_bytes
+        if asked:
+            self._asked[number, key] = self._asked.get((number, key), 0) + asked
+            self._asked_bytes += asked
+            self.most_asked_bytes = max(self.most_asked_bytes, self._asked_bytes)
         if size_bytes:
             self._scratch[number, key] = self._scratch.get((number, key), 0) + size_bytes
             self._scratch_bytes += size_bytes
@@ -133,6 +150,7 @@ class _Ledger:
 
     def give_back(self, number: int, key: Hashable) -> None:
         """All that a thunk took under a key."""
+        self._asked_bytes -= self._asked.pop((number, key), 0)
         size = self._scratch.pop((number, key), 0)
         if size:
             self._scratch_bytes -= size
@@ -176,7 +194,7 @@ class _Machine:
             if seconds is not None:
                 self._call(number, seconds)
         assert not any(self._waits) and self._num_begun == len(self._thunks)  # nobody waits for ever
-        return Run(self._ledger.peak_bytes, self._ledger.scratch())
+        return Run(self._ledger.peak_bytes, self._ledger.scratch(), self._ledger.most_asked_bytes)
 
     # Threads.
 
@@ -366,7 +384,7 @@ class _Machine:
         num_tasks = min(kernel.num_tasks, max(_MOST_TASKS, 2 * self._num_threads))
         task_bytes = round(kernel.tasks_bytes * max(kernel.task_share, 1 / num_tasks))
         left, left_bytes = [num_tasks], [kernel.tasks_bytes]
-        self._ledger.take(number, group, kernel.fixed_bytes)
+        self._ledger.take(number, group, kernel.fixed_bytes, kernel.asked_bytes)
 
         def some(first: int, last: int) -> _Task:
             def task(thread: int) -> _Steps:
@@ -377,7 +395,7 @@ class _Machine:
                     end = middle
                 taken = min(task_bytes, left_bytes[0])
                 left_bytes[0] -= taken
-                self._ledger.take(number, group, taken)
+                self._ledger.take(number, group, taken, 0)
                 yield self._varied(kernel.seconds / num_tasks)
                 left[0] -= 1
                 if not left[0]:
@@ -395,4 +413,5 @@ def _merged(kernel: Kernel, ratio: float) -> Kernel:
         seconds=kernel.seconds * ratio,
         fixed_bytes=round(kernel.fixed_bytes * ratio),
         tasks_bytes=round(kernel.tasks_bytes * ratio),
+        asked_bytes=round(kernel.asked_bytes * ratio),
     )

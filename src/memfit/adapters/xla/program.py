@@ -26,12 +26,14 @@ class HostRun:
         least_bytes: of the same, in a run that went well.
         greatest_bytes: in one that went badly.
         scratch: (first time, last time, bytes) of each kernel that takes memory for itself.
+        asked_bytes: most that kernels ask for for themselves at once, in any run, whether they write to it or not.
     """
 
     peak_bytes: int
     least_bytes: int
     greatest_bytes: int
     scratch: tuple[tuple[int, int, int], ...]
+    asked_bytes: int = 0
 
     def spread(self, fixed_bytes: int) -> tuple[float, float]:
         """The least and the greatest peak as multiples of the typical one.
@@ -83,7 +85,8 @@ class Program:
         threads = num_threads or num_processors()
         runs = several_runs(thunks_of(self.module, self.lives, placement, threads), placement, threads)
         typical = runs[len(runs) // 2]
-        return HostRun(typical.peak_bytes, runs[0].peak_bytes, runs[-1].peak_bytes, typical.scratch)
+        most_asked = max(run.asked_bytes for run in runs)
+        return HostRun(typical.peak_bytes, runs[0].peak_bytes, runs[-1].peak_bytes, typical.scratch, most_asked)
 
     def _is_known(self, placement: Placement) -> bool:
         """Whether a placement is one of this program's values: nearly all bytes must be found in it."""

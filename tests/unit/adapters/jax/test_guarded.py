@@ -37,6 +37,7 @@ class Limited(GuardedStep):
                 raise FULL
             return program(*arguments)
 
+        run.lower = program.lower
         return run
 
 

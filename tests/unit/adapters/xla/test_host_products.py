@@ -55,13 +55,32 @@ def test_nothing_to_multiply_packs_nothing():
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_small_products_are_not_split(num_threads):
     # THEN a block of each operand is packed, by the thread that computes it
-    assert split_product(8, 16, 32, 4, num_threads) == Product(fixed_bytes=(8 + 32) * 16 * 4)
+    packed = (8 + 32) * 16 * 4
+    assert split_product(8, 16, 32, 4, num_threads) == Product(fixed_bytes=packed, asked_bytes=packed)
 
 
 def test_one_thread_has_nothing_to_share():
     found = split_product(4096, 4096, 4096, 4, 1)
 
-    assert found == Product(fixed_bytes=2 * 216 * 320 * 4)
+    packed = 2 * 216 * 320 * 4
+    assert found == Product(fixed_bytes=packed, asked_bytes=packed)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "element_bytes", "allocated"),
+    [
+        (4096, 64, 4, 8601664 + 442432),
+        (64, 4096, 4, 9142336),
+        (4096, 64, 8, 21463104 + 491584),
+        (64, 4096, 8, 21463104 + 491584),
+    ],
+)
+def test_what_is_asked_for_is_at_least_what_was_seen_and_little_more(rows, columns, element_bytes, allocated):
+    # WHEN threads pack for themselves, so that hardly anything of it is touched
+    found = split_product(rows, 512, columns, element_bytes, 2)
+
+    assert 0.99 * allocated <= found.asked_bytes <= 1.06 * allocated
+    assert found.tasks_bytes + found.fixed_bytes < found.asked_bytes / 8
 
 
 @pytest.mark.parametrize(("num_threads", "rows"), [(2, 3328), (8, 8 * 4 * 216)])

@@ -2,18 +2,15 @@
 
 A step is a function of the state, which gives its memory to the new one (donation). JAX takes it when the step is
 handed over, and when the computation then finds no memory, on another thread and later, old and new state are gone. So
-memory is asked for before: how much a compiled step needs beside its arguments is known to the byte, and on the host
-that much is allocated and given back before each step. On accelerators the allocator's own figures are compared.
+room is asked for before, see `adapters.jax.room`.
 """
 
-import mmap
-import sys
 from typing import Any
 
 import jax
 import keras
-import numpy
 
+from memfit.adapters.jax.room import Room, shapes_of
 from memfit.adapters.keras.guarding import variables
 from memfit.adapters.keras.guarding.steps import Each, Steps
 from memfit.core.guarding import BrokenUpdate
@@ -26,10 +23,8 @@ class JaxSteps(Steps):
         super().__init__(model, each)
         self._state: Any = None
         self._jitted: Any = None
-        self._needs: dict[Any, int] = {}
-        """Bytes that a step takes beside its arguments, by the shapes of its batch."""
+        self._room = Room()
         self._last: Any = None
-        self._on_host = jax.default_backend() == "cpu"
 
     def over(self, *arguments: Any) -> Any:
         """The state and an iterator; as many batches as there are steps in an execution."""
@@ -54,7 +49,7 @@ class JaxSteps(Steps):
         if step is None:
             logs, self._state = self._function(self._state, iter([batch]))
         else:
-            self._ask_for_room(step, batch)
+            self._room.ask(shapes_of(batch), lambda: step.lower(self._state, batch), self.settle)
             logs, self._state = step(self._state, batch)
         self._last = logs
         return logs
@@ -78,7 +73,7 @@ class JaxSteps(Steps):
     def rebuild(self) -> None:
         """The variables get their values back meanwhile, for what changes the model may look at them."""
         self._jitted = None
-        self._needs.clear()
+        self._room = Room()
         super().rebuild()
 
     def values(self) -> dict[str, Any] | None:
@@ -136,42 +131,6 @@ class JaxSteps(Steps):
 
             self._jitted = self._function.memfit_jitted = jax.jit(train_step, donate_argnums=0)
         return self._jitted
-
-    def _ask_for_room(self, step: Any, batch: Any) -> None:
-        key = tuple((value.shape, str(value.dtype)) for value in jax.tree.leaves(batch))
-        if key not in self._needs:
-            # JAX keeps the executable, so that the step that follows isn't compiled again.
-            memory = step.lower(self._state, batch).compile().memory_analysis()
-            self._needs[key] = 0 if memory is None else _beside_arguments(memory)
-        wanted = self._needs[key]
-        if self._on_host:
-            try:
-                _ask_host(wanted)
-            except MemoryError:
-                # The last step may still hold what this one needs.
-                self.settle()
-                _ask_host(wanted)
-            return
-        statistics = jax.local_devices()[0].memory_stats() or {}
-        if "bytes_limit" in statistics:
-            left = statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)
-            if wanted > left:
-                raise MemoryError(f"the step allocates {wanted} bytes on the device, and {left} bytes are free")
-
-
-def _ask_host(size_bytes: int) -> None:
-    """Asks the system for memory and gives it back, past the C library, whose ways with free blocks it would change."""
-    if sys.platform == "win32":
-        numpy.empty(size_bytes, numpy.uint8)
-        return
-    try:
-        mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except (OSError, OverflowError) as error:
-        raise MemoryError(f"the step allocates {size_bytes} bytes, which the system doesn't have") from error
-
-
-def _beside_arguments(memory: Any) -> int:
-    return max(0, int(memory.temp_size_in_bytes) + int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes))
 
 
 def make(model: Any, each: Each) -> Steps:

@@ -46,7 +46,7 @@ def test_room_is_asked_for_before_the_state_is_given_away(monkeypatch):
     steps.install()
     batch = jax.numpy.ones(2)
     steps._state = ([jax.numpy.zeros(3)], [], [], [])
-    monkeypatch.setattr("memfit.adapters.keras.guarding.jax_steps._beside_arguments", lambda memory: 2**60)
+    monkeypatch.setattr("memfit.adapters.jax.room.beside_arguments", lambda memory: 2**60)
     steps.begin(batch)
     with pytest.raises(MemoryError):
         steps.run(batch)
