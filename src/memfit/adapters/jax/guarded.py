@@ -3,7 +3,7 @@
 JAX deletes donated arrays even where the program that they were given to never ran. So the step is two programs: the
 first computes loss and gradients, which is where memory runs out, and donates nothing: it can be run again on the same
 batch, in more parts. The second updates in place and asks for next to nothing; where its compiled form says otherwise,
-it doesn't donate either. Room for both is asked for before they are run, see `room`.
+it doesn't donate either. Room for what isn't made in place is asked for before it is run, see `room`.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from memfit.adapters.jax.room import Room, beside_arguments, shapes_of
+from memfit.adapters.jax.room import NoRoom, Room, beside_arguments, form_of
 from memfit.adapters.jax.training import TrainStep, check_batch, divided, joined, part_size
 from memfit.core.guarding import BrokenUpdate, CannotFit
 from memfit.core.settings import Settings
@@ -40,8 +40,7 @@ class GuardedStep:
         self._loss = loss
         self._optimizer = optimizer
         self._steps: dict[int, TrainStep] = {}
-        self._programs: dict[int, Any] = {}
-        self._room = Room()
+        self._programs: dict[int, tuple[Any, Room]] = {}
         self._updates: dict[Any, Any] = {}
         self.settings = replace(settings, donate=False)
         self.num_retries = 0
@@ -64,12 +63,15 @@ class GuardedStep:
         part = part_size(self.settings, size)
         while True:
             failure = None
+            num_halvings = 1
             try:
                 return self._run(part, structure, trained, fixed, batch)
             except (RuntimeError, ValueError, MemoryError) as error:
                 if not ran_out(error):
                     raise
                 failure = " ".join(str(error).split())[:200]
+                if isinstance(error, NoRoom):
+                    num_halvings = _num_halvings(error)
             # Outside of the except block, whose traceback holds on to arrays.
             if size is None or part <= 1:
                 raise CannotFit(
@@ -77,30 +79,32 @@ class GuardedStep:
                     "before the step. Mark blocks with memfit.jax.block and plan with recomputation, or use a smaller "
                     "model."
                 )
-            part = -(-part // 2)
+            part = max(1, -(-part // 2**num_halvings))
             self.num_retries += 1
             # A ceiling that was found once holds for the batches to come.
             self.settings = replace(self.settings, micro_batches=-(-size // part), micro_batch_size=part)
 
     def _run(self, part: int, *arguments: Any) -> tuple[Any, Any]:
-        program = self._program(part)
-        self._room.ask((part, shapes_of(arguments)), lambda: program.lower(*arguments))
+        program, room = self._program(part)
+        room.ask(arguments)
         # Errors of the run itself come late: not before the results are waited for.
         result: tuple[Any, Any] = jax.block_until_ready(program(*arguments))
         return result
 
-    def _program(self, part: int) -> Any:
+    def _program(self, part: int) -> tuple[Any, Room]:
         if part not in self._programs:
             step = TrainStep(self._loss, self._optimizer, replace(self.settings, micro_batch_size=part))
-            self._programs[part] = jax.jit(step.gradients, static_argnums=0)
+            program = jax.jit(step.gradients, static_argnums=0)
+            self._programs[part] = program, Room(program)
         return self._programs[part]
 
     def _updated(self, trained: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
-        key = (jax.tree.structure((trained, state)), shapes_of((trained, state)))
+        key = form_of((trained, state))
         if key not in self._updates:
             update = jax.jit(self._plain.update, donate_argnums=(0, 1)).lower(trained, state, gradients).compile()
-            is_in_place = beside_arguments(update.memory_analysis()) <= _NEXT_TO_NOTHING
-            self._updates[key] = update if is_in_place else self._update_beside(key)
+            memory = update.memory_analysis()
+            is_in_place = memory is not None and beside_arguments(memory) <= _NEXT_TO_NOTHING
+            self._updates[key] = update if is_in_place else self._update_beside()
         failure = ""
         try:
             updated: tuple[Any, Any] = jax.block_until_ready(self._updates[key](trained, state, gradients))
@@ -118,12 +122,25 @@ class GuardedStep:
             "optimizer's own memory doesn't fit beside them."
         )
 
-    def _update_beside(self, key: Any) -> Callable[..., Any]:
+    def _update_beside(self) -> Callable[..., Any]:
         """An update that leaves the old values where they are."""
         update = jax.jit(self._plain.update)
+        room = Room(update)
 
         def run(*arguments: Any) -> Any:
-            self._room.ask(key, lambda: update.lower(*arguments))
+            room.ask(arguments)
             return update(*arguments)
 
         return run
+
+
+def _num_halvings(found: NoRoom) -> int:
+    """How often a batch has to be halved at least: what doesn't depend on its size only makes it more.
+
+    >>> _num_halvings(NoRoom(wanted_bytes=900, free_bytes=240))
+    2
+    """
+    number = 1
+    while found.wanted_bytes >> number > max(found.free_bytes, 1):
+        number += 1
+    return number

@@ -3,15 +3,19 @@
 A step of JAX that finds no memory is often beyond help: what was donated to it is gone, and on the host XLA ends the
 process when one of its kernels finds none. What a step takes beside its arguments is known before: results and
 temporaries to the byte, and what kernels on the host take for themselves from a simulated run. That much is allocated
-and given back before each step. On accelerators the allocator's own figures are compared.
+and given back before each step, where the system would refuse it: with a limit on the process, or strict overcommit.
+Without either, it refuses only what the machine doesn't have. On accelerators the allocator's own figures are compared.
 
 XLA reports results on the host before it has given the run's memory back, so what isn't there may be a little later.
 """
 
+import ctypes
 import mmap
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,70 +24,134 @@ import numpy
 from memfit.adapters.jax.compiled import read
 
 # Seconds to wait for memory of the last run. Giving 800 MB back has taken up to a tenth of one.
-PAUSES = (0.05, 0.2, 0.5)
-# Where there is so much more than values need, nobody has to know what kernels take; also in copies of all values.
-_AMPLE_BYTES = 64 * 2**20
-_AMPLE_COPIES = 3
+_PAUSES = (0.05, 0.2, 0.5)
 # What the C library keeps of blocks that were given back, at most, and what the runtime's threads and tasks take: a
 # first run with 26 MiB beside values and one block of 21.5 MiB ended in most cases, one with 30 MiB in none of 16.
 _KEPT_BYTES = 32 * 2**20
 _RUNTIME_BYTES = 12 * 2**20
+# XLA's compiler ends the process, too.
+_COMPILER_BYTES = 48 * 2**20
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+_STRICT = "2"
+_PAGE_BYTES = 4096
+
+
+class NoRoom(MemoryError):
+    """The memory that a step needs isn't there.
+
+    Args:
+        wanted_bytes: by the step, margins included.
+        free_bytes: that the system would give.
+    """
+
+    def __init__(self, wanted_bytes: int, free_bytes: int) -> None:
+        super().__init__(f"a step that needs {wanted_bytes} bytes finds {free_bytes} bytes free")
+        self.wanted_bytes = wanted_bytes
+        self.free_bytes = free_bytes
 
 
 class Room:
-    """What the compiled forms of one function take."""
+    """What the compiled forms of one function take.
 
-    def __init__(self) -> None:
+    Args:
+        function: jitted.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
         self._needs: dict[Hashable, _Need] = {}
-        self._on_host = jax.default_backend() == "cpu"
 
-    def ask(self, key: Hashable, lower: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> None:
+    def ask(self, arguments: tuple[Any, ...], settle: Callable[[], Any] = lambda: None) -> None:
         """Makes sure that a step has the memory that it needs.
 
         Args:
-            key: of the arguments' shapes.
-            lower: gives the step, lowered for these arguments.
+            arguments: of the function.
             settle: waits for the step before, which may still hold what this one needs.
 
         Raises:
-            MemoryError: it isn't there.
+            NoRoom: it isn't there.
         """
-        if key not in self._needs:
-            self._needs[key] = _Need(lower())
-        need = self._needs[key]
-        if not self._on_host:
-            _ask_device(need.value_bytes)
-        elif not _has(need.value_bytes * _AMPLE_COPIES + _AMPLE_BYTES):
-            wanted = need.value_bytes + need.scratch_bytes()
-            if not _has(wanted):
-                settle()
-                _wait_for(wanted)
+        key = form_of(arguments)
+        need = self._needs.get(key)
+        if need is None:
+            if _can_refuse():
+                _ask_host(_COMPILER_BYTES, settle)
+            devices = {device for leaf in _arrays(arguments) for device in leaf.devices()} or {jax.local_devices()[0]}
+            need = self._needs[key] = _Need(self._function.lower(*arguments), sorted(devices, key=lambda one: one.id))
+        need.ask(settle)
 
 
 class _Need:
-    """Bytes that a lowered step takes beside its arguments."""
+    """What a lowered step takes beside its arguments."""
 
-    def __init__(self, lowered: Any) -> None:
-        self._lowered = lowered
+    def __init__(self, lowered: Any, devices: list[Any]) -> None:
         # JAX keeps the executable, so that the step that follows isn't compiled again.
         memory = lowered.compile().memory_analysis()
-        self.value_bytes = 0 if memory is None else beside_arguments(memory)
-        self._scratch_bytes: int | None = 0 if memory is None else None
+        self._devices = devices
+        self.value_bytes: int | None = None if memory is None else beside_arguments(memory)
+        """Of results and temporaries on one device; None where it isn't known, and nothing can be asked for."""
+        self._lowered = lowered if self._is_on_host else None
+        self._scratch_bytes: int | None = None
+        self._before: int | None = None
+        self._kept_bytes: int | None = None
+        """What the process has kept of its first run, and takes for the next one."""
+
+    @property
+    def _is_on_host(self) -> bool:
+        return all(device.platform == "cpu" for device in self._devices)
+
+    def ask(self, settle: Callable[[], Any]) -> None:
+        if self.value_bytes is None:
+            return
+        if not self._is_on_host:
+            _ask_devices(self._devices, self.value_bytes, settle)
+            return
+        values = self.value_bytes * len(self._devices)
+        if not _can_refuse():
+            _ask_host(values, settle)
+            return
+        _ask_host(values + self.scratch_bytes() - self._kept(), settle)
 
     def scratch_bytes(self) -> int:
         """What kernels and the runtime take for themselves on the host; it takes a moment to find out."""
         if self._scratch_bytes is None:
-            run = read(self._lowered).run
-            asked = 0 if run is None else run.asked_bytes
+            asked = _asked_bytes(self._lowered) * len(self._devices)
             self._scratch_bytes = asked + min(asked, _KEPT_BYTES) + _RUNTIME_BYTES
             self._lowered = None
         return self._scratch_bytes
 
+    def _kept(self) -> int:
+        if self._before is None:
+            self._before = _data_bytes()
+            return 0
+        if self._kept_bytes is None:
+            self._kept_bytes = max(0, _data_bytes() - self._before)
+        return min(self._kept_bytes, _heap_free_bytes())
 
-def shapes_of(arguments: Any) -> Hashable:
-    """What a step is compiled for."""
-    return tuple(
-        (leaf.shape, str(leaf.dtype)) if hasattr(leaf, "dtype") else leaf for leaf in jax.tree.leaves(arguments)
+
+def _asked_bytes(lowered: Any) -> int:
+    """What kernels ask for in a simulated run; as much as all arguments and results where there is none."""
+    try:
+        run = read(lowered).run
+    # Programs that the simulation doesn't know must not end a training.
+    except Exception:
+        run = None
+    if run is not None:
+        return run.asked_bytes
+    memory = lowered.compile().memory_analysis()
+    return int(memory.argument_size_in_bytes) + int(memory.output_size_in_bytes)
+
+
+def form_of(arguments: Any) -> Hashable:
+    """What a function is compiled for: the arguments' structure, shapes, types and places."""
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, tuple(
+        (leaf.shape, leaf.dtype, getattr(leaf, "sharding", None))
+        if hasattr(leaf, "dtype")
+        else type(leaf)
+        if isinstance(leaf, bool | int | float | complex)
+        else leaf
+        for leaf in leaves
     )
 
 
@@ -96,6 +164,39 @@ def beside_arguments(memory: Any) -> int:
     return max(0, int(memory.temp_size_in_bytes) + int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes))
 
 
+def _arrays(arguments: Any) -> Iterator[jax.Array]:
+    return (leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array))
+
+
+def _ask_devices(devices: list[Any], size_bytes: int, settle: Callable[[], Any]) -> None:
+    if size_bytes > _least_free(devices):
+        settle()
+    free = _least_free(devices)
+    if size_bytes > free:
+        raise NoRoom(size_bytes, int(free))
+
+
+def _least_free(devices: list[Any]) -> float:
+    """Of the device that has least; infinite where none of them tells."""
+    found = [device.memory_stats() or {} for device in devices]
+    return min(
+        (one["bytes_limit"] - one.get("bytes_in_use", 0) for one in found if "bytes_limit" in one),
+        default=float("inf"),
+    )
+
+
+def _ask_host(size_bytes: int, settle: Callable[[], Any]) -> None:
+    if _has(size_bytes):
+        return
+    settle()
+    for pause in _PAUSES:
+        if _has(size_bytes):
+            return
+        time.sleep(pause)
+    if not _has(size_bytes):
+        raise NoRoom(size_bytes, _most_there(size_bytes))
+
+
 def _has(size_bytes: int) -> bool:
     """Whether the host has so much: asks for it and gives it back, past the C library, whose heap it would change."""
     try:
@@ -103,23 +204,63 @@ def _has(size_bytes: int) -> bool:
             numpy.empty(size_bytes, numpy.uint8)
         else:
             mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except (OSError, OverflowError, MemoryError):
+    except (OSError, OverflowError, MemoryError, ValueError):
         return False
     return True
 
 
-def _wait_for(size_bytes: int) -> None:
-    for pause in PAUSES:
-        if _has(size_bytes):
-            return
-        time.sleep(pause)
-    if not _has(size_bytes):
-        raise MemoryError(f"the step allocates {size_bytes} bytes, which the system doesn't have")
+def _most_there(size_bytes: int) -> int:
+    """The most that the host would give, below `size_bytes`."""
+    low, high = 0, size_bytes
+    while high - low > max(_PAGE_BYTES, size_bytes >> 8):
+        middle = (low + high) // 2
+        low, high = (middle, high) if _has(middle) else (low, middle)
+    return low
 
 
-def _ask_device(size_bytes: int) -> None:
-    statistics = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in statistics:
-        left = statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)
-        if size_bytes > left:
-            raise MemoryError(f"the step allocates {size_bytes} bytes on the device, and {left} bytes are free")
+def _can_refuse() -> bool:
+    """Whether the system refuses memory that the machine has: by a limit of the process, or strict overcommit."""
+    if sys.platform == "win32":
+        return True
+    import resource
+
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    return any(limit != resource.RLIM_INFINITY for limit in limits) or _is_strict()
+
+
+@cache
+def _is_strict() -> bool:
+    try:
+        return _OVERCOMMIT.read_text(encoding="ascii").strip() == _STRICT
+    except OSError:
+        return False
+
+
+def _data_bytes() -> int:
+    """Of the process's private memory; 0 where the system doesn't say."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    found = (line.split()[1] for line in status.splitlines() if line.startswith("VmData"))
+    return int(next(found, 0)) * 1024
+
+
+class _HeapInfo(ctypes.Structure):
+    """What mallinfo2(3) gives; of it, only what is free in all heaps is read."""
+
+    _fields_ = (("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
+
+
+def _heap_free_bytes() -> int:
+    """What the C library holds and nobody uses; 0 where it doesn't say."""
+    describe = _describe_heap()
+    return 0 if describe is None else int(describe().fordblks)
+
+
+@cache
+def _describe_heap() -> Any:
+    describe = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if describe is not None:
+        describe.restype = _HeapInfo
+    return describe

@@ -65,7 +65,8 @@ class Kernel:
         task_share: of the work that is dealt to tasks, what one has; the last one may have less.
         tasks_bytes: that all tasks take as they begin, each its share, until the whole is done.
         own_bytes: that a task takes while it runs.
-        asked_bytes: that a group of a product asks for when it begins, at most; much of it may never be touched.
+        asked_bytes: that it asks for when it begins, for each group, at most; much of it may never be touched. None: as
+            much as it takes.
         matrix_bytes: taken before anything else, and kept until what runs next in the same thread has ended.
         num_groups: that are begun one after the other.
     """
@@ -77,7 +78,7 @@ class Kernel:
     fixed_bytes: int = 0
     tasks_bytes: int = 0
     own_bytes: int = 0
-    asked_bytes: int = 0
+    asked_bytes: int | None = None
     matrix_bytes: int = 0
     num_groups: int = 1
 
@@ -88,8 +89,16 @@ class Kernel:
 
     def most_bytes(self, num_threads: int) -> int:
         """What it takes at most when nothing else runs."""
+        return self._with_groups(num_threads, self.fixed_bytes + self.tasks_bytes)
+
+    def most_asked(self, num_threads: int) -> int:
+        """What it asks for at most when nothing else runs."""
+        taken = self.fixed_bytes + self.tasks_bytes
+        return self._with_groups(num_threads, taken if self.asked_bytes is None else max(taken, self.asked_bytes))
+
+    def _with_groups(self, num_threads: int, group_bytes: int) -> int:
         own = min(self.num_tasks, num_threads) * self.own_bytes
-        return self.matrix_bytes + own + self.num_groups * (self.fixed_bytes + self.tasks_bytes)
+        return self.matrix_bytes + own + self.num_groups * group_bytes
 
 
 class Kernels:
@@ -132,8 +141,15 @@ class Kernels:
         if instruction.opcode == "call" and (inner := self._only_one(instruction)) is not None:
             return self.of(*inner, moved_bytes)
         if instruction.opcode in ("while", "call", "conditional"):
-            inside = [self._most_inside(self._module.computations[name]) for name in instruction.called.values()]
-            return Kernel(seconds=moving, fixed_bytes=max(inside, default=0))
+            inside = [
+                kernel
+                for name in instruction.called.values()
+                for kernel in self._inside(self._module.computations[name])
+            ]
+            # What is inside is taken to run one after the other.
+            taken = max((kernel.most_bytes(self._num_threads) for kernel in inside), default=0)
+            asked = max((kernel.most_asked(self._num_threads) for kernel in inside), default=0)
+            return Kernel(seconds=moving, fixed_bytes=taken, asked_bytes=asked)
         return loop
 
     def _only_one(self, call: Instruction) -> tuple[Instruction, dict[str, Instruction]] | None:
@@ -143,15 +159,13 @@ class Kernels:
             return None
         return called.root, {one.name: one for one in called.instructions}
 
-    def _most_inside(self, computation: Computation) -> int:
-        """What an instruction of a computation takes at most; a loop's are taken to run one after the other."""
+    def _inside(self, computation: Computation) -> list[Kernel]:
         by_name = {instruction.name: instruction for instruction in computation.instructions}
-        found = (self.of(instruction, by_name, 0) for instruction in computation.instructions)
-        return max((kernel.most_bytes(self._num_threads) for kernel in found), default=0)
+        return [self.of(instruction, by_name, 0) for instruction in computation.instructions]
 
     def _convolved(self, sizes: "_Convolution", moving: float) -> Kernel:
         """A convolution of Eigen's."""
-        if sizes.is_base_dilated and sizes.num_groups == 1:
+        if sizes.is_transposed and sizes.num_groups == 1:
             rows, columns = sizes.batch * math.prod(sizes.pixels), math.prod(sizes.window) * sizes.output_channels
             found = split_product(rows, sizes.input_channels, columns, sizes.element_bytes, self._num_threads)
             seconds = max(2 * rows * columns * sizes.input_channels / _LIBRARY_RATE, moving / 2)
@@ -167,7 +181,8 @@ class Kernels:
             return kernel
         # Numbers of a group don't lie side by side in the output: each has a result of its own first.
         result = rows * columns * sizes.element_bytes
-        return replace(kernel, num_groups=groups, tasks_bytes=kernel.tasks_bytes + result)
+        asked = found.asked_bytes + result
+        return replace(kernel, num_groups=groups, tasks_bytes=kernel.tasks_bytes + result, asked_bytes=asked)
 
     def _fused(self, inside: Computation, moving: float) -> Kernel:
         """What the fused library runs."""
@@ -223,7 +238,7 @@ class _Convolution:
     output_channels: int
     output_pixels: int
     padding: tuple[int, ...]
-    is_base_dilated: bool
+    is_transposed: bool
     num_groups: int
     input_bytes: int
     kernel_bytes: int
@@ -263,11 +278,17 @@ def _convolution(instruction: Instruction, by_name: dict[str, Instruction]) -> _
         output_channels=kernel["o"],
         output_pixels=math.prod(output[letter] for letter in spatial),
         padding=tuple(padding) or (0,) * len(spatial),
-        is_base_dilated="lhs_dilate" in settings,
+        is_transposed=_is_transposed(settings, len(spatial)),
         num_groups=int(groups.group(1)) if groups else 1,
         input_bytes=left.size_bytes,
         kernel_bytes=right.size_bytes,
     )
+
+
+def _is_transposed(settings: dict[str, str], num_spatial: int) -> bool:
+    """Whether the runtime multiplies first and adds windows up after: it does so for images, one step at a time."""
+    is_plain = "rhs_dilate" not in settings and set(settings.get("stride", "1").split("x")) == {"1"}
+    return "lhs_dilate" in settings and is_plain and num_spatial <= 2
 
 
 def _fused_convolution(sizes: _Convolution) -> tuple[int, int, int]:

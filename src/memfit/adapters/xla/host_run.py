@@ -285,7 +285,7 @@ class _Machine:
     def _begin(self, thread: int, number: int, kernel: Kernel) -> Generator[float | None, None, _Event]:
         event = _Event()
         if kernel.way is Way.INLINE:
-            self._ledger.take(number, "", kernel.fixed_bytes)
+            self._ledger.take(number, "", kernel.fixed_bytes, kernel.asked_bytes)
             yield self._varied(kernel.seconds + self._ledger.write(number) / _NEW_RATE)
             self._ledger.give_back(number, "")
             event.is_done = True
@@ -413,5 +413,5 @@ def _merged(kernel: Kernel, ratio: float) -> Kernel:
         seconds=kernel.seconds * ratio,
         fixed_bytes=round(kernel.fixed_bytes * ratio),
         tasks_bytes=round(kernel.tasks_bytes * ratio),
-        asked_bytes=round(kernel.asked_bytes * ratio),
+        asked_bytes=round((kernel.asked_bytes or 0) * ratio),
     )

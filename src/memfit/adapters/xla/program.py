@@ -33,7 +33,7 @@ class HostRun:
     least_bytes: int
     greatest_bytes: int
     scratch: tuple[tuple[int, int, int], ...]
-    asked_bytes: int = 0
+    asked_bytes: int
 
     def spread(self, fixed_bytes: int) -> tuple[float, float]:
         """The least and the greatest peak as multiples of the typical one.

@@ -5,6 +5,7 @@ import pytest
 
 from memfit.adapters.jax import guarded
 from memfit.adapters.jax.guarded import GuardedStep, ran_out
+from memfit.adapters.jax.room import NoRoom
 from memfit.adapters.jax.training import TrainStep
 from memfit.core.guarding import BrokenUpdate, CannotFit
 from memfit.core.settings import Settings
@@ -29,7 +30,7 @@ class Limited(GuardedStep):
     tried: list[int]
 
     def _program(self, part):
-        program = super()._program(part)
+        program, room = super()._program(part)
 
         def run(*arguments):
             self.tried.append(part)
@@ -37,8 +38,7 @@ class Limited(GuardedStep):
                 raise FULL
             return program(*arguments)
 
-        run.lower = program.lower
-        return run
+        return run, room
 
 
 def limited(room, settings=None):
@@ -58,6 +58,35 @@ def test_a_step_that_runs_out_is_run_again_in_more_parts_and_gives_the_same():
     step(params, state, BATCH)
     assert step.tried == [6, 3, 2, 2]
     assert (step.settings.micro_batches, step.settings.micro_batch_size) == (3, 2)
+
+
+def test_where_there_is_no_room_hopeless_sizes_are_not_compiled(monkeypatch):
+    step, asked = limited(6), []
+
+    def ask(self, arguments):
+        asked.append(arguments)
+        if len(asked) == 1:
+            raise NoRoom(wanted_bytes=100, free_bytes=30)
+
+    monkeypatch.setattr(guarded.Room, "ask", ask)
+    step(start(), step.init(start()), BATCH)
+    assert step.tried == [2] and step.num_retries == 1 and set(step._programs) == {6, 2}
+
+
+def test_room_is_asked_for_where_an_update_is_not_made_in_place(monkeypatch):
+    monkeypatch.setattr(guarded, "_NEXT_TO_NOTHING", -1)
+    params = start()
+    step = limited(6)
+    state = step.init(params)
+
+    def ask(self, arguments):
+        if len(arguments) == 3:
+            raise NoRoom(wanted_bytes=100, free_bytes=30)
+
+    monkeypatch.setattr(guarded.Room, "ask", ask)
+    with pytest.raises(CannotFit, match="memory ran out in the update: a step that needs 100 bytes"):
+        step(params, state, BATCH)
+    assert not params["w"].is_deleted()
 
 
 def test_where_not_even_one_sample_fits_everything_is_as_it_was():

@@ -4,6 +4,7 @@ import pytest
 
 from memfit.adapters.xla.hlo import parse
 from memfit.adapters.xla.host_kernels import Kernel, Kernels, Way
+from memfit.adapters.xla.host_products import split_product
 from tests.unit.adapters.xla.programs import LOOP, entry
 
 FUSED = """HloModule made, is_scheduled=true
@@ -101,6 +102,31 @@ def test_transposed_convolutions_multiply_first():
     assert (found.way, found.matrix_bytes) == (Way.PRODUCT, 14155776)
 
 
+@pytest.mark.parametrize(
+    ("dimensions", "window", "labels"),
+    [
+        # The gradient of a kernel with groups, as XLA writes it.
+        (("8,32,32,8,4", "32,32,8,4,8", "8,3,3,8,8"),
+         "size=32x32x8 stride=1x1x7 pad=1_1x1_1x0_0 lhs_dilate=1x1x8", "b012f_012io->b012f"),
+        (("4,16,16,8", "3,3,8,8", "4,17,17,8"), "size=3x3 stride=2x2 pad=3_3x3_3 lhs_dilate=2x2", "b01f_01io->b01f"),
+        (("4,16,16,8", "3,3,8,8", "4,29,29,8"), "size=3x3 pad=1_1x1_1 lhs_dilate=2x2 rhs_dilate=2x2",
+         "b01f_01io->b01f"),
+    ],
+)  # fmt: skip
+def test_what_is_not_a_plain_transposed_convolution_has_no_matrix(dimensions, window, labels):
+    left, right, out = dimensions
+    order = ",".join(str(place) for place in reversed(range(left.count(",") + 1)))
+    found = kernel_of(
+        entry(
+            f"%a = f32[{left}]{{{order}}} parameter(0)",
+            f"%b = f32[{right}]{{{order}}} parameter(1)",
+            f"ROOT %r = f32[{out}]{{{order}}} convolution(%a, %b), window={{{window}}}, dim_labels={labels}",
+        )
+    )
+
+    assert (found.way, found.matrix_bytes) == (Way.PRODUCT, 0)
+
+
 def test_convolutions_with_groups_are_a_product_for_each():
     found = kernel_of(
         entry(
@@ -115,6 +141,7 @@ def test_convolutions_with_groups_are_a_product_for_each():
     rows = 32 * 49 * 49
     assert (found.way, found.num_groups, found.matrix_bytes) == (Way.PRODUCT, 96, 0)
     assert found.tasks_bytes == rows * 9 * 4 + rows * 4
+    assert found.asked_bytes >= found.tasks_bytes
 
 
 def test_convolutions_that_xla_writes_itself_are_slow_loops():
@@ -150,6 +177,8 @@ def test_a_loop_takes_what_the_largest_inside_takes():
     found = Kernels(module, 2).of(loop, {}, 0)
 
     assert found.fixed_bytes == 2 * 1024 * 512 * 4
+    # THEN it asks for as much as the product does where it stands by itself
+    assert found.asked_bytes == split_product(1024, 1024, 1024, 4, 2).asked_bytes >= found.fixed_bytes
 
 
 @pytest.mark.parametrize(("left", "right", "out"), [("4096,512", "512,1", "4096,1"), ("1,4096", "4096,512", "1,512")])

@@ -58,8 +58,8 @@ def test_a_placement_of_something_else_is_not_believed():
 
 
 def test_spreads_are_of_the_whole():
-    assert HostRun(100, 50, 300, ()).spread(100) == (0.75, 2.0)
-    assert HostRun(0, 0, 0, ()).spread(0) == (1.0, 1.0)
+    assert HostRun(100, 50, 300, (), 0).spread(100) == (0.75, 2.0)
+    assert HostRun(0, 0, 0, (), 0).spread(0) == (1.0, 1.0)
 
 
 def test_threads_are_as_many_as_there_are_processors_for_the_process():

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import keras
 
-from memfit.adapters.jax.room import Room, shapes_of
+from memfit.adapters.jax.room import Room
 from memfit.adapters.keras.guarding import variables
 from memfit.adapters.keras.guarding.steps import Each, Steps
 from memfit.core.guarding import BrokenUpdate
@@ -23,7 +23,7 @@ class JaxSteps(Steps):
         super().__init__(model, each)
         self._state: Any = None
         self._jitted: Any = None
-        self._room = Room()
+        self._room: Room | None = None
         self._last: Any = None
 
     def over(self, *arguments: Any) -> Any:
@@ -49,7 +49,9 @@ class JaxSteps(Steps):
         if step is None:
             logs, self._state = self._function(self._state, iter([batch]))
         else:
-            self._room.ask(shapes_of(batch), lambda: step.lower(self._state, batch), self.settle)
+            if self._room is None:
+                self._room = Room(step)
+            self._room.ask((self._state, batch), self.settle)
             logs, self._state = step(self._state, batch)
         self._last = logs
         return logs
@@ -73,7 +75,7 @@ class JaxSteps(Steps):
     def rebuild(self) -> None:
         """The variables get their values back meanwhile, for what changes the model may look at them."""
         self._jitted = None
-        self._room = Room()
+        self._room = None
         super().rebuild()
 
     def values(self) -> dict[str, Any] | None:
