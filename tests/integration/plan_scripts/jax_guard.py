@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import memfit
+from memfit.core.own_memory import read_sizes
 
 NUM, WIDTH, HIDDEN = 4096, 64, 4096
 
@@ -21,8 +22,7 @@ def loss(params, batch):
 
 
 def data_bytes():
-    with open("/proc/self/status", encoding="utf-8") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+    return read_sizes()[-1]
 
 
 def settled_bytes():

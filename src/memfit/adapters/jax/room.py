@@ -22,6 +22,7 @@ import jax
 import numpy
 
 from memfit.adapters.jax.compiled import read
+from memfit.core.own_memory import limits, read_sizes
 
 # Seconds to wait for memory of the last run. Giving 800 MB back has taken up to a tenth of one.
 _PAUSES = (0.05, 0.2, 0.5)
@@ -220,12 +221,7 @@ def _most_there(size_bytes: int) -> int:
 
 def _can_refuse() -> bool:
     """Whether the system refuses memory that the machine has: by a limit of the process, or strict overcommit."""
-    if sys.platform == "win32":
-        return True
-    import resource
-
-    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
-    return any(limit != resource.RLIM_INFINITY for limit in limits) or _is_strict()
+    return sys.platform == "win32" or any(limit is not None for limit in limits()) or _is_strict()
 
 
 @cache
@@ -238,12 +234,8 @@ def _is_strict() -> bool:
 
 def _data_bytes() -> int:
     """Of the process's private memory; 0 where the system doesn't say."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        return 0
-    found = (line.split()[1] for line in status.splitlines() if line.startswith("VmData"))
-    return int(next(found, 0)) * 1024
+    sizes = read_sizes()
+    return 0 if sizes is None else sizes[-1]
 
 
 class _HeapInfo(ctypes.Structure):

@@ -7,9 +7,9 @@ import torch
 
 from memfit.adapters.torch.fitting.micro_batches import places
 from memfit.adapters.torch.job import common_first_dimension
-from memfit.adapters.torch.rescue.usage import limits, read_sizes
 from memfit.adapters.torch.stand_in import tensors_in
 from memfit.core.guarding import BatchSize
+from memfit.core.own_memory import limits, read_sizes
 
 
 def size_of(batch: Any) -> BatchSize:

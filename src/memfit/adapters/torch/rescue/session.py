@@ -26,9 +26,10 @@ from memfit.adapters.torch.rescue import copies
 from memfit.adapters.torch.rescue.folders import choose_folder
 from memfit.adapters.torch.rescue.retry import Retrying, rerun
 from memfit.adapters.torch.rescue.saved import Shelf
-from memfit.adapters.torch.rescue.usage import Usage, limits
+from memfit.adapters.torch.rescue.usage import Usage
 from memfit.core.errors import BadFile
 from memfit.core.guarding import OutOfMemory, Where
+from memfit.core.own_memory import limits
 from memfit.core.run_events import note
 from memfit.core.units import format_size
 

@@ -7,13 +7,11 @@ script itself, or whoever waits for it, reads; so the share only ever grows. Dev
 reserved, which stays at about its peak.
 """
 
-import sys
 from pathlib import Path
 
 import torch
 
-_STATUS = Path("/proc/self/status")
-_FIELDS = (b"VmPeak", b"VmHWM", b"VmRSS", b"VmData")
+from memfit.core.own_memory import STATUS, limits, read_sizes
 
 
 class Usage:
@@ -24,7 +22,7 @@ class Usage:
         status: the kernel's account of this process.
     """
 
-    def __init__(self, limit_bytes: int | None = None, status: Path = _STATUS) -> None:
+    def __init__(self, limit_bytes: int | None = None, status: Path = STATUS) -> None:
         self._limit_bytes = limit_bytes if limit_bytes is not None else _physical_bytes()
         self._status = status
 
@@ -47,32 +45,6 @@ class Usage:
         if space_limit:
             shares.append(address_space / space_limit)
         return max(shares)
-
-
-def limits() -> tuple[int | None, int | None]:
-    """(RLIMIT_DATA, RLIMIT_AS) of this process, None where there is no limit."""
-    if sys.platform == "win32":
-        return None, None
-    import resource
-
-    found = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
-    data, space = (None if limit == resource.RLIM_INFINITY else limit for limit in found)
-    return data, space
-
-
-def read_sizes(status: Path = _STATUS) -> tuple[int, int, int, int] | None:
-    """Bytes of (peak address space, peak resident, resident, private data); None where the system doesn't tell."""
-    try:
-        text = status.read_bytes()
-    except OSError:
-        return None
-    sizes = dict.fromkeys(_FIELDS, 0)
-    for line in text.splitlines():
-        name, _, value = line.partition(b":")
-        if name in sizes:
-            sizes[name] = int(value.split()[0]) * 1024
-    space, peak, resident, data = sizes.values()
-    return (space, peak, resident, data) if peak else None
 
 
 def device_share() -> float:

@@ -21,11 +21,6 @@ def status(tmp_path):
     return path
 
 
-def test_sizes_are_read(status, tmp_path):
-    assert usage.read_sizes(status) == tuple(size * 1024 for size in (4000, 1000, 400, 800))
-    assert usage.read_sizes(tmp_path / "missing") is None
-
-
 @pytest.mark.parametrize(
     ("limits", "share"),
     [((None, None), 0.5), ((2000 * 1024, None), 0.7), ((None, 4400 * 1024), 4000 / 4400)],
