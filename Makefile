@@ -14,7 +14,7 @@ help: ## List the targets
 
 setup: $(READY) ## Make the development environment in .venv
 
-$(READY): pyproject.toml constraints.txt scripts/setup.sh
+$(READY): pyproject.toml constraints.txt scripts/setup.sh scripts/torchvision_import.py
 	bash scripts/setup.sh $(PYTHON) $(ENVIRONMENT)
 
 demo: $(READY) ## A script that dies for want of memory, why, and the run that gets through; pages go to out/

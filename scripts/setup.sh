@@ -31,4 +31,14 @@ torch=$(grep '^torch==' constraints.txt)
 # The build backend is installed here, and not in isolation, so that its version is constrained too.
 "${install[@]}" hatchling
 "${install[@]}" --no-build-isolation --editable '.[torch,timm,hf,data,s3,dev]'
+
+# Plain code must work here, not only memfit's: see scripts/torchvision_import.py.
+packages=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+cp scripts/torchvision_import.py "$packages/"
+echo 'import torchvision_import' >"$packages/torchvision_import.pth"
+if ! "$environment/bin/python" -c 'import accelerate, timm, torchvision
+from transformers import BertForSequenceClassification'; then
+    echo "The environment in $environment is not usable: plain code can't import what it holds (see above)." >&2
+    exit 1
+fi
 touch "$environment/.ready"

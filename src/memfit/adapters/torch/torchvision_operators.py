@@ -1,11 +1,15 @@
 """Lets torchvision be imported beside a build of PyTorch that its compiled operators don't match.
 
 torchvision's Python code refers to operators of its extension module while it is imported. Where the extension can't be
-loaded, the import fails although models need none of them. Declaring the operators, without any kernel, is enough.
+loaded, the import fails although models need none of them. Declaring the operators is enough; those that detectors
+use get kernels, of the simulated device and of the processor, so that plain code that runs detectors works too.
 """
 
 import importlib
+import inspect
 import sys
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,30 +32,60 @@ _library: torch.library.Library | None = None
 
 
 def define_missing_operators() -> None:
-    """Declares torchvision's operators if importing it fails for the lack of them."""
-    global _library
-    if _library is not None:
-        return
+    """Imports torchvision, where it is installed, with its operators declared if it fails for the lack of them."""
     try:
-        importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::" not in str(error):
-            raise
+        mended = import_with_operators(lambda: importlib.import_module("torchvision"))
     except ImportError:
         return
+    if mended:
+        warnings.warn(
+            f"torchvision's compiled operators don't match this build of PyTorch ({torch.__version__}). memfit goes on "
+            "without them, but a script that imports torchvision fails in this environment: install the build of "
+            "torchvision that matches PyTorch's.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def import_with_operators(execute: Callable[[], object]) -> bool:
+    """Calls `execute`, which runs torchvision's own code, and once more with its operators declared if they lack.
+
+    Returns:
+        Whether they did.
+    """
+    global _library
+    try:
+        execute()
+    except RuntimeError as error:
+        if "torchvision::" not in str(error) or _library is not None:
+            raise
     else:
-        return
-    for name in [n for n in sys.modules if n == "torchvision" or n.startswith("torchvision.")]:
+        return False
+    for name in [n for n in sys.modules if n.startswith("torchvision.")]:
         del sys.modules[name]
     _library = torch.library.Library("torchvision", "FRAGMENT")
     for schema in _SCHEMAS:
         _library.define(schema)
+    _library.impl("nms", _suppress, "CPU")
     _define_roi_align(_library)
-    importlib.import_module("torchvision")
+    execute()
 
     # Now it has; its detection models would otherwise refuse, or go another way that takes far more memory.
     for name in ("torchvision.extension", "torchvision.ops.roi_align"):
         vars(sys.modules[name])["_has_ops"] = lambda: True
+    return True
+
+
+def _suppress(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Numbers of the boxes that overlap none with a higher score by more than `threshold`, best first."""
+    overlaps = sys.modules["torchvision.ops.boxes"].box_iou(boxes, boxes)
+    kept: list[int] = []
+    suppressed = torch.zeros(len(boxes), dtype=torch.bool)
+    for number in scores.argsort(descending=True, stable=True).tolist():
+        if not suppressed[number]:
+            kept.append(number)
+            suppressed |= overlaps[number] > threshold
+    return torch.tensor(kept, dtype=torch.int64)
 
 
 def _define_roi_align(library: torch.library.Library) -> None:
@@ -77,6 +111,21 @@ def _define_roi_align(library: torch.library.Library) -> None:
         back = operators._roi_align_backward(grad, rois, scale, height, width, *ctx.shape, ratio, aligned)
         return back, None, None, None, None, None, None
 
+    def on_host(*arguments: Any) -> torch.Tensor:
+        # torchvision's own code in Python, as it is before it is compiled.
+        made: torch.Tensor = inspect.unwrap(sys.modules["torchvision.ops.roi_align"]._roi_align)(*arguments)
+        return made
+
+    def backward_on_host(
+        grad: Any, rois: Any, scale: float, height: int, width: int, batch: int, *rest: Any
+    ) -> torch.Tensor:
+        with torch.enable_grad():
+            data = grad.new_zeros((batch, *rest[:3])).requires_grad_()
+            (back,) = torch.autograd.grad(on_host(data, rois, scale, height, width, *rest[3:]), data, grad)
+        return back
+
     library.impl("roi_align", forward, "Meta")
+    library.impl("roi_align", on_host, "CPU")
     library.impl("_roi_align_backward", backward, "Meta")
+    library.impl("_roi_align_backward", backward_on_host, "CPU")
     torch.library.register_autograd("torchvision::roi_align", differentiate, setup_context=keep, lib=library)

@@ -14,7 +14,9 @@ from tests.unit.adapters.torch.sessions import codes, made, running
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="not installed: torchvision")
 
 SCRIPT = """
-import sys
+import sys, warnings
+# The development environment mends the import for plain code too: without that.
+sys.meta_path[:] = [finder for finder in sys.meta_path if finder.__module__ != "torchvision_import"]
 from memfit.adapters.torch import torchvision_operators as operators
 
 try:
@@ -23,9 +25,12 @@ try:
 except RuntimeError:
     works_alone = False
 
-operators.define_missing_operators()
-operators.define_missing_operators()
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    operators.define_missing_operators()
+    operators.define_missing_operators()
 assert (operators._library is None) is works_alone
+assert ["don't match this build" in str(warning.message) for warning in told] == [True] * (not works_alone), told
 
 import torch
 import torchvision.models
@@ -41,6 +46,36 @@ print("ok")
 def test_torchvision_can_be_imported_beside_any_build_of_torch():
     # In a process of its own: an import that failed can't be undone in this one.
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+
+    assert done.stdout.strip() == "ok", done.stderr
+
+
+PLAIN = """
+import warnings
+warnings.simplefilter("error", RuntimeWarning)
+import torch
+import torchvision
+from torchvision.ops import nms, roi_align
+
+boxes = torch.tensor([[0.0, 0, 10, 10], [1, 1, 10, 10], [20, 20, 30, 30], [0, 0, 9, 10]])
+assert nms(boxes, torch.tensor([0.5, 0.9, 0.1, 0.2]), 0.5).tolist() == [1, 2]
+
+# The mean of a rising ramp over a box is the ramp's value at the box's middle.
+data = torch.arange(64.0).reshape(1, 1, 8, 8).requires_grad_()
+out = roi_align(data, torch.tensor([[0.0, 1, 1, 5, 5]]), 1, sampling_ratio=2, aligned=True)
+assert out.item() == 8 * 2.5 + 2.5
+out.sum().backward()
+assert abs(data.grad.sum().item() - 1) < 1e-6
+
+from transformers import BertForSequenceClassification
+import sys
+assert "memfit.commands" not in sys.modules
+print("ok")
+"""
+
+
+def test_plain_code_imports_torchvision_in_the_development_environment():
+    done = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, timeout=120)
 
     assert done.stdout.strip() == "ok", done.stderr
 
