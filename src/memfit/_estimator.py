@@ -141,7 +141,7 @@ def open_job(job: Job, device: Device, batch_size: int | None = None) -> Any:
         return keras_jobs.open_job(job, device, batch_size)
     if framework == JAX:
         if importlib.util.find_spec("jax") is None:
-            raise MissingDependency("JAX is not installed. Install it with `pip install 'memfit[jax]'`.")
+            raise MissingDependency("JAX is not installed. Install it with `pip install jax`.")
         from memfit.adapters.jax import job as jax_jobs
 
         return jax_jobs.open_job(job, device, batch_size)
@@ -186,20 +186,19 @@ def own_gpu() -> Device:
 def require_torch() -> None:
     """Refuses to go on without PyTorch."""
     if importlib.util.find_spec("torch") is None:
-        raise MissingDependency("PyTorch is not installed. Install it with `pip install 'memfit[torch]'`.")
+        raise MissingDependency("PyTorch is not installed. Install it with `pip install torch`.")
 
 
 def require_keras() -> None:
     """Refuses to go on without Keras, or without the backend that it is set to run on."""
     if importlib.util.find_spec("keras") is None:
-        raise MissingDependency("Keras is not installed. Install it with `pip install 'memfit[keras]'`.")
+        raise MissingDependency("Keras is not installed. Install it with `pip install keras`.")
     try:
         importlib.import_module("memfit.adapters.keras.model")
     except ValueError as error:
         # Keras has no such backend; it asks the environment, then its own file of settings.
         raise BadInput(
-            f"Keras can't be imported: {error}. Set KERAS_BACKEND to tensorflow, jax or torch, and install it with "
-            "`pip install 'memfit[tensorflow]'`, `'memfit[jax]'` or `'memfit[torch]'`."
+            f"Keras can't be imported: {error}. Set KERAS_BACKEND to tensorflow, jax or torch, and install that one."
         ) from None
     except ImportError as error:
         backend = (error.name or "").partition(".")[0]
@@ -207,7 +206,7 @@ def require_keras() -> None:
             raise
         raise MissingDependency(
             f"Keras is set to run on {backend}, which is not installed. Install it with "
-            f"`pip install 'memfit[{backend}]'`, or set KERAS_BACKEND to one that is: tensorflow, jax or torch."
+            f"`pip install {backend}`, or set KERAS_BACKEND to one that is: tensorflow, jax or torch."
         ) from None
 
 

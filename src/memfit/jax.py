@@ -40,7 +40,7 @@ def train_step(
         guard: a step that runs out of memory is run again on the same batch, in more parts.
     """
     if find_spec("jax") is None:
-        raise MissingDependency("JAX is not installed. Install it with `pip install 'memfit[jax]'`.")
+        raise MissingDependency("JAX is not installed. Install it with `pip install jax`.")
     if plan is not None and (micro_batches != 1 or recompute):
         raise BadInput("a plan says how many micro-batches there are and what is recomputed; give it alone.")
     if plan is not None and plan.framework != "jax":
@@ -64,7 +64,7 @@ def block(function: Callable[..., Any], name: str | None = None) -> Callable[...
         name: in plans and reports; the function's own by default.
     """
     if find_spec("jax") is None:
-        raise MissingDependency("JAX is not installed. Install it with `pip install 'memfit[jax]'`.")
+        raise MissingDependency("JAX is not installed. Install it with `pip install jax`.")
     from memfit.adapters.jax import marked
 
     return marked.block(function, name)

@@ -17,6 +17,8 @@ PATTERNS = {
         r"|(?:docker|ghcr|quay|gcr)\.(?:io)\b|\bartifactor[y]\b",
         re.IGNORECASE,
     ),
+    # No registry has memfit: a hint names the package that is missing, or the clone ('.[data]').
+    "extra of memfit": re.compile(r"pip instal[l] ['\"]?memfit\b"),
     "registry option": re.compile(r"(?:index|registry)[-_]ur[l]\s*[ =:]\s*\S|find[-_]link[s]\s*[ =:]\s*\S"),
 }
 
@@ -74,6 +76,7 @@ def test_no_tracked_file_names_its_machine():
         ("image: ghcr" + ".io/x/y", "registry host"),
         ("--extra-index" + "-url https://mirror.example/simple", "registry option"),
         ("find" + "-links = wheels", "registry option"),
+        ("pip install 'mem" + "fit[torch]'", "extra of memfit"),
     ],
 )
 def test_a_bad_line_is_caught(tmp_path, line, kind):
@@ -92,6 +95,6 @@ def test_the_path_of_the_tree_is_caught(tmp_path):
 
 def test_ordinary_lines_pass(tmp_path):
     path = tmp_path / "notes.md"
-    path.write_text("pip install memfit\nhttps://github.com/x/y\nsrc/memfit/core\nthe home page\n")
+    path.write_text("pip install rich\nhttps://github.com/x/y\nsrc/memfit/core\nthe home page\n")
 
     assert list(find_words([path], tmp_path)) == []

@@ -126,7 +126,7 @@ def test_without_jax_the_extra_to_install_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jax" else find(name))
 
-    with pytest.raises(MissingDependency, match=r"pip install 'memfit\[jax\]'"):
+    with pytest.raises(MissingDependency, match=r"pip install jax"):
         memfit.estimate(memfit.Job(step, None, (WEIGHTS,)), device="cpu")
 
 

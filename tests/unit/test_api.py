@@ -170,9 +170,7 @@ def test_a_missing_gpu_is_told_in_one_message(device):
 def test_a_missing_pytorch_names_what_installs_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
-    with pytest.raises(
-        MissingDependency, match=r"PyTorch is not installed\. Install it with `pip install 'memfit\[torch\]'`"
-    ):
+    with pytest.raises(MissingDependency, match=r"PyTorch is not installed\. Install it with `pip install torch`"):
         memfit.estimate(jobs.conv_job(), device="rtx-3090")
 
 

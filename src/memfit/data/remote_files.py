@@ -37,7 +37,7 @@ _FIRST_PAUSE_SECONDS = 0.2
 _BLOCK_BYTES = 256 << 10
 _NUM_BLOCKS = 8
 
-_EXTRA_OF = {"s3": "s3", "s3a": "s3"}
+_PACKAGE_OF = {"s3": "s3fs", "s3a": "s3fs"}
 _MAX_REASON = 200
 
 
@@ -414,14 +414,14 @@ def _system(path: str) -> tuple[Any, str]:
     except ImportError:
         raise MissingDependency(
             f"{shown(path)!r} is read through fsspec, which isn't installed. Install it with "
-            "`pip install 'memfit[data]'`, or give a path of this machine."
+            "`pip install fsspec`, or give a path of this machine."
         ) from None
     protocol = path.partition("://")[0]
     try:
         system, inside = url_to_fs(path)
     except ImportError as error:
-        extra = _EXTRA_OF.get(protocol)
-        advice = f"Install it with `pip install 'memfit[{extra}]'`." if extra else _reason(error, path)
+        package = _PACKAGE_OF.get(protocol)
+        advice = f"Install it with `pip install {package}`." if package else _reason(error, path)
         raise MissingDependency(
             f"{shown(path)!r} needs a package for {protocol}:// addresses that isn't installed. {advice}"
         ) from None
@@ -475,7 +475,7 @@ def _is_passing(error: Exception) -> bool:
 def _describe(error: Exception, path: str, num_tries: int) -> str:
     name, protocol = repr(shown(path)), path.partition("://")[0]
     names = set(_names(error))
-    is_s3 = protocol in _EXTRA_OF
+    is_s3 = protocol in _PACKAGE_OF
     if names & _NO_CREDENTIALS:
         return (
             f"{name} can't be read: no credentials were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, choose "

@@ -296,7 +296,7 @@ class _Hdf5Writer:
         try:
             import h5py
         except ImportError:
-            raise MissingDependency("HDF5 files need h5py: pip install 'memfit[data]'.") from None
+            raise MissingDependency("HDF5 files need h5py: pip install h5py.") from None
         target = self._target
         self._disk = _PatientFile(part)
         # The format of 1.8 and later, of 2008: the one before it has no room for the names of 4,096 classes or more.
@@ -411,7 +411,7 @@ class _ParquetWriter:
             import pyarrow
             from pyarrow import parquet
         except ImportError:
-            raise MissingDependency("Parquet files need pyarrow: pip install 'memfit[data]'.") from None
+            raise MissingDependency("Parquet files need pyarrow: pip install pyarrow.") from None
         columns = []
         for field in self._target.fields:
             kind = pyarrow.from_numpy_dtype(field.dtype)

@@ -15,8 +15,7 @@ from memfit.core.job import AUTOCASTS, Job
 from memfit.core.settings import Settings
 from memfit.core.trace import Trace
 
-# Beside Keras itself: what its backend needs, and the extra that brings it.
-_BACKENDS = {"torch": "torch", "jax": "jax", "tensorflow": "tensorflow"}
+_BACKENDS = ("torch", "jax", "tensorflow")
 
 
 def open_job(job: Job, device: Device, batch_size: int | None = None) -> "OpenModel":
@@ -89,9 +88,7 @@ def check_backend() -> str:
             "before Keras is imported."
         )
     if find_spec(name) is None:
-        raise MissingDependency(
-            f"Keras runs on {name}, which isn't installed. Install it with `pip install 'memfit[{_BACKENDS[name]}]'`."
-        )
+        raise MissingDependency(f"Keras runs on {name}, which isn't installed. Install it with `pip install {name}`.")
     return name
 
 

@@ -51,14 +51,14 @@ def named_job(target: str, optimizer: str, sequence_length: int | None, image_si
     return replace(job, optimizer=named_optimizer(optimizer), precision="fp32", name=f"{target} ({job.name})")
 
 
-def _import(package: str, extra: str) -> Any:
+def _import(package: str) -> Any:
     try:
         if package in ("timm", "torchvision", "transformers"):
             define_missing_operators()
         return importlib.import_module(package)
     except ImportError as error:
         raise MissingDependency(
-            f"{package} can't be imported ({error}). Install it with `pip install 'memfit[{extra}]'`."
+            f"{package} can't be imported ({error}). Install it with `pip install {package}`."
         ) from None
 
 
@@ -70,7 +70,7 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def _timm(name: str, image_size: int | None) -> Job:
-    timm = _import("timm", "timm")
+    timm = _import("timm")
     if not timm.is_model(name.split(".")[0]):
         raise BadTarget(f"timm has no model {name!r}.{_nearest(name, timm.list_models())}")
     config = timm.get_pretrained_cfg(name)
@@ -98,7 +98,7 @@ def _timm_model(timm: Any, name: str, image_size: int | None) -> Any:
 
 
 def _torchvision(name: str, image_size: int | None) -> Job:
-    models = _import("torchvision", "timm").models
+    models = _import("torchvision").models
     if name not in models.list_models(module=models):
         raise BadTarget(f"torchvision has no classifier {name!r}.{_nearest(name, models.list_models(module=models))}")
     size = image_size or (299 if name == "inception_v3" else 224)
@@ -124,7 +124,7 @@ def _classification_loss(model: Any, batch: Any) -> torch.Tensor:
 
 
 def _hugging_face(name: str, sequence_length: int | None, image_size: int | None) -> Job:
-    transformers = _import("transformers", "hf")
+    transformers = _import("transformers")
     model_class, config = _hugging_face_class(transformers, name)
     longest = _longest(config)
     if sequence_length is not None and longest is not None and sequence_length > longest:

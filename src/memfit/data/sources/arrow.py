@@ -55,7 +55,7 @@ def open_arrow(
         import pyarrow as pa
     except ImportError as error:
         raise MissingDependency(
-            f"{name!r} is an Arrow file, for which pyarrow is needed: pip install 'memfit[data]'"
+            f"{name!r} is an Arrow file, for which pyarrow is needed: pip install pyarrow"
         ) from error
     file = open_file(path)
     contents = _contents(file)

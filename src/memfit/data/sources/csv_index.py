@@ -87,7 +87,7 @@ def arrow() -> Any:
     except ImportError as error:
         raise MissingDependency(
             f"CSV files are read with pyarrow, which can't be imported ({error}). Install it with "
-            "`pip install 'memfit[data]'`."
+            "`pip install pyarrow`."
         ) from None
     return pyarrow
 

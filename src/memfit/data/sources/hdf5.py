@@ -299,9 +299,7 @@ def _open(name: str, place: str) -> Any:
     try:
         import h5py
     except ImportError as error:
-        raise MissingDependency(
-            f"{name!r} is an HDF5 file, for which h5py is needed: pip install 'memfit[data]'"
-        ) from error
+        raise MissingDependency(f"{name!r} is an HDF5 file, for which h5py is needed: pip install h5py") from error
     target: Any = place
     options = {"locking": "best-effort"}
     if is_remote(place):

@@ -218,8 +218,7 @@ def _pillow() -> Any:
         import PIL.Image
     except ImportError as error:
         raise MissingDependency(
-            f"images are read with Pillow, which can't be imported ({error}). Install it with "
-            "`pip install 'memfit[data]'`."
+            f"images are read with Pillow, which can't be imported ({error}). Install it with `pip install pillow`."
         ) from None
     return PIL.Image
 

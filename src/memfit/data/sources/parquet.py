@@ -367,7 +367,7 @@ def _open(name: str, place: str, metadata: Any, buffer_bytes: int) -> Any:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise MissingDependency(
-            f"{name!r} is a Parquet file, for which pyarrow is needed: pip install 'memfit[data]'"
+            f"{name!r} is a Parquet file, for which pyarrow is needed: pip install pyarrow"
         ) from error
     if is_remote(place):
         from memfit.data.remote_files import as_file

@@ -106,5 +106,5 @@ def test_the_backend_must_be_one_that_is_known_and_there(model, monkeypatch):
         open_job(Job(model, None, batch()), CPU)
     monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
     monkeypatch.setattr(jobs, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"isn't installed. .* `pip install 'memfit\[tensorflow\]'`"):
+    with pytest.raises(MissingDependency, match=r"isn't installed. .* `pip install tensorflow`"):
         open_job(Job(model, None, batch()), CPU)

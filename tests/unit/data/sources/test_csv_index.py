@@ -164,7 +164,7 @@ def test_without_pyarrow(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     arrow.cache_clear()
     try:
-        with pytest.raises(MissingDependency, match=r"pip install 'memfit\[data\]'"):
+        with pytest.raises(MissingDependency, match=r"pip install pyarrow"):
             arrow()
     finally:
         arrow.cache_clear()

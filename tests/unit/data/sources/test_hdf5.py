@@ -287,7 +287,7 @@ def test_pages_are_dropped_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.h5")
     monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(MissingDependency, match=r"h5py is needed: pip install 'memfit\[data\]'"):
+    with pytest.raises(MissingDependency, match=r"h5py is needed: pip install h5py"):
         open_hdf5(path)
 
 

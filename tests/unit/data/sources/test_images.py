@@ -255,7 +255,7 @@ def test_without_pillow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     images._pillow.cache_clear()
     try:
-        with pytest.raises(MissingDependency, match=r"pip install 'memfit\[data\]'"):
+        with pytest.raises(MissingDependency, match=r"pip install pillow"):
             open_images(tmp_path)
     finally:
         images._pillow.cache_clear()

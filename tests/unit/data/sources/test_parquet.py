@@ -332,7 +332,7 @@ def test_reading_loads_no_more_than_it_uses(tmp_path: Path) -> None:
 def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingDependency, match=r"pyarrow is needed: pip install 'memfit\[data\]'"):
+    with pytest.raises(MissingDependency, match=r"pyarrow is needed: pip install pyarrow"):
         open_parquet(path)
 
 

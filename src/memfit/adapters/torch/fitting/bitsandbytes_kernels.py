@@ -33,7 +33,7 @@ def load() -> Any:
             return importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise MissingDependency(
-            'optimizer states of 8 bits and weights of 4 bits need bitsandbytes: pip install "memfit[quantized]".'
+            "optimizer states of 8 bits and weights of 4 bits need bitsandbytes: pip install bitsandbytes."
         ) from error
     finally:
         logger.setLevel(level)

@@ -57,7 +57,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
 
     monkeypatch.setattr(importlib, "import_module", missing)
     kernels.load.cache_clear()
-    with pytest.raises(MissingDependency, match=r'pip install "memfit\[quantized\]"'):
+    with pytest.raises(MissingDependency, match="pip install bitsandbytes"):
         kernels.load()
     monkeypatch.undo()
     assert kernels.load().__name__ == "bitsandbytes"
