@@ -1,10 +1,11 @@
-"""Jobs from names: `timm:resnet50`, `hf:GPT2LMHeadModel`, `hf:path/to/config.json`, `torchvision:resnet50`.
+"""Jobs from names: `timm:resnet50`, `torchvision:resnet50`, `hf:gpt2-medium`, `hf:path/to/config.json`.
 
 Weights are never downloaded: models are built from code and configuration. The step is the usual one for the kind of
 model.
 """
 
 import importlib
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memfit.adapters.torch.hub import hub_config, hub_names
 from memfit.adapters.torch.torchvision_operators import define_missing_operators
 from memfit.core.errors import BadInput, BadTarget, MissingDependency
 from memfit.core.job import OPTIMIZERS, Job
@@ -155,7 +157,7 @@ def _main_input(model_class: Any, config: Any) -> str:
 
 
 def _image_side(config: Any, image_size: int | None) -> int:
-    size: Any = image_size or getattr(config, "image_size", 224)
+    size: Any = image_size or getattr(getattr(config, "vision_config", config), "image_size", 224)
     return int(size[0] if isinstance(size, list | tuple) else size)
 
 
@@ -163,32 +165,54 @@ def _sample_size(model_class: Any, config: Any, length: int, image_size: int | N
     if _main_input(model_class, config) == "pixel_values":
         side = _image_side(config, image_size)
         return f"{side} x {side} pixels"
-    return f"{length} tokens"
+    tokens = f"{length} tokens"
+    if _takes_spectrograms(model_class, config):
+        return f"{2 * config.max_source_positions} frames of sound, {tokens}"
+    if _is_contrastive(model_class):
+        side = _image_side(config, image_size)
+        return f"{side} x {side} pixels, {tokens}"
+    return tokens
+
+
+def _takes_spectrograms(model_class: Any, config: Any) -> bool:
+    """Whether a sample is the spectrogram of a fixed time, whose frames a convolution halves, as Whisper's is."""
+    sizes = ("num_mel_bins", "max_source_positions")
+    return _main_input(model_class, config) == "input_features" and all(hasattr(config, size) for size in sizes)
+
+
+def _is_contrastive(model_class: Any) -> bool:
+    """Whether it is trained on pairs of a text and an image, as CLIP is."""
+    return {"input_ids", "pixel_values", "return_loss"} <= inspect.signature(model_class.forward).parameters.keys()
 
 
 def _hugging_face_class(transformers: Any, name: str) -> tuple[Any, Any]:
-    """(model class or auto class, configuration) of a class name, a model type, or a configuration file."""
-    if os.path.exists(name):
-        try:
-            config = transformers.AutoConfig.from_pretrained(name)
-        except (OSError, ValueError, KeyError) as error:
-            raise BadTarget(f"{name} is not a configuration that transformers can read: {error}") from None
-        architectures = getattr(config, "architectures", None) or []
-        chosen = next((getattr(transformers, a) for a in architectures if hasattr(transformers, a)), None)
-        return chosen or _usual_class(transformers, config), config
+    """(model class, configuration) of a class name, a model of the Hub, a model type, or a configuration file."""
     model_class = getattr(transformers, name, None)
     if model_class is not None and getattr(model_class, "config_class", None) is not None:
         config = model_class.config_class()
         _complete(config)
         return model_class, config
     try:
+        if os.path.exists(name):
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        else:
+            config = hub_config(transformers, name)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadTarget(f"{name} is not a configuration that transformers can read: {error}") from None
+    if config is not None:
+        _complete(config)
+        architectures = getattr(config, "architectures", None) or []
+        chosen = next((getattr(transformers, a) for a in architectures if hasattr(transformers, a)), None)
+        return chosen or _usual_class(transformers, config), config
+    try:
         config = transformers.AutoConfig.for_model(name)
     except ValueError:
         classes = (n for n in dir(transformers) if "For" in n or n.endswith(("Model", "LM")))
         raise BadTarget(
-            f"{name!r} is neither a model class of transformers, nor a model type, nor a path to a config.json. "
-            "Nothing is downloaded: a model of the Hub needs its config.json."
-            f"{_nearest(name, [*transformers.CONFIG_MAPPING.keys(), *classes])}"
+            f"{name!r} is neither a model class of transformers, nor a model type, nor a path to a config.json, nor a "
+            f"model of the Hub that memfit knows ({len(hub_names())} names) or that is in its local cache. Nothing is "
+            "downloaded: for another model of the Hub give the path of its config.json."
+            f"{_nearest(name, [*hub_names(), *transformers.CONFIG_MAPPING.keys(), *classes])}"
         ) from None
     _complete(config)
     return _usual_class(transformers, config), config
@@ -214,7 +238,8 @@ def _usual_class(transformers: Any, config: Any) -> Any:
 
 def _longest(config: Any) -> int | None:
     text = getattr(config, "get_text_config", lambda: config)()
-    for field in ("max_position_embeddings", "n_positions", "max_source_positions", "max_seq_len"):
+    fields = ("max_position_embeddings", "n_positions", "max_target_positions", "max_source_positions", "max_seq_len")
+    for field in fields:
         value = getattr(text, field, None)
         if isinstance(value, int) and value > 0:
             return value
@@ -225,17 +250,23 @@ def _hugging_face_batch(model_class: Any, config: Any, length: int, image_size: 
     main_input = _main_input(model_class, config)
 
     def make(count: int) -> dict[str, torch.Tensor]:
-        if main_input == "pixel_values":
+        batch = {}
+        if main_input == "pixel_values" or _is_contrastive(model_class):
             side = _image_side(config, image_size)
             channels = getattr(config, "num_channels", 3)
-            batch = {"pixel_values": torch.empty(count, channels, side, side, device="meta")}
+            batch["pixel_values"] = torch.empty(count, channels, side, side, device="meta")
+        if main_input == "pixel_values":
+            pass
+        elif _takes_spectrograms(model_class, config):
+            frames = 2 * config.max_source_positions
+            batch["input_features"] = torch.empty(count, config.num_mel_bins, frames, device="meta")
         elif main_input in ("input_features", "input_values"):
             raise BadTarget(
                 f"{model_class.__name__} takes {main_input}, whose shape its configuration doesn't fix. "
                 "Write a file with a function that returns a memfit.Job and name it FILE.py:function."
             )
         else:
-            batch = {"input_ids": torch.empty(count, length, dtype=torch.int64, device="meta")}
+            batch["input_ids"] = torch.empty(count, length, dtype=torch.int64, device="meta")
         labels = _labels(model_class, count, length)
         return batch if labels is None else {**batch, "labels": labels}
 
@@ -244,7 +275,8 @@ def _hugging_face_batch(model_class: Any, config: Any, length: int, image_size: 
 
 def _labels(model_class: Any, count: int, length: int) -> torch.Tensor | None:
     name = model_class.__name__
-    if "CausalLM" in name or "MaskedLM" in name or "LMHead" in name or "ConditionalGeneration" in name:
+    kinds = ("CausalLM", "MaskedLM", "LMHead", "ConditionalGeneration", "MTModel", "TokenClassification")
+    if any(kind in name for kind in kinds):
         return torch.empty(count, length, dtype=torch.int64, device="meta")
     if "SequenceClassification" in name or "ImageClassification" in name:
         return torch.empty(count, dtype=torch.int64, device="meta")
@@ -254,7 +286,8 @@ def _labels(model_class: Any, count: int, length: int) -> torch.Tensor | None:
 def _hugging_face_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     if model.config.is_encoder_decoder and "labels" not in batch:
         batch = {**batch, "decoder_input_ids": batch["input_ids"]}
-    output = model(**batch)
+    options = {"return_loss": True} if _is_contrastive(type(model)) else {}
+    output = model(**batch, **options)
     if getattr(output, "loss", None) is not None:
         loss: torch.Tensor = output.loss
         return loss

@@ -121,7 +121,8 @@ def _define_roi_align(library: torch.library.Library) -> None:
     ) -> torch.Tensor:
         with torch.enable_grad():
             data = grad.new_zeros((batch, *rest[:3])).requires_grad_()
-            (back,) = torch.autograd.grad(on_host(data, rois, scale, height, width, *rest[3:]), data, grad)
+            made = on_host(data, rois, scale, height, width, *rest[3:])
+            back: torch.Tensor = torch.autograd.grad(made, data, grad)[0]
         return back
 
     library.impl("roi_align", forward, "Meta")

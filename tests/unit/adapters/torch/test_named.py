@@ -112,7 +112,7 @@ def test_a_model_of_timm_at_its_own_size_and_at_another():
 
 @needs("timm")
 def test_a_constructor_with_drop_path_rates_works():
-    timm = named._import("timm", "timm")
+    timm = named._import("timm")
 
     model = build_without_weights(lambda: timm.create_model("convnext_atto", drop_path_rate=0.2))
 
