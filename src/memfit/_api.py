@@ -1,7 +1,6 @@
 """The public verbs, composed from the parts: trace, replay, report."""
 
 import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +24,7 @@ from memfit.core.dryrun import DryRun, Request
 from memfit.core.errors import BadBatch, BadInput, StepFailed
 from memfit.core.estimate import Estimate
 from memfit.core.job import Job
+from memfit.core.printing import announce
 from memfit.core.replay import AllocatorOptions
 from memfit.reports import run_text, text
 
@@ -255,7 +255,7 @@ def dryrun(
     request = Request(name, module, given, target, count, steps, scan, checkpoint_folder=folder, until_fit=until_fit)
     if until_fit:
         return read_run(request, quiet_output=quiet_output)
-    run, too_large = dry_run(request, quiet_output=quiet_output, announce=_announce)
+    run, too_large = dry_run(request, quiet_output=quiet_output, announce=announce)
     return run if run.fits is not False or too_large is None else _advised(run, too_large)
 
 
@@ -272,10 +272,6 @@ def _advised(run: DryRun, too_large: Estimate) -> DryRun:
         num_devices=run.num_devices,
     )
     return replace(run, advice=found)
-
-
-def _announce(text: str) -> None:
-    print(f"memfit: {text}", file=sys.stderr, flush=True)
 
 
 class _Search:

@@ -14,11 +14,11 @@ try, 2 bad usage or input, 130 interrupted, 128 and the number of the signal tha
 """
 
 import argparse
-import sys
 
 from memfit import _run
 from memfit.commands import output, targets
 from memfit.core.errors import BadInput
+from memfit.core.printing import announce
 from memfit.core.supervised import Outcome, SupervisedRun
 from memfit.reports import supervised_figures
 
@@ -73,7 +73,7 @@ def _report(result: SupervisedRun, arguments: argparse.Namespace) -> None:
     elif len(result.attempts) > 1 or result.outcome is Outcome.OUT_OF_MEMORY:
         output.print_supervised(result)
     elif result.outcome is not Outcome.INTERRUPTED:
-        print(f"memfit: {supervised_figures.verdict(result)}", file=sys.stderr)
+        announce(supervised_figures.verdict(result))
     if arguments.html:
         result.report(arguments.html)
-        print(f"memfit: page written to {arguments.html}", file=sys.stderr)
+        announce(f"page written to {arguments.html}")

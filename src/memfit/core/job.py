@@ -12,6 +12,27 @@ MODES = ("training", "inference")
 OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adafactor")
 """Optimizers that can be asked for by name."""
 
+_OTHER_PRECISIONS = {
+    "fp32": "32 32-true float32 float full no",
+    "fp16": "16-true float16 half",
+    "bf16": "bf16-true bfloat16",
+    "amp-fp16": "16 16-mixed fp16-mixed mixed-fp16 float16-mixed mixed-float16 amp amp-float16 amp-16 autocast-fp16",
+    "amp-bf16": "bf16-mixed mixed-bf16 bfloat16-mixed mixed-bfloat16 amp-bfloat16 autocast-bf16",
+}
+_PRECISION_OF = {other: name for name, others in _OTHER_PRECISIONS.items() for other in others.split()}
+
+
+def read_precision(given: str) -> str:
+    """The precision that is called so by PyTorch, Lightning, Keras or transformers; other texts as they are.
+
+    "fp16" and "bf16" are weights of that type, as everywhere in memfit, though accelerate means autocast by them.
+
+    >>> read_precision("bf16-mixed"), read_precision("torch.float16"), read_precision("fp16"), read_precision("fp7")
+    ('amp-bf16', 'fp16', 'fp16', 'fp7')
+    """
+    name = given.strip().lower().removeprefix("torch.").replace("_", "-")
+    return name if name in PRECISIONS else _PRECISION_OF.get(name, given)
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -47,6 +68,8 @@ class Job:
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.precision, str):
+            object.__setattr__(self, "precision", read_precision(self.precision))
         if self.precision is not None and self.precision not in PRECISIONS:
             raise BadInput(f"precision must be one of {', '.join(PRECISIONS)}, but {self.precision!r} was given.")
         if self.mode not in MODES:
