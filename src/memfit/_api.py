@@ -26,7 +26,9 @@ from memfit.core.estimate import Estimate
 from memfit.core.job import Job
 from memfit.core.printing import announce
 from memfit.core.replay import AllocatorOptions
-from memfit.reports import run_text, text
+from memfit.core.shown import Shown
+from memfit.core.units import format_size
+from memfit.reports import batches, run_text, text
 
 _LARGEST_BATCH = 2**24
 
@@ -82,8 +84,8 @@ def estimate(
     return Estimator(job, resolve(device), allocator or AllocatorOptions(), size).run()
 
 
-@dataclass(frozen=True, slots=True)
-class MaxBatch:
+@dataclass(frozen=True, slots=True, repr=False)
+class MaxBatch(Shown):
     """The largest batch that fits.
 
     Args:
@@ -96,6 +98,15 @@ class MaxBatch:
     batch_size: int | None
     estimate: Estimate
     tried: tuple[tuple[int, int, bool], ...]
+
+    def summary(self) -> str:
+        """The answer, and what it takes."""
+        needed, usable = format_size(self.estimate.peak_bytes), format_size(self.estimate.capacity_bytes)
+        size = "no batch size fits" if self.batch_size is None else f"batch size {self.batch_size}"
+        return f"of {self.estimate.subject}: {size}, {needed} of {usable} on {self.estimate.device.name}"
+
+    def __str__(self) -> str:
+        return batches.format_batches(self.tried, self.batch_size, self.estimate.device)
 
 
 def max_batch(

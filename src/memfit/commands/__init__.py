@@ -36,7 +36,7 @@ class Command(Protocol):
 
 
 def _commands() -> dict[str, Command]:
-    from memfit.commands import compare, data, devices, dryrun, estimate, max_batch, plan, run
+    from memfit.commands import compare, completion, data, devices, dryrun, estimate, max_batch, plan, run
 
     return {
         "estimate": estimate,
@@ -47,6 +47,7 @@ def _commands() -> dict[str, Command]:
         "compare": compare,
         "data": data,
         "devices": devices,
+        "completion": completion,
     }
 
 

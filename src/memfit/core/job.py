@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.core.errors import BadInput
+from memfit.core.shown import Shown
 
 AUTOCASTS = ("amp-fp16", "amp-bf16")
 PRECISIONS = ("fp32", "fp16", "bf16", *AUTOCASTS)
@@ -34,8 +35,8 @@ def read_precision(given: str) -> str:
     return name if name in PRECISIONS else _PRECISION_OF.get(name, given)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+@dataclass(frozen=True, slots=True, repr=False)
+class Job(Shown):
     """A training or inference step, ready to be estimated.
 
     Args:
@@ -79,3 +80,9 @@ class Job:
                 f"num_workers must be at least 0 and prefetch_factor at least 1, "
                 f"but {self.num_workers} and {self.prefetch_factor} were given."
             )
+
+    def summary(self) -> str:
+        """What is trained, and how."""
+        name = self.name or getattr(self.model, "__name__", "") or type(self.model).__name__
+        name = "a function" if name == "<lambda>" else name
+        return f"of {name}: {self.mode}, precision {self.precision or 'as given'}"

@@ -66,7 +66,7 @@ class FittingTable:
         width, natural = options.max_width, self._natural()
         room = width - _total(natural)
         if room >= 0:
-            for_first = min(room, max(0, self._least_width - natural[0]))
+            for_first = min(room, max(0, self._wished_width() - natural[0]))
             bar_width = min(BAR_WIDTH, room - for_first - _GAP)
             widths = [natural[0] + for_first, *natural[1:]]
             yield self._table(widths, bar_width if self._bars and bar_width >= _LEAST_BAR else 0)
@@ -81,7 +81,7 @@ class FittingTable:
         from rich.measure import Measurement
 
         natural = self._natural()
-        wanted = _total([max(natural[0], self._least_width), *natural[1:]])
+        wanted = _total([max(natural[0], self._wished_width()), *natural[1:]])
         wanted += _GAP + BAR_WIDTH if self._bars else 0
         return Measurement(min(_LEAST_TEXT, options.max_width), min(wanted, options.max_width))
 
@@ -92,6 +92,13 @@ class FittingTable:
             max(cell_len(title), *(max(map(cell_len, row[index].plain.split("\n"))) for row in self._rows), 0)
             for index, title in enumerate(self._titles)
         ]
+
+    def _wished_width(self) -> int:
+        """Of the first column: lists line up, and remarks stand in one line."""
+        from rich.cells import cell_len
+
+        longest = max((cell_len(remark) + 2 for remarks in self._remarks for remark in remarks), default=0)
+        return max(self._least_width, longest)
 
     def _least(self, natural: list[int]) -> list[int]:
         return [
