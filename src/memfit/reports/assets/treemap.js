@@ -32,6 +32,19 @@ function parts(place) {
   return found.filter((part) => part.size > 0).sort((a, b) => b.size - a.size || byName(a.name, b.name));
 }
 
+/** Parts of which none is nearly everything: one that is gives way to its own, or the map would be one rectangle. */
+function opened(place) {
+  let found = parts(place);
+  for (;;) {
+    const own = found.filter((part) => !part.overhead);
+    const total = own.reduce((sum, part) => sum + part.size, 0);
+    const [largest] = own;
+    if (!largest || !largest.place || largest.size < 0.6 * total) return found;
+    const inside = parts(largest.place).map((part) => ({ ...part, name: `${largest.name}.${part.name}` }));
+    found = [...found.filter((part) => part !== largest), ...inside].sort((a, b) => b.size - a.size || byName(a.name, b.name));
+  }
+}
+
 /** Rectangles as square as possible: rows are filled along the shorter side while that improves their worst shape. */
 function squarify(items, box) {
   const total = items.reduce((sum, item) => sum + item.size, 0);
@@ -85,7 +98,7 @@ function drawMap() {
   const map = byId("map");
   clear(map);
   const box = { left: 0, top: 0, width: map.clientWidth, height: map.clientHeight };
-  for (const cell of squarify(parts(zoomed), box)) {
+  for (const cell of squarify(opened(zoomed), box)) {
     if (cell.width < 2 || cell.height < 2) continue;
     const part = cell.item;
     const label = `${part.name}: ${formatSize(part.size)}, ${formatShare(part.size / (data.peakBytes || 1))}`;
