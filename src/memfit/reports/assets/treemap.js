@@ -94,6 +94,13 @@ function tint(element, part) {
   element.style.background = part.overhead ? "var(--cuda-context)" : `rgba(var(--map), ${(0.14 + 0.5 * Math.sqrt(share)).toFixed(3)})`;
 }
 
+/** A name as far as it fits: modules are told apart by its end. */
+function ending(part, width) {
+  // About 6.8 pixels a letter at this size.
+  const most = Math.floor((width - 12) / 6.8);
+  return part.overhead || part.name.length <= most ? part.name : `\u2026${part.name.slice(1 - most)}`;
+}
+
 function drawMap() {
   const map = byId("map");
   clear(map);
@@ -107,7 +114,7 @@ function drawMap() {
     element.setAttribute("aria-label", label + (part.place ? ", look inside" : ""));
     position(element, cell);
     tint(element, part);
-    if (cell.width > 40 && cell.height > 20) node("span", { text: part.name, parent: element });
+    if (cell.width > 40 && cell.height > 20) node("span", { text: ending(part, cell.width), parent: element });
     if (cell.width > 60 && cell.height > 38 && !(part.place && cell.height < 80)) node("span", { text: formatSize(part.size), parent: element });
     if (!part.place) continue;
     element.addEventListener("click", () => zoom(part.place));
