@@ -50,7 +50,7 @@ Examples:
   memfit data bench train.npy
   memfit data bench train.h5 --batch-size 256 --memory 1GiB --num-workers 4 --seconds 20
 
-Before each of the two, the kernel is told to forget the files, so that the disk is measured and not a cache.
+Before each of the two, the files are dropped from the page cache, so that the disk is measured.
 
 Exit codes: 0 done, 2 bad usage or input
 """

@@ -50,8 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow",
         metavar="WORDS",
         default="exact,rounding",
-        help="what moves may do to the numbers (exact, rounding, changes), names of moves such as lora, approximate "
-        "for micro-batches where samples see each other; -NAME leaves one out; default exact,rounding",
+        help="how far results may differ (exact: identical; rounding: the same up to floating-point rounding; changes: "
+        "training changes), names of moves such as lora, approximate for micro-batches where samples see each other; "
+        "-NAME leaves one out; default exact,rounding",
     )
     parser.add_argument("--count", type=int, default=1, metavar="N", help="devices to shard over; default 1")
     parser.add_argument(

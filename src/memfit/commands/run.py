@@ -7,7 +7,7 @@ Examples:
 
 Everything after SCRIPT, or after the name of the module, belongs to the script. It runs unmodified in a process of its
 own, under a limit just below the container's, so that a silent kill becomes an exception where that is possible. When
-memory runs out all the same, it is started again from its last checkpoint and told to use less.
+memory runs out all the same, it is started again from its last checkpoint with settings that need less memory.
 
 Exit codes: 0 the script got through, or its own code when it ends by itself, 3 memory ran out and nothing is left to
 try, 2 bad usage or input, 130 interrupted, 128 and the number of the signal that ended it

@@ -168,12 +168,12 @@ function onMemoryKey(event) {
 
 function fillAttempts() {
   const table = byId("attempts");
-  heads(table, [["attempt", true], ["told"], ["time", true], ["peak", true], ["steps"], ["began with"], ["ended"]]);
+  heads(table, [["attempt", true], ["run with"], ["time", true], ["peak", true], ["steps"], ["started from"], ["ended"]]);
   const body = node("tbody", { parent: table });
-  for (const [number, told, time, peak, steps, whence, cause, text] of data.attempts) {
+  for (const [number, settings, time, peak, steps, whence, cause, text] of data.attempts) {
     const row = node("tr", { parent: body });
     node("td", { text: number, className: "number", parent: row });
-    node("td", { text: told, parent: row });
+    node("td", { text: settings, parent: row });
     node("td", { text: time, className: "number", parent: row });
     node("td", { text: peak, className: "number", parent: row });
     node("td", { text: steps, parent: row });

@@ -96,8 +96,8 @@ function tint(element, part) {
 
 /** A name as far as it fits: modules are told apart by its end. */
 function ending(part, width) {
-  // About 6.8 pixels a letter at this size.
-  const most = Math.floor((width - 12) / 6.8);
+  // About 7.6 pixels a letter at this size.
+  const most = Math.max(3, Math.floor((width - 16) / 7.6));
   return part.overhead || part.name.length <= most ? part.name : `\u2026${part.name.slice(1 - most)}`;
 }
 
