@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from memfit.commands import build_parser
+from memfit.commands.parser import aliases_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 
@@ -24,15 +25,33 @@ Written by `python scripts/generate_cli_docs.py`; don't edit by hand.
 
 The command line can do nothing that Python can't: each command parses its arguments, calls the function of the same
 name in `memfit` (`data`: in `memfit.data`) and prints the result. Reports go to standard output, progress and errors to
-standard error. An error is one message that says what was given, what was expected and what to do.
+standard error. An error is one message that says what was given, what was expected and what to do. Names, paths and
+texts of exceptions are printed with control characters escaped, so that none of them can steer a terminal.
+
+With `--json`, standard output is one JSON document in every case. Where there is no answer it is
+`{{"error": {{"type": "UnknownDevice", "message": "no device is called ...", "exit_code": 2}}}}`; `type` is the name of
+the exception in Python, or `UsageError` for arguments that can't be parsed, and the message is the one on standard
+error. Where nothing fits, `plan` gives the smallest plan and the error in one document.
+
+`--device` takes several devices, `-d t4,a10g` or `-d t4 -d a10g`: `estimate`, `max-batch` and `plan` then give a table
+with a line for each, `compare` a column for each, and `--json` a list. A dry run is for one device at a time, as are
+pages, saved plans and code.
+
+Options may be written with underscores for dashes (`--batch_size`), shortened where that is not ambiguous (but not
+where a script follows), and as other tools call them; the tables list those names. Precisions may be called as
+Lightning, Keras and PyTorch call them: `16-mixed`, `bf16-mixed`, `32-true`, `mixed_float16`, `torch.bfloat16`. `fp16`
+and `bf16` are weights of that type, though accelerate means autocast by them: that is `amp-fp16` and `amp-bf16` here.
+
+`memfit completion bash`, `zsh` or `fish` writes what lets the shell complete commands, options and devices.
 
 ## Exit codes
 
 | code | meaning |
 | ---: | --- |
-| 0 | the step fits, or the command did its work |
+| 0 | the step fits, or the command did its work; also `memfit` alone, which shows its help |
+| 1 | a fault in memfit itself: please report it, with the traceback |
 | 2 | bad usage or bad input; also a step whose own code fails while it is traced |
-| 3 | it does not fit (`compare`: any of them; `max-batch`: no sample; `plan`: nothing allowed; `run`: nothing left) |
+| 3 | it does not fit; of several models or devices: one of them; `plan`: nothing allowed; `run`: nothing left to try |
 | 4 | `dryrun`, `plan --script`: the script failed for a reason of its own, or its process crashed |
 | 5 | `dryrun`, `plan --script`: the script ended without an optimizer step |
 | 130 | interrupted |
@@ -65,7 +84,7 @@ def _section(heading: str, parser: argparse.ArgumentParser) -> str:
     # Commands of a command have parts of their own on the page.
     hidden = (argparse._HelpAction, argparse._SubParsersAction)
     actions = [a for a in parser._actions if not isinstance(a, hidden) and a.help != argparse.SUPPRESS]
-    rows = [f"| {_spelling(action)} | {_meaning(action)} |" for action in actions]
+    rows = [f"| {_spelling(action)} | {_meaning(action)}{_others(parser, action)} |" for action in actions]
     table = ["| argument | meaning |", "| --- | --- |", *rows, ""] if rows else []
     return "\n".join([heading, "", parser.description or "", "", *table, "```text", parser.epilog or "", "```", ""])
 
@@ -87,6 +106,11 @@ def _meaning(action: argparse.Action) -> str:
     if action.choices is not None:
         text += f"; one of {', '.join(f'`{choice}`' for choice in action.choices)}"
     return text
+
+
+def _others(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    names = aliases_of(parser, action)
+    return f"; also {', '.join(f'`{name}`' for name in names)}" if names else ""
 
 
 def main() -> int:

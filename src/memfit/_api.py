@@ -1,7 +1,6 @@
 """The public verbs, composed from the parts: trace, replay, report."""
 
 import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,8 +24,11 @@ from memfit.core.dryrun import DryRun, Request
 from memfit.core.errors import BadBatch, BadInput, StepFailed
 from memfit.core.estimate import Estimate
 from memfit.core.job import Job
+from memfit.core.printing import announce
 from memfit.core.replay import AllocatorOptions
-from memfit.reports import run_text, text
+from memfit.core.shown import Shown
+from memfit.core.units import format_size
+from memfit.reports import batches, run_text, text
 
 _LARGEST_BATCH = 2**24
 
@@ -82,8 +84,8 @@ def estimate(
     return Estimator(job, resolve(device), allocator or AllocatorOptions(), size).run()
 
 
-@dataclass(frozen=True, slots=True)
-class MaxBatch:
+@dataclass(frozen=True, slots=True, repr=False)
+class MaxBatch(Shown):
     """The largest batch that fits.
 
     Args:
@@ -96,6 +98,15 @@ class MaxBatch:
     batch_size: int | None
     estimate: Estimate
     tried: tuple[tuple[int, int, bool], ...]
+
+    def summary(self) -> str:
+        """The answer, and what it takes."""
+        needed, usable = format_size(self.estimate.peak_bytes), format_size(self.estimate.capacity_bytes)
+        size = "no batch size fits" if self.batch_size is None else f"batch size {self.batch_size}"
+        return f"of {self.estimate.subject}: {size}, {needed} of {usable} on {self.estimate.device.name}"
+
+    def __str__(self) -> str:
+        return batches.format_batches(self.tried, self.batch_size, self.estimate.device)
 
 
 def max_batch(
@@ -255,7 +266,7 @@ def dryrun(
     request = Request(name, module, given, target, count, steps, scan, checkpoint_folder=folder, until_fit=until_fit)
     if until_fit:
         return read_run(request, quiet_output=quiet_output)
-    run, too_large = dry_run(request, quiet_output=quiet_output, announce=_announce)
+    run, too_large = dry_run(request, quiet_output=quiet_output, announce=announce)
     return run if run.fits is not False or too_large is None else _advised(run, too_large)
 
 
@@ -272,10 +283,6 @@ def _advised(run: DryRun, too_large: Estimate) -> DryRun:
         num_devices=run.num_devices,
     )
     return replace(run, advice=found)
-
-
-def _announce(text: str) -> None:
-    print(f"memfit: {text}", file=sys.stderr, flush=True)
 
 
 class _Search:

@@ -24,7 +24,7 @@ from memfit._plan_target import AUTO, KEEP, cheapest, hints, target_within
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Estimate
-from memfit.core.job import AUTOCASTS, PRECISIONS, Job
+from memfit.core.job import AUTOCASTS, PRECISIONS, Job, read_precision
 from memfit.core.plan import Footprint, Plan, PlannedMove, PlanNotFound, Point, Refusal, Seconds, actions
 from memfit.core.replay import AllocatorOptions
 from memfit.core.settings import Keeps, Settings, Weighting
@@ -106,6 +106,7 @@ def plan(
     Raises:
         PlanNotFound: nothing that is allowed fits.
     """
+    precision = read_precision(precision)
     if precision not in (KEEP, AUTO, *PRECISIONS):
         raise BadInput(f"precision must be keep, auto or one of {', '.join(PRECISIONS)}, but {precision!r} was given.")
     allowed = allowed_moves(allow)

@@ -1,11 +1,11 @@
 """`memfit.run`: a training script that goes on when memory runs out."""
 
 import os
-import sys
 from collections.abc import Sequence
 
 from memfit.core import supervised
 from memfit.core.errors import BadFile, BadInput
+from memfit.core.printing import announce
 from memfit.core.supervised import SupervisedRun
 from memfit.core.units import parse_size
 from memfit.reports.page import write_supervised_page
@@ -64,11 +64,7 @@ def run(
         rescue=rescue,
         stdout_to_stderr=quiet_output,
     )
-    return Supervisor(task, _announce).run()
-
-
-def _announce(text: str) -> None:
-    print(f"memfit: {text}", file=sys.stderr, flush=True)
+    return Supervisor(task, announce).run()
 
 
 def _folder(path: str) -> str:

@@ -6,7 +6,6 @@ outside, as far as that goes, and the peak of that run counts. Where it is above
 """
 
 import os
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, Request, Seen
 from memfit.core.errors import BadInput, StepFailed
 from memfit.core.estimate import Estimate, Note
 from memfit.core.plan import Footprint, Plan, PlannedMove, PlanNotFound, Point, Refusal, Seconds
+from memfit.core.printing import announce
 from memfit.core.settings import Settings
 from memfit.core.units import format_size
 from memfit.planner.moves import (
@@ -123,10 +123,6 @@ def _allowed(allow: Iterable[str], precision: str) -> frozenset[str]:
     if precision == KEEP and AUTOCAST not in words:
         found -= {AUTOCAST}
     return found if SHARD in words else found - {SHARD}
-
-
-def _announce(text: str) -> None:
-    print(f"memfit: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +230,7 @@ class _ScriptPlanner:
         if part == AS_IT_IS:
             return _Proof(candidate, self._memory.estimate(settings), settings == AS_IT_IS)
         self._num_proofs += 1
-        _announce(f"running the script once more with the plan's moves ({_label(part)}), to see what it needs then")
+        announce(f"running the script once more with the plan's moves ({_label(part)}), to see what it needs then")
         # Every update takes so many passes, and all there is to see is there in the second.
         steps = self._request.steps if part.micro_batches == 1 else min(_STEPS_OF_PARTS, self._request.steps)
         request = replace(self._request, settings=part, watch=False, steps=steps)

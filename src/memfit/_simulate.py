@@ -12,12 +12,13 @@ from memfit.core.device import Device, Kind
 from memfit.core.dryrun import Failure
 from memfit.core.errors import BadInput
 from memfit.core.estimate import Estimate
+from memfit.core.shown import Shown
 
 if TYPE_CHECKING:
     from memfit.adapters.torch.session import Session
 
 
-class SimulatedDevice:
+class SimulatedDevice(Shown):
     """A device that PyTorch takes for its own while `memfit.simulate` lasts.
 
     Args:
@@ -32,8 +33,9 @@ class SimulatedDevice:
     def __str__(self) -> str:
         return str(self.estimate())
 
-    def __repr__(self) -> str:
-        return f"<SimulatedDevice {self.name}>"
+    def summary(self) -> str:
+        """Its name: what it holds changes as it is used."""
+        return self.name
 
     @property
     def name(self) -> str:

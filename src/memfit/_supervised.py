@@ -19,6 +19,7 @@ from types import ModuleType, TracebackType
 from memfit.adapters.torch import imports
 from memfit.catalogue.host import cgroup_limit_bytes
 from memfit.core.guarding import BrokenUpdate, CannotFit, OutOfMemory, Where
+from memfit.core.printing import announce
 from memfit.core.run_events import RunRequest, note
 from memfit.runs import exhaustion, keeper, limits
 from memfit.runs.devices import has_devices
@@ -46,7 +47,7 @@ def _install_keras(module: ModuleType, said: list[str]) -> None:
     backend = {"tensorflow": "TensorFlow", "jax": "JAX"}.get(module.backend.backend(), "none")
     texts = [text for text in said if text.startswith(backend) and ("GPU" not in text or has_devices())]
     if texts:
-        print(f"memfit: {'; '.join(texts)}", file=sys.stderr, flush=True)
+        announce("; ".join(texts))
     integrations.install_keras(module)
 
 

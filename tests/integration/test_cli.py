@@ -90,6 +90,7 @@ FLAGS = {
         "--json",
     ],
     "devices": ["NAME", "--json"],
+    "completion": ["SHELL"],
 }
 
 SCRIPT = """
@@ -185,7 +186,6 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["estimat"],
         ["estimate"],
         ["estimate", "a", "b"],

@@ -19,9 +19,12 @@ import pytest
 from memfit.core.estimate import Estimate, Note
 from memfit.core.timeline import Category, Phase, Timeline
 from memfit.core.units import MIB, format_size
-from memfit.reports.page import write_page
+from memfit.reports.page import write_page, write_plan_page, write_run_page, write_supervised_page
 from memfit.reports.payload import build_payload
+from tests.unit.core.supervised_builders import make_supervised
 from tests.unit.reports import builders
+from tests.unit.reports.plan_builders import make_plan
+from tests.unit.reports.run_builders import make_dead_run
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -372,6 +375,55 @@ def test_chart_labels_do_not_overlap(browser: Browser, tmp_path: Path) -> None:
     ]
     assert overlaps == []
     assert browser.text("text.limit") == "usable: 1.17 GiB"
+
+
+def test_a_label_without_room_is_left_to_the_legend(browser: Browser, tmp_path: Path) -> None:
+    # GIVEN a script that dies at once of a limit that its curve crosses twice
+    browser.resize(400, 1600)
+    browser.open(write_run_page(make_dead_run(), tmp_path / "run.html"))
+
+    # THEN nothing is written across the curve, and the legend says what the line is
+    assert browser.count("line.capacity") == 1
+    assert browser.count("text.limit") == 0
+    assert "usable on the device: 900.0 MiB" in browser.text("#legend")
+
+
+@pytest.mark.parametrize("width", [360, 400, 600])
+def test_no_table_is_cut_on_a_narrow_screen(browser: Browser, estimate: Estimate, tmp_path: Path, width: int) -> None:
+    browser.resize(width, 1600)
+    for path in (
+        write_page(estimate, tmp_path / "estimate.html"),
+        write_run_page(make_dead_run(), tmp_path / "dryrun.html"),
+        write_plan_page(make_plan(), tmp_path / "plan.html"),
+        write_supervised_page(make_supervised(), tmp_path / "run.html"),
+    ):
+        browser.open(path)
+        cut = browser.run(
+            "[...document.querySelectorAll('.scroll, pre, table, h1, h2, p')]"
+            ".filter(part => part.scrollWidth > part.clientWidth + 1).map(part => part.outerHTML.slice(0, 80))"
+        )
+        assert cut == [], path.name
+        # Every cell of a card says what it is.
+        assert browser.run("[...document.querySelectorAll('.cards td')].every(cell => 'title' in cell.dataset)")
+        assert browser.problems == []
+
+
+def test_a_map_is_never_one_rectangle(browser: Browser, tmp_path: Path) -> None:
+    # GIVEN a model of which one module holds nearly everything, as a language model's "model.layers"
+    record = builders.Recorder()
+    record.mark(Phase.FORWARD, 1)
+    for layer in range(8):
+        record.allocate(64 * MIB, Category.ACTIVATION, f"model.layers.{layer}.mlp", "op", "train.py:1")
+    record.allocate(MIB, Category.ACTIVATION, "model.norm", "op", "train.py:1")
+    record.allocate(MIB, Category.ACTIVATION, "head", "op", "train.py:1")
+
+    # WHEN the page is opened
+    browser.resize(1280, 1600)
+    browser.open(write_page(builders.make_estimate(record.timeline()), tmp_path / "memory.html"))
+
+    # THEN its layers are seen at once
+    labels = browser.run("[...document.querySelectorAll('.cell')].map(cell => cell.ariaLabel.split(':')[0])")
+    assert {f"model.layers.{layer}.mlp" for layer in range(8)} <= set(labels)
 
 
 def test_names_stay_text(browser: Browser, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line: one module per subcommand, which parses, calls the public API and hands the result to a reporter.
 
-Exit codes: 0 it fits (or the command did its work), 2 bad usage or bad input, 3 it does not fit, 4 a script
+Exit codes: 0 it fits (or the command did its work, or nothing was asked for and help was shown), 1 a fault of memfit's
+own, 2 bad usage or bad input, 3 it does not fit, 4 a script
 that was run failed for a reason of its own, 5 it ended without an optimizer step, 130 interrupted. `run` returns
 the script's own exit code, 3 where memory ran out and nothing is left to try, or 128 and the number of a signal.
 """
@@ -8,12 +9,15 @@ the script's own exit code, 3 where memory ran out and nothing is left to try, o
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from memfit.commands import output
+from memfit.commands.parser import Parser, UsageError, add_aliases, nearest_options
 from memfit.core.errors import MemfitError
 
 EXIT_FITS = 0
+EXIT_FAULT = 1
 EXIT_BAD_USAGE = 2
 EXIT_DOES_NOT_FIT = 3
 EXIT_SCRIPT_FAILED = 4
@@ -32,7 +36,7 @@ class Command(Protocol):
 
 
 def _commands() -> dict[str, Command]:
-    from memfit.commands import compare, data, devices, dryrun, estimate, max_batch, plan, run
+    from memfit.commands import compare, completion, data, devices, dryrun, estimate, max_batch, plan, run
 
     return {
         "estimate": estimate,
@@ -43,18 +47,20 @@ def _commands() -> dict[str, Command]:
         "compare": compare,
         "data": data,
         "devices": devices,
+        "completion": completion,
     }
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="memfit",
         description="Know before you run: the memory of a training step on a GPU that is not there.",
         epilog="Exit codes: 0 fits, 2 bad usage or input, 3 does not fit, 4 and 5 scripts only, 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=_version())
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.set_defaults(run=_help_of(parser), parser=parser)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in _commands().items():
         summary, _, rest = (command.__doc__ or "").strip().partition("\n")
         child = subparsers.add_parser(
@@ -64,9 +70,20 @@ def build_parser() -> argparse.ArgumentParser:
             epilog=rest.strip(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        child.set_defaults(run=command.run, parser=child)
         command.add_arguments(child)
-        child.set_defaults(run=command.run)
+        add_aliases(child)
     return parser
+
+
+def _help_of(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """What is done where a command is missing: its help is shown."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        parser.print_help()
+        return EXIT_FITS
+
+    return run
 
 
 def _version() -> str:
@@ -77,25 +94,42 @@ def _version() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    parser = build_parser()
-    parsed, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        runs_script = parsed.command in ("dryrun", "run") or getattr(parsed, "script", None) is not None
-        hint = ". Options of the script go after the script" if runs_script else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # Where arguments can't be parsed, this is all that is known of what was asked for.
+    as_json = "--json" in given
     try:
+        parsed = _parse(given)
+        as_json = getattr(parsed, "json", False)
         code: int = parsed.run(parsed)
         # What is still buffered must fail here rather than when the interpreter ends.
         sys.stdout.flush()
         return code
+    except UsageError as error:
+        error.parser.print_usage(sys.stderr)
+        output.print_error(error, EXIT_BAD_USAGE, as_json=as_json, by=f"{error.parser.prog}: error")
+        raise SystemExit(EXIT_BAD_USAGE) from None
     except MemfitError as error:
-        print(f"memfit: {error}", file=sys.stderr)
-        return error.exit_code
+        return output.print_error(error, error.exit_code, as_json=as_json)
     except KeyboardInterrupt:
-        print("memfit: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return output.print_error(KeyboardInterrupt("interrupted"), EXIT_INTERRUPTED, as_json=as_json)
     except BrokenPipeError:
         # The reader went away, as in `memfit devices | head`: the rest goes nowhere, and the interpreter's own last
         # flush has nothing to complain about.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FITS
+    except Exception as error:
+        # A fault of memfit's own, whose traceback Python prints.
+        if as_json:
+            output.print_json(output.error_document(error, EXIT_FAULT))
+        raise
+
+
+def _parse(given: list[str]) -> argparse.Namespace:
+    """The arguments, or a `UsageError`."""
+    parser = build_parser()
+    parsed, unknown = parser.parse_known_args(given)
+    if unknown:
+        runs_script = parsed.command in ("dryrun", "run") or getattr(parsed, "script", None) is not None
+        hint = ". Options of the script go after the script" if runs_script else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}.{nearest_options(parsed.parser, unknown)}")
+    return parsed

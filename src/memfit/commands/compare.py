@@ -1,4 +1,4 @@
-"""Several models side by side on one device.
+"""Several models side by side, on one device or several.
 
 Examples:
   memfit compare timm:resnet50 timm:mobilenetv3_large_100 timm:efficientnet_b0 -b 64 --device t4
@@ -9,7 +9,7 @@ Exit codes: 0 all fit, 3 at least one does not, 2 bad usage or input
 
 import argparse
 
-from memfit import _api
+from memfit import _api, _estimator
 from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
 
 
@@ -21,11 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Estimates each and shows them in one table."""
+    devices = [_estimator.resolve(name) for name in arguments.devices or [None]]
     results = []
     for target in arguments.targets:
         with output.progress(f"tracing {target}", quiet=arguments.json):
             job = targets.load_job(target, arguments)
-            results.append(_api.estimate(job, device=arguments.device, batch_size=arguments.batch_size))
+            for device in devices:
+                results.append(_api.estimate(job, device=device, batch_size=arguments.batch_size))
     if arguments.json:
         output.print_json([result.to_json() for result in results])
     else:

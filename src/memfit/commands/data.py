@@ -13,6 +13,7 @@ import re
 from dataclasses import replace
 
 from memfit.commands import EXIT_FITS, output
+from memfit.commands.parser import add_aliases
 from memfit.core.errors import BadInput
 
 _INSPECT = """What a file of samples holds, what loading it would cost, and how it will stream.
@@ -49,7 +50,7 @@ Examples:
   memfit data bench train.npy
   memfit data bench train.h5 --batch-size 256 --memory 1GiB --num-workers 4 --seconds 20
 
-Before each of the two, the kernel is told to forget the files, so that the disk is measured and not a cache.
+Before each of the two, the files are dropped from the page cache, so that the disk is measured.
 
 Exit codes: 0 done, 2 bad usage or input
 """
@@ -57,7 +58,7 @@ Exit codes: 0 done, 2 bad usage or input
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments: three commands of its own."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
     inspect = _add(actions, "inspect", _INSPECT)
     inspect.add_argument("path", metavar="PATH", help="a file, a folder, or a pattern in quotes")
     _add_choice(inspect)
@@ -87,10 +88,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench.add_argument("--num-workers", type=int, default=0, metavar="N", help="processes that make batches; default 0")
     bench.add_argument("--seconds", type=float, default=5.0, metavar="S", help="for each measurement; default 5")
     bench.add_argument("--json", action="store_true", help="write JSON to standard output")
+    for child in (inspect, convert, bench):
+        child.set_defaults(parser=child)
+        add_aliases(child)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Inspects, converts or measures, and reports."""
+    """Inspects, converts or measures, and reports; without an action, shows the help."""
+    if arguments.action is None:
+        arguments.parser.print_help()
+        return EXIT_FITS
     try:
         {"inspect": _inspect, "convert": _convert, "bench": _bench}[arguments.action](arguments)
     except BadInput as error:

@@ -16,9 +16,10 @@ Exit codes: 0 fits, 3 does not fit, 4 the script failed for a reason of its own,
 import argparse
 
 from memfit import _api
-from memfit.commands import output, targets
+from memfit.commands import EXIT_INTERRUPTED, output, targets
 from memfit.core.dryrun import DryRun
 from memfit.core.errors import BadInput
+from memfit.core.printing import announce
 from memfit.runs.launch import Interrupted
 
 
@@ -27,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # The script's own options must not be taken for short forms of ours.
     parser.allow_abbrev = False
     parser.usage = "memfit dryrun [OPTIONS] SCRIPT ARGS... | memfit dryrun [OPTIONS] -m MODULE ARGS..."
-    parser.add_argument(
-        "--device", "-d", metavar="NAME", help="a CUDA device (`memfit devices`), or a size such as 24GiB"
-    )
+    targets.add_device_argument(parser, "a CUDA device (`memfit devices`), or a size such as 24GiB")
     parser.add_argument(
         "--count",
         type=int,
@@ -59,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             "the device was named after the script, where options are the script's own. "
             "Write it before: memfit dryrun --device a100-40gb train.py ..."
         )
+    targets.check_one_device(arguments, "a dry run")
     for option, least in (("count", 1), ("steps", 1), ("scan", 1)):
         value = getattr(arguments, option)
         if value is not None and value < least:
@@ -81,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except Interrupted as interrupted:
         _report(interrupted.run, arguments)
-        raise
+        announce("interrupted")
+        return EXIT_INTERRUPTED
     _report(result, arguments)
     return result.exit_code_of_command
 

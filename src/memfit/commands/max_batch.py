@@ -3,15 +3,19 @@
 Examples:
   memfit max-batch timm:resnet50 --device t4 --precision amp-fp16
   memfit max-batch train.py:job --device rtx-4090 --candidates 16,32,48,64
+  memfit max-batch train.py:job --device t4,a10g,rtx-3090
 
-Exit codes: 0 found, 3 not even one sample fits, 2 bad usage or input
+Exit codes: 0 found, 3 not even one sample fits (of several devices: on one of them), 2 bad usage or input
 """
 
 import argparse
+from typing import Any
 
-from memfit import _api
+from memfit import _api, _estimator
 from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
 from memfit.core.errors import BadInput
+from memfit.core.printing import printable
+from memfit.reports import device_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,15 +30,26 @@ def run(arguments: argparse.Namespace) -> int:
     candidates = _parse_candidates(arguments.candidates)
     with output.progress(f"tracing {arguments.target}", quiet=arguments.json):
         job = targets.load_job(arguments.target, arguments)
-        found = _api.max_batch(job, device=arguments.device, candidates=candidates)
+        devices = [_estimator.resolve(name) for name in arguments.devices or [None]]
+        results = [_api.max_batch(job, device=device, candidates=candidates) for device in devices]
     if arguments.json:
-        rows = [{"batch_size": n, "peak_bytes": peak, "fits": fits} for n, peak, fits in found.tried]
-        output.print_json({"batch_size": found.batch_size, "device": found.estimate.device.name, "tried": rows})
+        answers = [_as_json(found) for found in results]
+        output.print_json(answers[0] if len(answers) == 1 else answers)
+    elif len(results) > 1:
+        subject = results[0].estimate.subject
+        table = device_tables.batches(subject, [(found.batch_size, found.estimate) for found in results])
+        output.print_devices_table(table, fits=all(found.batch_size is not None for found in results))
     else:
+        (found,) = results
         output.print_max_batch(found.tried, found.batch_size, found.estimate.device)
         for note in found.estimate.notes if found.batch_size is not None else ():
-            print(f"note: {note.text}")
-    return EXIT_FITS if found.batch_size is not None else EXIT_DOES_NOT_FIT
+            print(f"note: {printable(note.text)}")
+    return EXIT_DOES_NOT_FIT if any(found.batch_size is None for found in results) else EXIT_FITS
+
+
+def _as_json(found: _api.MaxBatch) -> dict[str, Any]:
+    rows = [{"batch_size": n, "peak_bytes": peak, "fits": fits} for n, peak, fits in found.tried]
+    return {"batch_size": found.batch_size, "device": found.estimate.device.name, "tried": rows}
 
 
 def _parse_candidates(text: str | None) -> list[int] | None:

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,14 @@ from memfit.core.dryrun import DryRun
 from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate
 from memfit.core.plan import Plan
+from memfit.core.printing import announce, printable
 from memfit.core.supervised import SupervisedRun
 from memfit.reports import plan_terminal, run_terminal, supervised_terminal, terminal
+from memfit.reports.parts import Part
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
     from memfit.data.convert import Conversion
     from memfit.data.inspection import Inspection
@@ -47,9 +50,9 @@ def _spinner(text: str) -> Iterator[None]:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        bar.add_task(text, total=None)
+        bar.add_task(printable(text), total=None)
         yield
 
 
@@ -125,6 +128,30 @@ def print_json(value: Any) -> None:
     sys.stdout.write("\n")
 
 
+def error_document(error: BaseException, exit_code: int) -> dict[str, Any]:
+    """What --json gives in the place of an answer."""
+    return {"error": {"type": type(error).__name__, "message": str(error), "exit_code": exit_code}}
+
+
+def print_error(
+    error: BaseException, exit_code: int, *, as_json: bool, by: str = "memfit", answer: dict[str, Any] | None = None
+) -> int:
+    """Says on standard error what is wrong, with --json on standard output as well, and gives back the exit code.
+
+    Args:
+        error: what is wrong.
+        exit_code: of the command.
+        as_json: whether standard output takes JSON.
+        by: who says so.
+        answer: what there is to say beside the error.
+    """
+    announce(str(error), by=by)
+    if as_json:
+        print_json({**(answer or {}), **error_document(error, exit_code)})
+        sys.stdout.flush()
+    return exit_code
+
+
 def print_estimate(estimate: Estimate) -> None:
     """Writes one estimate."""
     terminal.print_estimate(estimate, _console())
@@ -143,6 +170,12 @@ def print_plan(plan: Plan) -> None:
 def print_supervised(run: SupervisedRun) -> None:
     """Writes one supervised run, to standard error: standard output is the script's."""
     _console(stderr=True).print(supervised_terminal.render_supervised(run))
+
+
+def print_devices_table(table: tuple[str, list[Part]], *, fits: bool | None) -> None:
+    """Writes one question asked of several devices."""
+    title, parts = table
+    _print(terminal.render_parts(title, [], parts, style=terminal.verdict_style(fits)))
 
 
 def print_comparison(estimates: Sequence[Estimate]) -> None:
@@ -189,6 +222,12 @@ def _console(*, stderr: bool = False) -> "Console":
     from rich.console import Console
 
     class PipedConsole(Console):
+        def render(self, renderable: "RenderableType", options: "ConsoleOptions | None" = None) -> "Iterable[Segment]":
+            # Reports escape what they show; what they forget can't steer a terminal either.
+            for segment in super().render(renderable, options):
+                is_safe = segment.control is not None or segment.text.rstrip("\n").isprintable()
+                yield segment if is_safe else segment._replace(text=printable(segment.text, keep="\n"))
+
         def on_broken_pipe(self) -> None:
             # rich would end the program with exit code 1; `main` knows what to make of it.
             raise BrokenPipeError

@@ -6,23 +6,27 @@ Examples:
   memfit plan hf:GPT2LMHeadModel -b 32 --sequence-length 1024 -d rtx-3090 --allow exact,rounding,8-bit-optimizer
   memfit plan train.py:job --device 8GiB --code > step.py
   memfit plan --device a100-40gb --script train.py --batch-size 64
+  memfit plan train.py:job --device t4,a10g,rtx-3090
 
 TARGET is as for `memfit estimate`. Everything after --script belongs to the script, so it comes last; the script runs
 as in `memfit dryrun`, and what it prints goes to standard error.
 
-Exit codes: 0 a plan that fits, 3 nothing that is allowed fits, 2 bad usage or input, 130 interrupted; with --script
-also 4 and 5, as for `memfit dryrun`
+Exit codes: 0 a plan that fits, 3 nothing that is allowed fits (of several devices: on one of them), 2 bad usage or
+input, 130 interrupted; with --script also 4 and 5, as for `memfit dryrun`
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from memfit import _plan, _script_plan
-from memfit.commands import EXIT_FITS, output, targets
+from memfit import _estimator, _plan, _script_plan
+from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
+from memfit.core.device import Device
 from memfit.core.errors import BadInput
 from memfit.core.plan import Plan, PlanNotFound
+from memfit.core.printing import announce
+from memfit.reports import device_tables
 
 _FOR_TARGETS = ("batch_size", "optimizer", "sequence_length", "image_size")
 
@@ -46,8 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow",
         metavar="WORDS",
         default="exact,rounding",
-        help="what moves may do to the numbers (exact, rounding, changes), names of moves such as lora, approximate "
-        "for micro-batches where samples see each other; -NAME leaves one out; default exact,rounding",
+        help="how far results may differ (exact: identical; rounding: the same up to floating-point rounding; changes: "
+        "training changes), names of moves such as lora, approximate for micro-batches where samples see each other; "
+        "-NAME leaves one out; default exact,rounding",
     )
     parser.add_argument("--count", type=int, default=1, metavar="N", help="devices to shard over; default 1")
     parser.add_argument(
@@ -83,11 +88,12 @@ class _Script(argparse.Action):
 def run(arguments: argparse.Namespace) -> int:
     """Plans, reports, and says by its exit code whether anything fits."""
     _check(arguments)
+    if len(arguments.devices) > 1:
+        return _plan_for_several(arguments)
     try:
-        plan = _planned(arguments)
+        plan = _planned(arguments, arguments.device)
     except PlanNotFound as error:
-        _report_smallest(error, arguments)
-        raise
+        return _report_smallest(error, arguments)
     if arguments.save:
         plan.save(arguments.save)
     if arguments.html:
@@ -119,9 +125,31 @@ def _check(arguments: argparse.Namespace) -> None:
             output.check_writable(path)
 
 
-def _planned(arguments: argparse.Namespace) -> Plan:
+def _plan_for_several(arguments: argparse.Namespace) -> int:
+    """A plan for each of several devices, in one table."""
+    for option in ("script", "save", "html", "code"):
+        if getattr(arguments, option):
+            targets.check_one_device(arguments, f"--{option}")
+    devices = [_estimator.resolve(name) for name in arguments.devices]
+    found: list[tuple[Device, Plan | PlanNotFound]] = []
+    for device in devices:
+        try:
+            found.append((device, _planned(arguments, device)))
+        except PlanNotFound as error:
+            found.append((device, error))
+    if arguments.json:
+        output.print_json(
+            [plan.to_json() if isinstance(plan, Plan) else _smallest_as_json(plan, device) for device, plan in found]
+        )
+    fit = all(isinstance(plan, Plan) for _, plan in found)
+    if not arguments.json:
+        output.print_devices_table(device_tables.plans(found), fits=fit)
+    return EXIT_FITS if fit else EXIT_DOES_NOT_FIT
+
+
+def _planned(arguments: argparse.Namespace, device: str | Device | None) -> Plan:
     options = {
-        "device": arguments.device,
+        "device": device,
         "budget": arguments.budget,
         "precision": arguments.precision or "keep",
         "allow": [word.strip() for word in arguments.allow.split(",")],
@@ -162,12 +190,9 @@ def _script(arguments: argparse.Namespace) -> tuple[str, list[str]]:
     return name, [*given, *rest]
 
 
-def _report_smallest(error: PlanNotFound, arguments: argparse.Namespace) -> None:
-    """What there is to say where nothing fits; `main` prints the message and knows the exit code."""
+def _report_smallest(error: PlanNotFound, arguments: argparse.Namespace) -> int:
+    """Says what there is to say where nothing fits."""
     smallest = error.smallest
-    if arguments.json:
-        found = {"fits": False} if smallest is None else smallest.to_json()
-        output.print_json({**found, "message": str(error), "device_that_would_do": error.device_name or None})
     quiet = arguments.json or arguments.code
     if smallest is not None and arguments.html:
         smallest.report(arguments.html)
@@ -175,4 +200,12 @@ def _report_smallest(error: PlanNotFound, arguments: argparse.Namespace) -> None
             print(f"page of the smallest plan written to {arguments.html}")
     for option, path in (("--html", None if smallest is not None else arguments.html), ("--save", arguments.save)):
         if path:
-            print(f"memfit: nothing is written to {path} ({option}), because no plan fits", file=sys.stderr)
+            announce(f"nothing is written to {path} ({option}), because no plan fits")
+    return output.print_error(error, error.exit_code, as_json=arguments.json, answer=_smallest_as_json(error))
+
+
+def _smallest_as_json(error: PlanNotFound, device: Device | None = None) -> dict[str, Any]:
+    """The plan that comes nearest, or what else is known of a device that nothing fits on."""
+    known = {"fits": False} if device is None else {"fits": False, "device": asdict(device)}
+    found = known if error.smallest is None else error.smallest.to_json()
+    return {**found, "message": str(error), "device_that_would_do": error.device_name or None}

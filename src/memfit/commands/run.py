@@ -7,18 +7,18 @@ Examples:
 
 Everything after SCRIPT, or after the name of the module, belongs to the script. It runs unmodified in a process of its
 own, under a limit just below the container's, so that a silent kill becomes an exception where that is possible. When
-memory runs out all the same, it is started again from its last checkpoint and told to use less.
+memory runs out all the same, it is started again from its last checkpoint with settings that need less memory.
 
 Exit codes: 0 the script got through, or its own code when it ends by itself, 3 memory ran out and nothing is left to
 try, 2 bad usage or input, 130 interrupted, 128 and the number of the signal that ended it
 """
 
 import argparse
-import sys
 
 from memfit import _run
 from memfit.commands import output, targets
 from memfit.core.errors import BadInput
+from memfit.core.printing import announce
 from memfit.core.supervised import Outcome, SupervisedRun
 from memfit.reports import supervised_figures
 
@@ -73,7 +73,7 @@ def _report(result: SupervisedRun, arguments: argparse.Namespace) -> None:
     elif len(result.attempts) > 1 or result.outcome is Outcome.OUT_OF_MEMORY:
         output.print_supervised(result)
     elif result.outcome is not Outcome.INTERRUPTED:
-        print(f"memfit: {supervised_figures.verdict(result)}", file=sys.stderr)
+        announce(supervised_figures.verdict(result))
     if arguments.html:
         result.report(arguments.html)
-        print(f"memfit: page written to {arguments.html}", file=sys.stderr)
+        announce(f"page written to {arguments.html}")

@@ -5,13 +5,15 @@ import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 from memfit import _api, _estimator
 from memfit.core.errors import BadInput, BadTarget
-from memfit.core.job import OPTIMIZERS, PRECISIONS, Job
+from memfit.core.job import OPTIMIZERS, PRECISIONS, Job, read_precision
+from memfit.core.printing import announce
 
 PREFIXES = ("timm", "torchvision", "hf", "keras")
 PLANNED = ("keep", "auto")
@@ -29,9 +31,7 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = Tr
         of_one_size: whether the size of the batch is given; a search for it has no use for that.
         of_plan: whether they are those of a plan, which is for training and may choose the precision.
     """
-    parser.add_argument(
-        "--device", "-d", metavar="NAME", help="a device (`memfit devices`), cpu, or a size such as 24GiB"
-    )
+    add_device_argument(parser, "a device (`memfit devices`), cpu, or a size such as 24GiB; several: t4,a10g")
     if of_one_size:
         options = ["--batch-size", "-b", *(["--effective-batch"] if of_plan else [])]
         step = "update" if of_plan else "step"
@@ -39,9 +39,9 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = Tr
         parser.add_argument(*options, dest="batch_size", type=int, metavar="N", help=samples)
     precisions = (*(PLANNED if of_plan else ()), *PRECISIONS)
     precision = f"{', '.join(precisions)}; the job's own by default"
-    parser.add_argument("--precision", "-p", choices=precisions, metavar="NAME", help=precision)
+    parser.add_argument("--precision", "-p", type=read_precision, choices=precisions, metavar="NAME", help=precision)
     optimizer = f"{', '.join(OPTIMIZERS)}; the job's own by default, adamw for named models"
-    parser.add_argument("--optimizer", "-o", choices=OPTIMIZERS, metavar="NAME", help=optimizer)
+    parser.add_argument("--optimizer", "-o", type=_as_name, choices=OPTIMIZERS, metavar="NAME", help=optimizer)
     if not of_plan:
         parser.add_argument("--inference", action="store_true", help="a forward pass without gradients")
     parser.add_argument("--sequence-length", type=int, metavar="N", help="tokens per sample, for hf: models")
@@ -49,6 +49,46 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = Tr
     if of_one_size and not of_plan:
         parser.add_argument("--workers", type=int, metavar="N", help="data loader processes, for the host's memory")
     parser.add_argument("--json", action="store_true", help="write JSON to standard output")
+
+
+def add_device_argument(parser: argparse.ArgumentParser, text: str) -> None:
+    """The option that names devices: `arguments.devices` are all, `arguments.device` is the first."""
+    parser.add_argument("--device", "-d", action=_Devices, metavar="NAME", help=text)
+    parser.set_defaults(devices=[])
+
+
+class _Devices(argparse.Action):
+    """Collects devices, given one after the other or with commas between."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        names = [name.strip() for name in str(values).split(",")]
+        if not all(names):
+            raise argparse.ArgumentError(self, f"a name is missing in {values!r}. Write t4, or several: t4,a10g")
+        # A list of its own: that of the defaults would be shared by all commands of the process.
+        namespace.devices = list(dict.fromkeys([*namespace.devices, *names]))
+        namespace.device = namespace.devices[0]
+
+
+def check_one_device(arguments: argparse.Namespace, what: str) -> None:
+    """Refuses several devices where `what` is about one.
+
+    Args:
+        arguments: of the command.
+        what: that is for one device, such as "--html".
+    """
+    if len(arguments.devices) > 1:
+        raise BadInput(f"{what} is for one device, but {', '.join(arguments.devices)} were given. Name one at a time.")
+
+
+def _as_name(given: str) -> str:
+    """A name as memfit writes it: "SGD_momentum" is "sgd-momentum"."""
+    return given.strip().lower().replace("_", "-")
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +127,7 @@ def load_job(target: str, arguments: argparse.Namespace) -> Job:
         for option in ("sequence_length", "image_size"):
             if getattr(arguments, option) is not None:
                 name = option.replace("_", "-")
-                print(f"memfit: --{name} is for named models; {target} makes its own batch", file=sys.stderr)
+                announce(f"--{name} is for named models; {target} makes its own batch")
         if arguments.optimizer is not None:
             job = replace(job, optimizer=_estimator.named_optimizer(arguments.optimizer))
     changes: dict[str, Any] = {}

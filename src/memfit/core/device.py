@@ -3,6 +3,10 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from memfit.core.printing import printable
+from memfit.core.shown import Shown
+from memfit.core.units import format_size
+
 
 class Origin(StrEnum):
     """Where a number shown to a user comes from."""
@@ -20,8 +24,8 @@ class Kind(StrEnum):
     """Plain host memory: a CPU, or an accelerator that shares it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+@dataclass(frozen=True, slots=True, repr=False)
+class Device(Shown):
     """A device of the catalogue.
 
     Args:
@@ -56,3 +60,19 @@ class Device:
     context_origin: Origin = Origin.ASSUMED
     source: str = ""
     date: str = ""
+
+    def summary(self) -> str:
+        """Its names, and the memory a process can get."""
+        usable = "memory unknown" if self.usable_bytes is None else f"{format_size(self.usable_bytes)} usable"
+        origin = "" if self.usable_bytes is None else f" ({self.usable_origin.value})"
+        return f"{self.name}: {self.title}, {usable}{origin}"
+
+    def __str__(self) -> str:
+        details = [printable(self.summary())]
+        if self.nominal_bytes is not None:
+            details.append(f"{format_size(self.nominal_bytes)} nominal")
+        if self.capability is not None:
+            details.append(f"compute capability {self.capability[0]}.{self.capability[1]}")
+        if self.bandwidth_bytes_per_second is not None:
+            details.append(f"{format_size(round(self.bandwidth_bytes_per_second))}/s")
+        return ", ".join(details)

@@ -18,6 +18,7 @@ from memfit.core.profile import Work
 from memfit.core.replay import AllocatorOptions, OutOfMemory
 from memfit.core.reporters import Reporters
 from memfit.core.settings import Settings
+from memfit.core.shown import Shown
 from memfit.core.timeline import Phase
 from memfit.core.units import format_size
 
@@ -246,7 +247,7 @@ reporters: Reporters["DryRun"] = Reporters(_describe)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class DryRun:
+class DryRun(Shown):
     """How a script fared on a simulated device.
 
     Args:
@@ -289,9 +290,10 @@ class DryRun:
     def __str__(self) -> str:
         return reporters.describe(self)
 
-    def __repr__(self) -> str:
+    def summary(self) -> str:
+        """How it ended, and the peak."""
         peak = "" if self.estimate is None else f", {format_size(self.estimate.peak_bytes)}"
-        return f"<DryRun of {self.script}: {self.outcome} after {self.num_steps} steps{peak}>"
+        return f"of {self.script}: {self.outcome} after {self.num_steps} steps{peak}"
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the self-contained HTML page of this run, whole or not at all."""

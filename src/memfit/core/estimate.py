@@ -11,6 +11,7 @@ from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.replay import OutOfMemory, Replay
 from memfit.core.reporters import Reporters
+from memfit.core.shown import Shown
 from memfit.core.timeline import Block, Timeline
 from memfit.core.units import format_size
 
@@ -69,7 +70,7 @@ class Breakdown:
 
 
 @dataclass(frozen=True, repr=False)
-class Estimate:
+class Estimate(Shown):
     """Peak memory of one training or inference step on a device.
 
     Args:
@@ -112,9 +113,10 @@ class Estimate:
     def __str__(self) -> str:
         return reporters.describe(self)
 
-    def __repr__(self) -> str:
+    def summary(self) -> str:
+        """The peak, the device, and whether it fits."""
         verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[self.fits]
-        return f"<Estimate of {self.subject}: {format_size(self.peak_bytes)} on {self.device.name}, {verdict}>"
+        return f"of {self.subject}: {format_size(self.peak_bytes)} on {self.device.name}, {verdict}"
 
     def at_batch(self, batch_size: int) -> "Estimate":
         """The same step at another batch size, without running it again where the traces at hand allow it."""

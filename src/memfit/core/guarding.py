@@ -6,6 +6,8 @@ from typing import Any
 
 from memfit.core.errors import BadFile, MemfitError
 from memfit.core.settings import Settings
+from memfit.core.shown import Shown
+from memfit.core.units import format_size
 
 
 class Where(StrEnum):
@@ -47,8 +49,8 @@ class BatchSize:
     elements_per_sample: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class StepResult(Shown):
     """What one call of `guard.step` did.
 
     Args:
@@ -72,6 +74,20 @@ class StepResult:
     approximate: str = ""
     failures: tuple[OutOfMemory, ...] = ()
     extra_bytes: int = 0
+
+    def summary(self) -> str:
+        """The loss, and how the step was run."""
+        try:
+            loss = f"{float(self.loss):.6g}"
+        except (TypeError, ValueError, RuntimeError):
+            # Several losses, or none.
+            loss = "unknown" if self.loss is None else type(self.loss).__name__
+        parts = "1 pass" if self.micro_batches == 1 else f"{self.micro_batches} micro-batches"
+        retries = {0: "no retry", 1: "1 retry"}.get(self.retries, f"{self.retries} retries")
+        update = "update skipped" if self.skipped else "updated" if self.updated else "accumulating"
+        own = f", {format_size(self.extra_bytes)} for a replay" if self.extra_bytes else ""
+        approximate = f", approximate: {self.approximate}" if self.approximate else ""
+        return f"loss {loss}: {parts}, {retries}, {update}{own}{approximate}"
 
 
 class CannotFit(MemfitError):

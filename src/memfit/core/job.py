@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.core.errors import BadInput
+from memfit.core.shown import Shown
 
 AUTOCASTS = ("amp-fp16", "amp-bf16")
 PRECISIONS = ("fp32", "fp16", "bf16", *AUTOCASTS)
@@ -12,9 +13,30 @@ MODES = ("training", "inference")
 OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adafactor")
 """Optimizers that can be asked for by name."""
 
+_OTHER_PRECISIONS = {
+    "fp32": "32 32-true float32 float full no",
+    "fp16": "16-true float16 half",
+    "bf16": "bf16-true bfloat16",
+    "amp-fp16": "16 16-mixed fp16-mixed mixed-fp16 float16-mixed mixed-float16 amp amp-float16 amp-16 autocast-fp16",
+    "amp-bf16": "bf16-mixed mixed-bf16 bfloat16-mixed mixed-bfloat16 amp-bfloat16 autocast-bf16",
+}
+_PRECISION_OF = {other: name for name, others in _OTHER_PRECISIONS.items() for other in others.split()}
 
-@dataclass(frozen=True, slots=True)
-class Job:
+
+def read_precision(given: str) -> str:
+    """The precision that is called so by PyTorch, Lightning, Keras or transformers; other texts as they are.
+
+    "fp16" and "bf16" are weights of that type, as everywhere in memfit, though accelerate means autocast by them.
+
+    >>> read_precision("bf16-mixed"), read_precision("torch.float16"), read_precision("fp16"), read_precision("fp7")
+    ('amp-bf16', 'fp16', 'fp16', 'fp7')
+    """
+    name = given.strip().lower().removeprefix("torch.").replace("_", "-")
+    return name if name in PRECISIONS else _PRECISION_OF.get(name, given)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Job(Shown):
     """A training or inference step, ready to be estimated.
 
     Args:
@@ -47,6 +69,8 @@ class Job:
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.precision, str):
+            object.__setattr__(self, "precision", read_precision(self.precision))
         if self.precision is not None and self.precision not in PRECISIONS:
             raise BadInput(f"precision must be one of {', '.join(PRECISIONS)}, but {self.precision!r} was given.")
         if self.mode not in MODES:
@@ -56,3 +80,9 @@ class Job:
                 f"num_workers must be at least 0 and prefetch_factor at least 1, "
                 f"but {self.num_workers} and {self.prefetch_factor} were given."
             )
+
+    def summary(self) -> str:
+        """What is trained, and how."""
+        name = self.name or getattr(self.model, "__name__", "") or type(self.model).__name__
+        name = "a function" if name == "<lambda>" else name
+        return f"of {name}: {self.mode}, precision {self.precision or 'as given'}"

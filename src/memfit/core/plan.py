@@ -10,6 +10,7 @@ from memfit.core.device import Device, Origin
 from memfit.core.errors import BadFile, MemfitError
 from memfit.core.estimate import Estimate, Note, read_device
 from memfit.core.settings import Keeps, Settings
+from memfit.core.shown import Shown
 from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
@@ -121,7 +122,7 @@ actions = _Actions()
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Shown):
     """How to run a step so that it fits, as fast as is known.
 
     Args:
@@ -165,10 +166,12 @@ class Plan:
     def __str__(self) -> str:
         return actions.describe(self)
 
-    def __repr__(self) -> str:
+    def summary(self) -> str:
+        """The peak, the budget, the device, and how much it takes to get there."""
+        pace = "" if self.slowdown is None else f", {self.slowdown:.2f} times as long"
         return (
-            f"<Plan of {self.subject}: {format_size(self.after.peak_bytes)} of {format_size(self.budget_bytes)} "
-            f"on {self.device.name}, {len(self.moves)} moves>"
+            f"of {self.subject}: {format_size(self.after.peak_bytes)} of {format_size(self.budget_bytes)} "
+            f"on {self.device.name}, {len(self.moves)} moves{pace}"
         )
 
     @property

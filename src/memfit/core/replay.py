@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from memfit.core.errors import BadInput
+from memfit.core.shown import Shown
+from memfit.core.units import format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,8 @@ class OutOfMemory:
     reserved_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
+@dataclass(frozen=True, slots=True, repr=False)
+class Replay(Shown):
     """Memory over time as the device saw it.
 
     Args:
@@ -62,6 +64,12 @@ class Replay:
     num_segments: int
     num_retries: int = 0
     out_of_memory: OutOfMemory | None = None
+
+    def summary(self) -> str:
+        """The peaks."""
+        allocated, reserved = format_size(self.allocated_peak_bytes), format_size(self.reserved_peak_bytes)
+        failed = "" if self.out_of_memory is None else f", out of memory at tick {self.out_of_memory.tick}"
+        return f"of {len(self.allocated):,} ticks: {allocated} allocated, {reserved} reserved{failed}"
 
     @property
     def fragmentation(self) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from memfit.core.errors import BadFile
 from memfit.core.reporters import Reporters
+from memfit.core.shown import Shown
 from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
@@ -199,7 +200,7 @@ reporters: Reporters["SupervisedRun"] = Reporters(_describe)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SupervisedRun:
+class SupervisedRun(Shown):
     """How a script fared under supervision.
 
     Args:
@@ -234,9 +235,10 @@ class SupervisedRun:
     def __str__(self) -> str:
         return reporters.describe(self)
 
-    def __repr__(self) -> str:
+    def summary(self) -> str:
+        """How it ended, and the peak."""
         peak = "" if self.peak is None else f", peak {format_size(self.peak.held_bytes)}"
-        return f"<SupervisedRun of {self.script}: {self.outcome}, {len(self.attempts)} attempts{peak}>"
+        return f"of {self.script}: {self.outcome}, {len(self.attempts)} attempts{peak}"
 
     @property
     def peak(self) -> ProcessMemory | None:

@@ -12,6 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 from memfit.core.errors import BadFile
+from memfit.core.shown import Shown
+from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
 
@@ -79,13 +81,19 @@ class Mark:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
+@dataclass(frozen=True, slots=True, repr=False)
+class Timeline(Shown):
     """Blocks in order of their start, the number of ticks, and the marks where phases begin."""
 
     blocks: tuple[Block, ...]
     num_ticks: int
     marks: tuple[Mark, ...] = ()
+
+    def summary(self) -> str:
+        """How much it holds."""
+        return (
+            f"of {len(self.blocks):,} blocks over {self.num_ticks:,} ticks: at most {format_size(self.peak()[1])} live"
+        )
 
     def events(self) -> Iterator[tuple[int, bool]]:
         """(index of the block, True for its allocation or False for its free), in order of time."""

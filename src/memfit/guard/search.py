@@ -16,6 +16,8 @@ from typing import Any, Protocol
 from memfit.catalogue.host import resident_bytes
 from memfit.core.errors import BadInput, MemfitError, StepFailed
 from memfit.core.guarding import OutOfMemory
+from memfit.core.printing import printable
+from memfit.core.shown import Shown
 from memfit.core.units import format_size
 from memfit.guard.space import Space, described_point, key_of
 from memfit.guard.trials import Outcome, Record, Trials, best_of
@@ -87,8 +89,8 @@ class Best:
     path: Path | None
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
+@dataclass(frozen=True, slots=True, repr=False)
+class Search(Shown):
     """What a search has found; `print` shows a table of it.
 
     Args:
@@ -117,8 +119,13 @@ class Search:
         self.framework.read(model, self.best.path)
         return model
 
+    def summary(self) -> str:
+        """How many trials there were, and the best."""
+        best = "none has finished" if self.best is None else f"best {self.best.score:.6g} in trial {self.best.number}"
+        return f"of {len(self.trials)} trials: {best}"
+
     def __str__(self) -> str:
-        return "\n".join(_table(self))
+        return "\n".join(printable(line) for line in _table(self))
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write."""

@@ -105,8 +105,8 @@ def _several(number: float, what: str) -> str:
 def _streamed(streaming: Streaming) -> list[str]:
     lines = [
         f"with {format_size(streaming.memory_bytes)} of memory and batches of {streaming.batch_size} ({_COMPUTED}):",
-        f"  {_several(streaming.num_blocks, 'block')} of about {format_size(streaming.block_bytes)}, in "
-        f"{_several(streaming.num_lanes, 'lane')}",
+        f"  {_several(streaming.num_blocks, 'block')} of about {format_size(streaming.block_bytes)}; up to "
+        f"{_several(streaming.num_lanes, 'worker')} can share them without reading one twice",
         f"  the samples of {_several(streaming.blocks_per_window, 'block')} are shuffled with each other; "
         f"{streaming.neighbours_together:.2%} of samples are followed by one of the same block "
         f"({streaming.neighbours_at_best:.2%} in a full shuffle)",
@@ -176,7 +176,7 @@ def speed_rows(found: Speed) -> Sequence[tuple[str, str]]:
     """Every figure with its origin."""
     plain = found.raw_bytes_per_second
     workers = "none" if not found.num_workers else str(found.num_workers)
-    cold = "forgotten by the kernel before each" if found.is_cold else "as the kernel had them cached"
+    cold = "dropped from the page cache before each" if found.is_cold else "partly in the page cache"
     return (
         ("plain read of the same files", UNKNOWN if plain is None else f"{format_size(round(plain))}/s ({_MEASURED})"),
         ("time to the first batch", f"{found.first_batch_seconds:.2f} s ({_MEASURED})"),

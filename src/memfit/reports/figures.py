@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.estimate import CACHED, CONTEXT, DRY_RUN, Estimate
+from memfit.core.printing import printable
 from memfit.core.timeline import Category
 from memfit.core.units import format_size
 
@@ -39,15 +40,6 @@ class Figure:
     label: str
     value: str
     origin: str
-
-
-def printable(text: str) -> str:
-    r"""Text that can't steer a terminal: control and invisible characters become escapes.
-
-    >>> printable("conv\x1b[31m")
-    'conv\\x1b[31m'
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def shorten(text: str, width: int) -> str:
@@ -105,6 +97,22 @@ def device_title(device: Device) -> str:
     return printable(device.title or device.name)
 
 
+def with_origin(size_bytes: int | None, origin: Origin) -> str:
+    """A size and how it is known; "unknown" where it isn't."""
+    return UNKNOWN if size_bytes is None else f"{format_size(size_bytes)} ({origin.value})"
+
+
+def capability(device: Device) -> str:
+    """CUDA compute capability, "8.6"."""
+    return UNKNOWN if device.capability is None else f"{device.capability[0]}.{device.capability[1]}"
+
+
+def bandwidth(device: Device) -> str:
+    """How fast the device's memory is."""
+    rate = device.bandwidth_bytes_per_second
+    return UNKNOWN if rate is None else f"{format_size(round(rate))}/s"
+
+
 def needed(estimate: Estimate) -> str:
     """What the device must provide, whether it can or not."""
     return format_size(estimate.peak_bytes)
@@ -113,6 +121,11 @@ def needed(estimate: Estimate) -> str:
 def answer(fits: bool | None) -> str:
     """Whether it fits, in words."""
     return {True: "fits", False: "does not fit", None: "whether it fits is unknown"}[fits]
+
+
+def yes_or_no(fits: bool | None) -> str:
+    """Whether it fits, in a cell of a table."""
+    return {True: "yes", False: "no", None: UNKNOWN}[fits]
 
 
 def demand(estimate: Estimate) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from memfit.core.dryrun import DryRun
 from memfit.core.estimate import Estimate
 from memfit.core.plan import Plan
+from memfit.core.printing import printable
 from memfit.core.supervised import SupervisedRun
 from memfit.reports import figures, plan_figures, run_figures, supervised_figures
 from memfit.reports.files import write_whole
@@ -102,11 +103,13 @@ def embed_json(data: Any) -> str:
     >>> embed_json("</script>")
     '"\\u003c/script>"'
     """
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    for sign in ("<", "\u2028", "\u2029"):
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    # A lone surrogate, as in a file name that isn't UTF-8, can't be written to a file.
-    return re.sub("[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    # Control characters, which JSON has as escapes, and invisible ones, which could reverse what stands beside them, or
+    # can't be written to a file at all (file names that aren't UTF-8), are shown as escapes: a backslash more for each.
+    text = re.sub(
+        r"\\(?:\\|u00[01][0-9a-f]|[bfr])", lambda match: match[0] if match[0] == r"\\" else "\\" + match[0], text
+    )
+    return re.sub(r"[^\x20-\x7e]", lambda match: printable(match[0]).replace("\\", r"\\"), text)
 
 
 def _script(kind: str = "page") -> str:

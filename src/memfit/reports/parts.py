@@ -81,7 +81,7 @@ def format_grid(grid: Grid) -> list[str]:
     titles = [title.removeprefix(">") for title in grid.columns]
     wrapped = [[textwrap.wrap(cell, _CELL_WIDTH) or [""] for cell in line.cells] for line in grid.lines]
     widths = [
-        max(len(title), *(len(text) for cells in wrapped for text in cells[index]))
+        max([len(title), *(len(text) for cells in wrapped for text in cells[index])])
         for index, title in enumerate(titles)
     ]
 

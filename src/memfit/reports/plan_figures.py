@@ -11,7 +11,7 @@ from memfit.core.units import format_size
 from memfit.planner.moves import DROPOUT
 from memfit.reports import figures
 from memfit.reports.figures import UNKNOWN, printable
-from memfit.reports.parts import HARMLESS, Grid, Line, Part, note_line, sum_up
+from memfit.reports.parts import HARMLESS, KEEPS, Grid, Line, Part, note_line, sum_up
 
 NUM_POINTS = 6
 _NUM_REFUSED = 8
@@ -100,25 +100,25 @@ def with_origin(time: Seconds) -> str:
 
 
 def numbers(plan: Plan) -> str:
-    """What the plan does to the numbers of training, in one sentence."""
+    """What the plan does to the results of training, in one sentence."""
     named = {keeps: [printable(move.title) for move in plan.moves if move.keeps is keeps] for keeps in Keeps}
     if not plan.moves:
-        return "numbers: nothing changes, the step runs as it is"
+        return "results: unchanged, the step runs as it is"
     if plan.keeps is Keeps.EXACT:
-        return "numbers: gradients and updates are exactly those of the step as it is"
-    exact = f". Exact: {'; '.join(named[Keeps.EXACT])}" if named[Keeps.EXACT] else ""
+        return "results: gradients and updates are identical to those of the step as it is"
+    exact = f". Identical: {'; '.join(named[Keeps.EXACT])}" if named[Keeps.EXACT] else ""
     rounding = "; ".join(named[Keeps.ROUNDING])
     if plan.keeps is Keeps.ROUNDING:
         masks = " but for the masks of dropout" if any(move.caveat == DROPOUT for move in plan.moves) else ""
-        return f"numbers: equal to rounding{masks}, because of: {rounding}{exact}"
-    rounded = f". Equal to rounding: {rounding}" if rounding else ""
-    return f"numbers: training changes, because of: {'; '.join(named[Keeps.CHANGES])}{rounded}{exact}"
+        return f"results: the same up to floating-point rounding{masks}, because of: {rounding}{exact}"
+    rounded = f". The same up to rounding: {rounding}" if rounding else ""
+    return f"results: training changes, because of: {'; '.join(named[Keeps.CHANGES])}{rounded}{exact}"
 
 
 def parts(plan: Plan) -> list[Part]:
     """Everything below the verdict and its lines."""
     found = [
-        Part("Moves", grid=Grid(("move", "numbers", ">saves", ">costs"), tuple(map(_move_line, plan.moves)))),
+        Part("Moves", grid=Grid(("move", "results", ">saves", ">costs"), tuple(map(_move_line, plan.moves)))),
         Part("At the peak, before and after", grid=_categories(plan)),
         Part("Memory against time: the best plans known", grid=_front(plan)),
         Part("Not considered", lines=tuple(refusal_lines(plan, _NUM_REFUSED))),
@@ -182,7 +182,7 @@ def refusal_lines(plan: Plan, most: int) -> list[str]:
 
 def _move_line(move: PlannedMove) -> Line:
     remarks = (printable(move.caveat),) if move.caveat else ()
-    return Line((printable(move.title), move.keeps.value, saving(move), cost(move)), remarks)
+    return Line((printable(move.title), KEEPS[move.keeps.value], saving(move), cost(move)), remarks)
 
 
 def _categories(plan: Plan) -> Grid:

@@ -6,6 +6,7 @@ from memfit.core.estimate import Estimate
 from memfit.core.plan import Plan, PlannedMove
 from memfit.core.units import format_size
 from memfit.reports import figures, plan_figures
+from memfit.reports.parts import KEEPS
 from memfit.reports.payload import build_curves
 from memfit.reports.plan_code import format_code
 
@@ -65,7 +66,7 @@ def _figures(plan: Plan) -> list[figures.Figure]:
                 ("time of a step as planned", plan.seconds_after),
             )
         ),
-        figures.Figure("numbers", plan.keeps.value, ""),
+        figures.Figure("results", KEEPS[plan.keeps.value], ""),
     ]
     if plan.after.host_bytes:
         found.append(figures.Figure("further host memory", format_size(plan.after.host_bytes), simulated))
@@ -76,7 +77,7 @@ def _move(move: PlannedMove) -> list[Any]:
     cost = plan_figures.format_seconds(move.costs_seconds)
     return [
         move.title,
-        move.keeps.value,
+        KEEPS[move.keeps.value],
         format_size(move.saves_bytes),
         move.saves_origin.value,
         f"+{cost}" if move.costs_seconds and move.costs_seconds > 0 else cost,

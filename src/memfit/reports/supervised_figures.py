@@ -105,7 +105,7 @@ def attempt_parts(run: SupervisedRun) -> list[Part]:
     """A table of the attempts, where there was more than one."""
     if len(run.attempts) < 2:
         return []
-    columns = ("attempt", "told", ">time", ">peak", "steps", "began with", "ended")
+    columns = ("attempt", "run with", ">time", ">peak", "steps", "started from", "ended")
     return [Part("Attempts", grid=Grid(columns, tuple(Line(tuple(row(attempt))) for attempt in run.attempts)))]
 
 

@@ -12,14 +12,14 @@ from memfit.core.errors import BadInput, MissingDependency
 from memfit.core.estimate import Estimate
 from memfit.core.timeline import Category
 from memfit.core.units import format_size
-from memfit.reports import figures
+from memfit.reports import batches, figures
 from memfit.reports.figures import UNKNOWN, Row
+from memfit.reports.fitting_table import FittingTable
 from memfit.reports.parts import Grid, Part
 from memfit.reports.text import NUM_TOP, format_estimate
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-    from rich.table import Table
+    from rich.console import Console, RenderableType
     from rich.text import Text
 
 __all__ = [
@@ -35,9 +35,8 @@ __all__ = [
     "verdict_style",
 ]
 
-_BAR_WIDTH = 20
 # Wide enough for the longest name of a category, so that the numbers of all lists stand under each other.
-_NAME_WIDTH = 45
+_NAME_WIDTH = 43
 _STYLES = {
     Category.PARAMETER.value: "blue",
     Category.BUFFER.value: "bright_black",
@@ -48,19 +47,6 @@ _STYLES = {
     Category.BATCH.value: "green",
     Category.WORKSPACE.value: "cyan",
 }
-
-
-class _Bar:
-    """A bar of a given share, in ASCII where the console has nothing better."""
-
-    def __init__(self, share: float, style: str) -> None:
-        self.share, self.style = share, style
-
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        from rich.text import Text
-
-        sign = "#" if options.ascii_only else "\u2588"
-        yield Text(sign * round(self.share * _BAR_WIDTH), style=self.style)
 
 
 def print_estimate(estimate: Estimate, console: "Console | None" = None) -> None:
@@ -104,8 +90,8 @@ def render_estimate(estimate: Estimate) -> "RenderableType":
         parts.append(Text("\nNotes", style="bold"))
     for note in estimate.notes:
         where = f" ({figures.printable(note.source)})" if note.source else ""
-        code = f"  {figures.printable(note.code)}: "
-        parts.append(Text.assemble((code, "cyan"), figures.printable(note.text) + where))
+        code = f"{figures.printable(note.code)}: "
+        parts.append(_indented(Text.assemble((code, "cyan"), figures.printable(note.text) + where)))
     return Group(*parts)
 
 
@@ -114,48 +100,45 @@ def render_comparison(estimates: Sequence[Estimate]) -> "RenderableType":
     if not estimates:
         raise BadInput("nothing to compare: expected at least one estimate, got none.")
     require_rich()
-    from rich.table import Table
+    from rich.console import Group
     from rich.text import Text
 
-    table = Table(title="Comparison", title_justify="left", title_style="bold")
-    table.add_column("")
-    for estimate in estimates:
-        table.add_column(Text(figures.printable(estimate.subject)), justify="right")
     columns = [_comparison_column(estimate) for estimate in estimates]
-    for label in columns[0]:
-        style = "bold" if label in ("peak", "fits") else ""
-        table.add_row(label, *(Text(column[label]) for column in columns), style=style)
-    table.add_section()
+    rows = [
+        [Text(label, style="bold" if label in ("peak", "fits") else ""), *(column[label] for column in columns)]
+        for label in columns[0]
+    ]
     first, *others = estimates
-    table.add_row("peak against the first", "-", *(_saving(first, other) for other in others))
-    return table
+    if others:
+        rows.append([Text("peak against the first"), "-", *(_saving(first, other) for other in others)])
+    titles = ("", *(figures.printable(estimate.subject) for estimate in estimates))
+    return Group(Text("Comparison", style="bold"), FittingTable(titles, rows))
 
 
 def render_devices(devices: Sequence[Device]) -> "RenderableType":
     """The devices as a table: memory, capability, bandwidth; for a single device also where its figures come from."""
     require_rich()
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table()
-    table.add_column("name", no_wrap=True)
-    table.add_column("device", overflow="fold")
-    for label in ("nominal", "usable", "context", "capability", "bandwidth"):
-        table.add_column(label, justify="right")
-    for device in devices:
-        bandwidth = device.bandwidth_bytes_per_second
-        table.add_row(
+    # A column of words would take the room that a list needs for its figures.
+    origin = figures.with_origin if len(devices) == 1 else _marked
+    titles = ("name", "device", ">nominal", ">usable", ">context", ">capability", ">bandwidth")
+    rows = [
+        (
             Text(figures.printable(device.name), style="bold"),
-            Text(figures.device_title(device)),
+            figures.device_title(device),
             format_size(device.nominal_bytes),
-            _with_origin(device.usable_bytes, device.usable_origin),
-            _with_origin(device.context_bytes, device.context_origin),
-            UNKNOWN if device.capability is None else f"{device.capability[0]}.{device.capability[1]}",
-            UNKNOWN if bandwidth is None else f"{format_size(round(bandwidth))}/s",
+            origin(device.usable_bytes, device.usable_origin),
+            origin(device.context_bytes, device.context_origin),
+            figures.capability(device),
+            figures.bandwidth(device),
         )
+        for device in devices
+    ]
+    table = FittingTable(titles, rows)
     if len(devices) != 1:
-        return table
+        return Group(table, Text("~ assumed; what is usable and the context of others was measured", style="dim"))
     source = ", ".join(part for part in (devices[0].source, devices[0].date) if part) or UNKNOWN
     return Group(table, Text(figures.printable(f"source: {source}")))
 
@@ -172,39 +155,19 @@ def render_max_batch(
     """
     require_rich()
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    usable = f"{format_size(device.usable_bytes)} usable on {figures.device_title(device)}"
-    title = f"No batch size fits: {usable}" if chosen is None else f"Largest batch size that fits: {chosen} ({usable})"
-    table = Table()
-    table.add_column("")
-    for label in ("batch size", "peak", "of the usable"):
-        table.add_column(label, justify="right")
-    table.add_column("fits")
-    for batch_size, peak_bytes, fits in sorted(rows, key=lambda row: row[0]):
-        share = UNKNOWN if not device.usable_bytes else f"{peak_bytes / device.usable_bytes:.0%}"
-        table.add_row(
-            ">" if batch_size == chosen else "",
-            str(batch_size),
-            format_size(peak_bytes),
-            share,
-            Text(_fits_word(fits), style=verdict_style(fits)),
-            style="bold" if batch_size == chosen else "",
-        )
-    return Group(Text(title, style=f"bold {verdict_style(chosen is not None)}"), table)
+    title = Text(batches.title(chosen, device), style=f"bold {verdict_style(chosen is not None)}")
+    return Group(title, _grid(batches.grid(rows, chosen, device)))
 
 
 def render_parts(verdict: str, details: list[str], parts: list[Part], *, style: str) -> "RenderableType":
     """A verdict in the colour of its answer, the lines below it, and titled parts."""
     from rich.console import Group
-    from rich.padding import Padding
     from rich.text import Text
 
     def line(text: str) -> "RenderableType":
-        # What wraps stays below its beginning.
-        indent = 2 + len(text) - len(text.lstrip())
-        return Padding(Text(text.lstrip()), (0, 0, 0, indent), expand=False)
+        return _indented(Text(text.lstrip()), 2 + len(text) - len(text.lstrip()))
 
     found: list[RenderableType] = [Text(verdict, style=f"bold {style}"), *map(line, details)]
     for part in parts:
@@ -212,29 +175,26 @@ def render_parts(verdict: str, details: list[str], parts: list[Part], *, style: 
         if part.rows:
             found.append(breakdown_table(list(part.rows), with_bar=part.with_bar))
         if part.grid is not None:
-            found.append(Padding(_grid(part.grid), (0, 0, 0, 2), expand=False))
+            found.append(_indented(_grid(part.grid)))
         found += map(line, part.lines)
     return Group(*found)
 
 
-def _grid(grid: Grid) -> "Table":
-    from rich.table import Table
-    from rich.text import Text
+def _indented(part: "RenderableType", indent: int = 2) -> "RenderableType":
+    """A part whose lines, those that wrap included, stand below each other."""
+    from rich.padding import Padding
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for title in grid.columns:
-        right = title.startswith(">")
-        table.add_column(title.removeprefix(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
-    for line in grid.lines:
-        first, *rest = (Text(cell) for cell in line.cells)
-        for remark in line.remarks:
-            first.append(f"\n  {remark}", style="dim")
-        table.add_row(first, *rest)
-    return table
+    return Padding(part, (0, 0, 0, indent), expand=False)
 
 
-def _with_origin(size_bytes: int | None, origin: Origin) -> str:
-    return UNKNOWN if size_bytes is None else f"{format_size(size_bytes)} ({origin.value})"
+def _grid(grid: Grid) -> FittingTable:
+    return FittingTable(
+        grid.columns, [line.cells for line in grid.lines], remarks=[line.remarks for line in grid.lines]
+    )
+
+
+def _marked(size_bytes: int | None, origin: Origin) -> str:
+    return f"{'~' if size_bytes is not None and origin is not Origin.MEASURED else ''}{format_size(size_bytes)}"
 
 
 def require_rich() -> None:
@@ -250,49 +210,25 @@ def verdict_style(fits: bool | None) -> str:
     return {True: "green", False: "red", None: "yellow"}[fits]
 
 
-def _fits_word(fits: bool | None) -> str:
-    return {True: "yes", False: "no", None: UNKNOWN}[fits]
-
-
-def _listing() -> "Table":
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(min_width=_NAME_WIDTH, overflow="fold")
-    table.add_column(justify="right", no_wrap=True)
-    return table
-
-
-def breakdown_table(rows: list[Row], with_bar: bool = False) -> "Table":
+def breakdown_table(rows: list[Row], with_bar: bool = False) -> "RenderableType":
     """The lines of a breakdown, with bars of their shares where that is wanted."""
+    cells = [(row.name, format_size(row.size_bytes), figures.format_share(row.share)) for row in rows]
+    bars = [(row.share, _STYLES.get(row.name, "bright_black")) for row in rows] if with_bar else ()
+    return _indented(FittingTable(("", ">", ">"), cells, bars=bars, least_width=_NAME_WIDTH))
+
+
+def _host_table(estimate: Estimate) -> "RenderableType":
+    rows = figures.rows(estimate.host.parts, estimate.host.total_bytes)
+    cells = [(row.name, format_size(row.size_bytes)) for row in rows]
+    return _indented(FittingTable(("", ">"), cells, least_width=_NAME_WIDTH))
+
+
+def _figures_table(estimate: Estimate) -> "RenderableType":
     from rich.text import Text
 
-    table = _listing()
-    table.add_column(justify="right", no_wrap=True)
-    if with_bar:
-        table.add_column(width=_BAR_WIDTH)
-    for row in rows:
-        bar = [_Bar(row.share, _STYLES.get(row.name, "bright_black"))] if with_bar else []
-        table.add_row(Text("  " + row.name), format_size(row.size_bytes), figures.format_share(row.share), *bar)
-    return table
-
-
-def _host_table(estimate: Estimate) -> "Table":
-    from rich.text import Text
-
-    table = _listing()
-    for row in figures.rows(estimate.host.parts, estimate.host.total_bytes):
-        table.add_row(Text("  " + row.name), format_size(row.size_bytes))
-    return table
-
-
-def _figures_table(estimate: Estimate) -> "Table":
-    from rich.text import Text
-
-    table = _listing()
-    for figure in figures.figures(estimate):
-        table.add_row(Text("  " + figure.label), figure.value, Text(figure.origin, style="dim"))
-    return table
+    # Origins are words that must not be folded, like figures.
+    cells = [(f.label, f.value, Text(f.origin, style="dim")) for f in figures.figures(estimate)]
+    return _indented(FittingTable(("", ">", ""), cells, least_width=_NAME_WIDTH))
 
 
 def _comparison_column(estimate: Estimate) -> dict[str, str]:
@@ -310,7 +246,7 @@ def _comparison_column(estimate: Estimate) -> dict[str, str]:
         "gradients": format_size(category.get(Category.GRADIENT.value, 0)),
         "optimizer state": format_size(category.get(Category.OPTIMIZER_STATE.value, 0)),
         "usable": format_size(estimate.capacity_bytes),
-        "fits": _fits_word(estimate.fits),
+        "fits": figures.yes_or_no(estimate.fits),
         "host memory": figures.host_total(estimate),
     }
 

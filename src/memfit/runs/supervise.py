@@ -210,7 +210,7 @@ class Supervisor:
         used = sizes[-1] if attempt.guarded and sizes else None
         told = attempt.configuration.micro_batch_size
         if told is not None and used is not None and used > told:
-            self._notes.append(f"attempt {attempt.number} was told micro-batches of at most {told} and used {used}")
+            self._notes.append(f"attempt {attempt.number} was to use micro-batches of at most {told} but used {used}")
         following = next_configuration(
             [a.configuration for a in self._attempts],
             used,
@@ -254,12 +254,12 @@ class Supervisor:
             )
         if not attempt.guarded and _last(events, "torch") is None:
             return (
-                "the script uses no guard that could be told to use less, and had not imported PyTorch when memory ran "
+                "the script uses no guard that could make do with less, and had not imported PyTorch when memory ran "
                 f"out, so that nothing that memfit can change from outside would help; it needs more than {limit}"
             )
         if following is None and not attempt.guarded:
             return (
-                "the script uses no guard (memfit.Guard, or a trainer that memfit knows) that could be told to use "
+                "the script uses no guard (memfit.Guard, or a trainer that memfit knows) that could make do with "
                 "less, and all that memfit can do from outside has been tried; use a smaller batch, or memfit.Guard"
             )
         if following is None and _last(events, "keras") is not None:

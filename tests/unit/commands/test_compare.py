@@ -27,3 +27,9 @@ def test_the_table_has_a_column_for_each(script, capsys):
 def test_one_that_does_not_fit_is_enough(script, capsys):
     assert main(["compare", f"{script}:job", f"{script}:job", "-d", "100MiB"]) == 3
     assert "host memory" in capsys.readouterr().out
+
+
+def test_several_devices_have_a_column_each(script, capsys):
+    assert main(["compare", f"{script}:job", "-d", "t4,a10g", "--json"]) == 0
+
+    assert [found["device"]["name"] for found in json.loads(capsys.readouterr().out)] == ["t4", "a10g"]

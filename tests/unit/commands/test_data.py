@@ -75,11 +75,9 @@ def test_bad_input_is_one_line_and_2(folder, capsys, arguments, message):
     assert "Traceback" not in written.err
 
 
-def test_an_action_is_needed(folder, capsys):
-    with pytest.raises(SystemExit) as left:
-        run()
-    assert left.value.code == 2
-    assert "ACTION" in capsys.readouterr().err
+def test_without_an_action_the_help_is_shown(folder, capsys):
+    assert run() == 0
+    assert "ACTION" in capsys.readouterr().out
 
 
 def test_an_overflow_is_refused_unless_allowed(folder, capsys):

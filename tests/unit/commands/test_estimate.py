@@ -1,4 +1,5 @@
 import json
+import re
 
 import memfit
 from memfit.commands import main
@@ -69,3 +70,23 @@ def test_an_impossible_page_is_refused_before_the_work(script, capsys, monkeypat
     assert written.err == (
         "memfit: there is no folder 'missing' to write 'missing/memory.html' to. Make it first, or name another.\n"
     )
+
+
+def test_several_devices_give_a_table_and_a_list(script, capsys):
+    code, written = run(capsys, f"{script}:job", "-d", "rtx-3090", "-d", "t4,64MiB")
+
+    assert code == 3
+    rows = [re.split(r"  +", line.strip()) for line in written.out.splitlines()[-3:]]
+    assert [row[0] for row in rows] == ["NVIDIA GeForce RTX 3090", "NVIDIA Tesla T4", "A CUDA device with 64 MiB"]
+    assert [row[-1] for row in rows] == ["yes", "yes", "no"]
+    code, written = run(capsys, f"{script}:job", "-d", "rtx-3090,t4", "--json")
+    assert (code, [found["device"]["name"] for found in json.loads(written.out)]) == (0, ["rtx-3090", "t4"])
+
+
+def test_a_wrong_name_among_devices_is_refused_before_the_work(script, capsys, monkeypatch):
+    monkeypatch.setattr(memfit._api, "estimate", None)
+    code, written = run(capsys, f"{script}:job", "-d", "t4,xyz")
+
+    assert (code, written.out) == (2, "")
+    assert "no device is called 'xyz'" in written.err
+    assert run(capsys, f"{script}:job", "-d", "t4,a10g", "--html", "x.html")[0] == 2

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -45,3 +46,13 @@ def test_candidates_are_whole_numbers(script, capsys, text):
         "memfit: --candidates takes whole numbers from 1 up, separated by commas, such as 16,32,64; "
         f"{text!r} was given.\n"
     )
+
+
+def test_several_devices_give_a_table_and_a_list(script, capsys):
+    code, written = run(capsys, f"{script}:job", "-d", "200MiB,400MiB", "--candidates", "4,8")
+
+    assert code == 3
+    assert "ConvNet: largest batch size that fits" in written.out
+    assert [re.split(r"  +", line.strip())[1] for line in written.out.splitlines()[-2:]] == ["none", "8"]
+    code, written = run(capsys, f"{script}:job", "-d", "300MiB", "-d", "400MiB", "--candidates", "4", "--json")
+    assert [found["device"] for found in json.loads(written.out)] == ["300MiB", "400MiB"]

@@ -5,6 +5,7 @@ import pytest
 import memfit
 from memfit.commands import build_parser, main, output
 from memfit.commands import plan as command
+from memfit.commands.parser import UsageError
 from memfit.core.errors import StepFailed
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.reports.plan_code import format_code
@@ -114,7 +115,6 @@ def test_files_beside_json_leave_json_alone(script, planner, capsys, tmp_path):
     [
         ([], "there is nothing to plan: give a TARGET such as timm:resnet50, or --script and a script."),
         (["a.py:b", "c.py:d"], "one TARGET is planned at a time, but 'c.py:d' was given as well."),
-        (["{}:job", "--json", "--code"], "--json and --code both write to standard output. Give one of them."),
         (["{}:job", "--count", "0"], "--count must be at least 1, but 0 was given."),
         (["{}:job", "--html", "missing/x.html"], "there is no folder 'missing' to write 'missing/x.html' to."),
         (["{}:job", "--save", "missing/x.json"], "there is no folder 'missing' to write 'missing/x.json' to."),
@@ -144,7 +144,7 @@ def test_unknown_names_are_refused_by_the_parser(script, capsys):
         run(capsys, f"{script}:job", "--precision", "int8")
 
     assert caught.value.code == 2
-    assert "invalid choice: 'int8'" in capsys.readouterr().err
+    assert "there is no 'int8'. Choose from keep, auto, fp32" in capsys.readouterr().err
 
 
 def test_where_nothing_fits_the_message_says_so(script, planner, capsys):
@@ -171,7 +171,9 @@ def test_where_not_even_the_smallest_is_known_json_says_so(script, planner, caps
     code, written = run(capsys, f"{script}:job", "-d", "512MiB", "--json", "--html", "x.html")
 
     assert code == 3
-    assert json.loads(written.out) == {"fits": False, "message": MESSAGE, "device_that_would_do": None}
+    error = {"type": "PlanNotFound", "message": MESSAGE, "exit_code": 3}
+    found = {"fits": False, "message": MESSAGE, "device_that_would_do": None, "error": error}
+    assert json.loads(written.out) == found
     assert "memfit: nothing is written to x.html (--html), because no plan fits\n" in written.err
 
 
@@ -233,8 +235,38 @@ def test_a_script_that_fails_has_the_exit_codes_of_a_dry_run(script_planner, cap
 
 def test_options_are_never_short_forms(script, planner):
     parser = build_parser()
-    with pytest.raises(SystemExit):
+    with pytest.raises(UsageError, match="--bud"):
         parser.parse_args(["plan", f"{script}:job", "--bud", "10GiB"])
+
+
+def test_json_and_code_are_one_too_many(script, planner, capsys):
+    code, written = run(capsys, f"{script}:job", "--json", "--code")
+
+    message = "--json and --code both write to standard output. Give one of them."
+    assert (code, json.loads(written.out)["error"]["message"]) == (2, message)
+    assert planner.asked == []
+
+
+def test_several_devices_give_a_table_and_a_list(script, planner, capsys):
+    code, written = run(capsys, f"{script}:job", "-d", "t4,a10g")
+
+    assert code == 0
+    assert [options["device"].name for _, options in planner.asked] == ["t4", "a10g"]
+    for cell in ("NVIDIA Tesla T4", "NVIDIA A10G", "900.0 MiB", "1.19x", "4 micro-batches of 8 samples"):
+        assert cell in written.out
+    planner.answer = PlanNotFound(MESSAGE, make_small_plan())
+    code, written = run(capsys, f"{script}:job", "-d", "t4", "-d", "a10g", "--json")
+    assert (code, [found["message"] for found in json.loads(written.out)]) == (3, [MESSAGE, MESSAGE])
+
+
+@pytest.mark.parametrize("option", [["--html", "x.html"], ["--save", "x.json"], ["--code"], ["--script", "x.py"]])
+def test_what_is_for_one_device_is_refused_for_several(script, planner, capsys, option):
+    given = option if option[0] == "--script" else [f"{script}:job", *option]
+    code, written = run(capsys, "-d", "t4,a10g", *given)
+
+    assert code == 2
+    assert written.err == f"memfit: {option[0]} is for one device, but t4, a10g were given. Name one at a time.\n"
+    assert planner.asked == []
 
 
 def test_progress_is_told(script, planner, capsys, monkeypatch):

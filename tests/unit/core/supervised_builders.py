@@ -64,7 +64,7 @@ def make_supervised(**changes):
         "limit_bytes": GIB,
         "limit_of": "container",
         "seconds": 10.0,
-        "notes": ("attempt 2 was told micro-batches of at most 8 and used 16",),
+        "notes": ("attempt 2 was to use micro-batches of at most 8 but used 16",),
     }
     return SupervisedRun(**{**defaults, **changes})
 

@@ -56,7 +56,7 @@ def test_an_inspection_says_all_it_found():
         "on disk: 2.00 GiB (measured)",
         "2 classes: cat, dog",
         "as float32 it would take 1.00 GiB less (50%, computed)",
-        "6,242 blocks of about 336.0 KiB, in 12 lanes",
+        "6,242 blocks of about 336.0 KiB; up to 12 workers can share them",
         "0.50% of samples are followed by one of the same block (0.02% in a full shuffle)",
         "stored as float64",
     ):
@@ -92,7 +92,7 @@ def test_unpacking_many_classes_and_one_lane_are_told():
     said = text("", data_figures.inspection_parts(found))
 
     assert "after it was unpacked to a scratch folder" in said
-    assert "in 1 lane\n" in said
+    assert "up to 1 worker can share them" in said
     assert "20 classes: class 0, class 1, class 2" in said
     assert "class 7 and 12 more" in said
 
@@ -136,8 +136,8 @@ def test_speed_is_told_with_what_it_is_compared_to():
     assert said.startswith("x.npy: 5,000 samples/s, 9.54 MiB/s, 0.50 of a plain read (measured)")
     for expected in ("19.1 MiB/s (measured)", "0.25 s (measured)", "256.0 MiB (measured)", "512.0 MiB (given)"):
         assert expected in said
-    assert "forgotten by the kernel" in said
+    assert "dropped from the page cache" in said
     remote = replace(SPEED, bytes_per_second=None, raw_bytes_per_second=None, is_cold=False, num_workers=0)
     said = text(data_figures.speed_verdict(remote), data_figures.speed_parts(remote))
     assert said.startswith("x.npy: 5,000 samples/s (measured)")
-    assert "as the kernel had them cached" in said
+    assert "partly in the page cache" in said

@@ -25,6 +25,7 @@ from tests.unit.reports.builders import RTX_3090, Recorder, make_estimate, make_
 from tests.unit.reports.plan_builders import MOVES, make_easy_plan, make_plan, make_small_plan
 from tests.unit.reports.run_builders import make_dead_run, make_failure, make_run, make_scan
 
+SHOWN = r"</script><img src=x onerror=alert(1)><!-- {{data}} \u2028 &amp;"
 EVIL = "</script><img src=x onerror=alert(1)><!-- {{data}} \u2028 &amp;"
 
 
@@ -74,8 +75,8 @@ def test_names_cannot_leave_their_place():
     harmless = render_page(make_estimate())
     for tag in ("<script", "</script", "<img", "<!--", "\u2028"):
         assert text.count(tag) == harmless.count(tag)
-    assert data_of(text)["notes"] == [[EVIL, EVIL, EVIL]]
-    assert data_of(text)["strings"] == [EVIL]
+    assert data_of(text)["notes"] == [[SHOWN, SHOWN, SHOWN]]
+    assert data_of(text)["strings"] == [SHOWN]
 
 
 def test_embedded_json_ends_nothing():
@@ -84,7 +85,23 @@ def test_embedded_json_ends_nothing():
     assert "<" not in text
     assert "\u2028" not in text
     assert "\u2029" not in text
-    assert json.loads(text) == [EVIL, "\u2029", "\ud800"]
+    assert json.loads(text) == [SHOWN, r"\u2029", r"\ud800"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("a\x1b[31mb", r"a\u001b[31mb"),
+        ("\u202egpj", r"\u202egpj"),
+        ("\x07\x9b\x7f", r"\u0007\x9b\x7f"),
+        ("c:\\users\\b", "c:\\users\\b"),
+        ("\\\x1b", "\\\\u001b"),
+        ("two\nlines\tand a tab", "two\nlines\tand a tab"),
+        ("модель 模型", "модель 模型"),
+    ],
+)
+def test_what_steers_a_terminal_or_turns_text_around_is_shown_as_an_escape(name, shown):
+    assert json.loads(embed_json({name: [name]})) == {shown: [shown]}
 
 
 def test_page_of_a_resnet_is_small():
@@ -176,7 +193,7 @@ def test_what_a_script_says_cannot_leave_its_place():
     harmless = render_run_page(make_dead_run())
     for tag in ("<script", "</script", "<img", "<!--", "\u2028"):
         assert text.count(tag) == harmless.count(tag)
-    assert data_of(text)["run"]["failure"]["message"] == EVIL
+    assert data_of(text)["run"]["failure"]["message"] == SHOWN
 
 
 def test_page_of_a_run_is_written_whole(tmp_path):
@@ -216,7 +233,7 @@ def test_what_a_plan_says_cannot_leave_its_place():
     harmless = render_plan_page(make_plan())
     for tag in ("<script", "</script", "<img", "<!--", "\u2028"):
         assert text.count(tag) == harmless.count(tag)
-    assert data_of(text)["refused"] == [[EVIL, EVIL]]
+    assert data_of(text)["refused"] == [[SHOWN, SHOWN]]
 
 
 def test_page_of_a_plan_is_written_whole(tmp_path):

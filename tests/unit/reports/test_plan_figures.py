@@ -67,20 +67,22 @@ def test_a_slowdown_of_nothing_is_called_so():
 @pytest.mark.parametrize(
     ("moves", "expected"),
     [
-        ((), "numbers: nothing changes, the step runs as it is"),
-        (MOVES[1:2], "numbers: gradients and updates are exactly those of the step as it is"),
+        ((), "results: unchanged, the step runs as it is"),
+        (MOVES[1:2], "results: gradients and updates are identical to those of the step as it is"),
         (
             MOVES[1:3],
-            "numbers: equal to rounding, because of: fused optimizer. Exact: recompute 3 of 16 blocks",
+            "results: the same up to floating-point rounding, because of: fused optimizer. "
+            "Identical: recompute 3 of 16 blocks",
         ),
-        (MOVES[2:3], "numbers: equal to rounding, because of: fused optimizer"),
+        (MOVES[2:3], "results: the same up to floating-point rounding, because of: fused optimizer"),
         (
             (dataclasses.replace(MOVES[2], title="2 micro-batches", caveat=DROPOUT),),
-            "numbers: equal to rounding but for the masks of dropout, because of: 2 micro-batches",
+            "results: the same up to floating-point rounding but for the masks of dropout, because of: 2 micro-batches",
         ),
         (
             (dataclasses.replace(MOVES[1], keeps=Keeps.CHANGES, title="adapters"), *MOVES[2:]),
-            "numbers: training changes, because of: adapters. Equal to rounding: fused optimizer. Exact: channels last",
+            "results: training changes, because of: adapters. The same up to rounding: fused optimizer. "
+            "Identical: channels last",
         ),
     ],
 )

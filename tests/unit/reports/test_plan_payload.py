@@ -24,7 +24,7 @@ def test_moves_have_signs_origins_and_caveats():
 
     assert rows[0] == [
         MOVES[0].title,
-        "rounding",
+        "same up to rounding",
         "310.0 MiB",
         "simulated",
         "+21.0 ms",

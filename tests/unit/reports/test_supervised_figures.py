@@ -74,7 +74,7 @@ def test_parts():
         "runs/first/step-6",
         "ended by itself",
     )
-    assert notes.lines == ("attempt 2 was told micro-batches of at most 8 and used 16",)
+    assert notes.lines == ("attempt 2 was to use micro-batches of at most 8 but used 16",)
     assert [part.title for part in figures.parts(make_lost())] == ["Notes"]
 
 

@@ -17,7 +17,7 @@ def test_what_the_page_shows():
     assert payload["spans"] == [[0.1, 4.3], [4.4, 10.0]]
     assert payload["marks"][1] == [4.3, "killed", "attempt 1: the kernel killed it"]
     assert [row[-1] for row in payload["attempts"]][1] == ""
-    assert payload["notes"][0][1].startswith("attempt 2 was told")
+    assert payload["notes"][0][1].startswith("attempt 2 was to use")
     json.dumps(payload)
 
 

@@ -1,3 +1,5 @@
+import re
+
 from memfit.reports.supervised_text import format_supervised
 from tests.unit.core.supervised_builders import make_lost, make_supervised
 
@@ -7,9 +9,17 @@ def test_the_whole_run():
 
     assert lines[0].startswith("train.py: completed after 2 attempts")
     assert lines[3] == "Attempts"
-    assert lines[4].split() == ["attempt", "told", "time", "peak", "steps", "began", "with", "ended"]
+    assert re.split(r"  +", lines[4].strip()) == [
+        "attempt",
+        "run with",
+        "time",
+        "peak",
+        "steps",
+        "started from",
+        "ended",
+    ]
     assert "killed for its memory" in lines[5]
-    assert lines[-1] == "  attempt 2 was told micro-batches of at most 8 and used 16"
+    assert lines[-1] == "  attempt 2 was to use micro-batches of at most 8 but used 16"
 
 
 def test_one_attempt_needs_no_table():

@@ -1,5 +1,6 @@
 import dataclasses
 import io
+import re
 import sys
 
 import pytest
@@ -34,10 +35,7 @@ def draw(renderable, width=120, **options):
 
 def lines_of(text):
     """Cells of each line of a table, by the first."""
-    rows = (
-        [cell.strip() for cell in line.strip(" \u2502\u2503|").replace("\u2502", "|").split("|")]
-        for line in text.splitlines()
-    )
+    rows = (re.split(r"  +", line.strip()) for line in text.splitlines())
     return {row[0]: row[1:] for row in rows}
 
 
@@ -127,10 +125,52 @@ def test_comparison_of_nothing_is_refused():
 
 
 def test_devices_show_origin_and_unknown():
-    rows = lines_of(draw(render_devices([RTX_3090, MYSTERY]), width=200))
+    text = draw(render_devices([RTX_3090, MYSTERY]), width=200)
+    rows = lines_of(text)
 
-    assert rows["rtx-3090"][1:6] == ["24.0 GiB", "23.7 GiB (measured)", "300.0 MiB (assumed)", "8.6", "871.7 GiB/s"]
+    assert rows["rtx-3090"][1:6] == ["24.0 GiB", "23.7 GiB", "~300.0 MiB", "8.6", "871.7 GiB/s"]
     assert rows["mystery"][1:] == ["unknown"] * 5
+    assert "~ assumed; what is usable and the context of others was measured" in text
+    alone = lines_of(draw(render_devices([RTX_3090]), width=200))
+    assert alone["rtx-3090"][2:4] == ["23.7 GiB (measured)", "300.0 MiB (assumed)"]
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 120, 200])
+def test_no_width_crops_a_figure_of_any_report(width):
+    long_name = "encoder.layers.10.self_attention.output_projection.dense.weight_and_more"
+    record = Recorder()
+    record.mark(Phase.FORWARD, 1)
+    for number in range(3):
+        record.allocate((100 + number) * MIB, Category.ACTIVATION, f"{long_name}.{number}", "op", f"train.py:{number}")
+    estimate = make_estimate(record.timeline())
+    shown = {
+        "estimate": render_estimate(estimate),
+        "comparison": render_comparison([make_estimate(), estimate]),
+        "devices": render_devices([RTX_3090, MYSTERY]),
+        "device": render_devices([RTX_3090]),
+        "batches": render_max_batch([(8, GIB, True), (1024, 100 * GIB, False)], 8, RTX_3090),
+    }
+    # Figures, their units apart, and words that are part of a figure: none is cut, at any width.
+    whole = {
+        name: set(re.findall(r"[\d.]+%|~?[\d.]+(?= [KMGT]iB)|simulated|measured", draw(part, width=200)))
+        for name, part in shown.items()
+    }
+
+    for name, part in shown.items():
+        text = draw(part, width=width)
+        assert max(map(len, text.splitlines())) <= width, name
+        assert "\u2026" not in text, name
+        assert [figure for figure in sorted(whole[name]) if figure not in text] == [], name
+
+
+def test_bars_are_the_first_to_go():
+    drawn = {width: draw(render_estimate(make_estimate()), width=width) for width in (60, 80, 120)}
+
+    assert [("\u2588" in text, "56.6%" in text) for text in drawn.values()] == [
+        (False, True),
+        (True, True),
+        (True, True),
+    ]
 
 
 def test_a_single_device_shows_its_source():

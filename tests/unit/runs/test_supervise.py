@@ -91,7 +91,7 @@ def test_a_guard_that_does_not_listen_is_named(supervised):
     run, _ = supervised(text, "1", retries=2)
 
     assert run.outcome is Outcome.OUT_OF_MEMORY
-    assert "attempt 2 was told micro-batches of at most 8 and used 16" in run.notes
+    assert "attempt 2 was to use micro-batches of at most 8 but used 16" in run.notes
     configurations = [attempt.configuration for attempt in run.attempts]
     assert len(set(configurations)) == len(configurations)
 

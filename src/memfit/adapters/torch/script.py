@@ -29,6 +29,7 @@ from memfit.adapters.torch.session import Session
 from memfit.adapters.torch.steps import EndOfRun
 from memfit.adapters.torch.torchvision_operators import define_missing_operators
 from memfit.core.dryrun import DryRun, Outcome, Request, Scan, Seen
+from memfit.core.printing import printable
 
 
 class ScriptRun:
@@ -104,7 +105,7 @@ class ScriptRun:
                 if not isinstance(raised, SystemExit) and not self.session.counter.has_ended:
                     _print_traceback(raised)
                 elif isinstance(raised, SystemExit) and isinstance(raised.code, str):
-                    print(raised.code, file=sys.stderr)
+                    print(printable(raised.code, keep="\n\t"), file=sys.stderr)
             self._exit_functions.run()
         self._checkpoints.finish()
         return self._result(error, time.perf_counter() - started)
@@ -207,7 +208,8 @@ def _print_traceback(error: BaseException) -> None:
     """The traceback that Python would print, without our own frames."""
     shown = traceback.TracebackException.from_exception(error)
     _without_our_frames(shown)
-    print("".join(shown.format()), end="", file=sys.stderr)
+    # What an exception says may come from anywhere: a file name, a label, a server.
+    print(printable("".join(shown.format()), keep="\n\t"), end="", file=sys.stderr)
 
 
 def _without_our_frames(shown: traceback.TracebackException | None) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from memfit.core.env import spool_folder
 from memfit.core.errors import BadFile
+from memfit.core.printing import printable
 from memfit.core.units import format_size
 from memfit.data.journal import Journal, write_whole
 from memfit.data.source import Array, Field, Layout, Source
@@ -177,4 +178,4 @@ def _reason(source: Source) -> str:
 
 
 def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
+    print(printable(sentence), file=sys.stderr)

@@ -30,7 +30,7 @@ function drawChart() {
     shape("line", { class: "lost", x1: px, x2: px, y1: MARGIN.top, y2: MARGIN.top + inner.height }, plot);
   }
   const onLeft = data.peakTick > numTicks / 2;
-  if (shown) drawCapacity(y, inner, onLeft);
+  if (shown) drawCapacity(x, y, inner, onLeft);
   if (ticks.length) drawPeak(x, y, inner, onLeft);
   view.cursor = shape("line", { class: "cursor", visibility: "hidden", y1: MARGIN.top, y2: MARGIN.top + inner.height }, plot);
   view.pin = shape("line", { class: "pin", y1: MARGIN.top, y2: MARGIN.top + inner.height }, plot);
@@ -87,12 +87,26 @@ function drawCurves(x, y, inner) {
   }
 }
 
-function drawCapacity(y, inner, onLeft) {
+/** Whether nothing is drawn above the capacity between two places: there is room for its label. */
+function isFree(from, to, x, inner) {
+  const sample = (px) => sampleAt(((px - MARGIN.left) / inner.width) * numTicks);
+  for (let index = sample(from); index <= sample(to); index++) {
+    if (Math.max(live[index], allocated[index] ?? 0, reserved[index] ?? 0) + data.context > data.capacity) return false;
+  }
+  return ![data.failureTick, data.peakTick].some((tick) => tick !== null && x(tick) > from - 6 && x(tick) < to + 6);
+}
+
+function drawCapacity(x, y, inner, onLeft) {
   const [left, right] = [MARGIN.left, MARGIN.left + inner.width];
-  const place = { class: "limit", x: onLeft ? left + 6 : right - 6, "text-anchor": onLeft ? "start" : "end" };
   const py = y(data.capacity);
   shape("line", { class: "capacity", x1: left, x2: right, y1: py, y2: py }, plot);
-  shape("text", { ...place, y: py - 7 }, plot, `usable: ${formatSize(data.capacity)}`);
+  const text = `usable: ${formatSize(data.capacity)}`;
+  // About 7.2 pixels a letter at this size. The legend names it where there is no room.
+  const length = 7.2 * text.length + 6;
+  const sides = [["start", left, left + length], ["end", right - length, right]];
+  const side = (onLeft ? sides : sides.reverse()).find(([, from, to]) => !ticks.length || isFree(from, to, x, inner));
+  if (!side) return;
+  shape("text", { class: "limit", x: side[0] === "start" ? left + 6 : right - 6, y: py - 7, "text-anchor": side[0] }, plot, text);
 }
 
 function drawPeak(x, y, inner, onLeft) {

@@ -65,3 +65,18 @@ function rowsOf(parent, title, columns, className = "") {
   heads(table, columns);
   return node("tbody", { parent: table });
 }
+
+/** On a narrow screen each row of a table with many columns is a card, whose cells know their titles; bars are left out. */
+function nameCells(table) {
+  const titles = [...table.querySelectorAll("thead th")].map((head) => head.textContent);
+  table.classList.toggle("barred", titles.length > 1 && !titles.at(-1));
+  if (titles.filter(Boolean).length < 4) return;
+  table.classList.add("cards");
+  for (const row of table.querySelectorAll("tbody tr")) {
+    [...row.cells].forEach((cell, index) => (cell.dataset.title = titles[index] || ""));
+  }
+}
+
+new MutationObserver((records) => {
+  new Set(records.map(({ target }) => target.closest("table"))).forEach((table) => table && nameCells(table));
+}).observe(document.body, { childList: true, subtree: true });

@@ -8,13 +8,13 @@ function fillPlanHead() {
 function fillMoves() {
   byId("moves-section").hidden = !data.moves.length;
   const table = byId("moves");
-  heads(table, [["move"], ["numbers"], ["saves", true], ["costs", true]]);
+  heads(table, [["move"], ["results"], ["saves", true], ["costs", true]]);
   const body = node("tbody", { parent: table });
   for (const [title, keeps, saves, savesOrigin, costs, costsOrigin, caveat] of data.moves) {
     const row = node("tr", { parent: body });
     const cell = node("td", { text: title, parent: row });
     if (caveat) node("span", { text: caveat, className: "caveat", parent: cell });
-    const tone = { exact: "good", "changes training": "bad" }[keeps] || "";
+    const tone = { "same results": "good", "changes training": "bad" }[keeps] || "";
     node("td", { text: keeps, className: `keeps ${tone}`, parent: row });
     for (const [text, origin] of [[saves, savesOrigin], [costs, costsOrigin]]) {
       const number = node("td", { text, className: "number", parent: row });

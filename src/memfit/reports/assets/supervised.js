@@ -65,9 +65,22 @@ function drawMemory() {
   }
   if (limitShown()) {
     shape("line", { class: "capacity", x1: x(0), x2: right, y1: y(data.limit), y2: y(data.limit) }, plot);
-    shape("text", { class: "limit", x: right, y: y(data.limit) - 7, "text-anchor": "end" }, plot, `${data.limitName}: ${formatSize(data.limit)}`);
+    drawLimitName(x, y, right);
   }
   drawMarks(x, bottom);
+}
+
+/** The name of the limit above its line, at the end where nothing else is drawn; the legend has it in any case. */
+function drawLimitName(x, y, right) {
+  const text = `${data.limitName}: ${formatSize(data.limit)}`;
+  // About 7.2 pixels a letter at this size.
+  const [left, length] = [x(0), 7.2 * text.length];
+  const isFree = (from, to) =>
+    !data.marks.some(([seconds, kind]) => kind !== "start" && kind !== "restart" && x(seconds) > from - 8 && x(seconds) < to + 8) &&
+    !data.times.some((time, index) => x(time) >= from - 4 && x(time) <= to + 4 && data.series.some(([, values]) => (values[index] || 0) > data.limit));
+  const ends = [["end", right, right - length, right], ["start", left + 4, left, left + length]];
+  const end = ends.find(([, , from, to]) => isFree(from, to));
+  if (end) shape("text", { class: "limit", x: end[1], y: y(data.limit) - 7, "text-anchor": end[0] }, plot, text);
 }
 
 function drawTimes(x, span, bottom) {
@@ -155,12 +168,12 @@ function onMemoryKey(event) {
 
 function fillAttempts() {
   const table = byId("attempts");
-  heads(table, [["attempt", true], ["told"], ["time", true], ["peak", true], ["steps"], ["began with"], ["ended"]]);
+  heads(table, [["attempt", true], ["run with"], ["time", true], ["peak", true], ["steps"], ["started from"], ["ended"]]);
   const body = node("tbody", { parent: table });
-  for (const [number, told, time, peak, steps, whence, cause, text] of data.attempts) {
+  for (const [number, settings, time, peak, steps, whence, cause, text] of data.attempts) {
     const row = node("tr", { parent: body });
     node("td", { text: number, className: "number", parent: row });
-    node("td", { text: told, parent: row });
+    node("td", { text: settings, parent: row });
     node("td", { text: time, className: "number", parent: row });
     node("td", { text: peak, className: "number", parent: row });
     node("td", { text: steps, parent: row });

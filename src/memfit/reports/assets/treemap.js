@@ -32,6 +32,19 @@ function parts(place) {
   return found.filter((part) => part.size > 0).sort((a, b) => b.size - a.size || byName(a.name, b.name));
 }
 
+/** Parts of which none is nearly everything: one that is gives way to its own, or the map would be one rectangle. */
+function opened(place) {
+  let found = parts(place);
+  for (;;) {
+    const own = found.filter((part) => !part.overhead);
+    const total = own.reduce((sum, part) => sum + part.size, 0);
+    const [largest] = own;
+    if (!largest || !largest.place || largest.size < 0.6 * total) return found;
+    const inside = parts(largest.place).map((part) => ({ ...part, name: `${largest.name}.${part.name}` }));
+    found = [...found.filter((part) => part !== largest), ...inside].sort((a, b) => b.size - a.size || byName(a.name, b.name));
+  }
+}
+
 /** Rectangles as square as possible: rows are filled along the shorter side while that improves their worst shape. */
 function squarify(items, box) {
   const total = items.reduce((sum, item) => sum + item.size, 0);
@@ -81,11 +94,18 @@ function tint(element, part) {
   element.style.background = part.overhead ? "var(--cuda-context)" : `rgba(var(--map), ${(0.14 + 0.5 * Math.sqrt(share)).toFixed(3)})`;
 }
 
+/** A name as far as it fits: modules are told apart by its end. */
+function ending(part, width) {
+  // About 7.6 pixels a letter at this size.
+  const most = Math.max(3, Math.floor((width - 16) / 7.6));
+  return part.overhead || part.name.length <= most ? part.name : `\u2026${part.name.slice(1 - most)}`;
+}
+
 function drawMap() {
   const map = byId("map");
   clear(map);
   const box = { left: 0, top: 0, width: map.clientWidth, height: map.clientHeight };
-  for (const cell of squarify(parts(zoomed), box)) {
+  for (const cell of squarify(opened(zoomed), box)) {
     if (cell.width < 2 || cell.height < 2) continue;
     const part = cell.item;
     const label = `${part.name}: ${formatSize(part.size)}, ${formatShare(part.size / (data.peakBytes || 1))}`;
@@ -94,7 +114,7 @@ function drawMap() {
     element.setAttribute("aria-label", label + (part.place ? ", look inside" : ""));
     position(element, cell);
     tint(element, part);
-    if (cell.width > 40 && cell.height > 20) node("span", { text: part.name, parent: element });
+    if (cell.width > 40 && cell.height > 20) node("span", { text: ending(part, cell.width), parent: element });
     if (cell.width > 60 && cell.height > 38 && !(part.place && cell.height < 80)) node("span", { text: formatSize(part.size), parent: element });
     if (!part.place) continue;
     element.addEventListener("click", () => zoom(part.place));

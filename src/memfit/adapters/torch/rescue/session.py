@@ -11,7 +11,6 @@ enabled the rescue, and only while nobody else's is on top.
 import atexit
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ from memfit.adapters.torch.rescue.usage import Usage
 from memfit.core.errors import BadFile
 from memfit.core.guarding import OutOfMemory, Where
 from memfit.core.own_memory import limits
+from memfit.core.printing import announce
 from memfit.core.run_events import note
 from memfit.core.units import format_size
 
@@ -208,7 +208,7 @@ class Rescue:
         if key in self._said:
             return False
         self._said.add(key)
-        print(f"memfit rescue: {text}", file=sys.stderr, flush=True)
+        announce(text, by="memfit rescue")
         return True
 
     def _sum_up(self) -> None:

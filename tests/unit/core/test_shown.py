@@ -1,0 +1,80 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import memfit
+from memfit.core.device import Device, Kind, Origin
+from memfit.core.guarding import StepResult
+from memfit.core.settings import Settings
+from memfit.core.shown import Shown
+from memfit.guard.search import Best, Search
+from tests.unit.reports.builders import RTX_3090, make_estimate
+from tests.unit.reports.plan_builders import make_plan
+from tests.unit.reports.run_builders import make_dead_run
+
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m\u202e"
+
+ESTIMATE = make_estimate()
+RESULTS = {
+    "<Estimate of ResNet: 1.13 GiB on rtx-3090, fits>": ESTIMATE,
+    "<Plan of ResNet: 900.0 MiB of 900.0 MiB on rtx-3090, 4 moves, 1.19 times as long>": make_plan(),
+    "<MaxBatch of ResNet: batch size 8, 1.13 GiB of 23.7 GiB on rtx-3090>": memfit.MaxBatch(
+        8, ESTIMATE, ((8, 9, True),)
+    ),
+    "<MaxBatch of ResNet: no batch size fits, 1.13 GiB of 23.7 GiB on rtx-3090>": memfit.MaxBatch(None, ESTIMATE, ()),
+    "<StepResult loss 0.5: 4 micro-batches, 1 retry, updated, 1.00 MiB for a replay>": StepResult(
+        0.5, 4, 1, True, False, Settings(), extra_bytes=2**20
+    ),
+    "<StepResult loss tuple: 1 pass, no retry, accumulating>": StepResult((1, 2), 1, 0, False, False, Settings()),
+    "<Device rtx-3090: NVIDIA GeForce RTX 3090, 23.7 GiB usable (measured)>": RTX_3090,
+    "<Device x: X, memory unknown>": Device("x", "X", Kind.CUDA, None, None, Origin.ASSUMED),
+    "<Search of 0 trials: best 0.25 in trial 7>": Search((), Best(7, {}, 0.25, None), Path(), False, None),
+    "<Job of a function: training, precision as given>": memfit.Job(lambda: None),
+}
+
+
+@pytest.mark.parametrize("line", RESULTS)
+def test_the_repr_is_a_line_with_the_figures_that_matter(line):
+    assert repr(RESULTS[line]) == line
+
+
+@pytest.mark.parametrize("result", [*RESULTS.values(), make_dead_run(), ESTIMATE.timeline, ESTIMATE.replay])
+def test_nothing_is_dumped(result):
+    assert len(repr(result)) < 160
+    assert "\n" not in repr(result)
+    assert len(str(result)) < 6000
+    assert "dataclass" not in str(result) and "Origin." not in str(result)
+    page = result._repr_html_()
+    assert page.startswith("<div") and page.endswith("</div>")
+    assert len(page) < 8000
+
+
+def test_what_is_printed_of_a_batch_search_is_its_table():
+    text = str(memfit.MaxBatch(8, ESTIMATE, ((8, 2**30, True), (16, 2**36, False))))
+
+    assert text.startswith("Largest batch size that fits: 8 (23.7 GiB usable on NVIDIA GeForce RTX 3090)\n")
+    assert "64.0 GiB" in text
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        dataclasses.replace(ESTIMATE, subject=HOSTILE),
+        make_plan(subject=HOSTILE),
+        dataclasses.replace(make_dead_run(), script=HOSTILE),
+        dataclasses.replace(RTX_3090, title=HOSTILE),
+        memfit.Job(None, name=HOSTILE),
+    ],
+)
+def test_a_hostile_name_stays_a_name(result):
+    for text in (repr(result), str(result), result._repr_html_()):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+    assert "<img" not in result._repr_html_()
+    assert "&lt;img" in result._repr_html_()
+
+
+def test_a_result_must_say_something():
+    with pytest.raises(NotImplementedError):
+        repr(Shown())

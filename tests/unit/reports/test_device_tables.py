@@ -1,0 +1,41 @@
+import dataclasses
+
+from memfit.core.plan import PlanNotFound
+from memfit.reports import device_tables
+from tests.unit.reports.builders import MYSTERY, RTX_3090, make_estimate, make_failed_estimate
+from tests.unit.reports.plan_builders import make_plan, make_small_plan
+
+
+def cells(parts):
+    return [line.cells for line in parts[0].grid.lines]
+
+
+def test_estimates_have_a_line_each_with_origins():
+    title, parts = device_tables.estimates([make_estimate(), make_estimate(device=MYSTERY)])
+
+    assert title == "ResNet: training, batch size 32, precision float32"
+    assert cells(parts)[0] == ("NVIDIA GeForce RTX 3090", "1.13 GiB", "23.7 GiB (measured)", "5%", "yes")
+    assert cells(parts)[1][2:] == ("unknown", "unknown", "unknown")
+
+
+def test_batches_say_where_none_fits():
+    title, parts = device_tables.batches("ResNet", [(64, make_estimate()), (None, make_failed_estimate())])
+
+    assert title == "ResNet: largest batch size that fits"
+    assert [line[1] for line in cells(parts)] == ["64", "none"]
+
+
+def test_plans_name_their_moves_and_what_is_missing():
+    small = dataclasses.replace(make_small_plan())
+    lost = PlanNotFound("no plan fits.\nmore", None)
+    title, parts = device_tables.plans(
+        [(RTX_3090, make_plan()), (RTX_3090, PlanNotFound("no plan", small)), (MYSTERY, lost)]
+    )
+
+    good, bad, unknown = cells(parts)
+    assert title == "ResNet: plans"
+    assert good[1:4] == ("900.0 MiB", "900.0 MiB", "yes")
+    assert good[5] == "1.19x"
+    assert good[-1].startswith("4 micro-batches of 8 samples")
+    assert (bad[3], bad[-1][:43]) == ("no", "nothing that is allowed fits; the smallest:")
+    assert unknown[1:] == ("unknown", "unknown", "no", "unknown", "unknown", "no plan fits.")
