@@ -11,7 +11,7 @@ from memfit.core.units import parse_size
 from memfit.reports.page import write_supervised_page
 from memfit.reports.supervised_text import format_supervised
 from memfit.runs.supervise import Supervisor, Task
-from memfit.runs.target import check_module, check_script
+from memfit.runs.target import check_budget, check_module, check_script
 
 supervised.reporters.use(format_supervised, write_supervised_page)
 
@@ -26,6 +26,7 @@ def run(
     rescue: bool = False,
     module: bool = False,
     quiet_output: bool = False,
+    verbose: bool = False,
 ) -> SupervisedRun:
     """Runs a script, unmodified, in a process of its own, and starts it again when memory runs out.
 
@@ -43,6 +44,7 @@ def run(
         rescue: rescue operations that run out of memory from the first attempt on.
         module: whether `script` is the name of a module, as for `python -m`.
         quiet_output: what the script prints goes to standard error.
+        verbose: show the script's traceback where memory was the reason; else it is kept in a file, and told where.
 
     Returns:
         How it went: every attempt, why it ended, memory over time. `exit_code` is what `memfit run` returns.
@@ -54,6 +56,8 @@ def run(
         raise BadInput(f"retries must be at least 0, but {retries} was given.")
     budget_bytes = None if budget is None else parse_size(budget)
     (check_module if module else check_script)(name)
+    if budget_bytes is not None:
+        check_budget(budget_bytes)
     task = Task(
         script=name,
         module=module,
@@ -63,6 +67,7 @@ def run(
         retries=retries,
         rescue=rescue,
         stdout_to_stderr=quiet_output,
+        verbose=verbose,
     )
     return Supervisor(task, announce).run()
 

@@ -109,6 +109,7 @@ def stream(
     labels: Any = None,
     drop_last: bool = False,
     on_error: str = "fail",
+    on_change: str = "refuse",
 ) -> Stream:
     """Batches of data that may be larger than memory, shuffled, resumable, within a budget of bytes.
 
@@ -130,6 +131,7 @@ def stream(
         labels: name of the column, dataset or key with the labels, or path of a file with them.
         drop_last: whether samples that don't fill a batch on each rank are left out.
         on_error: what to do with images that can't be read: "fail" or "skip".
+        on_change: what to do with a position that was saved before the files changed: "refuse" it, or "warn" and go on.
     """
     memory_bytes = _budget(memory)
     opened = open_source(source, columns=columns, labels=labels, on_error=on_error)
@@ -151,6 +153,7 @@ def stream(
         memory_bytes=memory_bytes,
         drop_last=drop_last,
         randomness=_randomness(),
+        on_change=on_change,
     )
 
 

@@ -3,7 +3,7 @@
 Divides into the keeper and the script, limits the script's data, and runs it as Python would: as `__main__`, with its
 own arguments and its own folder first on the path. No framework is loaded before the script loads it; what memfit has
 to do in one is done when it has been imported. An exception that ends the script is told to the supervisor and shown
-as Python would show it.
+as Python would show it; where it is about memory, the supervisor says so in a line, and the traceback goes to a file.
 """
 
 import builtins
@@ -12,6 +12,9 @@ import io
 import os
 import runpy
 import sys
+import sysconfig
+import threading
+import traceback as tracebacks
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -19,12 +22,16 @@ from types import ModuleType, TracebackType
 from memfit.adapters.torch import imports
 from memfit.catalogue.host import cgroup_limit_bytes
 from memfit.core.guarding import BrokenUpdate, CannotFit, OutOfMemory, Where
+from memfit.core.own_memory import limits as own_limits
 from memfit.core.printing import announce
-from memfit.core.run_events import RunRequest, note
-from memfit.runs import exhaustion, keeper, limits
+from memfit.core.run_events import RunRequest, keep_traceback, note
+from memfit.runs import exhaustion, keeper, limits, processes
 from memfit.runs.devices import has_devices
 
 _MAX_TEXT = 500
+_MAX_CODE = 100
+# How long threads and handlers of the script may take to end when memory has run out.
+_END_SECONDS = 30.0
 
 
 def main(request_path: str, descriptor: str | None = None) -> None:
@@ -80,13 +87,29 @@ def run_script(request: RunRequest) -> None:
     except BaseException as error:
         # Our own frames are no part of the script.
         traceback = _of_script(error.__traceback__)
-        tell(error.with_traceback(traceback))
-        sys.excepthook(type(error), error, traceback)
+        is_told = tell(error.with_traceback(traceback))
+        if not is_told or request.verbose or sys.excepthook is not sys.__excepthook__:
+            sys.excepthook(type(error), error, traceback)
+        if is_told:
+            _end_in_time()
         if isinstance(error, KeyboardInterrupt):
             # Python ends a program that was interrupted by the signal itself, after its usual end.
             sys.excepthook = lambda *details: None
             raise
         sys.exit(1)
+
+
+def _end_in_time() -> None:
+    """Ends the process also where threads of the script wait for what will not come, now that memory ran out."""
+
+    def end() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(_END_SECONDS, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _run_file(path: str) -> None:
@@ -120,16 +143,19 @@ def _new_main() -> ModuleType:
     return module
 
 
-def tell(error: BaseException) -> None:
-    """Tells the supervisor of the exception that ends the script."""
+def tell(error: BaseException) -> bool:
+    """Tells the supervisor of the exception that ends the script; whether the supervisor will explain it."""
     if isinstance(error, KeyboardInterrupt):
-        return
+        return False
     failure = _recognise(error)
+    # Device memory has no part in what the process has mapped.
+    held = None if failure is not None and failure.where is not Where.HOST else processes.held_by(os.getpid())
+    data_limit = own_limits()[0]
     if failure is not None:
         # Whoever shows the exception, and whoever clears up, needs memory too.
         limits.lift_data_limit()
     lines = str(error).strip().splitlines() or [""]
-    note(
+    is_written = note(
         "error",
         type=type(error).__name__,
         text=lines[0][:_MAX_TEXT],
@@ -137,7 +163,31 @@ def tell(error: BaseException) -> None:
         source="" if failure is None else failure.source,
         requested_bytes=None if failure is None else failure.requested_bytes,
         importing="" if failure is None else exhaustion.importing(error),
+        at=_place(error),
+        may_stay_unused=exhaustion.may_stay_unused(error),
+        data_bytes=None if held is None else held.data_bytes,
+        used_bytes=None if held is None else held.used_bytes,
+        data_limit_bytes=data_limit,
     )
+    return failure is not None and is_written and keep_traceback("".join(tracebacks.format_exception(error)))
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the script's own that an exception passed, which no installed library holds."""
+    installed = tuple(
+        os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    )
+    ours = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+    frames = [
+        frame
+        for frame in tracebacks.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*installed, ours, "<"))
+    ]
+    if not frames:
+        return ""
+    frame = frames[-1]
+    code = f": {frame.line.strip()[:_MAX_CODE]}" if frame.line else ""
+    return f"{os.path.basename(frame.filename)}, line {frame.lineno}{code}"
 
 
 def _recognise(error: BaseException) -> OutOfMemory | None:
@@ -159,7 +209,11 @@ def _recognise(error: BaseException) -> OutOfMemory | None:
         failure = recognise(error)
         if failure is not None:
             return failure
-    return OutOfMemory(Where.HOST, "python") if exhaustion.is_about_memory(error) else None
+    if not exhaustion.is_about_memory(error):
+        return None
+    # NumPy's own exception knows the size.
+    size = getattr(error, "_total_size", None)
+    return OutOfMemory(Where.HOST, "python", requested_bytes=size if isinstance(size, int) else None)
 
 
 def _of_script(traceback: TracebackType | None) -> TracebackType | None:

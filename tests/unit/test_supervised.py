@@ -116,7 +116,40 @@ def test_the_exception_is_told(tmp_path):
 
     (event,) = read_events(tmp_path)
     assert (event["event"], event["type"], event["memory"], event["importing"]) == ("error", "MemoryError", True, "")
-    assert done.stderr.splitlines()[-1] == "MemoryError"
+    # THEN the supervisor explains it, with the script's own line, and the traceback is in a file
+    assert done.stderr == ""
+    assert event["at"] == "train.py, line 1: bytearray(2_000_000_000)"
+    assert (tmp_path / "traceback.txt").read_text().endswith("\nMemoryError\n")
+    assert 0 < event["used_bytes"] <= event["data_bytes"] <= event["data_limit_bytes"] == 300_000_000
+
+
+def test_the_traceback_is_shown_to_those_who_ask(tmp_path):
+    (tmp_path / "train.py").write_text("bytearray(2_000_000_000)")
+
+    done = supervised(tmp_path, "train.py", data_limit_bytes=300_000_000, verbose=True)
+
+    assert done.stderr.startswith("Traceback") and done.stderr.endswith("\nMemoryError\n")
+
+
+def test_the_place_is_the_last_line_of_the_scripts_own(tmp_path):
+    (tmp_path / "train.py").write_text("import helper\nhelper.load()")
+    text = "import json\ndef load():\n    json.loads('[]', object_hook=None, cls=Greedy)\n"
+    text += "class Greedy(json.JSONDecoder):\n    decode = lambda self, text: self.scan_once(text, None)\n"
+    (tmp_path / "helper.py").write_text(text)
+
+    supervised(tmp_path, "train.py")
+
+    (event,) = read_events(tmp_path)
+    assert (event["type"], event["at"].split(":")[0]) == ("TypeError", "helper.py, line 5")
+
+
+@pytest.mark.parametrize(
+    ("error", "unused"), [(OSError(12, "no"), True), (MemoryError(), False), (RuntimeError("no"), False)], ids=str
+)
+def test_what_may_be_asked_for_and_never_used(told, error, unused):
+    (event,) = told(error)
+
+    assert event["may_stay_unused"] is unused
 
 
 def test_an_exception_about_something_else_is_told_too(tmp_path):

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rescue", action="store_true", help="rescue operations that run out of memory, from the first attempt on"
     )
+    parser.add_argument("--verbose", action="store_true", help="show the script's whole traceback where memory ran out")
     parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
     parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
     targets.add_script_arguments(parser)
@@ -61,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         rescue=arguments.rescue,
         module=arguments.module is not None,
         quiet_output=arguments.json,
+        verbose=arguments.verbose,
     )
     _report(result, arguments)
     return result.exit_code

@@ -16,8 +16,8 @@ from typing import Any
 
 from memfit.core import env
 
-EVENTS = "events.jsonl"
-"""Name of the file of events, which is beside the request."""
+EVENTS, TRACEBACK = "events.jsonl", "traceback.txt"
+"""Names of the files of events and of the traceback that ended the script, which are beside the request."""
 
 # What a broken script could fill a disk with, and far more than any run has to tell.
 _MAX_FILE_BYTES = 64 * 1024**2
@@ -39,6 +39,7 @@ class RunRequest:
         module: whether it is a module, as for `python -m`.
         arguments: of the script.
         data_limit_bytes: most data that the process may map (RLIMIT_DATA); None without a limit.
+        verbose: whether tracebacks of failures for lack of memory are shown.
     """
 
     attempt: int = 1
@@ -52,6 +53,7 @@ class RunRequest:
     module: bool = False
     arguments: tuple[str, ...] = ()
     data_limit_bytes: int | None = None
+    verbose: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write."""
@@ -79,8 +81,8 @@ def current() -> RunRequest | None:
         return None
 
 
-def note(event: str, **values: Any) -> None:
-    """Tells the supervisor that something happened; does nothing outside of a supervised run.
+def note(event: str, **values: Any) -> bool:
+    """Tells the supervisor that something happened; does nothing outside of a supervised run. Whether it was told.
 
     Args:
         event: what: "guard", "step", "settings", "oom", "checkpoint", "resume", "cannot fit", "torch", "rescue" or
@@ -89,7 +91,7 @@ def note(event: str, **values: Any) -> None:
     """
     path = env.run_request()
     if not path:
-        return
+        return False
     line = json.dumps({"event": event, "time": time.time(), "pid": os.getpid(), **values}, default=str) + "\n"
     # Never a reason for the script to fail: the supervisor knows less, and that is all.
     with contextlib.suppress(OSError):
@@ -98,8 +100,18 @@ def note(event: str, **values: Any) -> None:
         try:
             if os.fstat(descriptor).st_size < _MAX_FILE_BYTES:
                 os.write(descriptor, line.encode("utf-8", errors="replace"))
+                return True
         finally:
             os.close(descriptor)
+    return False
+
+
+def keep_traceback(text: str) -> bool:
+    """Keeps the traceback that ended the script for the supervisor; whether that was possible."""
+    with contextlib.suppress(OSError):
+        Path(env.run_request()).with_name(TRACEBACK).write_text(text, encoding="utf-8", errors="replace")
+        return True
+    return False
 
 
 def read_events(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ class Cause(StrEnum):
     ENDED = "ended by itself"
     FAILED = "failed for a reason of its own"
     EXCEPTION = "an allocation failed"
+    RESERVED = "refused address space, with memory left"
     KILLED = "killed for its memory"
     WORKER_KILLED = "one of its processes was killed for its memory"
     SHARED_MEMORY = "shared memory was full"
@@ -48,7 +49,7 @@ class Cause(StrEnum):
         return self in _OF_MEMORY
 
 
-_OF_MEMORY = {Cause.EXCEPTION, Cause.KILLED, Cause.WORKER_KILLED, Cause.SHARED_MEMORY, Cause.CRASHED}
+_OF_MEMORY = {Cause.EXCEPTION, Cause.RESERVED, Cause.KILLED, Cause.WORKER_KILLED, Cause.SHARED_MEMORY, Cause.CRASHED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,14 @@ class Configuration:
         rescue: whether operations that run out of memory are rescued from outside.
         eager: whether the rescue moves all it can, before memory runs out.
         share: of the memory that there is, what a plan may use.
+        reserves: whether it may map what it likes until it holds half of what it may.
     """
 
     micro_batch_size: int | None = None
     rescue: bool = False
     eager: bool = False
     share: float = 1.0
+    reserves: bool = False
 
     def __str__(self) -> str:
         words = [] if self.micro_batch_size is None else [f"micro-batches of at most {self.micro_batch_size}"]
@@ -73,6 +76,8 @@ class Configuration:
             words.append("rescue of everything" if self.eager else "rescue")
         if self.share < 1:
             words.append(f"a plan for {self.share:.0%} of the memory")
+        if self.reserves:
+            words.append("no limit on address space")
         return " and ".join(words) or "as it is"
 
 

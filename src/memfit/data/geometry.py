@@ -71,8 +71,10 @@ class Geometry:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Geometry":
-        """What `to_json` gave."""
-        return cls(**{name: int(data[name]) for name in cls.__slots__})
+        """What `to_json` gave; raises KeyError or TypeError for everything else."""
+        if len(data) != len(cls.__slots__) or not all(type(data[name]) is int for name in cls.__slots__):
+            raise TypeError(f"the division is {data!r}")
+        return cls(**data)
 
     @property
     def is_sound(self) -> bool:

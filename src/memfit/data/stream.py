@@ -5,7 +5,10 @@ knows its position as a place in the order of an epoch, so that it can be contin
 ranks.
 """
 
+import hashlib
+import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +36,23 @@ from memfit.data.workers import WorkerBatches
 
 _log = logging.getLogger("memfit")
 
-_FORMAT = 1
+_FORMAT = 2
+# What a state holds, and of which type exactly: True is no number here, and 3.7 no place.
+_KINDS: dict[str, type] = {
+    "format": int,
+    "seed": int,
+    "epoch": int,
+    "samples": int,
+    "shuffle": bool,
+    "geometry": dict,
+    "fields": list,
+    "fingerprint": str,
+    "digest": str,
+}
+# States of format 1 had no digest.
+_KINDS_BY_FORMAT = {1: {name: kind for name, kind in _KINDS.items() if name != "digest"}, _FORMAT: _KINDS}
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+_ON_CHANGE = ("refuse", "warn")
 _FLOATING = ("float16", "float32", "float64")
 
 
@@ -51,6 +70,7 @@ class Stream:
         memory_bytes: the budget of samples in memory, all workers together.
         drop_last: whether samples that don't fill a batch for each rank are left out.
         randomness: of libraries that transforms draw from, beside Python's and NumPy's.
+        on_change: what to do with a state that was taken before the files changed: "refuse" it, or "warn" and go on.
     """
 
     def __init__(
@@ -66,13 +86,17 @@ class Stream:
         memory_bytes: int,
         drop_last: bool = False,
         randomness: Sequence[Randomness] = (),
+        on_change: str = "refuse",
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise BadInput(f"batch_size must be a whole number of at least 1, but {batch_size!r} was given.")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise BadInput(f"seed must be a whole number, but {seed!r} was given.")
+        if on_change not in _ON_CHANGE:
+            raise BadInput(f'on_change must be "refuse" or "warn", but {on_change!r} was given.')
         self.source = source
         self.batch_size = batch_size
+        self._on_change = on_change
         self.shuffle = bool(shuffle)
         self.seed = seed
         self.memory_bytes = memory_bytes
@@ -227,7 +251,7 @@ class Stream:
     def state_after(self, num_batches: int) -> dict[str, Any]:
         """The state when `num_batches` more batches of this epoch have been given out by each rank."""
         place = self._schedule(self._start).place_after(self._rounds + num_batches)
-        return {
+        state = {
             "format": _FORMAT,
             "seed": self.seed,
             "epoch": self.epoch,
@@ -237,14 +261,15 @@ class Stream:
             "fields": self._described(),
             "fingerprint": self._fingerprint,
         }
+        return state | {"digest": _digest(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration begins where `state` was taken, with the order that it had."""
         geometry = self._checked(state)
         self.geometry = geometry
-        self.seed = int(state["seed"])
-        self.set_epoch(int(state["epoch"]))
-        self._start = int(state["samples"])
+        self.seed = state["seed"]
+        self.set_epoch(state["epoch"])
+        self._start = state["samples"]
 
     def close(self) -> None:
         """Closes the files of the source."""
@@ -292,35 +317,28 @@ class Stream:
         return [f"{field.name} {field.dtype.name} {list(field.shape)}" for field in self.fields]
 
     def _checked(self, state: dict[str, Any]) -> Geometry:
-        try:
-            if state["format"] != _FORMAT:
-                raise BadInput(
-                    f"the state of a stream has format {state['format']!r}, and this version reads {_FORMAT}."
-                )
-            geometry = Geometry.from_json(state["geometry"])
-            place, epoch, is_shuffled = int(state["samples"]), int(state["epoch"]), bool(state["shuffle"])
-            fields, fingerprint = state["fields"], state["fingerprint"]
-            int(state["seed"])
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, BadInput):
-                raise
-            raise BadInput(f"this is no state of a stream: {error!r}. Give what `state_dict` returned.") from None
+        """The division of a state, all of which is checked before anything of it is used."""
+        geometry = _read_state(state)
+        place, epoch, is_shuffled = state["samples"], state["epoch"], state["shuffle"]
+        fields, fingerprint = state["fields"], state["fingerprint"]
         if geometry.num_samples != self.num_samples or fields != self._described():
             raise BadInput(
                 f"the state is of other data: it was taken with {geometry.num_samples} samples of {_listed(fields)}, "
                 f"and {self.source.name} has {self.num_samples} of {_listed(self._described())}. Give the same files, "
                 "or begin anew."
             )
-        if fingerprint != self._fingerprint:
-            _log.warning(
-                "%s was written or copied since the position was saved, or has another name. If it holds the same, all "
-                "is as it was; otherwise samples come twice in this epoch, or not at all.",
-                self.source.name,
-            )
-        if not 0 <= place <= self.num_samples or epoch < 0 or not geometry.is_sound:
+        is_odd = _FINGERPRINT.fullmatch(self._fingerprint) and not _FINGERPRINT.fullmatch(fingerprint)
+        if not 0 <= place <= self.num_samples or epoch < 0 or not geometry.is_sound or is_odd:
             raise BadInput(f"the state of the stream is damaged: sample {place} of epoch {epoch}, {geometry}.")
         if is_shuffled != self.shuffle:
             raise BadInput(f"the state was taken with shuffle={is_shuffled}, and the stream has {self.shuffle}.")
+        if state["format"] == _FORMAT and state["digest"] != _digest(state):
+            raise BadInput(
+                "the state of the stream is damaged: it is not as `state_dict` returned it. Give it unchanged, or "
+                "begin anew."
+            )
+        if fingerprint != self._fingerprint:
+            self._tell_of_change()
         held = windows_bytes(geometry, self._sizes, shuffle=self.shuffle)
         if held > self.memory_bytes and not self.source.layout.is_by_sample:
             raise BadInput(
@@ -328,6 +346,44 @@ class Stream:
                 f"memory={format_size(self.memory_bytes)} was given. Give the budget that it was taken with."
             )
         return geometry
+
+    def _tell_of_change(self) -> None:
+        what = f"{self.source.name} was written or copied since the position was saved, or has another name"
+        if self._on_change == "refuse":
+            raise BadInput(
+                f"{what}: samples could come twice in this epoch, or not at all. Give the files as they were, or begin "
+                'anew; where they hold the same, memfit.stream(..., on_change="warn") goes on.'
+            )
+        _log.warning(
+            "%s. If it holds the same, all is as it was; otherwise samples come twice in this epoch, or not at all.",
+            what,
+        )
+
+
+def _read_state(state: Any) -> Geometry:
+    """The division of a state, which holds what a state holds, each of its type."""
+    try:
+        if type(state["format"]) is not int or state["format"] not in _KINDS_BY_FORMAT:
+            raise BadInput(f"the state of a stream has format {state['format']!r}, and this version reads {_FORMAT}.")
+        kinds = _KINDS_BY_FORMAT[state["format"]]
+        for name, kind in kinds.items():
+            if type(state[name]) is not kind:
+                raise TypeError(f"{name} is {state[name]!r}, and not of type {kind.__name__}")
+        if len(state) > len(kinds):
+            raise TypeError(f"{sorted(map(str, set(state) - set(kinds)))} are no part of one")
+        if not all(type(field) is str for field in state["fields"]):
+            raise TypeError(f"fields are {state['fields']!r}")
+        return Geometry.from_json(state["geometry"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(f"this is no state of a stream: {error!r}. Give what `state_dict` returned.") from None
+
+
+def _digest(state: dict[str, Any]) -> str:
+    """Of all that a state says of the order: one that was edited since, or read back in part, has another."""
+    told = {name: value for name, value in state.items() if name not in ("digest", "fingerprint")}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _listed(fields: Any) -> str:

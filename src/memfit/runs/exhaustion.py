@@ -35,6 +35,11 @@ def _is_about_memory(error: BaseException) -> bool:
     return may_say_so and _TEXT.search(str(error)) is not None
 
 
+def may_stay_unused(error: BaseException) -> bool:
+    """Whether what was refused is a mapping or an array of NumPy, which programs ask for ahead and may never fill."""
+    return isinstance(error, OSError) or hasattr(error, "_total_size")
+
+
 def importing(error: BaseException) -> str:
     """Name of the installed module whose import an exception ended, or "".
 

@@ -10,14 +10,16 @@ from typing import Any
 from memfit.core.supervised import Cause, Ending, ProcessMemory
 from memfit.core.units import format_size
 from memfit.runs.kernel_log import LoggedKill
-from memfit.runs.limits import Ceiling
-from memfit.runs.processes import name_of_signal
+from memfit.runs.limits import Ceiling, is_full, is_mostly_reserved
+from memfit.runs.processes import Held, name_of_signal
 from memfit.runs.watch import Seen
 
 # Native code that gets no memory may crash instead of saying so, and may have asked for much at once.
 _CLOSE = 0.7
 _ALMOST_NOTHING = 0.03
 _NARROW = ("container", "budget")
+# A library that got no address space may fail later, where it misses what it could not set up.
+_AFTERWARDS_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Evidence:
         logged: the kills that the kernel's log tells of; None where it can't be read.
         passed_on: names of the signals that were passed on to it.
         guarded_by: the framework whose guard had begun and that crashes for lack of memory, or "".
+        reserves: whether it could map what it liked, so that nothing can have been refused but memory.
     """
 
     status: int
@@ -51,15 +54,22 @@ class Evidence:
     logged: list[LoggedKill] | None = None
     passed_on: frozenset[str] = field(default_factory=frozenset)
     guarded_by: str = ""
+    reserves: bool = False
 
 
 def explain(evidence: Evidence) -> Ending:
     """How and why the attempt ended."""
     if evidence.status == 0:
         return Ending(Cause.ENDED, "it ended by itself", 0)
+    if evidence.seen.exceeded is not None:
+        return _memory(
+            evidence, Cause.KILLED, "memfit stopped it, because it used more than it may", evidence.seen.exceeded
+        )
     if evidence.status < 0:
         return _of_signal(evidence)
     error = evidence.error
+    if _was_refused_address_space(evidence, error or {}):
+        return _of_reservations(evidence, error or {})
     if error is not None and error.get("memory"):
         if error.get("source") == "worker":
             return _of_worker(evidence)
@@ -72,6 +82,32 @@ def explain(evidence: Evidence) -> Ending:
     return Ending(Cause.FAILED, f"it failed with exit code {evidence.status}{said}", evidence.status)
 
 
+def _was_refused_address_space(evidence: Evidence, error: dict[str, Any]) -> bool:
+    """Whether the limit was reached by what the script had mapped and not used, while it had memory left."""
+    most = evidence.ceiling.data_bytes
+    if evidence.reserves or most is None or evidence.cannot_fit or error.get("source") in ("worker", "shared memory"):
+        return False
+    limit, data, used = (error.get(name) for name in ("data_limit_bytes", "data_bytes", "used_bytes"))
+    if limit is not None and data is not None and used is not None:
+        held, requested = Held(used, data), error.get("requested_bytes")
+        if error.get("memory") and requested:
+            return bool(data + requested > limit and used + requested <= most)
+        if error.get("memory"):
+            imports_little = bool(error.get("importing")) and used < most / 2
+            return imports_little or is_mostly_reserved(held, most)
+        if is_full(data, limit) and is_mostly_reserved(held, most):
+            return True
+    refused = evidence.seen.refused_seconds
+    return refused is not None and evidence.seconds - refused < _AFTERWARDS_SECONDS and not error.get("memory")
+
+
+def _of_reservations(evidence: Evidence, error: dict[str, Any]) -> Ending:
+    said = f"{error['type']}: {error['text']}".rstrip(": ") if error else f"exit code {evidence.status}"
+    data, used = error.get("data_bytes"), error.get("used_bytes")
+    sizes = f": of {format_size(data)} that it had mapped it used {format_size(used)}" if data and used else ""
+    return _memory(evidence, Cause.RESERVED, f"it was refused address space, not memory{sizes} ({said}){_at(error)}")
+
+
 def _of_exception(evidence: Evidence, error: dict[str, Any]) -> Ending:
     requested = error.get("requested_bytes")
     said = error["type"] if requested else f"{error['type']}: {error['text']}".rstrip(": ")
@@ -79,7 +115,12 @@ def _of_exception(evidence: Evidence, error: dict[str, Any]) -> Ending:
     importing = str(error.get("importing") or "")
     where = f" while it imported {importing}" if importing else ""
     cause = Cause.SHARED_MEMORY if error.get("source") == "shared memory" else Cause.EXCEPTION
-    return _memory(evidence, cause, f"an allocation{asked} failed{where} ({said})", importing=importing)
+    return _memory(evidence, cause, f"an allocation{asked} failed{where} ({said}){_at(error)}", importing=importing)
+
+
+def _at(error: dict[str, Any]) -> str:
+    """Where in the script it was raised, in words."""
+    return f" at {error['at']}" if error.get("at") else ""
 
 
 def _of_worker(evidence: Evidence) -> Ending:
@@ -101,6 +142,8 @@ def _of_signal(evidence: Evidence) -> Ending:
         return _of_kill(evidence)
     if name == "SIGBUS" and evidence.seen.shared_memory_full:
         return _memory(evidence, Cause.SHARED_MEMORY, "it was ended by SIGBUS with shared memory (/dev/shm) full")
+    if name in ("SIGSEGV", "SIGABRT") and _was_refused_address_space(evidence, {}):
+        return _memory(evidence, Cause.RESERVED, f"it crashed with {name} when it was refused address space")
     if name in ("SIGSEGV", "SIGABRT") and _is_close(evidence):
         text = f"it crashed with {name} close to its limit, as native code does that gets no memory"
         return _memory(evidence, Cause.CRASHED, text)

@@ -5,10 +5,14 @@ too far is refused instead, which frameworks turn into an exception, and an exce
 counts what a process has mapped, the container what processes have used; so a limit that keeps everybody safe is what
 the container has left, beside what the process itself holds.
 
-What a process has mapped for long without using it (stacks of threads, mostly) will hardly be used now, and is
-counted as free: a script that fits into its container must not fail because we are careful.
+What a process has mapped without using it (arenas of allocators, stacks of threads, buffers that are never filled) is
+address space and no memory. Once it has stayed unused for a moment it isn't counted any more: a script that fits must
+not fail because we are careful. Where that comes too late, the next attempt begins without a limit, and gets one when
+it holds half of what it may (`reserves`). What was left out and is used all the same can go beyond a budget: then the
+process is stopped (`is_exceeded_by`), as the kernel does at the container's limit.
 """
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -19,8 +23,14 @@ from memfit.runs.processes import Held
 _MIN_MARGIN_BYTES = 32 * MIB
 # Page tables and the kernel's own structures grow with what a process uses.
 _MARGIN_SHARE = 0.02
-# Memory that was mapped a moment ago is about to be used.
-_NUM_SETTLED = 15
+# Memory that was mapped a moment ago is about to be used: filling a GiB takes about that long.
+_SETTLED_SECONDS = 0.3
+# What every process has mapped ahead isn't worth a limit of its own, which guards would take for another machine.
+_RESERVED_STEP_BYTES = 32 * MIB
+LIMITED_SHARE = 0.5
+"""Of what it may hold, what a process holds that gets a limit although it may reserve what it likes."""
+# Full to this share, with as much of it unused: what is refused then is address space.
+_FULL_SHARE, _MUCH_SHARE = 0.95, 0.1
 _LARGEST = 2**62
 # Below that a change isn't worth telling the kernel.
 _LEAST_CHANGE = 0.005
@@ -112,41 +122,114 @@ def lift_data_limit() -> None:
 
 
 class FollowingLimit:
-    """Keeps a process's limit at what the container has left, as its other processes come, grow and go.
+    """Keeps a process's limit at what it may still use, as others come, grow and go and as it reserves.
 
     Args:
         pid: of the process.
         start: what it was given at the start.
-        budget_bytes: what the user allows, which is never exceeded.
+        budget_bytes: what the user allows it to hold, which is never exceeded.
+        reserves: whether it began without a limit, and gets one only when it holds much of what it may.
     """
 
-    def __init__(self, pid: int, start: Ceiling, budget_bytes: int | None) -> None:
+    def __init__(self, pid: int, start: Ceiling, budget_bytes: int | None, *, reserves: bool = False) -> None:
         self._pid = pid
-        self._bounds = [bound for bound in (budget_bytes, inherited_limit()) if bound is not None]
-        self._unused: deque[int] = deque(maxlen=_NUM_SETTLED)
+        self._start = start
+        self._budget_bytes = budget_bytes
+        self._reserves = reserves
+        self._inherited = inherited_limit() or _LARGEST
+        self._unused: deque[tuple[float, int]] = deque()
         self._works = start.data_bytes is not None
-        self.data_bytes = start.data_bytes
+        self._was_set = False
+        # What the process sets itself when it starts.
+        self.data_bytes = None
+        if start.data_bytes is not None:
+            self.data_bytes = self._inherited if reserves else min(start.data_bytes, self._inherited)
 
-    def follow(self, held: Held, room: Room | None) -> None:
+    def of_child(self, pid: int) -> "FollowingLimit":
+        """The limit of a process that this one has started, which has inherited what was set by then."""
+        found = FollowingLimit(pid, self._start, self._budget_bytes, reserves=self._reserves)
+        found.data_bytes = _current_limit(pid) if self._works else None
+        found._works = found._was_set = found.data_bytes is not None
+        return found
+
+    def follow(self, held: Held, room: Room | None, seconds: float | None = None) -> None:
         """Sets the limit anew where what is left has changed.
 
         Args:
             held: what the process holds now.
-            room: what is free now.
+            room: what is free now; None where that isn't known.
+            seconds: when that was, on any clock that doesn't go back; None for now.
         """
-        if not self._works or room is None or self.data_bytes is None:
+        if not self._works or self.data_bytes is None or (room is None and self._budget_bytes is None):
             return
-        wanted = self.wanted(held, room)
+        wanted = self.wanted(held, room, seconds)
         if abs(wanted - self.data_bytes) < _LEAST_CHANGE * self.data_bytes:
             return
-        self._works = set_data_limit(wanted, self._pid)
-        if self._works:
+        is_set = _current_limit(self._pid) == self.data_bytes
+        if is_set:
+            self._was_set = self._works = set_data_limit(wanted, self._pid)
+        elif self._was_set:
+            # It has lifted its limit, and needs the room to say what went wrong.
+            self._works = False
+        if is_set and self._works:
             self.data_bytes = wanted
 
-    def wanted(self, held: Held, room: Room) -> int:
-        """The limit that keeps the container from killing, for what is held and free now."""
-        self._unused.append(max(0, held.data_bytes - held.anonymous_bytes))
-        settled = min(self._unused) if len(self._unused) == _NUM_SETTLED else 0
-        free = room.free_bytes - margin(room.limit_bytes)
+    def wanted(self, held: Held, room: Room | None, seconds: float | None = None) -> int:
+        """The limit that lets the process use what is left, for what is held and free now."""
+        unused = max(0, held.data_bytes - held.used_bytes)
+        reserved = self._settled(unused, time.monotonic() if seconds is None else seconds)
+        free = _LARGEST if room is None else room.free_bytes - margin(room.limit_bytes)
+        most = min(held.used_bytes + free, _LARGEST if self._budget_bytes is None else self._budget_bytes)
+        if self._reserves:
+            if held.used_bytes < LIMITED_SHARE * most:
+                return self._inherited
+            reserved = unused
         # Never below what it has: the next request of any size would fail, that of whoever handles the failure too.
-        return min(max(held.data_bytes, held.anonymous_bytes + free + settled), *self._bounds, _LARGEST)
+        allowed = _LARGEST if self._budget_bytes is None else self._budget_bytes + reserved
+        return min(max(held.data_bytes, most + reserved), allowed, self._inherited)
+
+    def _settled(self, unused: int, now: float) -> int:
+        """What has been mapped and unused all through the last moment."""
+        recent = self._unused
+        recent.append((now, unused))
+        while len(recent) > 1 and recent[1][0] <= now - _SETTLED_SECONDS:
+            recent.popleft()
+        if recent[0][0] > now - _SETTLED_SECONDS:
+            return 0
+        least = min(size for _, size in recent)
+        return least - least % _RESERVED_STEP_BYTES
+
+    def is_exceeded_by(self, held: Held, room: Room | None = None) -> bool:
+        """Whether the process has used more than it may, which only what was left out of the limit makes possible."""
+        budget, limit = self._budget_bytes, self.data_bytes
+        if self._reserves and room is not None and room.free_bytes < margin(room.limit_bytes) // 2:
+            return True
+        if budget is None or limit is None or limit <= budget:
+            return False
+        return held.used_bytes > budget + margin(budget)
+
+    def refuses_reservations(self, held: Held) -> bool:
+        """Whether the process has mapped all it may, and much of that is unused."""
+        limit = self.data_bytes
+        return limit is not None and is_full(held.data_bytes, limit) and is_mostly_reserved(held, limit)
+
+
+def is_full(data_bytes: int, limit_bytes: int) -> bool:
+    """Whether the limit will refuse the next request, or the one after it."""
+    return data_bytes >= _FULL_SHARE * limit_bytes
+
+
+def is_mostly_reserved(held: Held, limit_bytes: int) -> bool:
+    """Whether what a process has mapped and doesn't use is a part of its limit that it may be short of."""
+    return held.data_bytes - held.used_bytes >= max(_RESERVED_STEP_BYTES, _MUCH_SHARE * limit_bytes)
+
+
+def _current_limit(pid: int) -> int | None:
+    """The soft limit of a process now; None where it is gone or can't be asked."""
+    try:
+        import resource
+
+        soft = resource.prlimit(pid, resource.RLIMIT_DATA)[0]
+    except (ImportError, AttributeError, OSError):
+        return None
+    return _LARGEST if soft == resource.RLIM_INFINITY else soft

@@ -47,6 +47,11 @@ class Held:
     swapped_bytes: int = 0
 
     @property
+    def used_bytes(self) -> int:
+        """Its own data that is in use, in memory or in swap."""
+        return self.anonymous_bytes + self.swapped_bytes
+
+    @property
     def held_bytes(self) -> int:
         """What it holds and the kernel can't take back."""
         return self.anonymous_bytes + self.shared_bytes

@@ -11,7 +11,12 @@ _LEAST_SHARE = 0.3
 
 
 def next_configuration(
-    tried: Collection[Configuration], used: int | None, *, rescues: bool = True, plans: bool = False
+    tried: Collection[Configuration],
+    used: int | None,
+    *,
+    rescues: bool = True,
+    plans: bool = False,
+    reserved: bool = False,
 ) -> Configuration | None:
     """What the next attempt is told; None when nothing is left.
 
@@ -20,8 +25,12 @@ def next_configuration(
         used: size of the micro-batches at the end of the latest, where a guard or an integration tells.
         rescues: whether the script's framework is one whose operations can be rescued.
         plans: whether its guard plans for the memory it is told of.
+        reserved: whether the latest was refused address space while it had memory left.
     """
     latest = list(tried)[-1]
+    if reserved:
+        # It needs nothing smaller.
+        return replace(latest, reserves=True)
     found = _candidates(latest, used, rescues=rescues, plans=plans)
     return next((candidate for candidate in found if candidate not in tried), None)
 

@@ -5,6 +5,7 @@ memory is followed by another, from the last checkpoint, that is told something 
 script gets through or nothing is left to tell it.
 """
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memfit.core.run_events import RunRequest, read_events
+from memfit.core.run_events import TRACEBACK, RunRequest, read_events
 from memfit.core.supervised import (
     Attempt,
     Cause,
@@ -55,6 +56,7 @@ class Task:
         retries: how often it may be started again.
         rescue: whether the first attempt is rescued already.
         stdout_to_stderr: whether its output goes to standard error.
+        verbose: whether its tracebacks are shown where memory was the reason.
     """
 
     script: str
@@ -65,6 +67,7 @@ class Task:
     retries: int = 5
     rescue: bool = False
     stdout_to_stderr: bool = False
+    verbose: bool = False
 
 
 class Supervisor:
@@ -118,7 +121,9 @@ class Supervisor:
         log = KernelLog()
         try:
             with child.started(request, place, stdout_to_stderr=self._task.stdout_to_stderr) as running:
-                limit = limits.FollowingLimit(running.pid, self._ceiling, self._host_budget())
+                limit = limits.FollowingLimit(
+                    running.pid, self._ceiling, self._host_budget(), reserves=configuration.reserves
+                )
                 with Watch(running.pid, self._groups, limit, self._history, self._origin) as watch:
                     signals.become(running)
                     status = running.wait()
@@ -143,6 +148,7 @@ class Supervisor:
                 logged=log.kills() if log.is_readable else None,
                 passed_on=frozenset(signals.names),
                 guarded_by=_crashing(events),
+                reserves=configuration.reserves,
             )
         finally:
             log.close()
@@ -151,7 +157,19 @@ class Supervisor:
         self._attempts.append(replace(attempt, swapped_bytes=seen.swapped_bytes))
         if not ending.cause.is_memory or signals.ask_to_end:
             return None
-        return self._next(events)
+        return self._next(events, place / TRACEBACK)
+
+    def _keep_traceback(self, path: Path) -> None:
+        """Puts the traceback of the last attempt where it outlives us, and says where, unless it was shown."""
+        if self._task.verbose:
+            return
+        with contextlib.suppress(OSError):
+            text = path.read_bytes()
+            descriptor, kept = tempfile.mkstemp(prefix="memfit-traceback-", suffix=".txt")
+            with open(descriptor, "wb") as file:
+                file.write(text)
+            self._notes.append(f"the script's traceback is in {kept}")
+            self._announce(self._notes[-1])
 
     def _request(self, number: int, configuration: Configuration) -> RunRequest:
         task = self._task
@@ -166,7 +184,8 @@ class Supervisor:
             script=task.script,
             module=task.module,
             arguments=task.arguments,
-            data_limit_bytes=self._ceiling.data_bytes,
+            verbose=task.verbose,
+            data_limit_bytes=None if configuration.reserves else self._ceiling.data_bytes,
         )
 
     def _finished(
@@ -203,7 +222,7 @@ class Supervisor:
             guarded=guarded,
         )
 
-    def _next(self, events: list[dict[str, Any]]) -> Configuration | None:
+    def _next(self, events: list[dict[str, Any]], traceback: Path) -> Configuration | None:
         """What the next attempt is told; says why and what, or why not."""
         attempt = self._attempts[-1]
         sizes = [event["micro_batch_size"] for event in events if isinstance(event.get("micro_batch_size"), int)]
@@ -216,10 +235,15 @@ class Supervisor:
             used,
             rescues=_last(events, "keras") is None or _last(events, "torch") is not None,
             plans=attempt.guarded and _last(events, "keras") is not None and self._planned_bytes() is not None,
+            reserved=attempt.ending.cause is Cause.RESERVED,
         )
         reason = self._reason_to_give_up(attempt, events, following)
-        self._announce(f"memory ran out in attempt {attempt.number}: {attempt.ending.text}")
+        if reason and self._may_only_reserve(attempt, events):
+            following, reason = replace(self._attempts[0].configuration, reserves=True), ""
+        what = "" if attempt.ending.cause is Cause.RESERVED else "memory ran out in "
+        self._announce(f"{what}attempt {attempt.number}: {attempt.ending.text}")
         if reason:
+            self._keep_traceback(traceback)
             self._notes.append(reason)
             self._announce(f"giving up: {reason}")
             return None
@@ -231,11 +255,29 @@ class Supervisor:
         self._announce(f"starting it again {whence}, with {following} (attempt {attempt.number + 1} of {total})")
         return following
 
+    def _may_only_reserve(self, attempt: Attempt, events: list[dict[str, Any]]) -> bool:
+        """Whether what was refused may be a request for much that is never used, and nobody has tried to grant it."""
+        error, most = _last(events, "error") or {}, self._ceiling.data_bytes
+        used = error.get("used_bytes")
+        return (
+            attempt.ending.cause is Cause.EXCEPTION
+            and error.get("may_stay_unused") is True
+            and _last(events, "cannot fit") is None
+            and attempt.number <= self._task.retries
+            and not any(earlier.configuration.reserves for earlier in self._attempts)
+            and None not in (error.get("data_limit_bytes"), most, used)
+            and used < limits.LIMITED_SHARE * most
+        )
+
     def _reason_to_give_up(
         self, attempt: Attempt, events: list[dict[str, Any]], following: Configuration | None
     ) -> str:
         ending = attempt.ending
         whose, limit = self._ceiling.limit_of, format_size(self._ceiling.limit_bytes)
+        no_more = attempt.number > self._task.retries
+        started = f"it has been started {attempt.number} times, and --retries is {self._task.retries}"
+        if ending.cause is Cause.RESERVED:
+            return started if no_more else ""
         if ending.importing:
             words = "budget" if whose == "budget" else f"limit of the {whose}"
             return f"the {words}, {limit}, is less than what importing {ending.importing} takes; give it more"
@@ -266,9 +308,7 @@ class Supervisor:
             return "the smallest micro-batches and plans have been tried; the model itself needs more"
         if following is None:
             return "micro-batches of one sample and every rescue have been tried; the model itself needs more"
-        if attempt.number > self._task.retries:
-            return f"it has been started {attempt.number} times, and --retries is {self._task.retries}"
-        return ""
+        return started if no_more else ""
 
     def _result(self) -> SupervisedRun:
         ending = self._attempts[-1].ending

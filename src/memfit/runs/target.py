@@ -1,12 +1,55 @@
-"""Whether there is a script or module to run, told before a process is started for it."""
+"""Whether there is a script or module to run, and memory enough to start it, told before a process is started."""
 
 import importlib.util
 import os
+import subprocess
 import sys
 import tokenize
 from importlib.machinery import ModuleSpec, PathFinder
 
-from memfit.core.errors import BadTarget
+from memfit.core.errors import BadInput, BadTarget
+from memfit.core.units import MIB, format_size
+from memfit.runs.devices import has_devices
+
+# No interpreter needs more before a script has begun; below it, what this one needs is measured.
+_SURELY_ENOUGH_BYTES = 256 * MIB
+# The caching allocators of PyTorch ask a device for no less.
+_DEVICE_SEGMENT_BYTES = 2 * MIB
+# What starts a script, in a process that then says what it has mapped.
+_MEASURE = """
+import os, memfit._supervised
+from memfit.runs.processes import held_by
+held = held_by(os.getpid())
+print(0 if held is None else held.data_bytes)
+"""
+
+
+def check_budget(budget_bytes: int) -> None:
+    """Refuses a budget that no script could begin with.
+
+    Args:
+        budget_bytes: of each device where there are any, else of the script's process.
+    """
+    if has_devices():
+        needed, what = _DEVICE_SEGMENT_BYTES, "the smallest piece of device memory that PyTorch asks for"
+    elif budget_bytes < _SURELY_ENOUGH_BYTES:
+        needed, what = _interpreter_bytes(), "what Python itself takes here before the script begins (measured)"
+    else:
+        return
+    if budget_bytes < needed:
+        raise BadInput(
+            f"a budget of {format_size(budget_bytes)} is less than {format_size(needed)}, {what}. "
+            "Give a budget that holds the libraries, model and data of the script as well."
+        )
+
+
+def _interpreter_bytes() -> int:
+    """What a process has mapped that is about to run a script; 0 where that can't be found out."""
+    try:
+        done = subprocess.run([sys.executable, "-c", _MEASURE], capture_output=True, text=True, check=True, timeout=60)
+        return int(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
 
 
 def check_script(path: str) -> None:

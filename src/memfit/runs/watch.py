@@ -1,7 +1,8 @@
 """Watches the memory of a script, its processes and its container while it runs.
 
 Five times a second, with reads that cost microseconds; who the script's processes are is asked less often, because
-walking the tree costs more. What is kept: the history, the process that held most and when, and what each process
+walking the tree costs more. The script's own process is looked at more often than that, so that its limit is right
+before the next large request. What is kept: the history, the process that held most and when, and what each process
 held last, which is what is known of one that the kernel has killed.
 """
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from memfit.core.supervised import ProcessMemory, Sample
 from memfit.runs import processes
-from memfit.runs.groups import Groups
+from memfit.runs.groups import Groups, Room
 from memfit.runs.history import History
 from memfit.runs.limits import FollowingLimit
 from memfit.runs.processes import Held
@@ -21,6 +22,7 @@ from memfit.runs.processes import Held
 _PERIOD_SECONDS = 0.2
 # At first a script loads libraries, and may be gone before the first full period is.
 _FIRST_PERIOD_SECONDS = 0.05
+_LIMIT_PERIOD_SECONDS = 0.02
 _TREE_EVERY = 5
 # A script may start a process for every file it reads, for weeks.
 _MAX_REMEMBERED = 1000
@@ -39,6 +41,8 @@ class Seen:
         least_free_bytes: least that was free in container and machine; None where that isn't known.
         shared_memory_full: whether /dev/shm was seen full.
         swapped_bytes: most that was seen of the script in swap.
+        refused_seconds: when a process was last seen to have mapped all it may, much of it unused; None if never.
+        exceeded: the script's process when it had used more than it may and was stopped for it; None if it wasn't.
     """
 
     peak: ProcessMemory | None = None
@@ -49,6 +53,8 @@ class Seen:
     least_free_bytes: int | None = None
     shared_memory_full: bool = False
     swapped_bytes: int = 0
+    refused_seconds: float | None = None
+    exceeded: ProcessMemory | None = None
 
 
 class Watch:
@@ -68,6 +74,8 @@ class Watch:
         self._limit = limit
         self._history = history
         self._origin = origin
+        self._limits: dict[int, FollowingLimit] = {}
+        self._room: Room | None = None
         self._others: list[int] = []
         self._names: dict[int, str] = {}
         self._num_samples = 0
@@ -90,18 +98,23 @@ class Watch:
         return replace(self._seen, data_limit_bytes=self._limit.data_bytes)
 
     def _watch(self) -> None:
-        period = _FIRST_PERIOD_SECONDS
-        while not self._stopped.wait(period):
-            if self._num_samples >= _TREE_EVERY:
-                period = _PERIOD_SECONDS
+        due = 0.0
+        while not self._stopped.wait(_LIMIT_PERIOD_SECONDS):
             # A process may end while we look at it: there is a next time.
             with contextlib.suppress(OSError, ValueError, IndexError):
-                self.sample()
+                now = time.monotonic()
+                if now >= due:
+                    due = now + (_PERIOD_SECONDS if self._num_samples >= _TREE_EVERY else _FIRST_PERIOD_SECONDS)
+                    self.sample()
+                else:
+                    self._follow(self._pid, self._limit, processes.held_by(self._pid))
 
     def sample(self) -> None:
         """Looks once."""
         seconds = time.monotonic() - self._origin
+        self._room = self._groups.room()
         held = processes.held_by(self._pid)
+        self._follow(self._pid, self._limit, held)
         if held is None:
             return
         if self._num_samples % _TREE_EVERY == 0:
@@ -112,14 +125,28 @@ class Watch:
         for pid in self._others:
             other = processes.held_by(pid)
             if other is not None:
+                if pid not in self._limits:
+                    self._limits[pid] = self._limit.of_child(pid)
+                self._follow(pid, self._limits[pid], other)
                 others.append(self._process(pid, other.held_bytes, seconds))
-        room = self._groups.room()
-        self._limit.follow(held, room)
-        free = None if room is None else room.free_bytes
+        free = None if self._room is None else self._room.free_bytes
         self._note(own, others, held, free)
         others_bytes = sum(other.held_bytes or 0 for other in others)
         group_bytes = self._groups.used_bytes()
         self._history.add(Sample(round(seconds, 3), held.held_bytes, others_bytes, group_bytes))
+
+    def _follow(self, pid: int, limit: FollowingLimit, held: Held | None) -> None:
+        """Keeps a process's limit, and stops the script where it has used more than it may all the same."""
+        if held is None:
+            return
+        seconds = time.monotonic() - self._origin
+        if limit.refuses_reservations(held):
+            self._seen = replace(self._seen, refused_seconds=seconds)
+        limit.follow(held, self._room, seconds)
+        if pid == self._pid and limit.is_exceeded_by(held, self._room) and self._seen.exceeded is None:
+            process = self._process(pid, held.held_bytes, seconds)
+            self._seen = replace(self._seen, exceeded=process, peak=process)
+            processes.kill_all([pid])
 
     def _process(self, pid: int, held_bytes: int, seconds: float) -> ProcessMemory:
         if pid not in self._names:
@@ -135,6 +162,7 @@ class Watch:
             for pid in list(seen.by_pid)[: _MAX_REMEMBERED // 2]:
                 seen.by_pid.pop(pid)
                 self._names.pop(pid, None)
+                self._limits.pop(pid, None)
         candidates = [process for process in (seen.peak, own, *others) if process is not None]
         free = [size for size in (seen.least_free_bytes, free_bytes) if size is not None]
         self._seen = replace(

@@ -1,6 +1,9 @@
+import copy
 import itertools
 import json
+import os
 import pickle
+import re
 import time
 import tracemalloc
 
@@ -345,7 +348,7 @@ def test_a_window_is_read_while_the_one_before_it_is_used():
     batches.close()
 
 
-@pytest.mark.parametrize("name", ["format", "seed", "epoch", "samples", "shuffle", "geometry", "fingerprint"])
+@pytest.mark.parametrize("name", ["format", "seed", "epoch", "samples", "shuffle", "geometry", "fingerprint", "digest"])
 def test_states_that_lack_something_are_refused(name):
     state = stream_of().state_dict()
     del state[name]
@@ -396,9 +399,92 @@ def test_ranks_that_cant_give_equally_many_batches_are_told(caplog):
     assert "drop_last=True" in caplog.text
 
 
-def test_data_that_was_copied_is_taken_with_a_warning(caplog):
+def test_data_that_changed_is_refused():
     state = stream_of().state_after(3) | {"fingerprint": "of the original"}
     stream = stream_of()
+
+    with pytest.raises(BadInput, match=r'written or copied since the position was saved.* on_change="warn"\) goes on'):
+        stream.load_state_dict(state)
+
+    # THEN nothing of the state was taken
+    assert flat(stream) == flat(stream_of())
+
+
+def test_a_file_that_was_rewritten_is_refused(tmp_path):
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(100.0))
+    state = memfit.stream(path, batch_size=10).state_after(3)
+    memfit.stream(path, batch_size=10).load_state_dict(state)
+    np.save(path, np.arange(100.0)[::-1])
+    os.utime(path, ns=(1, 1))
+
+    with pytest.raises(BadInput, match="written or copied"):
+        memfit.stream(path, batch_size=10).load_state_dict(state)
+    memfit.stream(path, batch_size=10, on_change="warn").load_state_dict(state)
+    with pytest.raises(BadInput, match='on_change must be "refuse" or "warn", but \'never\' was given'):
+        memfit.stream(path, batch_size=10, on_change="never")
+
+
+def leaves(state, path=()):
+    """Every value of a state, with where it is."""
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    for name, value in items:
+        yield (*path, name), value
+        yield from leaves(value, (*path, name))
+
+
+def tampered(value):
+    """Other values in its place: of another type, out of range, and such as could be."""
+    yield from (None, [], {}, "", "x", float("nan"), -1, 2**70, True, b"x", [value], {"x": value})
+    if type(value) is int:
+        yield from (value + 1, float(value), value + 0.5, str(value), bool(value))
+    if type(value) is str:
+        yield from (value + "0", value[::-1], value.encode(), "f" * 32)
+    if type(value) is bool:
+        yield from (int(value), str(value), not value)
+
+
+def test_no_state_is_taken_that_was_tampered_with(tmp_path):
+    np.savez(tmp_path / "x.npz", x=np.zeros((100, 2)), y=np.arange(100))
+    stream = memfit.stream(tmp_path / "x.npz", labels="y", batch_size=8, on_change="warn")
+    whole = stream.state_after(3)
+    num_tried = 0
+    for path, value in leaves(whole):
+        for other in tampered(value):
+            if type(other) is type(value) and other == value:
+                continue
+            state = copy.deepcopy(whole)
+            place = state
+            for name in path[:-1]:
+                place = place[name]
+            place[path[-1]] = other
+            num_tried += 1
+            if path == ("fingerprint",) and type(other) is str and re.fullmatch("[0-9a-f]{32}", other):
+                # Might be that of other files: the user chose to be warned.
+                stream.load_state_dict(state)
+                continue
+            with pytest.raises(BadInput):
+                stream.load_state_dict(state)
+    assert num_tried > 200
+    for state in (whole | {"more": 1}, [whole], None, "state", list(whole)):
+        with pytest.raises(BadInput):
+            stream.load_state_dict(state)
+    stream.load_state_dict(json.loads(json.dumps(whole)))
+
+
+def test_a_state_of_the_format_before_is_taken():
+    state = stream_of().state_after(3)
+    del state["digest"]
+    stream = stream_of()
+
+    stream.load_state_dict(state | {"format": 1})
+
+    assert flat(stream) == flat(stream_of())[96:]
+
+
+def test_data_that_was_copied_is_taken_with_a_warning_where_the_user_insists(caplog):
+    state = stream_of().state_after(3) | {"fingerprint": "of the original"}
+    stream = stream_of(on_change="warn")
 
     stream.load_state_dict(state)
 

@@ -1,4 +1,5 @@
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -152,3 +153,54 @@ def test_a_crash_far_from_any_limit_is_the_scripts_own(changes):
     far = Seen(peak=SCRIPT, last=SCRIPT, by_pid={}, data_bytes=GIB // 4, data_limit_bytes=4 * GIB)
 
     assert explain(evidence(-signal.SIGSEGV, seen=far, **changes)).cause is Cause.SIGNALLED
+
+
+REFUSED = {
+    "data_limit_bytes": GIB,
+    "data_bytes": 1000 * MIB,
+    "used_bytes": 200 * MIB,
+    "type": "TypeError",
+    "text": "no",
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        ({"memory": True, "requested_bytes": 300 * MIB}, Cause.RESERVED),
+        ({"memory": True, "requested_bytes": 900 * MIB}, Cause.EXCEPTION),
+        ({"memory": True}, Cause.RESERVED),
+        ({"memory": True, "used_bytes": 980 * MIB}, Cause.EXCEPTION),
+        ({"memory": True, "data_bytes": 220 * MIB}, Cause.EXCEPTION),
+        ({"memory": True, "data_bytes": 220 * MIB, "importing": "torch"}, Cause.RESERVED),
+        ({"memory": True, "data_limit_bytes": None}, Cause.EXCEPTION),
+        ({"memory": True, "source": "shared memory"}, Cause.SHARED_MEMORY),
+        ({"memory": False}, Cause.RESERVED),
+        ({"memory": False, "data_bytes": 500 * MIB}, Cause.FAILED),
+        ({"memory": False, "used_bytes": 990 * MIB}, Cause.FAILED),
+    ],
+    ids=str,
+)
+def test_address_space_that_is_refused_with_memory_left(error, cause):
+    assert explain(evidence(1, error={**REFUSED, **error})).cause is cause
+
+
+def test_an_attempt_without_a_limit_can_have_been_refused_only_memory():
+    assert explain(evidence(1, error={**REFUSED, "memory": True}, reserves=True)).cause is Cause.EXCEPTION
+    assert explain(evidence(1, error={**REFUSED, "memory": False}, reserves=True)).cause is Cause.FAILED
+
+
+@pytest.mark.parametrize(("refused", "causes"), [(3.0, Cause.RESERVED), (None, Cause.FAILED), (-60.0, Cause.FAILED)])
+def test_what_the_watch_saw_of_a_process_that_says_nothing(refused, causes):
+    seen = replace(SEEN, refused_seconds=refused)
+
+    assert explain(evidence(1, seen=seen)).cause is causes
+    crash = explain(evidence(-signal.SIGABRT, seen=seen))
+    assert crash.cause is (Cause.RESERVED if causes is Cause.RESERVED else Cause.SIGNALLED)
+
+
+def test_a_script_that_was_stopped_by_us():
+    ending = explain(evidence(-signal.SIGKILL, seen=replace(SEEN, exceeded=SCRIPT), kills=0, kills_around=0))
+
+    assert (ending.cause, ending.signal, ending.process) == (Cause.KILLED, "SIGKILL", SCRIPT)
+    assert ending.text.startswith("memfit stopped it, because it used more than it may; it held 900.0 MiB")

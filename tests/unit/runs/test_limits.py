@@ -71,9 +71,9 @@ def test_a_limit_that_was_there_before_is_never_exceeded(monkeypatch):
 def test_memory_that_stays_unused_counts_as_free_in_the_end():
     # GIVEN a process with a GiB of stacks that it never uses
     limit, held = following(), Held(GIB, 2 * GIB)
-    first = limit.wanted(held, room(2 * GIB))
-    for _ in range(20):
-        last = limit.wanted(held, room(2 * GIB))
+    first = limit.wanted(held, room(2 * GIB), 0.0)
+    for tick in range(1, 20):
+        last = limit.wanted(held, room(2 * GIB), 0.02 * tick)
 
     # THEN it is counted as used at first, and not later
     assert first == 3 * GIB - margin(4 * GIB)
@@ -82,14 +82,94 @@ def test_memory_that_stays_unused_counts_as_free_in_the_end():
 
 def test_memory_that_was_just_mapped_is_about_to_be_used():
     limit = following()
-    for _ in range(20):
-        limit.wanted(Held(GIB, GIB), room(2 * GIB))
+    for tick in range(20):
+        limit.wanted(Held(GIB, GIB), room(2 * GIB), 0.02 * tick)
 
-    assert limit.wanted(Held(GIB, 2 * GIB), room(2 * GIB)) == 3 * GIB - margin(4 * GIB)
+    assert limit.wanted(Held(GIB, 2 * GIB), room(2 * GIB), 0.4) == 3 * GIB - margin(4 * GIB)
+
+
+def settled(limit, held, free_bytes=3 * GIB):
+    """What the limit is to be when nothing has changed for a while."""
+    return [limit.wanted(held, room(free_bytes), 0.02 * tick) for tick in range(20)][-1]
+
+
+def test_a_budget_counts_what_is_used_and_not_what_is_reserved():
+    # GIVEN an allocator that has reserved a GiB ahead, as that of pyarrow does
+    assert settled(following(budget=GIB), Held(100 * MIB, 100 * MIB + GIB)) == 2 * GIB
+    # What has been swapped out is in use.
+    assert settled(following(budget=GIB), Held(0, GIB, swapped_bytes=GIB)) == GIB
+    # What every process has mapped ahead changes nothing.
+    assert settled(following(budget=GIB), Held(100 * MIB, 131 * MIB)) == GIB
+
+
+def test_where_nothing_is_known_of_the_machine_a_budget_is_followed():
+    limit = following(budget=GIB)
+    limit.wanted(Held(0, GIB), None, 0.0)
+
+    assert limit.wanted(Held(0, GIB), None, 1.0) == 2 * GIB
+
+
+def test_what_was_reserved_and_is_used_now_counts():
+    limit = following(budget=GIB)
+    settled(limit, Held(0, GIB))
+
+    assert limit.wanted(Held(GIB // 2, GIB), room(3 * GIB), 0.4) == GIB + GIB // 2
+
+
+def test_a_process_that_may_reserve_gets_a_limit_when_it_holds_much():
+    limit = FollowingLimit(0, Ceiling(GIB, GIB, "budget"), GIB, reserves=True)
+
+    assert limit.wanted(Held(400 * MIB, 40 * GIB), room(3 * GIB)) > 100 * GIB
+    assert limit.wanted(Held(600 * MIB, 600 * MIB + 40 * GIB), room(3 * GIB)) == 41 * GIB
+
+
+def test_only_what_was_left_out_can_exceed_a_budget():
+    over = Held(GIB + 2 * margin(GIB), 3 * GIB)
+    limit = FollowingLimit(0, Ceiling(GIB, GIB, "budget"), GIB)
+    assert not limit.is_exceeded_by(over)
+
+    limit.data_bytes = 2 * GIB
+    assert limit.is_exceeded_by(over)
+    assert not limit.is_exceeded_by(Held(GIB, 3 * GIB))
+
+
+def test_a_process_that_may_reserve_does_not_fill_the_machine():
+    limit = FollowingLimit(0, Ceiling(GIB, GIB, "machine"), None, reserves=True)
+
+    assert limit.is_exceeded_by(Held(GIB, GIB), room(MIB))
+    assert not limit.is_exceeded_by(Held(GIB, GIB), room(GIB))
+    assert not following().is_exceeded_by(Held(GIB, GIB), room(MIB))
+
+
+@pytest.mark.parametrize(
+    ("held", "refuses"), [((10, 999), True), ((990, 999), False), ((10, 700), False)], ids=["full", "used", "free"]
+)
+def test_a_limit_that_refuses_what_is_only_reserved(held, refuses):
+    limit = FollowingLimit(0, Ceiling(1000 * MIB, None, ""), None)
+
+    assert limit.refuses_reservations(Held(*(size * MIB for size in held))) is refuses
+
+
+def test_a_process_that_has_lifted_its_limit_keeps_it(monkeypatch):
+    told = []
+    current = [2 * GIB]
+    monkeypatch.setattr(limits, "_current_limit", lambda pid: current[0])
+    monkeypatch.setattr(limits, "set_data_limit", lambda size, pid: told.append(size) or True)
+    limit = following()
+    limit.follow(Held(1, 1), room(GIB))
+    assert len(told) == 1
+
+    current[0] = 2**62
+    limit.follow(Held(1, 1), room(2 * GIB))
+    current[0] = told[0]
+    limit.follow(Held(1, 1), room(3 * GIB))
+
+    assert len(told) == 1
 
 
 def test_following_tells_the_kernel_only_of_changes(monkeypatch):
     told = []
+    monkeypatch.setattr(limits, "_current_limit", lambda pid: 2 * GIB)
     monkeypatch.setattr(limits, "set_data_limit", lambda size, pid: told.append((size, pid)) or True)
     limit = FollowingLimit(77, Ceiling(2 * GIB, 4 * GIB, "container"), None)
     held = Held(100 * MIB, 100 * MIB)
@@ -106,7 +186,8 @@ def test_following_tells_the_kernel_only_of_changes(monkeypatch):
 
 def test_a_system_that_refuses_is_asked_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(limits, "set_data_limit", lambda size, pid: asked.append(size))
+    monkeypatch.setattr(limits, "_current_limit", lambda pid: 2 * GIB)
+    monkeypatch.setattr(limits, "set_data_limit", lambda size, pid: asked.append(size) or False)
     limit = following()
 
     limit.follow(Held(1, 1), room(GIB))

@@ -81,3 +81,8 @@ def test_where_operations_can_be_rescued_that_comes_after_the_plans():
 
 def test_a_plan_for_less_is_put_into_words():
     assert str(Configuration(4, share=0.75)) == "micro-batches of at most 4 and a plan for 75% of the memory"
+
+
+def test_what_was_refused_address_space_needs_nothing_smaller():
+    assert next_configuration([Configuration(4)], 4, reserved=True) == Configuration(4, reserves=True)
+    assert str(Configuration(reserves=True)) == "no limit on address space"

@@ -1,6 +1,7 @@
 """The supervisor with real scripts that say by events what a guard in them would say."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -248,3 +249,85 @@ def test_where_keras_can_do_nothing_it_is_not_started_again(supervised, monkeypa
 
     assert (run.exit_code, len(run.attempts)) == (3, 1)
     assert text in said[-1]
+
+
+RESERVES = """
+import mmap, sys
+ahead = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+held = bytearray(b"x") * int(sys.argv[1])
+"""
+THREADS = """
+import threading
+wait = threading.Event()
+for _ in range(100):
+    threading.Thread(target=wait.wait, daemon=True).start()
+held = bytearray(b"x") * 100_000_000
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "budget_bytes"),
+    [(RESERVES, 1100 * MIB), (RESERVES, 500 * MIB), (THREADS, 600 * MIB)],
+    ids=["refused later", "refused itself", "stacks"],
+)
+def test_what_is_reserved_and_never_used_is_no_reason_to_fail(supervised, text, budget_bytes):
+    run, said = supervised(text, "100000000", budget_bytes=budget_bytes)
+
+    assert run.outcome is Outcome.COMPLETED, said
+    assert [attempt.configuration.reserves for attempt in run.attempts] == [False, True]
+    assert "with no limit on address space (attempt 2 of 6)" in said[1]
+
+
+def test_what_settles_before_it_matters_costs_no_attempt(supervised):
+    run, said = supervised(
+        RESERVES.replace("held", "import time; time.sleep(1.5); held"), "100000000", budget_bytes=1100 * MIB
+    )
+
+    assert (run.outcome, len(run.attempts), said) == (Outcome.COMPLETED, 1, [])
+
+
+def test_a_child_of_the_script_may_reserve_too(supervised):
+    text = "import subprocess, sys\ncode = 'import time; ' + sys.argv[1].replace('held', 'time.sleep(3); held')\n"
+    text += "sys.exit(subprocess.run([sys.executable, '-c', code, '100000000']).returncode)"
+    run, said = supervised(text, RESERVES.strip(), budget_bytes=1100 * MIB)
+
+    assert (run.outcome, len(run.attempts)) == (Outcome.COMPLETED, 1), said
+
+
+def test_a_script_that_reserves_and_uses_too_much_fails_with_an_exception(supervised):
+    text = RESERVES.replace("held =", "held = []\nwhile True: held.append(").replace("int(sys.argv[1])", "10_000_000)")
+    run, _ = supervised(text, budget_bytes=400 * MIB)
+
+    assert [attempt.ending.cause for attempt in run.attempts] == [Cause.EXCEPTION, Cause.EXCEPTION]
+    assert run.exit_code == 3
+    assert 300 * MIB < run.peak.held_bytes <= 440 * MIB
+
+
+def test_a_script_that_uses_what_it_reserved_is_stopped_beyond_its_budget(supervised):
+    text = "import mmap\nheld = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
+    text += "for start in range(0, 1 << 30, 4096):\n    held[start] = 1\n"
+    run, said = supervised(text, budget_bytes=300 * MIB)
+
+    assert [attempt.ending.cause for attempt in run.attempts] == [Cause.EXCEPTION, Cause.KILLED]
+    assert "memfit stopped it, because it used more than it may" in said[2]
+    assert (run.outcome, run.exit_code) == (Outcome.OUT_OF_MEMORY, 3)
+
+
+def test_a_strange_error_of_a_library_that_got_no_address_space_is_tried_again(supervised):
+    text = RESERVES.split("held")[0] + "import time; time.sleep(0.2)\nif not {attempt}: raise TypeError('NoneType')"
+    text = text.replace("{attempt}", "__import__('memfit.core.run_events').core.run_events.current().attempt - 1")
+    run, said = supervised(text, budget_bytes=1060 * MIB)
+
+    assert (run.outcome, len(run.attempts)) == (Outcome.COMPLETED, 2)
+    assert said[0].startswith("attempt 1: it was refused address space, not memory: of 1.0")
+    assert "(TypeError: NoneType) at train.py, line " in said[0]
+
+
+def test_the_traceback_of_the_last_attempt_is_kept(supervised, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run, said = supervised("raise MemoryError")
+
+    (note,) = [note for note in run.notes if "traceback" in note]
+    assert note in said
+    assert Path(note.rsplit(" ", 1)[-1]).read_text().endswith("\nMemoryError\n")
+    assert not any("Traceback" in line for line in said)

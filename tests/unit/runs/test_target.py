@@ -3,7 +3,9 @@ import sys
 
 import pytest
 
-from memfit.core.errors import BadTarget
+from memfit.core.errors import BadInput, BadTarget
+from memfit.core.units import GIB, MIB
+from memfit.runs import target
 from memfit.runs.target import check_module, check_script
 
 
@@ -82,3 +84,27 @@ def test_a_loaded_module_without_a_spec_is_no_problem(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "made_up", types.ModuleType("made_up"))
     with pytest.raises(BadTarget, match="there is no module 'made_up'"):
         check_module("made_up")
+
+
+def test_a_budget_that_python_itself_exceeds(monkeypatch):
+    monkeypatch.setattr(target, "has_devices", lambda: False)
+
+    with pytest.raises(BadInput, match=r"a budget of 1.00 KiB is less than \d+\.\d MiB, what Python itself takes"):
+        target.check_budget(1024)
+    target.check_budget(200 * MIB)
+    target.check_budget(100 * GIB)
+
+
+def test_a_budget_of_a_device_below_one_segment(monkeypatch):
+    monkeypatch.setattr(target, "has_devices", lambda: True)
+
+    with pytest.raises(BadInput, match=r"less than 2.00 MiB, the smallest piece of device memory"):
+        target.check_budget(1024)
+    target.check_budget(3 * MIB)
+
+
+def test_where_it_can_not_be_measured_no_budget_is_refused(monkeypatch):
+    monkeypatch.setattr(target, "has_devices", lambda: False)
+    monkeypatch.setattr(target.sys, "executable", "/no/such/python")
+
+    target.check_budget(1024)
