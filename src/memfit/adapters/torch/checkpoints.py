@@ -45,6 +45,7 @@ class Checkpoints:
         place: moves a real host tensor to the simulated device or revives a shape-only one there, and returns it.
         device_of: where a shape-only tensor is shown to be.
         num_ranks: processes that the simulated one is said to be one of.
+        private: whether nobody but the script sees what it writes.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class Checkpoints:
         place: Place,
         device_of: Callable[[torch.Tensor], torch.device] = lambda tensor: _ON_DEVICE,
         num_ranks: int = 1,
+        *,
+        private: bool = False,
     ) -> None:
         self._num_ranks = num_ranks
         self._report = report
-        self._files = RedirectedFiles(folder, report)
+        self._files = RedirectedFiles(folder, report, private=private)
         self._functions = FileFunctions(self._files)
         self._shapes = ShapeOnly(place, device_of)
         self._safetensors = SafetensorsFiles(self._files, self._functions, self._shapes)
@@ -67,6 +70,7 @@ class Checkpoints:
         self._plain_load_script: Callable[..., Any] = torch.jit.load
         self.redirected = self._files.redirected
         """Absolute path asked for -> path written."""
+        self.are_private = private
 
     def replacements(self) -> list[Replacement]:
         """What to put in place for the time of the dry run."""

@@ -44,12 +44,8 @@ class FileFunctions:
             **{name: getattr(os, name) for name in _OF_OS},
             **{name: getattr(shutil, name) for name in _OF_SHUTIL},
         )
-        self._opening = self.stand_in(self._plain.open, self._open)
-
-    @property
-    def is_active(self) -> bool:
+        self.is_active = False
         """Whether the stand-ins are in place."""
-        return builtins.open is self._opening
 
     def stand_in(self, plain: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
         """Calls `other` while the stand-ins are in place, and `plain` afterwards: modules keep what they imported."""
@@ -61,7 +57,10 @@ class FileFunctions:
         return call
 
     def replacements(self) -> list[Replacement]:
-        """What to put in place."""
+        """What to put in place; nothing that concerns files where the script's writes are its own anyway."""
+        active = Replacement(self, "is_active", True)
+        if self._files.are_private:
+            return [active]
         others: dict[str, Callable[..., Any]] = {
             **{name: self._looking(name) for name in _LOOKING},
             **{name: self._removing(name) for name in _REMOVING},
@@ -75,9 +74,11 @@ class FileFunctions:
             "rmtree": self._rmtree,
         }
         made = {name: self.stand_in(getattr(self._plain, name), other) for name, other in others.items()}
+        opening = self.stand_in(self._plain.open, self._open)
         return [
-            Replacement(builtins, "open", self._opening),
-            Replacement(io, "open", self._opening),
+            active,
+            Replacement(builtins, "open", opening),
+            Replacement(io, "open", opening),
             *(Replacement(os, name, made[name]) for name in _OF_OS),
             *(Replacement(shutil, name, made[name]) for name in _OF_SHUTIL),
             *(Replacement(os, name, self._able(getattr(os, name), made)) for name in _CAPABILITIES),

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from memfit.core import env
+
 Report = Callable[[str, str], None]
 Path = Any  # what open() takes: a string, bytes or a path object; a descriptor is left alone
 
@@ -42,9 +44,6 @@ _SUFFIXES = (
 )
 _UNFINISHED = (".tmp", ".temp", ".part", ".new")
 _FOLDER = re.compile(r"checkpoint-.+|checkpoint_\d+", re.IGNORECASE)
-# Downloads go there: fetching them again on every run would help nobody.
-_CACHES = ("XDG_CACHE_HOME", "TORCH_HOME", "HF_HOME", "HF_HUB_CACHE", "KERAS_HOME")
-_HOME_CACHES = ("~/.cache", "~/.keras")
 _SHARED_MEMORY = "/dev/shm/"
 
 
@@ -56,9 +55,12 @@ class RedirectedFiles:
     Args:
         folder: where they go; None: a new temporary folder, made on first use.
         report: takes (code, text) of each file redirected and each deletion skipped.
+        private: whether nobody but the script sees what it writes (`memfit.runs.overlay`): then files stay where it
+            puts them, and only those of checkpoints are known.
     """
 
-    def __init__(self, folder: str | None, report: Report) -> None:
+    def __init__(self, folder: str | None, report: Report, *, private: bool = False) -> None:
+        self.are_private = private
         self.redirected: dict[str, str] = {}
         """Absolute path asked for -> path written."""
         self.removed: set[str] = set()
@@ -72,8 +74,8 @@ class RedirectedFiles:
         self._numbers = itertools.count()
         self._start = time.time()
         self._plain_lstat = os.lstat
-        roots = [os.environ.get(name, "") for name in _CACHES] + [os.path.expanduser(root) for root in _HOME_CACHES]
-        self._caches = tuple(os.path.realpath(root) for root in roots if root)
+        # Fetching downloads again on every run would help nobody.
+        self._caches = tuple(map(os.path.realpath, env.download_folders()))
         # Asked for now: `tempfile` removes a file to find out, and holds a lock meanwhile.
         self._scratch = (os.path.realpath(tempfile.gettempdir()) + os.sep, _SHARED_MEMORY)
 
@@ -104,6 +106,9 @@ class RedirectedFiles:
         """Where the file goes that the script writes to `path`."""
         key = self.key(path)
         self.removed.discard(key)
+        if self.are_private:
+            self._names.add(os.path.basename(key))
+            self.redirected[key] = os.fsdecode(path)
         if key not in self.redirected:
             name = os.path.basename(key)
             self._names.add(name)
@@ -116,6 +121,8 @@ class RedirectedFiles:
 
     def opened(self, path: Path, mode: str) -> Path:
         """What to open when the script opens `path`."""
+        if self.are_private:
+            return path
         known = self.known(path)
         if known in self.redirected:
             return self.redirected[str(known)]
@@ -131,7 +138,9 @@ class RedirectedFiles:
         return self.target(path) if is_replaced or self.is_checkpoint(key) else path
 
     def is_own(self, path: Path) -> bool:
-        """Whether this is a path below the folder of redirected files."""
+        """Whether this is a file of the dry run's own: all are, or those below the folder of redirected ones."""
+        if self.are_private:
+            return True
         return self._folder is not None and self.key(path).startswith(self._folder + os.sep)
 
     def is_on_disk(self, key: str) -> bool:
