@@ -6,6 +6,7 @@ Puts the parts together on the other side of `memfit.runs`: the device's memory,
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ def main(request_path: str) -> int:
     request = Request.from_json(Path(request_path).read_text(encoding="utf-8"))
     # Before anything starts a thread.
     private_files = bool(request.layers) and _keep_files_apart(request)
+    if request.layers and not request.checkpoint_folder:
+        # Ends with the run.
+        request = replace(request, checkpoint_folder=os.path.join(request.layers[0], "checkpoints"))
     if request.until_fit:
         return _run_until_fit(request)
     # TorchScript runs as the Python it is made from; PyTorch reads this when it is imported.

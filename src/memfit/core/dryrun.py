@@ -262,7 +262,7 @@ class DryRun:
         error: exception and line of the user's code in one line, or "".
         exit_code: the script's own; None when it didn't get to one.
         advice: changes that would save most.
-        redirected: checkpoints by the path the script gave, and where they went.
+        redirected: files by the path the script gave, and where they are; "" where they were not kept.
         scan: how the batches vary, when that was asked for.
         seconds: how long all runs took.
         allocator: settings of the allocator that were in force.

@@ -81,7 +81,7 @@ def run_child(
             request,
             result_path=str(result_path),
             layers=tuple(folders),
-            checkpoint_folder=kept or str(Path(folder, "checkpoints")),
+            checkpoint_folder=kept,
         )
         request_path.write_text(json.dumps(asked.to_json()), encoding="utf-8")
         try:

@@ -139,7 +139,7 @@ class _View:
         # Folders before those in them.
         for path in sorted(self._mounts, key=lambda path: (path != "/", path.count("/"))):
             self._show(self._mounts[path])
-        for path in self._shared:
+        for path in (*self._shared, *_sockets()):
             self._bind(path)
         Path(self._folder, LAYERS).write_text(json.dumps(self._layers), encoding="utf-8")
         os.chdir(self._root)
@@ -161,7 +161,7 @@ class _View:
 
     def _show(self, mount: _Mount) -> None:
         path = mount.path
-        is_live = mount.kind in _LIVE_KINDS or any(_is_within(path, root) for root in _LIVE)
+        is_live = mount.kind in _LIVE_KINDS or _is_live(path)
         if path != "/" and (is_live or mount.is_read_only):
             # A mount that is shown as it is shows those below it as well.
             if os.stat(path).st_dev != os.stat(self._at(path)).st_dev:
@@ -279,6 +279,19 @@ def _mounts() -> Iterator[_Mount]:
         # Spaces and the like are written as \040.
         path = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
         yield _Mount(path, kind, "ro" in options.split(",") or "ro" in options_of_all.split(","))
+
+
+def _sockets() -> list[str]:
+    """Those on which other processes listen, who would not be reached through an overlay."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        paths = {words[7] for words in (line.split(maxsplit=7) for line in lines) if len(words) == 8}
+        return [path for path in paths if path.startswith("/") and not _is_live(path) and os.path.exists(path)]
+    return []
+
+
+def _is_live(path: str) -> bool:
+    return any(_is_within(path, root) for root in _LIVE)
 
 
 def _topmost_owned(path: str) -> str:

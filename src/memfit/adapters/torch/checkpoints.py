@@ -81,6 +81,9 @@ class Checkpoints:
             Replacement(torch, "load", stand_in(self._plain_load, self._load)),
             Replacement(torch.jit, "load", stand_in(self._plain_load_script, self._load_script)),
         ]
+        plain_writer = torch._C.PyTorchFileWriter
+        writing = functools.partial(self._write, plain_writer)
+        inner.append(Replacement(torch._C, "PyTorchFileWriter", stand_in(plain_writer, writing)))
         return [
             *self._functions.replacements(),
             *self._shapes.replacements(),
@@ -115,6 +118,11 @@ class Checkpoints:
                 f"{name} was opened for writing, and nothing in its name says that it is a checkpoint: "
                 "it now holds shapes without values",
             )
+
+    def _write(self, plain: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
+        """The writer behind torch.save, which some use themselves."""
+        is_redirected = _is_path(f) and not self._files.is_own(f) and self._files.is_regular(f)
+        return plain(self._files.target(f) if is_redirected else f, *args, **kwargs)
 
     def _load(self, f: Any, map_location: Any = None, pickle_module: Any = None, **kwargs: Any) -> Any:
         if _is_path(f):

@@ -25,22 +25,12 @@ Path = Any  # what open() takes: a string, bytes or a path object; a descriptor 
 REDIRECTED = "checkpoint-redirected"
 KEPT = "deletion-skipped"
 
-# Pickles are among them although they are often caches of data: a cache can be made again, a lost model cannot.
+# Mostly data, through which processes of the script may talk to each other. But what the user has may be a model:
+# data can be made again, a lost model cannot.
+_SUFFIXES_OF_DATA = (".pkl", ".pickle", ".joblib")
 _SUFFIXES = (
-    *(
-        ".pt",
-        ".pth",
-        ".ckpt",
-        ".bin",
-        ".safetensors",
-        ".pkl",
-        ".pickle",
-        ".joblib",
-        ".h5",
-        ".hdf5",
-        ".keras",
-    ),
-    *(".distcp", ".metadata", ".pt.tar", ".pth.tar", ".ckpt.tar"),
+    *_SUFFIXES_OF_DATA,
+    *".bin .pt .pth .ckpt .safetensors .h5 .hdf5 .keras .distcp .metadata .pt.tar .pth.tar .ckpt.tar".split(),
 )
 _UNFINISHED = (".tmp", ".temp", ".part", ".new")
 _FOLDER = re.compile(r"checkpoint-.+|checkpoint_\d+", re.IGNORECASE)
@@ -73,7 +63,7 @@ class RedirectedFiles:
         self._names: set[str] = set()
         self._numbers = itertools.count()
         self._start = time.time()
-        self._plain_lstat = os.lstat
+        self._plain_lstat, self._plain_open = os.lstat, open
         # Fetching downloads again on every run would help nobody.
         self._caches = tuple(map(os.path.realpath, env.download_folders()))
         # Asked for now: `tempfile` removes a file to find out, and holds a lock meanwhile.
@@ -129,9 +119,18 @@ class RedirectedFiles:
         if not set(mode) & set("wxa+"):
             return self.existing(path)
         key = self.key(path)
-        # Changed in place, it may be data of any size: numpy's memmap opens files that way unless told otherwise.
         is_changed = "w" not in mode and key not in self.removed and self.is_on_disk(key)
         if is_changed:
+            # Data of any size are changed where they are: numpy's memmap opens files that way unless told otherwise.
+            is_data = key.lower().endswith((*_SUFFIXES_OF_DATA, ".bin"))
+            if is_data or not self.is_checkpoint(key) or not self.is_older(key):
+                return path
+            with self._plain_open(key, "rb") as source, self._plain_open(self.target(path), "wb") as copy:
+                shutil.copyfileobj(source, copy)
+            return self.redirected[key]
+        # Made by this run in a way that isn't seen here, or new data: another process may be meant to read it.
+        is_for_others = self.is_on_disk(key) or key.lower().endswith(_SUFFIXES_OF_DATA)
+        if is_for_others and key not in self.removed and not self.is_older(key):
             return path
         # What the user had before is not overwritten by numbers that stand in for others, whatever its name; text is.
         is_replaced = "b" in mode and "w" in mode and self.is_older(key) and not self._is_apart(key)
