@@ -34,8 +34,8 @@ for _ in range(5):
 def request_for(tmp_path, script, *arguments, **options):
     """The path of a request for a script given as its text."""
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    result = str(tmp_path / "result.json")
-    request = Request(str(tmp_path / "train.py"), False, arguments, find_device("t4"), result_path=result, **options)
+    options.setdefault("result_path", str(tmp_path / "result.json"))
+    request = Request(str(tmp_path / "train.py"), False, arguments, find_device("t4"), **options)
     (tmp_path / "request.json").write_text(json.dumps(request.to_json()), encoding="utf-8")
     return str(tmp_path / "request.json")
 
@@ -92,7 +92,8 @@ def test_the_users_files_stay_what_they_are(tmp_path, monkeypatch, has_view):
         (folder / name).write_text("the user's")
         os.utime(folder / name, (1, 1))
     layers.mkdir()
-    request = request_for(tmp_path, SAVES, steps=9, layers=(str(layers),))
+    result = layers / "result.json"
+    request = request_for(tmp_path, SAVES, steps=9, layers=(str(layers),), result_path=str(result))
     command = [sys.executable, "-m", "memfit._child", request]
     if not has_view:
         refuse = "from memfit.runs import overlay; overlay.enter = lambda *args, **options: ('refused', [])"
@@ -101,7 +102,7 @@ def test_the_users_files_stay_what_they_are(tmp_path, monkeypatch, has_view):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
 
     # THEN the script finds what it saved, as shapes
-    run = DryRun.from_json((tmp_path / "result.json").read_text(encoding="utf-8"))
+    run = DryRun.from_json(result.read_text(encoding="utf-8"))
     assert run.outcome is Outcome.ENDED, done.stderr
     assert done.stdout.startswith("True ['")
     if has_view and done.stderr.startswith("memfit: this system"):
