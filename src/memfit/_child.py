@@ -57,11 +57,13 @@ def _keep_files_apart(request: Request) -> bool:
     """Whether what the script and its processes write from now on is theirs alone; what remains is said."""
     script = [] if request.module else [os.path.dirname(os.path.realpath(request.script))]
     written = [os.getcwd(), *script, os.path.expanduser("~")]
-    reason, read_only = overlay.enter(request.layers, shared=env.download_folders(), written=written)
+    # The script's own folder is no cache, wherever caches are said to be.
+    caches = [path for path in env.download_folders() if not any(overlay.is_within(each, path) for each in written)]
+    reason, read_only = overlay.enter(request.layers, shared=(*caches, *request.writable), written=written)
     if reason:
         _say(
-            f"this system gives the script no view of files of its own ({reason}): its checkpoints go elsewhere and "
-            "yours are kept, but whatever else it writes or removes, and all that commands it starts do, is real"
+            f"no view of files of the script's own here ({reason}): its checkpoints go elsewhere and yours are kept, "
+            "but whatever else it writes or removes, and what its commands do, is real"
         )
     elif read_only:
         _say(f"the script can't write below {', '.join(read_only)}: that file system takes no overlay")

@@ -403,6 +403,7 @@ class Request:
         settings: how the script's steps are to be run, as far as that can be changed from outside; None: as they are.
         watch: tell what else the run shows of the program, the work of its operators included.
         until_fit: run the script, which trains with Keras, until its first `fit`, and estimate a step of that.
+        writable: folders in which what the script writes is real.
         layers: folders in which to keep what the script writes, the first that can; none: its writes are real.
     """
 
@@ -421,6 +422,7 @@ class Request:
     settings: Settings | None = None
     watch: bool = False
     until_fit: bool = False
+    writable: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -433,6 +435,10 @@ class Request:
         data = dict(json.loads(data) if isinstance(data, str | bytes) else data)
         device, settings = read_device(data.pop("device_row")), data.pop("settings", None)
         return cls(
-            **{**data, "device": device, "arguments": tuple(data["arguments"]), "layers": tuple(data.get("layers", ()))},
+            **{
+                **data,
+                "device": device,
+                **{name: tuple(data.get(name, ())) for name in ("arguments", "writable", "layers")},
+            },
             settings=None if settings is None else Settings.from_json(settings),
         )

@@ -113,10 +113,8 @@ class _View:
         self._folder = os.path.realpath(folder)
         self._written = [os.path.realpath(path) for path in (*written, tempfile.gettempdir()) if os.path.isdir(path)]
         live = [path for path in _LIVE if not os.path.islink(path)]
-        caches = {os.path.realpath(path) for path in shared}
-        # The script's own folder is not taken for a cache, wherever that is said to be.
-        caches = {path for path in caches if not any(_is_within(each, path) for each in self._written)}
-        self._shared = [path for path in (*live, *sorted(caches), self._folder) if os.path.isdir(path)]
+        shared = sorted({os.path.realpath(path) for path in shared})
+        self._shared = [path for path in (*live, *shared, self._folder) if os.path.isdir(path)]
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._is_root = False
         self._root = ""
@@ -173,7 +171,7 @@ class _View:
 
     def _lay_over(self, path: str) -> None:
         """Shows a folder with a layer of its own, or entry by entry where that can't be."""
-        if any(_is_within(each, path) and each != path for each in self._split_above):
+        if any(is_within(each, path) and each != path for each in self._split_above):
             self._split(path)
             return
         for option in _OPTIONS_OF_ROOT if self._is_root else _OPTIONS:
@@ -183,7 +181,7 @@ class _View:
                 refused = error
             else:
                 return
-        if path == "/" or any(_is_within(each, path) for each in self._written):
+        if path == "/" or any(is_within(each, path) for each in self._written):
             raise refused
         self._bind(path, read_only=True)
         self._read_only.append(path)
@@ -257,7 +255,9 @@ class _View:
 
     def _mount(self, source: str, place: str, kind: str | None, flags: int, options: str = "") -> None:
         words = (os.fsencode(source), os.fsencode(place), kind.encode() if kind else None)
-        self._call("mount", *words, ctypes.c_ulong(flags), options.encode() or None, what=f"{kind or 'bind'} of {place}")
+        self._call(
+            "mount", *words, ctypes.c_ulong(flags), options.encode() or None, what=f"{kind or 'bind'} of {place}"
+        )
 
     def _call(self, function: str, *arguments: object, what: str = "") -> None:
         if getattr(self._libc, function)(*arguments):
@@ -291,7 +291,7 @@ def _sockets() -> list[str]:
 
 
 def _is_live(path: str) -> bool:
-    return any(_is_within(path, root) for root in _LIVE)
+    return any(is_within(path, root) for root in _LIVE)
 
 
 def _topmost_owned(path: str) -> str:
@@ -301,5 +301,6 @@ def _topmost_owned(path: str) -> str:
     return next((each for each in above if os.stat(each).st_uid == os.geteuid()), path)
 
 
-def _is_within(path: str, folder: str) -> bool:
+def is_within(path: str, folder: str) -> bool:
+    """Whether an absolute path is that of a folder or of something in it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")

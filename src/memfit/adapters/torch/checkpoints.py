@@ -27,12 +27,14 @@ from memfit.adapters.torch.redirected_files import RedirectedFiles, Report
 from memfit.adapters.torch.replacement import Replacement
 from memfit.adapters.torch.safetensors_files import SafetensorsFiles
 from memfit.adapters.torch.shape_only import Place, ShapeOnly
+from memfit.core.units import MIB
 
 OVERWRITTEN = "file-overwritten"
 
 _ON_DEVICE = torch.device("cuda", 0)
 _ARCHIVE = b"PK\x03\x04"
 _DISTRIBUTED = ".distcp"
+_MAX_COPIED_BYTES = 64 * MIB
 _SCRIPT: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
 
 
@@ -90,6 +92,7 @@ class Checkpoints:
             *inner,
             *_with_copies(copied),
             *self._of_h5py(),
+            *(self._of_numpy() if self.are_private else []),
             *self._of_scripts(),
             *(self._distributed.replacements() if self._num_ranks > 1 else []),
         ]
@@ -148,6 +151,22 @@ class Checkpoints:
         # From torch.load, which has been given a stand-in for it.
         map_location = getattr(map_location, "given", map_location)
         return self._plain_load_script(self._files.existing(f) if _is_path(f) else f, map_location, *args, **kwargs)
+
+    def _of_numpy(self) -> list[Replacement]:
+        """Opened for writing, which is numpy's default, a large file would be copied into the overlay."""
+        try:
+            import numpy
+        except ImportError:
+            return []
+        plain = numpy.memmap.__new__
+
+        def new(cls: Any, filename: Any, dtype: Any = numpy.uint8, mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
+            is_large = _is_path(filename) and os.path.isfile(filename) and os.path.getsize(filename) > _MAX_COPIED_BYTES
+            if self._functions.is_active and is_large and mode in ("r+", "readwrite"):
+                mode = "c"
+            return plain(cls, filename, dtype, mode, *args, **kwargs)
+
+        return [Replacement(numpy.memmap, "__new__", staticmethod(new))]
 
     def _of_h5py(self) -> list[Replacement]:
         """h5py opens files by itself. Where there is Keras, which saves with it, it is imported here."""
