@@ -218,6 +218,7 @@ def dryrun(
     steps: int = 3,
     scan: int = 0,
     checkpoint_folder: str | os.PathLike[str] | None = None,
+    writable: Iterable[str | os.PathLike[str]] = (),
     quiet_output: bool = False,
 ) -> DryRun:
     """How an unmodified training script fares on a device that need not be there.
@@ -232,7 +233,8 @@ def dryrun(
         count: how many such devices PyTorch sees; the figures are those of one of them.
         steps: optimizer steps after which the script is ended.
         scan: batches of its loader to look at for the largest; 0: none.
-        checkpoint_folder: where checkpoints go that the script writes; a temporary place by default.
+        checkpoint_folder: where the files that the script writes are kept; they are not by default.
+        writable: folders in which what the script writes is real, such as downloads; made where they are missing.
         quiet_output: send what the script prints to standard error.
     """
     for option, value, least in (("count", count, 1), ("steps", steps, 1), ("scan", scan, 0)):
@@ -262,8 +264,21 @@ def dryrun(
     if not until_fit:
         require_torch()
     folder = "" if checkpoint_folder is None else os.path.abspath(checkpoint_folder)
-    given = tuple(map(str, arguments))
-    request = Request(name, module, given, target, count, steps, scan, checkpoint_folder=folder, until_fit=until_fit)
+    shared = tuple(map(os.path.abspath, writable))
+    for each in shared:
+        os.makedirs(each, exist_ok=True)
+    request = Request(
+        name,
+        module,
+        tuple(map(str, arguments)),
+        target,
+        count,
+        steps,
+        scan,
+        checkpoint_folder=folder,
+        until_fit=until_fit,
+        writable=shared,
+    )
     if until_fit:
         return read_run(request, quiet_output=quiet_output)
     run, too_large = dry_run(request, quiet_output=quiet_output, announce=announce)

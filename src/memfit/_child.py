@@ -6,17 +6,24 @@ Puts the parts together on the other side of `memfit.runs`: the device's memory,
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memfit.allocator import memory_of
 from memfit.core import env
 from memfit.core.dryrun import DryRun, Request
+from memfit.runs import overlay
 
 
 def main(request_path: str) -> int:
     """Runs what the file asks for and writes the result where it says."""
     request = Request.from_json(Path(request_path).read_text(encoding="utf-8"))
+    # Before anything starts a thread.
+    private_files = bool(request.layers) and _keep_files_apart(request)
+    if request.layers and not request.checkpoint_folder:
+        # Ends with the run.
+        request = replace(request, checkpoint_folder=os.path.join(request.layers[0], "checkpoints"))
     if request.until_fit:
         return _run_until_fit(request)
     # TorchScript runs as the Python it is made from; PyTorch reads this when it is imported.
@@ -29,7 +36,8 @@ def main(request_path: str) -> int:
         os.environ["PYTORCH_ALLOC_CONF"] = f"{given},expandable_segments:True" if given else "expandable_segments:True"
     from memfit.adapters.torch.script import ScriptRun
 
-    run = ScriptRun(request, *memory_of(request.device, unlimited=request.unlimited))
+    memory, configure = memory_of(request.device, unlimited=request.unlimited)
+    run = ScriptRun(request, memory, configure, private_files=private_files)
 
     def write(result: DryRun) -> None:
         _write(request, {**result.to_json(), "loader_ordinal": run.loaders.training})
@@ -43,6 +51,27 @@ def main(request_path: str) -> int:
     result = run.run()
     write(result)
     return result.exit_code or 0
+
+
+def _keep_files_apart(request: Request) -> bool:
+    """Whether what the script and its processes write from now on is theirs alone; what remains is said."""
+    script = [] if request.module else [os.path.dirname(os.path.realpath(request.script))]
+    written = [os.getcwd(), *script, os.path.expanduser("~")]
+    # The script's own folder is no cache, wherever caches are said to be.
+    caches = [path for path in env.download_folders() if not any(overlay.is_within(each, path) for each in written)]
+    reason, read_only = overlay.enter(request.layers, shared=(*caches, *request.writable), written=written)
+    if reason:
+        _say(
+            f"no view of files of the script's own here ({reason}): its checkpoints go elsewhere and yours are kept, "
+            "but whatever else it writes or removes, and what its commands do, is real"
+        )
+    elif read_only:
+        _say(f"the script can't write below {', '.join(read_only)}: that file system takes no overlay")
+    return not reason
+
+
+def _say(text: str) -> None:
+    print(f"memfit: {text}", file=sys.stderr, flush=True)
 
 
 def _run_until_fit(request: Request) -> int:

@@ -36,6 +36,7 @@ FLAGS = {
         "--steps",
         "--scan",
         "--keep-checkpoints",
+        "--allow-writes",
         "--json",
         "--html",
         "-m",

@@ -34,8 +34,8 @@ for _ in range(5):
 def request_for(tmp_path, script, *arguments, **options):
     """The path of a request for a script given as its text."""
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    result = str(tmp_path / "result.json")
-    request = Request(str(tmp_path / "train.py"), False, arguments, find_device("t4"), result_path=result, **options)
+    options.setdefault("result_path", str(tmp_path / "result.json"))
+    request = Request(str(tmp_path / "train.py"), False, arguments, find_device("t4"), **options)
     (tmp_path / "request.json").write_text(json.dumps(request.to_json()), encoding="utf-8")
     return str(tmp_path / "request.json")
 
@@ -62,6 +62,67 @@ def test_a_request_becomes_a_result(tmp_path):
     assert run.estimate.replay.reserved_peak_bytes < run.estimate.replay.allocated_peak_bytes + 8 * 2**20
     # It is written whole or not at all.
     assert sorted(file.name for file in tmp_path.iterdir()) == ["request.json", "result.json", "train.py"]
+
+
+SAVES = """
+import os, subprocess, sys
+import torch
+from torch import nn
+
+model = nn.Linear(1000, 1000).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.randn(4, 1000).cuda()).sum().backward()
+optimizer.step()
+torch.save(model.state_dict(), "model.pt")
+model.load_state_dict(torch.load("model.pt"))
+print(os.path.getsize("model.pt") < 10000, os.listdir("."))
+writer = torch._C.PyTorchFileWriter("older.pt")
+writer.write_record("a", b"b", 1)
+writer.write_end_of_file()
+open("data/fetched.txt", "w").write("fetched")
+subprocess.run("rm -rf runs; echo gone > data.txt", shell=True, check=True)
+"""
+
+
+@pytest.mark.parametrize("has_view", [True, False])
+def test_the_users_files_stay_what_they_are(tmp_path, monkeypatch, has_view):
+    # GIVEN files of the user's, and a system that gives a view of files, or none
+    folder, layers = tmp_path / "users", tmp_path / "layers"
+    for name in ("model.pt", "older.pt", *(("runs/a.pt", "data.txt") if has_view else ())):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("the user's")
+        os.utime(folder / name, (1, 1))
+    for each in (layers, folder / "data"):
+        each.mkdir()
+    result = layers / "result.json"
+    options = {"layers": (str(layers),), "writable": (str(folder / "data"),), "result_path": str(result)}
+    request = request_for(tmp_path, SAVES, steps=9, **options)
+    command = [sys.executable, "-m", "memfit._child", request]
+    if not has_view:
+        refuse = "from memfit.runs import overlay; overlay.enter = lambda *args, **options: ('refused', [])"
+        command[1:] = ["-c", f"{refuse}; import sys; from memfit._child import main; main(sys.argv[1])", request]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+
+    # THEN the script finds what it saved, as shapes
+    run = DryRun.from_json(result.read_text(encoding="utf-8"))
+    assert run.outcome is Outcome.ENDED, done.stderr
+    assert done.stdout.startswith("True ['")
+    if has_view and done.stderr.startswith("memfit: no view"):
+        pytest.skip(done.stderr)
+
+    # AND the user's files are what they were; where others than checkpoints are not, that was said
+    assert ("whatever else it writes or removes" in done.stderr) is not has_view
+    for path in folder.rglob("*.pt"):
+        assert path.read_text() == "the user's"
+    if has_view:
+        assert sorted(os.listdir(folder)) == ["data", "data.txt", "model.pt", "older.pt", "runs"]
+        assert (folder / "data" / "fetched.txt").read_text() == "fetched"
+        assert (folder / "data.txt").read_text() == "the user's"
+        assert run.redirected == {}
+    else:
+        assert set(run.redirected) == {str(folder / "model.pt"), str(folder / "older.pt")}
+        assert all(place.startswith(str(layers)) for place in run.redirected.values())
 
 
 @pytest.mark.parametrize("code", [0, 3])

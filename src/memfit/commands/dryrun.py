@@ -7,7 +7,7 @@ Examples:
 
 Everything after SCRIPT, or after the name of the module, belongs to the script. It runs in a process of its own in
 which PyTorch sees the device; host tensors, data and output are real, tensors on the device have shapes and no
-values. Checkpoints that it writes go to a temporary place.
+values. Files that it writes, changes or removes are its own: yours stay as they are.
 
 Exit codes: 0 fits, 3 does not fit, 4 the script failed for a reason of its own, 5 it took no optimizer step,
 2 bad usage or input, 130 interrupted
@@ -43,7 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scan", type=int, metavar="N", help="look at N batches of the script's loader and run from the largest on"
     )
     parser.add_argument(
-        "--keep-checkpoints", metavar="FOLDER", help="where checkpoints go; a temporary place by default"
+        "--keep-checkpoints", metavar="FOLDER", help="keep the files that the script writes there; default: none"
+    )
+    parser.add_argument(
+        "--allow-writes",
+        metavar="FOLDER",
+        action="append",
+        default=[],
+        help="let the script really write there, such as downloads of data; can be repeated",
     )
     parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
     parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
@@ -65,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise BadInput(f"--{option} must be at least {least}, but {value} was given.")
     if arguments.html:
         output.check_writable(arguments.html)
-    if arguments.keep_checkpoints:
-        output.check_folder(arguments.keep_checkpoints)
+    for folder in (*filter(None, [arguments.keep_checkpoints]), *arguments.allow_writes):
+        output.check_folder(folder)
     try:
         result = _api.dryrun(
             script,
@@ -77,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             steps=arguments.steps,
             scan=arguments.scan or 0,
             checkpoint_folder=arguments.keep_checkpoints,
+            writable=arguments.allow_writes,
             quiet_output=arguments.json,
         )
     except Interrupted as interrupted:

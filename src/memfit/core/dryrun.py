@@ -263,7 +263,7 @@ class DryRun(Shown):
         error: exception and line of the user's code in one line, or "".
         exit_code: the script's own; None when it didn't get to one.
         advice: changes that would save most.
-        redirected: checkpoints by the path the script gave, and where they went.
+        redirected: files by the path the script gave, and where they are; "" where they were not kept.
         scan: how the batches vary, when that was asked for.
         seconds: how long all runs took.
         allocator: settings of the allocator that were in force.
@@ -398,13 +398,15 @@ class Request:
         steps: optimizer steps after which to end.
         scan: batches of the loader to look at; 0: none.
         unlimited: give the device no limit; it still says it had its own.
-        checkpoint_folder: where checkpoints go; "" for a temporary place.
+        checkpoint_folder: where checkpoints go, and whatever else of the script's files is kept; "" for nowhere.
         result_path: where to write the `DryRun`.
         largest_first: look at `scan` batches first and begin with the largest.
         loader_ordinal: which of the script's loaders, in order of their making; None when not known yet.
         settings: how the script's steps are to be run, as far as that can be changed from outside; None: as they are.
         watch: tell what else the run shows of the program, the work of its operators included.
         until_fit: run the script, which trains with Keras, until its first `fit`, and estimate a step of that.
+        writable: folders in which what the script writes is real.
+        layers: folders in which to keep what the script writes, the first that can; none: its writes are real.
     """
 
     script: str
@@ -422,6 +424,8 @@ class Request:
     settings: Settings | None = None
     watch: bool = False
     until_fit: bool = False
+    writable: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write: `device` is its name, `device_row` the whole of it."""
@@ -433,6 +437,10 @@ class Request:
         data = dict(json.loads(data) if isinstance(data, str | bytes) else data)
         device, settings = read_device(data.pop("device_row")), data.pop("settings", None)
         return cls(
-            **{**data, "device": device, "arguments": tuple(data["arguments"])},
+            **{
+                **data,
+                "device": device,
+                **{name: tuple(data.get(name, ())) for name in ("arguments", "writable", "layers")},
+            },
             settings=None if settings is None else Settings.from_json(settings),
         )

@@ -74,3 +74,10 @@ def cache_folder() -> str:
 def spool_folder() -> str:
     """Where data that can't be streamed as it is gets unpacked to: MEMFIT_SPOOL, else a part of the cache folder."""
     return os.environ.get("MEMFIT_SPOOL") or os.path.join(cache_folder(), "spool")
+
+
+def download_folders() -> list[str]:
+    """Where libraries keep what they fetched, to be used again by other programs."""
+    names = ("XDG_CACHE_HOME", "TORCH_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "KERAS_HOME")
+    given = [os.environ.get(name, "") for name in names]
+    return [os.path.expanduser(root) for root in (*given, "~/.cache", "~/.keras") if root]

@@ -300,8 +300,11 @@ def _figure(figure: figures.Figure) -> str:
 
 
 def _redirected_part(run: DryRun) -> Part:
-    lines = [f"{printable(given)} -> {printable(real)}" for given, real in list(run.redirected.items())[:_NUM_LISTED]]
+    shown = list(run.redirected.items())[:_NUM_LISTED]
+    lines = [printable(given) + (f" -> {printable(real)}" if real else "") for given, real in shown]
     more = len(run.redirected) - _NUM_LISTED
     if more > 0:
         lines.append(f"and {more} more")
+    if shown and not all(run.redirected.values()):
+        lines.append("They were not kept; --keep-checkpoints FOLDER keeps them")
     return Part("Files that went elsewhere, so that yours were not overwritten", lines=tuple(lines))

@@ -39,7 +39,7 @@ def build_run_payload(run: DryRun) -> dict[str, Any]:
             "scan": [line for line in run_figures.scan_lines(run) if line not in shown],
             "scanFailure": None if late is None else _failure(run, late),
             "advice": _advice(run),
-            "redirected": list(run.redirected.items()),
+            "redirected": [(given, real or "not kept") for given, real in run.redirected.items()],
         },
     }
 

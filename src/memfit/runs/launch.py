@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import BadFile
 from memfit.runs import processes
+from memfit.runs.written_files import collect
 
 COMMAND = (sys.executable, "-m", "memfit._child")
 """What is started, with the path of the request added."""
@@ -71,18 +72,44 @@ def run_child(
     Raises:
         Interrupted: the user interrupted it, and the child left a result all the same.
     """
-    with _passing_on_termination(), tempfile.TemporaryDirectory(prefix="memfit-") as folder:
+    with _passing_on_termination(), _folders() as folders:
+        folder = folders[0]
         request_path, result_path = Path(folder, "request.json"), Path(folder, "result.json")
-        request_path.write_text(json.dumps(replace(request, result_path=str(result_path)).to_json()), encoding="utf-8")
+        # One run's files are enough; those of a further one would be the same.
+        kept = "" if silent else request.checkpoint_folder
+        asked = replace(
+            request,
+            result_path=str(result_path),
+            layers=tuple(folders),
+            checkpoint_folder=kept,
+        )
+        request_path.write_text(json.dumps(asked.to_json()), encoding="utf-8")
         try:
             return_code = _run([*(command or COMMAND), str(request_path)], stdout_to_stderr, silent)
         except KeyboardInterrupt:
             known = _read(result_path)
             if known is None:
                 raise
+            known = _with_files(known, folder, kept)
             raise Interrupted(replace(DryRun.from_json(known), outcome=Outcome.INTERRUPTED)) from None
         data = _read(result_path)
-        return data if data is not None else _crash(request, return_code).to_json()
+        return _with_files(data if data is not None else _crash(request, return_code).to_json(), folder, kept)
+
+
+@contextmanager
+def _folders() -> Iterator[list[str]]:
+    """Folders for the time of a run: one for all, and one in memory for layers that the first can't take."""
+    with ExitStack() as stack:
+        made = [stack.enter_context(tempfile.TemporaryDirectory(prefix="memfit-"))]
+        with suppress(OSError):
+            made.append(stack.enter_context(tempfile.TemporaryDirectory(prefix="memfit-", dir="/dev/shm")))
+        yield list(map(os.path.realpath, made))
+
+
+def _with_files(data: dict[str, Any], folder: str, kept: str) -> dict[str, Any]:
+    """The result with where the script's files are by now: "" for those that were not to be kept."""
+    redirected = data["redirected"] if kept else dict.fromkeys(data["redirected"], "")
+    return {**data, "redirected": {**redirected, **collect(Path(folder), kept)}}
 
 
 def _read(path: Path) -> dict[str, Any] | None:

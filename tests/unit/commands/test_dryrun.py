@@ -160,6 +160,13 @@ def test_checkpoints_can_be_kept(folder, capfd):
     assert asked(folder)[0]["checkpoint_folder"] == str(folder / "kept")
 
 
+def test_folders_can_be_written(folder, capfd):
+    run(capfd, "-d", "t4", "--allow-writes", "data", "--allow-writes", "package", "train.py")
+
+    assert asked(folder)[0]["writable"] == [str(folder / "data"), str(folder / "package")]
+    assert (folder / "data").is_dir()
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -282,5 +282,11 @@ def test_redirected_checkpoints_are_listed_up_to_three():
     assert part.lines == ("a.pt -> elsewhere/a.pt", "b.pt -> elsewhere/b.pt", "c.pt -> elsewhere/c.pt", "and 2 more")
 
 
+def test_files_that_were_not_kept_are_said_to_be_gone():
+    (part,) = [p for p in run_figures.parts(make_run(redirected={"a.pt": ""})) if p.title.startswith("Files that went")]
+
+    assert part.lines == ("a.pt", "They were not kept; --keep-checkpoints FOLDER keeps them")
+
+
 def test_the_command_is_shown_as_it_was_given():
     assert run_figures.command(make_run()) == "train.py --batch-size 64"

@@ -76,7 +76,9 @@ def test_a_run_that_broke_off_has_no_bounds():
 
 
 def test_redirected_files_are_pairs():
-    assert build_run_payload(make_run(redirected={"a": "b"}))["run"]["redirected"] == [("a", "b")]
+    run = make_run(redirected={"a": "b", "c": ""})
+
+    assert build_run_payload(run)["run"]["redirected"] == [("a", "b"), ("c", "not kept")]
 
 
 def test_without_an_estimate_there_is_nothing_to_draw():

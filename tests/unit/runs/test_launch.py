@@ -37,6 +37,33 @@ def test_the_child_gets_the_request_and_its_result_is_read(child, capfd):
     assert not os.path.exists(os.path.dirname(asked["result_path"]))
 
 
+PROGRAM = """
+import json, os, pathlib, signal, sys
+request = json.loads(pathlib.Path(sys.argv[1]).read_text())
+layer = pathlib.Path(request["layers"][0], "layer")
+layer.mkdir()
+(layer / "model.pt").write_text("the script's")
+pathlib.Path(request["layers"][0], "layers.json").write_text(json.dumps([[os.getcwd(), str(layer)]]))
+print(*request["layers"], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_no_folder_of_a_run_is_left_however_it_ends(tmp_path, monkeypatch, capfd, kept):
+    # GIVEN a script that is killed after it has written a file
+    monkeypatch.chdir(tmp_path)
+    Path("program.py").write_text(PROGRAM)
+    folder = str(tmp_path / "kept") if kept else ""
+    data = run_child(request(checkpoint_folder=folder), command=[sys.executable, "program.py"])
+
+    # THEN the file is where it was to be kept, and nothing else is left
+    place = str(tmp_path / "kept" / "model.pt") if kept else ""
+    assert data["redirected"] == {str(tmp_path / "model.pt"): place}
+    assert os.path.exists(tmp_path / "kept" / "model.pt") is kept
+    assert not any(map(os.path.exists, capfd.readouterr().out.split()))
+
+
 def test_output_passes_through(child, capfd):
     run_child(request())
 

@@ -27,12 +27,14 @@ from memfit.adapters.torch.redirected_files import RedirectedFiles, Report
 from memfit.adapters.torch.replacement import Replacement
 from memfit.adapters.torch.safetensors_files import SafetensorsFiles
 from memfit.adapters.torch.shape_only import Place, ShapeOnly
+from memfit.core.units import MIB
 
 OVERWRITTEN = "file-overwritten"
 
 _ON_DEVICE = torch.device("cuda", 0)
 _ARCHIVE = b"PK\x03\x04"
 _DISTRIBUTED = ".distcp"
+_MAX_COPIED_BYTES = 64 * MIB
 _SCRIPT: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
 
 
@@ -45,6 +47,7 @@ class Checkpoints:
         place: moves a real host tensor to the simulated device or revives a shape-only one there, and returns it.
         device_of: where a shape-only tensor is shown to be.
         num_ranks: processes that the simulated one is said to be one of.
+        private: whether nobody but the script sees what it writes.
     """
 
     def __init__(
@@ -54,10 +57,12 @@ class Checkpoints:
         place: Place,
         device_of: Callable[[torch.Tensor], torch.device] = lambda tensor: _ON_DEVICE,
         num_ranks: int = 1,
+        *,
+        private: bool = False,
     ) -> None:
         self._num_ranks = num_ranks
         self._report = report
-        self._files = RedirectedFiles(folder, report)
+        self._files = RedirectedFiles(folder, report, private=private)
         self._functions = FileFunctions(self._files)
         self._shapes = ShapeOnly(place, device_of)
         self._safetensors = SafetensorsFiles(self._files, self._functions, self._shapes)
@@ -67,6 +72,7 @@ class Checkpoints:
         self._plain_load_script: Callable[..., Any] = torch.jit.load
         self.redirected = self._files.redirected
         """Absolute path asked for -> path written."""
+        self.are_private = private
 
     def replacements(self) -> list[Replacement]:
         """What to put in place for the time of the dry run."""
@@ -77,12 +83,16 @@ class Checkpoints:
             Replacement(torch, "load", stand_in(self._plain_load, self._load)),
             Replacement(torch.jit, "load", stand_in(self._plain_load_script, self._load_script)),
         ]
+        plain_writer = torch._C.PyTorchFileWriter
+        writing = functools.partial(self._write, plain_writer)
+        inner.append(Replacement(torch._C, "PyTorchFileWriter", stand_in(plain_writer, writing)))
         return [
             *self._functions.replacements(),
             *self._shapes.replacements(),
             *inner,
             *_with_copies(copied),
             *self._of_h5py(),
+            *(self._of_numpy() if self.are_private else []),
             *self._of_scripts(),
             *(self._distributed.replacements() if self._num_ranks > 1 else []),
         ]
@@ -112,6 +122,11 @@ class Checkpoints:
                 "it now holds shapes without values",
             )
 
+    def _write(self, plain: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
+        """The writer behind torch.save, which some use themselves."""
+        is_redirected = _is_path(f) and not self._files.is_own(f) and self._files.is_regular(f)
+        return plain(self._files.target(f) if is_redirected else f, *args, **kwargs)
+
     def _load(self, f: Any, map_location: Any = None, pickle_module: Any = None, **kwargs: Any) -> Any:
         if _is_path(f):
             f = os.fspath(self._files.existing(f))
@@ -136,6 +151,22 @@ class Checkpoints:
         # From torch.load, which has been given a stand-in for it.
         map_location = getattr(map_location, "given", map_location)
         return self._plain_load_script(self._files.existing(f) if _is_path(f) else f, map_location, *args, **kwargs)
+
+    def _of_numpy(self) -> list[Replacement]:
+        """Opened for writing, which is numpy's default, a large file would be copied into the overlay."""
+        try:
+            import numpy
+        except ImportError:
+            return []
+        plain = numpy.memmap.__new__
+
+        def new(cls: Any, filename: Any, dtype: Any = numpy.uint8, mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
+            is_large = _is_path(filename) and os.path.isfile(filename) and os.path.getsize(filename) > _MAX_COPIED_BYTES
+            if self._functions.is_active and is_large and mode in ("r+", "readwrite"):
+                mode = "c"
+            return plain(cls, filename, dtype, mode, *args, **kwargs)
+
+        return [Replacement(numpy.memmap, "__new__", staticmethod(new))]
 
     def _of_h5py(self) -> list[Replacement]:
         """h5py opens files by itself. Where there is Keras, which saves with it, it is imported here."""

@@ -24,7 +24,7 @@ _REMOVING = ("remove", "unlink")
 _RENAMING = ("rename", "replace")
 _LINKING = ("link", "symlink")
 _COPYING = ("copymode", "copystat")
-_OF_OS = (*_LOOKING, *_REMOVING, *_RENAMING, *_LINKING, "mkdir", "listdir", "scandir")
+_OF_OS = (*_LOOKING, *_REMOVING, *_RENAMING, *_LINKING, "mkdir", "listdir", "scandir", "truncate")
 _OF_SHUTIL = (*_COPYING, "copyfile", "rmtree")
 # Who asks whether a function of `os` can do something looks for that function in these.
 _CAPABILITIES = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks")
@@ -41,15 +41,12 @@ class FileFunctions:
         self._files = files
         self._plain = SimpleNamespace(
             open=builtins.open,
+            open_descriptor=os.open,
             **{name: getattr(os, name) for name in _OF_OS},
             **{name: getattr(shutil, name) for name in _OF_SHUTIL},
         )
-        self._opening = self.stand_in(self._plain.open, self._open)
-
-    @property
-    def is_active(self) -> bool:
+        self.is_active = False
         """Whether the stand-ins are in place."""
-        return builtins.open is self._opening
 
     def stand_in(self, plain: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
         """Calls `other` while the stand-ins are in place, and `plain` afterwards: modules keep what they imported."""
@@ -61,7 +58,11 @@ class FileFunctions:
         return call
 
     def replacements(self) -> list[Replacement]:
-        """What to put in place."""
+        """What to put in place; nothing that concerns files where the script's writes are its own anyway."""
+        active = Replacement(self, "is_active", True)
+        if self._files.are_private:
+            renaming = {name: self.stand_in(getattr(os, name), self._renaming_folders(name)) for name in _RENAMING}
+            return [active, *(Replacement(os, name, value) for name, value in renaming.items())]
         others: dict[str, Callable[..., Any]] = {
             **{name: self._looking(name) for name in _LOOKING},
             **{name: self._removing(name) for name in _REMOVING},
@@ -73,11 +74,16 @@ class FileFunctions:
             "scandir": self._scandir,
             "copyfile": self._copyfile,
             "rmtree": self._rmtree,
+            "truncate": self._truncate,
         }
         made = {name: self.stand_in(getattr(self._plain, name), other) for name, other in others.items()}
+        opening = self.stand_in(self._plain.open, self._open)
         return [
-            Replacement(builtins, "open", self._opening),
-            Replacement(io, "open", self._opening),
+            active,
+            Replacement(builtins, "open", opening),
+            Replacement(io, "open", opening),
+            Replacement(io, "FileIO", self._file_type()),
+            Replacement(os, "open", self.stand_in(os.open, self._open_descriptor)),
             *(Replacement(os, name, made[name]) for name in _OF_OS),
             *(Replacement(shutil, name, made[name]) for name in _OF_SHUTIL),
             *(Replacement(os, name, self._able(getattr(os, name), made)) for name in _CAPABILITIES),
@@ -93,6 +99,38 @@ class FileFunctions:
             file = self._files.opened(file, mode)
         return self._plain.open(file, mode, *args, **kwargs)
 
+    def _open_descriptor(self, path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        whole = _whole(path, dir_fd)
+        is_new = not self._files.known(whole) and not self._files.is_older(self._files.key(whole))
+        if not flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC) or is_new:
+            whole = self._files.existing(whole)
+        elif not flags & os.O_EXCL:
+            whole = self._files.opened(whole, "wb" if flags & os.O_TRUNC else "ab")
+        if whole == _whole(path, dir_fd):
+            return int(self._plain.open_descriptor(path, flags, mode, dir_fd=dir_fd))
+        return int(self._plain.open_descriptor(whole, flags | (flags & os.O_TRUNC and os.O_CREAT), mode))
+
+    def _file_type(self) -> type:
+        functions, plain = self, io.FileIO
+
+        class Meta(type(plain)):  # type: ignore[misc]
+            def __instancecheck__(cls, instance: object) -> bool:
+                return isinstance(instance, plain)
+
+        class FileIO(plain, metaclass=Meta):  # type: ignore[misc, valid-type]
+            """In the place of io.FileIO, for those who make one themselves."""
+
+            def __init__(self, file: Path, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+                has_opener = len(args) > 1 or kwargs.get("opener") is not None
+                if functions.is_active and not isinstance(file, int) and not has_opener:
+                    file = functions._files.opened(file, mode + "b")
+                super().__init__(file, mode, *args, **kwargs)
+
+        return FileIO
+
+    def _truncate(self, path: Path, length: int) -> None:
+        self._plain.truncate(path if isinstance(path, int) else self._files.opened(path, "r+b"), length)
+
     def _looking(self, name: str) -> Callable[..., Any]:
         plain = getattr(self._plain, name)
         # Access is denied rather than an error.
@@ -107,17 +145,15 @@ class FileFunctions:
         plain, files = getattr(self._plain, name), self._files
 
         def remove(path: Path, *, dir_fd: int | None = None) -> None:
-            if dir_fd is not None:
-                plain(path, dir_fd=dir_fd)
-                return
-            key = files.key(path)
-            if files.known(path) is not None:
-                plain(files.existing(path))
+            whole = _whole(path, dir_fd)
+            key = files.key(whole)
+            if files.known(whole) is not None:
+                plain(files.existing(whole))
                 files.forget(key)
             elif files.is_checkpoint(key) and files.is_older(key):
                 files.keep(key)
             else:
-                plain(path)
+                plain(path, dir_fd=dir_fd)
 
         return remove
 
@@ -125,9 +161,7 @@ class FileFunctions:
         plain, files = getattr(self._plain, name), self._files
 
         def rename(src: Path, dst: Path, **descriptors: int | None) -> None:
-            if any(value is not None for value in descriptors.values()):
-                plain(src, dst, **descriptors)
-                return
+            src, dst = (_whole(src, descriptors.get("src_dir_fd")), _whole(dst, descriptors.get("dst_dir_fd")))
             source, destination = files.key(src), files.key(dst)
             here = files.existing(src)
             is_redirected = source in files.redirected
@@ -139,6 +173,24 @@ class FileFunctions:
             plain(src, dst)
             if is_folder:
                 files.move_folder(source, destination)
+
+        return rename
+
+    def _renaming_folders(self, name: str) -> Callable[..., None]:
+        """In an overlay, a folder of the layer below can be renamed by root alone; all others must copy it."""
+        plain = getattr(self._plain, name)
+
+        def rename(src: Path, dst: Path, **descriptors: int | None) -> None:
+            try:
+                plain(src, dst, **descriptors)
+            except OSError as error:
+                has_moved = error.errno == errno.EXDEV and os.path.isdir(src) and not os.path.islink(src)
+                if not has_moved or descriptors or os.stat(src).st_dev != os.stat(os.path.dirname(dst) or ".").st_dev:
+                    raise
+                if os.path.isdir(dst):
+                    os.rmdir(dst)
+                shutil.copytree(src, dst, symlinks=True)
+                shutil.rmtree(src)
 
         return rename
 
@@ -231,6 +283,13 @@ class FileFunctions:
         # Each of them is alone in its folder.
         further = (entry for place in added for entry in self._plain.scandir(os.path.dirname(place)))
         return _Listing(entries, further, hidden)
+
+
+def _whole(path: Path, folder: int | None) -> Path:
+    """The path by which a file is known that was given below an open folder."""
+    if folder is None or not os.path.isdir("/proc/self/fd"):
+        return path
+    return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))
 
 
 class _Listing:

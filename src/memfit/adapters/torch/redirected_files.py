@@ -17,34 +17,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from memfit.core import env
+
 Report = Callable[[str, str], None]
 Path = Any  # what open() takes: a string, bytes or a path object; a descriptor is left alone
 
 REDIRECTED = "checkpoint-redirected"
 KEPT = "deletion-skipped"
 
-# Pickles are among them although they are often caches of data: a cache can be made again, a lost model cannot.
+# Mostly data, through which processes of the script may talk to each other. But what the user has may be a model:
+# data can be made again, a lost model cannot.
+_SUFFIXES_OF_DATA = (".pkl", ".pickle", ".joblib")
 _SUFFIXES = (
-    *(
-        ".pt",
-        ".pth",
-        ".ckpt",
-        ".bin",
-        ".safetensors",
-        ".pkl",
-        ".pickle",
-        ".joblib",
-        ".h5",
-        ".hdf5",
-        ".keras",
-    ),
-    *(".distcp", ".metadata", ".pt.tar", ".pth.tar", ".ckpt.tar"),
+    *_SUFFIXES_OF_DATA,
+    *".bin .pt .pth .ckpt .safetensors .h5 .hdf5 .keras .distcp .metadata .pt.tar .pth.tar .ckpt.tar".split(),
 )
 _UNFINISHED = (".tmp", ".temp", ".part", ".new")
 _FOLDER = re.compile(r"checkpoint-.+|checkpoint_\d+", re.IGNORECASE)
-# Downloads go there: fetching them again on every run would help nobody.
-_CACHES = ("XDG_CACHE_HOME", "TORCH_HOME", "HF_HOME", "HF_HUB_CACHE", "KERAS_HOME")
-_HOME_CACHES = ("~/.cache", "~/.keras")
 _SHARED_MEMORY = "/dev/shm/"
 
 
@@ -56,9 +45,12 @@ class RedirectedFiles:
     Args:
         folder: where they go; None: a new temporary folder, made on first use.
         report: takes (code, text) of each file redirected and each deletion skipped.
+        private: whether nobody but the script sees what it writes (`memfit.runs.overlay`): then files stay where it
+            puts them, and only those of checkpoints are known.
     """
 
-    def __init__(self, folder: str | None, report: Report) -> None:
+    def __init__(self, folder: str | None, report: Report, *, private: bool = False) -> None:
+        self.are_private = private
         self.redirected: dict[str, str] = {}
         """Absolute path asked for -> path written."""
         self.removed: set[str] = set()
@@ -71,9 +63,9 @@ class RedirectedFiles:
         self._names: set[str] = set()
         self._numbers = itertools.count()
         self._start = time.time()
-        self._plain_lstat = os.lstat
-        roots = [os.environ.get(name, "") for name in _CACHES] + [os.path.expanduser(root) for root in _HOME_CACHES]
-        self._caches = tuple(os.path.realpath(root) for root in roots if root)
+        self._plain_lstat, self._plain_open = os.lstat, open
+        # Fetching downloads again on every run would help nobody.
+        self._caches = tuple(map(os.path.realpath, env.download_folders()))
         # Asked for now: `tempfile` removes a file to find out, and holds a lock meanwhile.
         self._scratch = (os.path.realpath(tempfile.gettempdir()) + os.sep, _SHARED_MEMORY)
 
@@ -104,6 +96,9 @@ class RedirectedFiles:
         """Where the file goes that the script writes to `path`."""
         key = self.key(path)
         self.removed.discard(key)
+        if self.are_private:
+            self._names.add(os.path.basename(key))
+            self.redirected[key] = os.fsdecode(path)
         if key not in self.redirected:
             name = os.path.basename(key)
             self._names.add(name)
@@ -116,22 +111,35 @@ class RedirectedFiles:
 
     def opened(self, path: Path, mode: str) -> Path:
         """What to open when the script opens `path`."""
+        if self.are_private:
+            return path
         known = self.known(path)
         if known in self.redirected:
             return self.redirected[str(known)]
         if not set(mode) & set("wxa+"):
             return self.existing(path)
         key = self.key(path)
-        # Changed in place, it may be data of any size: numpy's memmap opens files that way unless told otherwise.
         is_changed = "w" not in mode and key not in self.removed and self.is_on_disk(key)
         if is_changed:
+            # Data of any size are changed where they are: numpy's memmap opens files that way unless told otherwise.
+            is_data = key.lower().endswith((*_SUFFIXES_OF_DATA, ".bin"))
+            if is_data or not self.is_checkpoint(key) or not self.is_older(key):
+                return path
+            with self._plain_open(key, "rb") as source, self._plain_open(self.target(path), "wb") as copy:
+                shutil.copyfileobj(source, copy)
+            return self.redirected[key]
+        # Made by this run in a way that isn't seen here, or new data: another process may be meant to read it.
+        is_for_others = self.is_on_disk(key) or key.lower().endswith(_SUFFIXES_OF_DATA)
+        if is_for_others and key not in self.removed and not self.is_older(key):
             return path
         # What the user had before is not overwritten by numbers that stand in for others, whatever its name; text is.
         is_replaced = "b" in mode and "w" in mode and self.is_older(key) and not self._is_apart(key)
         return self.target(path) if is_replaced or self.is_checkpoint(key) else path
 
     def is_own(self, path: Path) -> bool:
-        """Whether this is a path below the folder of redirected files."""
+        """Whether this is a file of the dry run's own: all are, or those below the folder of redirected ones."""
+        if self.are_private:
+            return True
         return self._folder is not None and self.key(path).startswith(self._folder + os.sep)
 
     def is_on_disk(self, key: str) -> bool:

@@ -40,6 +40,7 @@ class ScriptRun:
         memory: what the device can give.
         configure: called before the first allocation, when the script has had its chance to set the allocator, with
             what takes a sentence about each setting that isn't simulated.
+        private_files: whether nobody but the script sees what it writes.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class ScriptRun:
         request: Request,
         memory: DeviceMemory,
         configure: Callable[[Callable[[str], None]], None] = lambda report: None,
+        *,
+        private_files: bool = False,
     ) -> None:
         self._request = request
         self._fitting = None if request.settings is None else FromOutside(request.settings)
@@ -74,6 +77,7 @@ class ScriptRun:
             simulation.look.put,
             simulation.places.of,
             num_ranks=request.count,
+            private=private_files,
         )
 
         self._processes = Processes(report)
@@ -137,7 +141,7 @@ class ScriptRun:
             failures=tuple(session.marked_failures(survived=survived)),
             error=self._error(outcome, error),
             exit_code=exit_code,
-            redirected=dict(self._checkpoints.redirected),
+            redirected={} if self._checkpoints.are_private else dict(self._checkpoints.redirected),
             scan=self._scan(),
             seconds=seconds,
             allocator=session.memory.options,

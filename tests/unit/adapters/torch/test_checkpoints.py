@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
+from memfit.adapters.torch import checkpoints
 from memfit.adapters.torch.checkpoints import OVERWRITTEN, Checkpoints
 from memfit.adapters.torch.redirected_files import KEPT, REDIRECTED
 from memfit.adapters.torch.replacement import replaced
@@ -41,6 +43,28 @@ def run(here, tmp_path):
     run.checkpoints.finish()
     # Whatever a test did: the folder holds what it held.
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_data_that_are_mapped_for_writing_are_not_copied(here, tmp_path, monkeypatch):
+    # GIVEN data larger than what may be copied into an overlay, and smaller ones
+    monkeypatch.setattr(checkpoints, "_MAX_COPIED_BYTES", 8)
+    (here / "large.bin").write_bytes(bytes(16))
+    (here / "small.bin").write_bytes(bytes(8))
+    plain = numpy.memmap.__dict__["__new__"]
+
+    # WHEN both are mapped as numpy does by default, and changed
+    with dry_run(tmp_path / "own", private=True):
+        for name in ("large.bin", "small.bin"):
+            mapped = numpy.memmap(name)
+            mapped[:] = 7
+            mapped.flush()
+            assert mapped.sum() == 7 * len(mapped)
+            del mapped
+
+    # THEN the large file has not been opened for writing
+    assert (here / "large.bin").read_bytes() == bytes(16)
+    assert (here / "small.bin").read_bytes() == bytes([7] * 8)
+    assert numpy.memmap.__dict__["__new__"] is plain
 
 
 def model_on_device():

@@ -1,4 +1,5 @@
 import builtins
+import errno
 import glob
 import io
 import os
@@ -66,6 +67,70 @@ def overlay(here, tmp_path):
         yield overlay
     # Whatever a test did: what the user had is there, byte for byte.
     assert {path: path.read_bytes() for path in before} == before
+
+
+def by_descriptor(flags, **options):
+    with open(os.open("model.pt", flags, **options), "wb") as file:
+        file.write(b"the run's")
+
+
+def in_folder(act):
+    folder = os.open(".", os.O_RDONLY)
+    try:
+        act(folder)
+    finally:
+        os.close(folder)
+
+
+# Each leaves something else, or nothing, in the place of the user's file; the fixture sees that it is still there.
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: os.truncate("model.pt", 0),
+        lambda: by_descriptor(os.O_WRONLY | os.O_TRUNC),
+        lambda: by_descriptor(os.O_RDWR),
+        lambda: by_descriptor(os.O_WRONLY | os.O_APPEND),
+        lambda: in_folder(lambda folder: by_descriptor(os.O_WRONLY | os.O_TRUNC, dir_fd=folder)),
+        lambda: in_folder(lambda folder: os.unlink("model.pt", dir_fd=folder)),
+        lambda: in_folder(lambda folder: os.rename("notes.txt", "model.pt", src_dir_fd=folder, dst_dir_fd=folder)),
+        lambda: io.FileIO("model.pt", "w").close(),
+        lambda: io.FileIO("model.pt", "r+").close(),
+        lambda: pathlib.Path("model.pt").open("r+b").close(),
+        lambda: pathlib.Path("model.pt").open("ab").close(),
+    ],
+)
+def test_ways_around_open_lead_elsewhere_too(overlay, here, act):
+    act()
+
+    assert "model.pt" in overlay.names or str(here / "model.pt") in overlay.files.removed
+    with open(os.devnull, "rb", 0) as plain:
+        assert isinstance(plain, io.FileIO)
+
+
+def test_reading_by_descriptor_finds_what_was_written(overlay, here):
+    by_descriptor(os.O_WRONLY | os.O_TRUNC)
+
+    with open(os.open("model.pt", os.O_RDONLY), "rb") as file:
+        assert file.read() == b"the run's"
+
+
+def test_a_folder_that_cant_be_renamed_in_an_overlay_is_copied(here, tmp_path, monkeypatch):
+    # GIVEN a view in which folders of the layer below can't be renamed
+    def refuse(src, dst, **descriptors):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), src, None, dst)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    functions = FileFunctions(RedirectedFiles(None, lambda code, text: None, private=True))
+
+    # WHEN the script renames one, and a file
+    with replaced(functions.replacements()):
+        os.rename("runs", "older")
+        with pytest.raises(OSError, match="cross-device"):
+            os.rename("notes.txt", "older.txt")
+
+    # THEN it has another name
+    assert (here / "older" / "best.ckpt").read_bytes() == THE_USERS
+    assert not (here / "runs").exists()
 
 
 def write(path, content=b"the run's"):

@@ -94,7 +94,6 @@ def test_other_paths_are_as_given(files, tmp_path):
         ("epoch=1.ckpt", True),
         ("pytorch_model.bin", True),
         ("model.safetensors", True),
-        ("model.pkl", True),
         ("checkpoint.pth.tar", True),
         ("images.tar", False),
         ("model.pt.tmp", True),
@@ -149,6 +148,37 @@ def test_a_file_that_is_changed_in_place_is_opened_where_it_is(files, tmp_path, 
     path = older(tmp_path / "tokens.bin")
 
     assert files.opened(path, mode) == path
+
+
+@pytest.mark.parametrize("mode", ["r+b", "ab", "r+"])
+def test_a_checkpoint_is_changed_in_a_copy(files, tmp_path, mode):
+    path = older(tmp_path / "model.pt")
+    place = files.opened(path, mode)
+
+    assert place == files.redirected[str(path)] != str(path)
+    with open(place, encoding="utf-8") as copy:
+        assert copy.read() == "the user's"
+
+
+def test_pickles_are_left_to_the_processes_that_read_them(files, tmp_path):
+    # GIVEN a model of the user's and one that is on disk since the run began, as tempfile makes it
+    before, since = older(tmp_path / "model.pkl"), tmp_path / "since.pt"
+    since.touch()
+    os.utime(since, (time.time() + 5, time.time() + 5))
+
+    # THEN only the former is protected
+    assert files.opened(tmp_path / "arguments.pkl", "wb") == tmp_path / "arguments.pkl"
+    assert files.opened(since, "wb") == since
+    assert files.opened(before, "wb") == files.redirected[str(before)]
+
+
+def test_files_that_nobody_else_sees_stay_where_they_are(tmp_path, notes):
+    files = RedirectedFiles(str(tmp_path / "own"), lambda code, text: notes.append(code), private=True)
+    path = older(tmp_path / "model.pt")
+
+    assert files.opened(path, "wb") == path
+    assert files.target(path) == files.existing(path) == str(path)
+    assert (files.is_own(path), notes) == (True, [])
 
 
 @pytest.mark.parametrize("mode", ["wb", "ab", "xb", "w+b"])

@@ -1,0 +1,165 @@
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from memfit.runs import overlay
+from memfit.runs.written_files import collect
+from tests.unit.runs import view_script
+
+SCRIPT = Path(view_script.__file__)
+only_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="views are Linux's")
+
+
+@pytest.fixture
+def users(tmp_path):
+    """A folder of the user's with models, data and folders in it."""
+    folder = tmp_path / "the user's, with: odd\\ name"
+    for name in (*(f"a{n}.pt" for n in range(16)), "runs/a.pt", "older/a.pt", "folder/a.pt", "cache/old"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"the user's {name}")
+    connection = sqlite3.connect(folder / "numbers.db")
+    connection.execute("create table numbers (number)")
+    connection.commit()
+    connection.close()
+    return folder
+
+
+@pytest.fixture
+def listening():
+    """A socket of somebody else, who says hello to whoever connects."""
+    # Paths of sockets are short.
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.join(folder, "socket"))
+        server.listen()
+        server.settimeout(60)
+
+        def greet():
+            with server.accept()[0] as client:
+                client.sendall(b"hello")
+
+        thread = threading.Thread(target=greet, daemon=True)
+        thread.start()
+        yield os.path.join(folder, "socket")
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@only_linux
+@pytest.mark.parametrize("rights", ["own", "weak"])
+def test_nothing_that_is_written_in_a_view_reaches_the_users_files(users, tmp_path, listening, rights):
+    # GIVEN files of the user's, for root and for somebody who may mount nothing
+    before, layers = contents(users), tmp_path / "layers"
+    layers.mkdir()
+
+    # WHEN a process enters a view and writes, changes and removes them in every way, itself and by others
+    command = [sys.executable, str(SCRIPT), str(layers), listening, rights]
+    done = subprocess.run(command, cwd=users, capture_output=True, text=True, check=True, timeout=120)
+    told = json.loads(done.stdout.splitlines()[-1])
+    if told["reason"]:
+        pytest.skip(f"this system gives no view: {told['reason']}")
+
+    # THEN it saw its own changes
+    assert (told["failed"], told["read only"], told["truncated"]) == ({}, [], 0)
+    assert {"new.pt", "renamed"} <= set(told["seen"])
+    assert not {"a5.pt", "a9.pt", "a11.pt", "runs", "older", "folder"} & set(told["seen"])
+
+    # AND of the user's files all are what they were; only what is shared has got another
+    assert contents(users) == {**before, Path("cache/fetched"): b"fetched"}
+
+    # AND what it wrote is known
+    written = {os.path.relpath(path, users) for path in collect(layers) if path.startswith(str(users))}
+    changed = {f"a{n}.pt" for n in (0, 1, 2, 3, 4, 6, 7, 8, 10, 12, 13, 14)}
+    assert changed | {"new.pt", "numbers.db"} <= written
+    assert not {"a15.pt", "cache/fetched"} & written
+
+
+REFUSES = """
+import ctypes, errno, os, sys
+sys.path.insert(0, sys.argv[3])
+from memfit.runs import overlay
+plain = overlay._View._overlay
+def refuse(view, path, option):
+    if path == sys.argv[2]:
+        raise OSError(errno.EINVAL, "filesystem not supported", path)
+    plain(view, path, option)
+overlay._View._overlay = refuse
+libc = ctypes.CDLL(None)
+assert libc.unshare(0x20000) == 0
+assert libc.mount(b"none", b"/", None, ctypes.c_ulong(16384 | 1 << 18), None) == 0
+assert libc.mount(b"none", sys.argv[2].encode(), b"tmpfs", ctypes.c_ulong(0), None) == 0
+open(sys.argv[2] + "/data", "w").write("data")
+if len(sys.argv) > 4:
+    os.chdir(sys.argv[2])
+print(*overlay.enter([sys.argv[1]], written=[os.getcwd()]))
+try:
+    open(sys.argv[2] + "/data", "r+")
+except OSError as error:
+    print(errno.errorcode[error.errno], open(sys.argv[2] + "/data").read())
+"""
+
+
+def refused(tmp_path, *options):
+    for name in ("layers", "mounted"):
+        (tmp_path / name).mkdir()
+    source = Path(overlay.__file__).parents[2]
+    words = [str(tmp_path / "layers"), str(tmp_path / "mounted"), str(source), *options]
+    done = subprocess.run([sys.executable, "-c", REFUSES, *words], cwd="/", capture_output=True, text=True, timeout=60)
+    if "AssertionError" in done.stderr:
+        pytest.skip("mounting is root's")
+    return done.stdout.splitlines()
+
+
+@only_linux
+def test_where_no_layer_can_be_laid_over_nothing_is_written(tmp_path):
+    entered, written = refused(tmp_path)
+
+    if not entered.startswith(" ["):
+        pytest.skip(f"this system gives no view: {entered}")
+    assert entered == f" [{str(tmp_path / 'mounted')!r}]"
+    assert written == "EROFS data"
+
+
+@only_linux
+def test_without_a_layer_for_the_working_folder_there_is_no_view(tmp_path):
+    assert refused(tmp_path, "in it") == [f"[Errno 22] filesystem not supported: {str(tmp_path / 'mounted')!r} []"]
+
+
+def test_other_systems_have_no_views(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "platform", "darwin")
+
+    assert overlay.enter([str(tmp_path)]) == ("only Linux has mount namespaces", [])
+
+
+@only_linux
+def test_a_view_that_fails_is_tried_by_another_process(monkeypatch, tmp_path):
+    def fail(view, place):
+        raise OSError(1, "Operation not permitted", "unshare")
+
+    monkeypatch.setattr(overlay._View, "enter", fail)
+
+    reason, read_only = overlay.enter([str(tmp_path)])
+    assert (reason, read_only) == ("[Errno 1] Operation not permitted: 'unshare'", [])
+
+
+@only_linux
+def test_mounts_are_told_by_their_real_paths(monkeypatch):
+    lines = (
+        "27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard\n"
+        "29 27 0:26 / /mnt/my\\040data\\134x ro,relatime shared:1 - nfs4 host:/a rw\n"
+    )
+    monkeypatch.setattr(Path, "read_text", lambda path, **options: lines)
+
+    root, data = overlay._mounts()
+    assert (root.path, root.kind, root.is_read_only) == ("/", "ext4", False)
+    assert (data.path, data.kind, data.is_read_only) == ("/mnt/my data\\x", "nfs4", True)
