@@ -2,13 +2,13 @@
 
 Examples:
   memfit estimate timm:resnet50 --batch-size 64 --device rtx-3090 --precision amp-fp16
-  memfit estimate hf:GPT2LMHeadModel -b 8 --sequence-length 1024 -d a100-40gb --html memory.html
+  memfit estimate hf:gpt2-medium -b 8 --sequence-length 1024 -d a100-40gb --html memory.html
   memfit estimate train.py:job --device 24GiB --json > estimate.json
   memfit estimate timm:resnet50 -b 64 --device t4,a10g,rtx-3090
 
 TARGET is FILE.py:function (the function returns a memfit.Job), timm:NAME, torchvision:NAME, keras:NAME (of
-keras.applications, on the backend that KERAS_BACKEND names), or hf: with a class of transformers, a model type or
-the path of a config.json.
+keras.applications, on the backend that KERAS_BACKEND names), or hf: with a model of the Hugging Face Hub, a class of
+transformers, a model type or the path of a config.json. Nothing is downloaded.
 
 Exit codes: 0 fits, 3 does not fit (of several devices: on one of them), 2 bad usage or input
 """

@@ -19,7 +19,7 @@ PREFIXES = ("timm", "torchvision", "hf", "keras")
 PLANNED = ("keep", "auto")
 """What a plan may be told about precision beside the names of precisions."""
 
-FORMS = "FILE.py:function, timm:NAME, torchvision:NAME, keras:NAME or hf:CLASS_OR_CONFIG"
+FORMS = "FILE.py:function, timm:NAME, torchvision:NAME, keras:NAME or hf:NAME_OR_CONFIG"
 """What a target may look like."""
 
 

@@ -43,7 +43,7 @@ def named_job(target: str, optimizer: str, sequence_length: int | None, image_si
     kind, _, name = target.partition(":")
     if not name or kind not in ("timm", "torchvision", "hf"):
         raise BadTarget(
-            f"{target!r} names no model; write timm:NAME, torchvision:NAME, keras:NAME or hf:CLASS_OR_CONFIG."
+            f"{target!r} names no model; write timm:NAME, torchvision:NAME, keras:NAME or hf:NAME_OR_CONFIG."
         )
     if kind == "hf":
         job = _hugging_face(name, sequence_length, image_size)
