@@ -45,7 +45,7 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
     with untouched(model):
         build(model, batch, training=training)
         with fitted(model, settings, training=training):
-            if training and not model.optimizer.built:
+            if training and model.optimizer is not None and not model.optimizer.built:
                 _build_optimizer(model)
             return _trace(model, batch, device, training=training)
 
@@ -110,7 +110,7 @@ def _state(model: Any, *, training: bool) -> tuple[list[Any], ...]:
     """The variables as `fit` passes them, as shapes."""
     groups = [model.trainable_variables, model.non_trainable_variables]
     if training:
-        groups += [model.optimizer.variables, model.metrics_variables]
+        groups += [getattr(model.optimizer, "variables", []), model.metrics_variables]
     return tuple([_variable_spec(variable) for variable in group] for group in groups)
 
 
@@ -141,7 +141,7 @@ def _timeline(compiled: Compiled, model: Any, variables: list[Held], state: tupl
     by_variable = {id(one.variable): (one.category, one.module) for one in variables}
     groups = [model.trainable_variables, model.non_trainable_variables]
     if len(state) > len(groups):
-        groups += [model.optimizer.variables, model.metrics_variables]
+        groups += [getattr(model.optimizer, "variables", []), model.metrics_variables]
     known = [by_variable.get(id(variable), (Category.BUFFER, "")) for group in groups for variable in group]
 
     def describe(number: int) -> tuple[Category, str]:
