@@ -1,6 +1,6 @@
 """A compiled Keras model: checked, built for a batch, its layers named, its variables sorted by what they are for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -241,12 +241,13 @@ class LayerNames:
     """Finds layers by the names that backends give to operators: the scopes of the layers around them.
 
     Args:
-        model: whose layers are meant.
+        model: whose layers are meant; None where there are several.
+        paths: of the layers of several models.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._root = str(model.name)
-        self.paths = tuple(path for path in layer_paths(model).values() if path)
+    def __init__(self, model: Any, paths: Sequence[str] = ()) -> None:
+        self._root = "" if model is None else str(model.name)
+        self.paths = tuple(paths if model is None else (path for path in layer_paths(model).values() if path))
         self._known = frozenset(self.paths)
         self._found: dict[str, str] = {}
 
@@ -296,7 +297,7 @@ def held(model: Any, *, training: bool) -> list[Held]:
         owners = {str(one.variable.path).replace("/", "_"): one.module for one in found}
         for optimizer in optimizers_of(model):
             for variable in optimizer.variables:
-                add(variable, Category.OPTIMIZER_STATE, _owner(str(variable.name), owners))
+                add(variable, Category.OPTIMIZER_STATE, owner_of(str(variable.name), owners))
     return found
 
 
@@ -308,7 +309,7 @@ def _layers(model: Any) -> Iterator[Any]:
             yield layer
 
 
-def _owner(name: str, owners: dict[str, str]) -> str:
+def owner_of(name: str, owners: dict[str, str]) -> str:
     """The layer that an optimizer's variable keeps state for: its name begins with the path of that one's variable."""
     while name:
         if name in owners:

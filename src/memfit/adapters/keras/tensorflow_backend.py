@@ -8,7 +8,17 @@ import tensorflow as tf
 from keras.src.trainers.trainer import model_supports_jit
 
 from memfit.adapters.keras.batch import Batch, mapped
-from memfit.adapters.keras.model import Held, LayerNames, build, fitted, has_own_step, held, number_of, optimizers_of, state_bytes
+from memfit.adapters.keras.model import (
+    Held,
+    LayerNames,
+    build,
+    fitted,
+    has_own_step,
+    held,
+    number_of,
+    optimizers_of,
+    state_bytes,
+)
 from memfit.adapters.keras.untouched import untouched
 from memfit.adapters.tensorflow.tracing import StepVariable, XlaRefused, trace_step
 from memfit.core.device import Device, Kind
