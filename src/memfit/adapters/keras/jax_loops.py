@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import keras
 
-from memfit.adapters.jax.arguments import size_of
+from memfit.adapters.jax.arguments import leaves_of, size_of
 from memfit.adapters.jax.compiled import read
 from memfit.adapters.jax.job import SIMULATED
 from memfit.adapters.keras.jax_backend import step_timeline
@@ -78,6 +78,9 @@ class JaxLoop:
         if self._waiting is not None:
             self._steps.setdefault(self._waiting[0].key, self._waiting[0])
         if self._steps:
+            # Models of a function of the script's are gone when the script has been left.
+            given = jax.tree.leaves([(call.arguments, call.named) for call in self._steps.values()])
+            self._state.settle({id(leaf): leaf for leaf in given})
             self._found(self)
 
     def _jitted(self, call: _Call) -> Any:
@@ -150,8 +153,6 @@ class JaxLoop:
 
     def trace(self, device: Device) -> Trace:
         """The trace of the turn on a device."""
-        given = jax.tree.leaves([(call.arguments, call.named) for call in self._steps.values()])
-        self._state.settle({id(leaf): leaf for leaf in given})
         traces = [self._traced(call, device) for call in self._steps.values()]
         chosen = max(traces, key=lambda trace: trace.assigned_bytes or 0)
         return replace(chosen, notes=(*chosen.notes, _SEVERAL)) if len(traces) > 1 else chosen
@@ -171,6 +172,12 @@ class JaxLoop:
             # What is static is no argument of the program.
             leaves = [leaf for leaf in leaves if hasattr(leaf, "shape")]
         described = self._state.described(leaves)[: len(taken)]
+        if len(known := leaves_of((*call.arguments, *call.named.values()))) == len(described):
+            # An optimizer of optax keeps no variables.
+            described = [
+                (Category.OPTIMIZER_STATE, leaf.module) if leaf.is_optimizer else one
+                for leaf, one in zip(known, described, strict=True)
+            ]
         results = self._state.described(jax.tree.leaves(lowered.out_info))
         sizes = self._state.state_bytes()
         notes = (_EAGER,) if self._is_eager else ()

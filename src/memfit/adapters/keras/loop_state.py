@@ -100,16 +100,15 @@ class LoopState:
         """
         known = {handle_of(one.variable): one for one in self.held}
         given = {id(array) for array in arrays}
-        waiting = [one for key, one in known.items() if key not in given]
+        waiting: dict[tuple[tuple[int, ...], str], list[Held]] = {}
+        for key, one in reversed(known.items()):
+            if key not in given:
+                waiting.setdefault(_form(one.variable), []).append(one)
         found = []
         for array in arrays:
-            one = known.get(id(array))
-            if one is None:
-                form = tuple(getattr(array, "shape", ())), str(getattr(array, "dtype", ""))
-                one = next((o for o in waiting if (tuple(o.variable.shape), str(o.variable.dtype)) == form), None)
-                if one is not None:
-                    waiting.remove(one)
-            found.append((Category.BATCH, "") if one is None else (one.category, one.module))
+            same = waiting.get(_form(array))
+            held_by = known.get(id(array)) or (same.pop() if same else None)
+            found.append((Category.BATCH, "") if held_by is None else (held_by.category, held_by.module))
         return found
 
     @staticmethod
@@ -141,3 +140,7 @@ def handle_of(variable: Any) -> int:
     """What tells a variable of Keras among those of its backend: the id of its handle, or of its array."""
     value = getattr(variable, "_value", None)
     return id(getattr(value, "handle", value))
+
+
+def _form(array: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(getattr(array, "shape", ())), str(getattr(array, "dtype", ""))

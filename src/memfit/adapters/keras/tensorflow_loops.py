@@ -28,6 +28,8 @@ from memfit.core.trace import Serving, Trace
 _EAGER = Note("eager", "the loop runs eagerly; a turn of it is counted as a graph (a tf.function)")
 _SEVERAL = Note("loop-functions", "a turn of the loop calls several functions; the one that needs most is shown")
 _GRADIENT = "gradient_tape/"
+# What a script makes of a data set in each epoch.
+_DATA = ("__iter__", "take", "skip", "shuffle", "repeat", "batch", "map", "prefetch", "shard", "cache", "enumerate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,14 @@ class TensorFlowLoop:
         self._state.watch_updates()
         self._replace(type(tf.function(lambda: None)), "__call__", self._call)
         self._replace(tf.GradientTape, "__enter__", self._enter)
-        self._replace(tf.data.Dataset, "__iter__", self._really)
+        for name in _DATA:
+            self._replace(tf.data.Dataset, name, self._really)
         self._replace(type(iter(tf.data.Dataset.range(1))), "__next__", self._really)
+        self._replace(type(tf.Variable(0.0)), "numpy", self._really)
 
     def close(self) -> None:
         """The script has ended; a turn that was begun is all that there is."""
-        if self._graph is not None or any(self._functions.values()):
+        if self._graph is not None or self._turns():
             self._end()
 
     @staticmethod
@@ -112,12 +116,12 @@ class TensorFlowLoop:
             self._places.add(place)
         return plain(tape)
 
-    def _really(self, plain: Callable[..., Any], data: Any, *arguments: Any) -> Any:
-        """Data are drawn as they are, whatever is recorded."""
+    def _really(self, plain: Callable[..., Any], data: Any, *arguments: Any, **named: Any) -> Any:
+        """Data are drawn, and values of variables read, as they are, whatever is recorded."""
         if self._graph is None or _graph_now() is not self._graph:
-            return plain(data, *arguments)
+            return plain(data, *arguments, **named)
         with tf.init_scope():
-            return plain(data, *arguments)
+            return plain(data, *arguments, **named)
 
     def _record(self) -> None:
         from tensorflow.python.framework import auto_control_deps, func_graph
@@ -157,13 +161,18 @@ class TensorFlowLoop:
             if any(_GRADIENT in operation.name for operation in graph.get_operations()):
                 turn = SimpleNamespace(graph=graph, inputs=graph.inputs)
                 self._functions[graph] = _Function(turn)
-        if any(self._functions.values()):
+        functions = self._turns()
+        if functions:
+            # Models and variables of a function of the script's are gone when the script has been left.
+            self._state.settle({id(v.handle): v for one in functions for v in one.function.graph.variables})
             self._found(self)
+
+    def _turns(self) -> list[_Function]:
+        return [function for function in self._functions.values() if function is not None]
 
     def trace(self, device: Device) -> Trace:
         """The trace of the turn on a device."""
-        functions = [function for function in self._functions.values() if function is not None]
-        self._state.settle({id(v.handle): v for one in functions for v in one.function.graph.variables})
+        functions = self._turns()
         held = [StepVariable(one.variable._value, one.category, one.module) for one in self._state.held]
         held += [
             StepVariable(one, Category.PARAMETER if one.trainable else Category.BUFFER) for one in self._state.rest
