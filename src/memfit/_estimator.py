@@ -19,7 +19,7 @@ from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
 from memfit.core.scaling import Family, fit, needs_third
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Timeline
-from memfit.core.trace import Serving, Trace
+from memfit.core.trace import Serving, Trace, Tracer
 from memfit.core.units import MIB
 
 # A second batch size is traced right away when the first trace took less than this.
@@ -129,7 +129,8 @@ def framework_of(job: Job) -> str:
     if job.loss is not None:
         # A model of Keras on PyTorch is a module of PyTorch, too, and a loop of one's own may train it as such.
         return TORCH
-    return KERAS if is_keras_model(job.model) else JAX
+    # A turn of a loop in a script with Keras has no model that could be named.
+    return KERAS if job.model is None or is_keras_model(job.model) else JAX
 
 
 def open_job(job: Job, device: Device, batch_size: int | None = None) -> Any:
@@ -240,11 +241,18 @@ def checked_batch_size(batch_size: Any) -> int:
 class Estimator:
     """Traces a job as often as needed and turns traces into estimates."""
 
-    def __init__(self, job: Job, device: Device, options: AllocatorOptions, batch_size: int | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        device: Device,
+        options: AllocatorOptions,
+        batch_size: int | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
         self._job = job
         self._device = device
         self._options = options
-        self.tracer = open_job(job, device, batch_size)
+        self.tracer: Any = open_job(job, device, batch_size) if tracer is None else tracer
         self._traces: dict[int | None, Trace] = {}
         self._family: Family | None = None
         self._family_tried = False

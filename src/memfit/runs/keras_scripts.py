@@ -12,7 +12,7 @@ from pathlib import Path
 
 from memfit.core import env
 
-_IMPORT = re.compile(r"^\s*(?:import|from)\s+(?:keras|tensorflow)\b", re.MULTILINE)
+_IMPORT = re.compile(r"^\s*(?:from\s+|import\s+(?:[\w.]+(?:\s+as\s+\w+)?\s*,\s*)*)(?:keras|tensorflow)\b", re.MULTILINE)
 _CHOICE = re.compile(r"KERAS_BACKEND[\"']\]?\s*(?:,|=)\s*[\"'](\w+)[\"']")
 _DEFAULT = "tensorflow"
 

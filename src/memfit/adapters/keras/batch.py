@@ -52,11 +52,13 @@ class Batch:
         data: the nesting that `train_step` gets, with a `Spec` for each array.
         batch_size: the first dimension that all arrays share; None where they share none.
         make: gives the batch of another size, where the caller has a function for that.
+        any_form: whether what `make` gives may be any nesting, see `read`.
     """
 
     data: Any
     batch_size: int | None
     make: Callable[[int], Any] | None = None
+    any_form: bool = False
 
     @property
     def x(self) -> Any:
@@ -77,7 +79,8 @@ class Batch:
         if batch_size is None or batch_size == self.batch_size:
             return self
         if self.make is not None:
-            return replace(read(self.make(batch_size)), batch_size=batch_size, make=self.make)
+            made = read(self.make(batch_size), any_form=self.any_form)
+            return replace(made, batch_size=batch_size, make=self.make, any_form=self.any_form)
         if self.batch_size is None:
             raise BadBatch(
                 "the batch's arrays share no first dimension, so no batch size can be set. Give arrays whose first "
@@ -92,35 +95,45 @@ class Batch:
         return Batch(mapped(change, self.data), batch_size)
 
 
-def open_batch(batch: Any, batch_size: int | None = None) -> Batch:
-    """A batch that a user gave, checked, at its own size or the given one."""
+def open_batch(batch: Any, batch_size: int | None = None, *, any_form: bool = False) -> Batch:
+    """A batch that a user gave, checked, at its own size or the given one.
+
+    Args:
+        batch: arrays, shapes, or a function of the size that makes them.
+        batch_size: replaces its first dimension.
+        any_form: see `read`.
+    """
     if batch_size is not None and batch_size < 1:
         raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
     if callable(batch) and not hasattr(batch, "shape"):
         size = batch_size or _DEFAULT_BATCH_SIZE
-        return replace(read(batch(size)), batch_size=size, make=batch)
-    return read(batch, batch_size or _DEFAULT_BATCH_SIZE).resized(batch_size)
+        return replace(read(batch(size), any_form=any_form), batch_size=size, make=batch, any_form=any_form)
+    return read(batch, batch_size or _DEFAULT_BATCH_SIZE, any_form=any_form).resized(batch_size)
 
 
-def read(batch: Any, unknown: int = _DEFAULT_BATCH_SIZE) -> Batch:
+def read(batch: Any, unknown: int = _DEFAULT_BATCH_SIZE, *, any_form: bool = False) -> Batch:
     """The shapes of a batch.
 
     Args:
         batch: as a user gave it.
         unknown: stands for a first dimension that is None, as that of `keras.Input` is.
+        any_form: any nesting, whose arrays may have different numbers of samples: a training step of the model's own
+            takes what it likes.
     """
     if batch is None:
         raise BadBatch(
             "a batch is missing: give what one step works on, memfit.estimate(model, batch=(x, y)). Shapes are enough, "
             "as keras.KerasTensor((32, 28, 28, 1)) has one."
         )
-    if isinstance(batch, list | tuple):
+    if isinstance(batch, list | tuple) and any_form:
+        data: Any = tuple(_specs(part, "a part", unknown) for part in batch)
+    elif isinstance(batch, list | tuple):
         if not 1 <= len(batch) <= len(_PLACES):
             raise BadBatch(
                 f"a batch is x, (x, y) or (x, y, sample_weight), but {len(batch)} values were given. "
                 "Put several inputs into one list or dictionary: ([a, b], y)."
             )
-        data: Any = tuple(_specs(part, name, unknown) for part, name in zip(batch, _PLACES, strict=False))
+        data = tuple(_specs(part, name, unknown) for part, name in zip(batch, _PLACES, strict=False))
     else:
         data = _specs(batch, "x", unknown)
     specs = [spec for spec in flatten(data) if spec is not None]
@@ -130,6 +143,8 @@ def read(batch: Any, unknown: int = _DEFAULT_BATCH_SIZE) -> Batch:
     if empty is not None:
         raise BadBatch(f"the batch holds an empty array of shape {empty.shape}; a batch needs at least 1 sample.")
     sizes = {spec.shape[0] for spec in specs if spec.shape}
+    if len(sizes) > 1 and any_form:
+        return Batch(data, None)
     if len(sizes) > 1:
         shapes = ", ".join(str(spec.shape) for spec in specs)
         raise BadBatch(f"the batch's arrays disagree in their number of samples: their shapes are {shapes}.")

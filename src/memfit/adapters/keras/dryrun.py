@@ -1,14 +1,22 @@
-"""The first batch of a script's first `fit`, before anything is trained.
+"""The first training step of a script, before anything is trained.
 
-Keras draws the batch itself, from whatever the script gives it; only the function that would train on it is another,
-which keeps the batch and ends the script.
+In `fit` and `train_on_batch` Keras draws the batch itself, from whatever the script gives it; only the function that
+would train on it is another, which keeps the batch and ends the script. Loops of the script's own are followed by
+`tensorflow_loops` and `jax_loops`.
 """
 
+import importlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from memfit.adapters.keras.supervised import replace_fit
+import keras
+
+from memfit.adapters.keras.supervised import replace_method
+from memfit.core.device import Device
+from memfit.core.estimate import Note
+from memfit.core.settings import Settings
+from memfit.core.trace import Trace
 
 
 class FirstBatch(BaseException):
@@ -25,8 +33,72 @@ class FirstBatch(BaseException):
         self.batch = batch
 
 
+class FirstTurn(BaseException):
+    """Ends the script when its own loop has gone through one turn."""
+
+
+class OpenLoop:
+    """A turn of a loop, as a job that can be traced.
+
+    Args:
+        loop: that was followed.
+        device: where it will run.
+        name: what to call it in reports.
+    """
+
+    batch_size = None
+    notes: tuple[Note, ...] = ()
+
+    def __init__(self, loop: Any, device: Device, name: str) -> None:
+        self.name = name
+        self._loop = loop
+        self._device = device
+
+    def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
+        """The trace of the turn; the script has made its batch, and nothing about it can be changed."""
+        found: Trace = self._loop.trace(self._device)
+        return found
+
+
+def follow_loops(found: Callable[[Any], None]) -> Any:
+    """Watches loops of the script's own from now on.
+
+    Args:
+        found: told of the loop, which can be traced, before the script ends.
+
+    Returns:
+        The loop, to be closed when the script has ended; None on PyTorch, where loops are followed on a simulated GPU
+        only: there the script ends before it would train.
+    """
+    backend = keras.backend.backend()
+    if backend == "torch":
+        _end_at_updates()
+    if backend not in ("tensorflow", "jax"):
+        return None
+
+    def stop(loop: Any) -> None:
+        found(loop)
+        raise FirstTurn("the first turn of a training loop")
+
+    module = importlib.import_module(f"memfit.adapters.keras.{backend}_loops")
+    loop = (module.TensorFlowLoop if backend == "tensorflow" else module.JaxLoop)(stop)
+    loop.watch()
+    return loop
+
+
+def _end_at_updates() -> None:
+    from keras.src.optimizers import base_optimizer
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def stop(*given: Any, **named: Any) -> None:
+        raise FirstTurn("the first update of a training loop")
+
+    register_optimizer_step_pre_hook(stop)
+    base_optimizer.BaseOptimizer.apply = stop
+
+
 def end_at_fit(module: ModuleType, found: Callable[[FirstBatch], None]) -> None:
-    """Has the first `fit` of this process end with `FirstBatch`.
+    """Has the first `fit` or `train_on_batch` of this process end with `FirstBatch`.
 
     Args:
         module: the package `keras`.
@@ -51,4 +123,5 @@ def end_at_fit(module: ModuleType, found: Callable[[FirstBatch], None]) -> None:
             vars(model).pop("make_train_function", None)
             model.train_function = None
 
-    replace_fit(module, stop)
+    for name in ("fit", "train_on_batch"):
+        replace_method(module, name, stop)

@@ -45,7 +45,7 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
     with untouched(model):
         build(model, batch, training=training)
         with fitted(model, settings, training=training):
-            if training and not model.optimizer.built:
+            if training and model.optimizer is not None and not model.optimizer.built:
                 _build_optimizer(model)
             return _trace(model, batch, device, training=training)
 
@@ -69,7 +69,7 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool) -> Trace
     parameters = [one for one in variables if one.category is Category.PARAMETER]
     notes = (_EAGER,) if training and (model.run_eagerly or not model.jit_compile) else ()
     return Trace(
-        _timeline(compiled, model, variables, state),
+        step_timeline(compiled, LayerNames(model), _described(model, variables, training=training)),
         (*notes, *SIMULATED) if on_gpu else notes,
         sum(number_of(one.variable) for one in parameters),
         sizes.get(Category.PARAMETER, 0),
@@ -108,10 +108,14 @@ def as_shapes() -> Iterator[None]:
 
 def _state(model: Any, *, training: bool) -> tuple[list[Any], ...]:
     """The variables as `fit` passes them, as shapes."""
+    return tuple([_variable_spec(variable) for variable in group] for group in _groups(model, training=training))
+
+
+def _groups(model: Any, *, training: bool) -> list[list[Any]]:
     groups = [model.trainable_variables, model.non_trainable_variables]
     if training:
-        groups += [model.optimizer.variables, model.metrics_variables]
-    return tuple([_variable_spec(variable) for variable in group] for group in groups)
+        groups += [getattr(model.optimizer, "variables", []), model.metrics_variables]
+    return groups
 
 
 def _variable_spec(variable: Any) -> jax.ShapeDtypeStruct:
@@ -136,20 +140,38 @@ def _prediction(model: Any) -> Any:
     return predict_step
 
 
-def _timeline(compiled: Compiled, model: Any, variables: list[Held], state: tuple[list[Any], ...]) -> Timeline:
-    """Every buffer of the program, with layers named as Keras names them."""
+def _described(model: Any, variables: list[Held], *, training: bool) -> list[tuple[Category, str]]:
+    """What each leaf of the state is for, and its layer."""
     by_variable = {id(one.variable): (one.category, one.module) for one in variables}
-    groups = [model.trainable_variables, model.non_trainable_variables]
-    if len(state) > len(groups):
-        groups += [model.optimizer.variables, model.metrics_variables]
-    known = [by_variable.get(id(variable), (Category.BUFFER, "")) for group in groups for variable in group]
+    known = [variable for group in _groups(model, training=training) for variable in group]
+    return [by_variable.get(id(variable), (Category.BUFFER, "")) for variable in known]
+
+
+def step_timeline(
+    compiled: Compiled,
+    layers: LayerNames,
+    known: list[tuple[Category, str]],
+    results: list[tuple[Category, str]] | None = None,
+) -> Timeline:
+    """Every buffer of the program, with layers named as Keras names them.
+
+    Args:
+        compiled: the step.
+        layers: of its models.
+        known: what the first arguments are for, and their layers; the others are the batch.
+        results: the same of what the step gives back beside what takes an argument's place; None where that is all.
+    """
 
     def describe(number: int) -> tuple[Category, str]:
         return known[number] if number < len(known) else (Category.BATCH, "")
 
-    made = compiled.timeline(describe)
-    layers, callers = LayerNames(model), _callers()
-    named = {module for _, module in known}
+    def describe_result(number: int) -> tuple[Category, str]:
+        category, module = (results or known)[number]
+        return (Category.TEMPORARY, module) if category is Category.BATCH else (category, module)
+
+    made = compiled.timeline(describe, None if results is None else describe_result)
+    callers = _callers()
+    named = {module for _, module in (*known, *(results or ()))}
 
     def own(block: Block) -> Block:
         source = "" if any(_is_line(block.source, caller) for caller in callers) else block.source

@@ -1,15 +1,16 @@
 """Opens a compiled Keras model as a job: checks what the user gave and traces it on the backend that Keras runs on."""
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
 import keras
 
 from memfit.adapters.keras.batch import Batch, open_batch
-from memfit.adapters.keras.model import check_inputs, check_model
+from memfit.adapters.keras.model import check_inputs, check_model, has_own_step
 from memfit.core.device import Device
-from memfit.core.errors import BadInput, MissingDependency
+from memfit.core.errors import BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Note
 from memfit.core.job import AUTOCASTS, Job
 from memfit.core.settings import Settings
@@ -45,10 +46,8 @@ class OpenModel:
             )
         check_model(self.model, training=self.training)
         self.settings = _precision(job)
-        self.batch = open_batch(job.batch, batch_size)
-        if self.training and not isinstance(self.batch.data, tuple):
-            # Keras takes x alone as well: the model then adds its own losses.
-            self.batch = replace(self.batch, data=(self.batch.data,))
+        self._own_step = self.training and has_own_step(self.model)
+        self.batch = self._packed(open_batch(job.batch, batch_size, any_form=self._own_step))
         check_inputs(self.model, self.batch)
         self.name = job.name or str(self.model.name)
         self.batch_size = self.batch.batch_size
@@ -56,8 +55,12 @@ class OpenModel:
 
     def at(self, batch_size: int | None) -> Batch:
         """The batch at another size; None: as it was given."""
-        batch = self.batch.resized(batch_size)
-        if self.training and not isinstance(batch.data, tuple):
+        return self._packed(self.batch.resized(batch_size))
+
+    def _packed(self, batch: Batch) -> Batch:
+        """The batch as `fit` gives it to the training step."""
+        if self.training and not self._own_step and not isinstance(batch.data, tuple):
+            # Keras takes x alone as well: the model then adds its own losses.
             return replace(batch, data=(batch.data,))
         return batch
 
@@ -73,9 +76,18 @@ class OpenModel:
         elif self.settings is not None and settings.precision is None:
             settings = replace(settings, precision=self.settings.precision)
         tracer = import_module(f"memfit.adapters.keras.{self.backend}_backend")
-        found: Trace = tracer.trace(
-            self.model, self.at(batch_size), self.device, training=self.training, settings=settings
-        )
+        trace = partial(tracer.trace, self.model, device=self.device, training=self.training, settings=settings)
+        batch = self.at(batch_size)
+        try:
+            found: Trace = trace(batch=batch)
+        except StepFailed:
+            if not self._own_step or not isinstance(batch.data, tuple) or len(batch.data) != 1:
+                raise
+            # `fit(x)` gives the step x alone, a data set of (x,) the tuple: either may be meant.
+            try:
+                found = trace(batch=replace(batch, data=batch.data[0]))
+            except StepFailed as error:
+                raise error from None
         return found
 
 

@@ -1,6 +1,6 @@
 """A compiled Keras model: checked, built for a batch, its layers named, its variables sorted by what they are for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +44,26 @@ def number_of(variable: Any) -> int:
     return count
 
 
+def has_own_step(model: Any) -> bool:
+    """Whether a model brings its own `train_step`, which may take any batch, and call its parts as it likes."""
+    return type(model).train_step is not keras.Model.train_step or "train_step" in vars(model)
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """The optimizer of `compile`, then those that the model and its layers keep for a training step of their own."""
+    found: dict[int, Any] = {}
+    waiting = [model.optimizer, *(vars(layer) for layer in _layers(model))]
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, keras.optimizers.Optimizer):
+            found.setdefault(id(value), value)
+        elif isinstance(value, dict):
+            waiting.extend(part for part in value.values() if isinstance(part, (keras.optimizers.Optimizer, list)))
+        elif isinstance(value, list):
+            waiting.extend(part for part in value if isinstance(part, keras.optimizers.Optimizer))
+    return list(found.values())
+
+
 def check_model(model: Any, *, training: bool) -> None:
     """Refuses a model that has no training step."""
     if not training:
@@ -53,7 +73,7 @@ def check_model(model: Any, *, training: bool) -> None:
             f"the model {model.name!r} isn't compiled, so that it has neither loss nor optimizer. "
             "Compile it first: model.compile(optimizer=..., loss=...)."
         )
-    if not isinstance(model.optimizer, keras.optimizers.Optimizer):
+    if not isinstance(model.optimizer, keras.optimizers.Optimizer) and not has_own_step(model):
         raise BadModel(
             f"the model {model.name!r} was compiled with the optimizer {model.optimizer!r}. "
             "Compile it with one of Keras: model.compile(optimizer='adam', loss=...)."
@@ -63,7 +83,8 @@ def check_model(model: Any, *, training: bool) -> None:
 def check_inputs(model: Any, batch: Batch) -> None:
     """Refuses a batch whose arrays don't have the shapes of the model's inputs; both are shown."""
     inputs = getattr(model, "inputs", None)
-    if not inputs:
+    if not inputs or has_own_step(model):
+        # A training step of the model's own decides which part of a batch goes where.
         return
     given = _ordered(batch.x, inputs)
     if len(given) != len(inputs):
@@ -123,6 +144,8 @@ def build(model: Any, batch: Batch, *, training: bool) -> None:
 
     Call it where the model is kept `untouched`.
     """
+    if training and has_own_step(model) and _is_built_by_its_step(model):
+        return
     symbolic = mapped(lambda spec: None if spec is None else keras.KerasTensor(spec.shape, spec.dtype), batch.data)
     try:
         if training:
@@ -139,6 +162,24 @@ def build(model: Any, batch: Batch, *, training: bool) -> None:
             f"{type(error).__name__}: {text}\nGive x and y that fit the model and its loss. A model that Keras can't "
             "build by itself is built by calling it on one batch."
         ) from error
+
+
+def _is_built_by_its_step(model: Any) -> bool:
+    """Whether the training step itself makes what is missing, or nothing is.
+
+    TensorFlow makes variables while it traces a step. Where a model has no `call`, there is nothing to build it by.
+    """
+    if keras.backend.backend() == "tensorflow":
+        return True
+    if type(model).call is not keras.Model.call:
+        return False
+    missing = [layer.name for layer in _layers(model) if layer is not model and not layer.built]
+    if missing:
+        raise StepFailed(
+            f"the model {model.name!r} has no call(), and these of its layers aren't built: {', '.join(missing[:5])}. "
+            "Keras can't fit it either: call each of them on a batch first, or give it an Input."
+        )
+    return True
 
 
 @contextmanager
@@ -200,12 +241,13 @@ class LayerNames:
     """Finds layers by the names that backends give to operators: the scopes of the layers around them.
 
     Args:
-        model: whose layers are meant.
+        model: whose layers are meant; None where there are several.
+        paths: of the layers of several models.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._root = str(model.name)
-        self.paths = tuple(path for path in layer_paths(model).values() if path)
+    def __init__(self, model: Any, paths: Sequence[str] = ()) -> None:
+        self._root = "" if model is None else str(model.name)
+        self.paths = tuple(paths if model is None else (path for path in layer_paths(model).values() if path))
         self._known = frozenset(self.paths)
         self._found: dict[str, str] = {}
 
@@ -253,8 +295,9 @@ def held(model: Any, *, training: bool) -> list[Held]:
         for variable in model.metrics_variables:
             add(variable, Category.BUFFER, METRICS)
         owners = {str(one.variable.path).replace("/", "_"): one.module for one in found}
-        for variable in model.optimizer.variables:
-            add(variable, Category.OPTIMIZER_STATE, _owner(str(variable.name), owners))
+        for optimizer in optimizers_of(model):
+            for variable in optimizer.variables:
+                add(variable, Category.OPTIMIZER_STATE, owner_of(str(variable.name), owners))
     return found
 
 
@@ -266,7 +309,7 @@ def _layers(model: Any) -> Iterator[Any]:
             yield layer
 
 
-def _owner(name: str, owners: dict[str, str]) -> str:
+def owner_of(name: str, owners: dict[str, str]) -> str:
     """The layer that an optimizer's variable keeps state for: its name begins with the path of that one's variable."""
     while name:
         if name in owners:

@@ -23,24 +23,25 @@ def install(module: ModuleType, guarded_fit: GuardedFit) -> None:
         guarded_fit: calls Keras's own `fit`, guarded.
     """
     note("keras", backend=module.backend.backend())
-    replace_fit(module, guarded_fit)
+    replace_method(module, "fit", guarded_fit)
 
 
-def replace_fit(module: ModuleType, instead: GuardedFit) -> None:
-    """Has every `fit` of this process call something else, which is given Keras's own; the first to ask wins.
+def replace_method(module: ModuleType, name: str, instead: GuardedFit) -> None:
+    """Has a method of every model call something else, which is given Keras's own; the first to ask wins.
 
     Args:
         module: the package `keras`.
+        name: of the method, such as "fit".
         instead: what is called.
     """
-    owner = next((kind for kind in module.Model.__mro__ if "fit" in vars(kind)), None)
-    if owner is None or hasattr(owner.fit, "_memfit_plain"):
+    owner = next((kind for kind in module.Model.__mro__ if name in vars(kind)), None)
+    if owner is None or hasattr(getattr(owner, name), "_memfit_plain"):
         return
-    plain = owner.fit
+    plain = getattr(owner, name)
 
     @functools.wraps(plain)
-    def fit(self: Any, *arguments: Any, **named: Any) -> Any:
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
         return instead(plain, self, arguments, named)
 
-    fit._memfit_plain = plain  # type: ignore[attr-defined]
-    owner.fit = fit
+    method._memfit_plain = plain  # type: ignore[attr-defined]
+    setattr(owner, name, method)

@@ -8,7 +8,17 @@ import tensorflow as tf
 from keras.src.trainers.trainer import model_supports_jit
 
 from memfit.adapters.keras.batch import Batch, mapped
-from memfit.adapters.keras.model import Held, LayerNames, build, fitted, held, number_of, state_bytes
+from memfit.adapters.keras.model import (
+    Held,
+    LayerNames,
+    build,
+    fitted,
+    has_own_step,
+    held,
+    number_of,
+    optimizers_of,
+    state_bytes,
+)
 from memfit.adapters.keras.untouched import untouched
 from memfit.adapters.tensorflow.tracing import StepVariable, XlaRefused, trace_step
 from memfit.core.device import Device, Kind
@@ -69,16 +79,17 @@ def compiles_on(model: Any, device: Device, settings: Settings | None) -> bool:
 
 
 def _traced(model: Any, batch: Batch, device: Device, *, training: bool, settings: Settings | None) -> Trace:
+    # Its step makes the variables of the optimizers that it really uses, as in `fit`.
+    builds_itself = not training or has_own_step(model)
     with untouched(model):
         build(model, batch, training=training)
         with fitted(model, settings, training=training):
-            if training and not model.optimizer.built:
+            if not builds_itself and not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
             return _trace(model, batch, device, training=training)
 
 
 def _trace(model: Any, batch: Batch, device: Device, *, training: bool) -> Trace:
-    variables = held(model, training=training)
     data = mapped(_spec, batch.data)
     jit_compile = model.jit_compile is True
     if training:
@@ -86,12 +97,13 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool) -> Trace
     else:
         data = (data[0],) if isinstance(data, tuple) else (data,)
         function = _concrete(model.predict_step, data, jit_compile=jit_compile)
+    variables = held(model, training=training)
     traced = trace_step(
         function,
         [StepVariable(_handle(one), one.category, one.module) for one in variables],
         jit_compile=jit_compile,
         on_gpu=device.kind is Kind.CUDA,
-        optimizer=str(model.optimizer.name) if training else "",
+        optimizers=[str(optimizer.name) for optimizer in optimizers_of(model)] if training else (),
         layers=LayerNames(model).paths,
     )
     sizes = state_bytes(model, variables, training=training)

@@ -125,7 +125,7 @@ class _Tracer:
         model = self.model
         with failures.explained("preparation"):
             stack.enter_context(fitted(model, settings, training=self.training))
-        if self.training and not model.optimizer.built:
+        if self.training and model.optimizer is not None and not model.optimizer.built:
             with failures.explained("optimizer"):
                 model.optimizer.build(model.trainable_variables)
         self.variables = held(model, training=self.training)
@@ -191,6 +191,13 @@ class _Tracer:
 
     def _end_update(self, optimizer: Any) -> None:
         self._updating.__exit__(None, None, None)
+        if len(self.variables) != len(found := held(self.model, training=True)):
+            # A further optimizer, which a training step of the model's own has just used for the first time.
+            known = {id(one.variable) for one in self.variables}
+            for one in found:
+                if id(one.variable) not in known:
+                    self.recorder.classify(one.variable._value, one.category, one.module)
+            self.variables = found
 
 
 @contextmanager

@@ -14,17 +14,17 @@ _NUMBERED = re.compile(r"(.*)_\d+")
 _BACKWARD = ("gradient_tape/", "gradients/")
 
 
-def phase_of(name: str, optimizer: str) -> Phase:
+def phase_of(name: str, optimizers: Iterable[str] = ()) -> Phase:
     """The part of the step that an operator runs in.
 
     Args:
         name: the operator's, with its scopes.
-        optimizer: the optimizer's scope; "" without one.
+        optimizers: scopes of the optimizers.
     """
     if any(scope in name for scope in _BACKWARD):
         return Phase.BACKWARD
     first = name.partition("/")[0]
-    return Phase.OPTIMIZER if optimizer and _is_scope(first, optimizer) else Phase.FORWARD
+    return Phase.OPTIMIZER if any(_is_scope(first, name) for name in optimizers) else Phase.FORWARD
 
 
 def _is_scope(scope: str, name: str) -> bool:

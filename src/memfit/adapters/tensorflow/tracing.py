@@ -75,7 +75,7 @@ def trace_step(
     *,
     jit_compile: bool = False,
     on_gpu: bool = False,
-    optimizer: str = "",
+    optimizers: Sequence[str] = (),
     layers: Sequence[str] = (),
 ) -> TracedStep:
     """The memory of one call of a function.
@@ -85,7 +85,7 @@ def trace_step(
         variables: all that the model, its optimizer and its metrics hold, used by the function or not.
         jit_compile: whether XLA compiles it.
         on_gpu: whether it runs on a GPU.
-        optimizer: the optimizer's name, which is the scope of its operators.
+        optimizers: their names, which are the scopes of their operators.
         layers: dotted paths of layers as reports name them; scopes of operators are matched to them.
     """
     known = list(variables)
@@ -112,7 +112,7 @@ def trace_step(
         names = ", ".join(lived.guessed[:3])
         notes.append(Note("branch", f"only the run decides which branch is taken at {names}: the first one is counted"))
     spread = min(peaks) / max(1, lived.peak_bytes), max(peaks) / max(1, lived.peak_bytes)
-    return TracedStep(_timeline(graph, lived, known, optimizer, layers), tuple(notes), spread=spread)
+    return TracedStep(_timeline(graph, lived, known, optimizers, layers), tuple(notes), spread=spread)
 
 
 def _num_threads() -> int:
@@ -229,12 +229,12 @@ def _program(function: Any) -> str:
 
 
 def _timeline(
-    graph: Graph, lived: Lived, variables: list[StepVariable], optimizer: str, layers: Sequence[str]
+    graph: Graph, lived: Lived, variables: list[StepVariable], optimizers: Sequence[str], layers: Sequence[str]
 ) -> Timeline:
     """Blocks with what they are for."""
     names = [node.name for node in graph.nodes]
     scopes = Scopes(layers, names)
-    phases = [phase_of(name, optimizer) for name in names]
+    phases = [phase_of(name, optimizers) for name in names]
     marks = _marks(lived, phases)
     backward = next((mark.tick for mark in marks if mark.phase is Phase.BACKWARD), lived.num_ticks)
     blocks = []

@@ -132,6 +132,18 @@ def _batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return (_same(tensor) if mask[0] else None, *parts)
 
 
+def _byte_classes(func: Operator, place: int) -> Rule:
+    """Losses take classes as uint8 too, which PyTorch's rule gathers with; kernels know no such index otherwise."""
+
+    def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) <= place or args[place].dtype is not torch.uint8:
+            return NotImplemented
+        classes = torch.empty(args[place].shape, dtype=torch.int64, device=META)
+        return func(*args[:place], classes, *args[place + 1 :], **kwargs)
+
+    return rule
+
+
 def _table() -> dict[Operator, Rule]:
     aten: Any = torch.ops.aten
     rules: dict[Operator, Rule] = {}
@@ -154,6 +166,9 @@ def _table() -> dict[Operator, Rule]:
     add("_foreach_zero_.default", _foreach_in_place)
     add("native_batch_norm.default", _batch_norm)
     add("native_batch_norm_backward.default", _batch_norm_backward)
+    for name, place in (("nll_loss_forward", 1), ("nll_loss_backward", 2)):
+        func = getattr(aten, name).default
+        rules[func] = _byte_classes(func, place)
     return rules
 
 

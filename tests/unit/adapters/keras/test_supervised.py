@@ -57,6 +57,6 @@ def test_the_supervisor_learns_of_keras_and_its_backend(package, tmp_path, monke
 def test_a_package_without_fit_is_left_alone():
     package = SimpleNamespace(Model=object)
 
-    supervised.replace_fit(package, guarded)
+    supervised.replace_method(package, "fit", guarded)
 
     assert package.Model is object

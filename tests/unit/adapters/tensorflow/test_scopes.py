@@ -17,11 +17,11 @@ from memfit.core.timeline import Phase
     ],
 )
 def test_phases_follow_from_scopes(name, phase):
-    assert phase_of(name, "adam") is phase
+    assert phase_of(name, ["adam"]) is phase
 
 
 def test_without_an_optimizer_nothing_is_an_update():
-    assert phase_of("adam/Sub_3", "") is Phase.FORWARD
+    assert phase_of("adam/Sub_3") is Phase.FORWARD
 
 
 LAYERS = ["conv2d", "conv2d_1", "block", "block.dense"]

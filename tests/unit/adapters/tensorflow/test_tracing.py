@@ -63,7 +63,7 @@ layers = ["block", "block.conv", "dense"]
 function = compiled.get_concrete_function(tf.TensorSpec(SHAPE))
 rows = {"measured": measured.step_bytes}
 for name, options in (("host", {}), ("gpu", {"on_gpu": True}), ("xla", {"jit_compile": True})):
-    traced = trace_step(function, entries, optimizer="sgd", layers=layers, **options)
+    traced = trace_step(function, entries, optimizers=["sgd"], layers=layers, **options)
     timeline = traced.timeline
     tick, peak = timeline.peak()
     rows[name] = {

@@ -189,6 +189,33 @@ def test_batch_norm_makes_no_gradient_that_nobody_wants():
     assert describe(quick) == [None, ((3,), (1,), torch.float32), None]
 
 
+def test_classes_may_be_bytes():
+    logits, weight = empty(6, 5), empty(5)
+    kernel = torch.ops.aten.nll_loss_forward.default
+    for reduction in (0, 1):
+        for given in (None, weight):
+            arguments = (given, reduction, 255)
+            usual = kernel(logits, empty(6, dtype=torch.int64), *arguments)
+            found = quick_shapes.find(kernel)((logits, empty(6, dtype=torch.uint8), *arguments), {})
+            assert describe(found) == describe(usual)
+    assert quick_shapes.find(kernel)((logits, empty(6, dtype=torch.int64), None, 1, -100), {}) is NotImplemented
+
+
+def test_a_loss_over_classes_in_bytes_is_simulated():
+    def step(data, classes):
+        with torch.enable_grad():
+            data = data.clone().requires_grad_()
+            torch.nn.functional.cross_entropy(data, classes).backward()
+        return data.grad.shape
+
+    data, classes = torch.zeros(16, 5), torch.zeros(16, dtype=torch.uint8)
+    assert step(data, classes) == (16, 5)
+
+    shape, _ = observe(step, data, classes)
+
+    assert shape == (16, 5)
+
+
 def test_every_rule_is_for_an_operator_that_makes_tensors_of_its_own():
     # A view or an operator that changes metadata must never be answered from a rule.
     for op in quick_shapes._RULES:

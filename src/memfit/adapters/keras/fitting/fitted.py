@@ -16,7 +16,7 @@ import keras
 
 from memfit.adapters.keras.fitting.accumulation import splits
 from memfit.adapters.keras.fitting.layer_state import listed, with_random_numbers, with_statistics
-from memfit.adapters.keras.model import check_model
+from memfit.adapters.keras.model import check_model, has_own_step
 from memfit.core.errors import BadInput, BadModel
 from memfit.core.settings import Settings
 
@@ -125,7 +125,7 @@ class FittedModel:
 def check_split(model: Any, *, approximate: bool) -> None:
     """Refuses a model whose batches can't be split into parts."""
     kind = type(model)
-    if kind.train_step is not keras.Model.train_step or "train_step" in model.__dict__:
+    if has_own_step(model):
         raise BadModel(
             f"{kind.__name__} has a train_step of its own, whose batches can't be split into micro-batches. Leave "
             "micro-batches out, or move what it does into compute_loss, which can."
