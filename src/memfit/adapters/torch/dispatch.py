@@ -29,7 +29,7 @@ Internals = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], list[int]
 _ADD = torch.ops.aten.add.Tensor
 _SOFTMAX = torch.ops.aten._softmax.default
 _TO_COPY = torch.ops.aten._to_copy.default
-_MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+_MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addbmm"}
 
 # Collectives after which a rank of the fake process group has what it had before.
 _KEEPING = {
@@ -266,7 +266,9 @@ class SimulatedOperators(TorchDispatchMode):
 
     def _execute(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.name in _MATRIX_PRODUCTS:
-            _check_same_dtype(args)
+            out = _product(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
         try:
             return func(*args, **kwargs)
         except NotImplementedError:
@@ -381,9 +383,31 @@ def _as_shapes(value: Any) -> Any:
     return value
 
 
-def _check_same_dtype(args: tuple[Any, ...]) -> None:
-    """Refuses what kernels of matrix products refuse; PyTorch's shape rules let it pass."""
-    dtypes = {value.dtype for value in args if isinstance(value, torch.Tensor)}
+def _product(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuses what kernels of matrix products refuse and PyTorch's shape rules let pass.
+
+    With `out_dtype`, 16-bit factors are summed up in float32, and what is added may be of either dtype (Blas.cpp).
+    """
+    given = [value for value in args if isinstance(value, torch.Tensor)]
+    if "dtype" not in func._overloadname:
+        _check_same_dtype(given)
+        return NotImplemented
+    out_dtype = next(value for value in args if isinstance(value, torch.dtype))
+    factors, added = given[-2:], given[:-2]
+    _check_same_dtype(factors)
+    if added and added[0].dtype not in (out_dtype, factors[0].dtype):
+        raise RuntimeError("self dtype must match either out_dtype or the dtype of the matrices of the product")
+    if func._schema.name != "aten::baddbmm":
+        return NotImplemented
+    # PyTorch's rule takes `out_dtype` for another number; that of the product alone has the same result.
+    if added[0].shape != (*factors[0].shape[:2], factors[1].shape[2]):
+        raise RuntimeError("self must have the same shape as the output")
+    rule = torch.ops.aten.bmm.dtype_out if "out" in kwargs else torch.ops.aten.bmm.dtype
+    return rule(*factors, out_dtype, **({"out": kwargs["out"]} if "out" in kwargs else {}))
+
+
+def _check_same_dtype(matrices: list[torch.Tensor]) -> None:
+    dtypes = {matrix.dtype for matrix in matrices}
     if len(dtypes) > 1:
         names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise RuntimeError(f"the matrices of a product must have the same dtype, but {names} were given")
