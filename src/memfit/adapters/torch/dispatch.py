@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.adapters.torch import fallbacks, quick_shapes, shapes, sparse
 from memfit.adapters.torch.accumulation import Accumulation
+from memfit.adapters.torch.draws import Draws
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.places import BARE, Places
 from memfit.adapters.torch.readings import Readings
@@ -99,6 +100,7 @@ class SimulatedOperators(TorchDispatchMode):
         self.around: AbstractContextManager[Any] = nullcontext()
         """Entered for each operator."""
         self.readings = Readings(lambda: origin.current()[1], report)
+        self._draws = None if values is None else Draws(values, self.readings.waits, report)
         self._recorder = recorder
         self._origin = origin
         self._internals = internals
@@ -161,6 +163,8 @@ class SimulatedOperators(TorchDispatchMode):
         out = self._run_on_device(func, args, kwargs, kind)
         if self._values is not None and not self._taken_apart and func._schema.name not in _KEEPING:
             self._values.follow(func, args, kwargs, out)
+            if self._draws is not None:
+                self._draws.follow(func, args, kwargs, out)
             if func is _SOFTMAX:
                 self.readings.are_probabilities(out)
         if self.on_run is not None and not self._taken_apart:
@@ -175,7 +179,7 @@ class SimulatedOperators(TorchDispatchMode):
         special = self._rules.get(func._schema.name)
         if special is not None:
             out = self._exact(func, args, kwargs)
-            if special is fallbacks.compare:
+            if special is fallbacks.compare or special is fallbacks.conjunction:
                 args = tuple(map(self._number, args))
             if out is NotImplemented:
                 out = special(func, args, kwargs, self._report)

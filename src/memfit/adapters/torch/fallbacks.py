@@ -5,7 +5,7 @@ Where a rule has to assume something, it reports a note:
 - a shape that depends on data (`nonzero`, boolean indexing, `unique`): the largest it can be;
 - a single value read from the device (`item()`, `.cpu()`): 1, or for booleans False, so that checks such as
   `isnan(x).any()` pass, but True for `all()`, so that those such as `isfinite(x).all()` do; several values: ones of
-  floating-point numbers, zeros of whole numbers and of anything of 1 MiB or more;
+  floating-point numbers, True of a mask, zeros of whole numbers and of anything of 1 MiB or more;
 - no shape rule (custom operators): the operator's CPU kernel is run on zeros of the same shapes where there is one and
   they are small, otherwise each output is taken to be like the first tensor argument.
 """
@@ -173,6 +173,17 @@ def compare(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], repor
     return read_as_true(made) if _COMPARISONS[func._schema.name](left, right) else made
 
 
+def conjunction(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    """`improves & goes_on` of single flags goes by what is known of them, so that a loop ends at its own limit."""
+    flags = args[:2]
+    if not all(isinstance(flag, torch.Tensor) and flag.dtype is torch.bool and flag.numel() == 1 for flag in flags):
+        return NotImplemented
+    made = func(*args, **kwargs)
+    known = [flag for flag in flags if not flag.is_meta]
+    true = all(known) if known else all(hasattr(flag, _IS_ALL) for flag in flags)
+    return read_as_true(made) if true else made
+
+
 def _number(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
@@ -292,6 +303,7 @@ RULES: dict[str, Rule] = {
     "aten::equal": _equal,
     "aten::allclose": _true,
     **dict.fromkeys(_COMPARISONS, compare),
+    **dict.fromkeys(("aten::bitwise_and", "aten::logical_and"), conjunction),
     "aten::is_nonzero": _scalar,
     "aten::_to_copy": _copy,
     "aten::copy_": _copy_in_place,
