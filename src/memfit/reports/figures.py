@@ -107,12 +107,25 @@ def device_title(device: Device) -> str:
 
 def needed(estimate: Estimate) -> str:
     """What the device must provide, whether it can or not."""
-    return format_size(estimate.peak_bytes)
+    return ("at most " if estimate.is_at_most else "") + format_size(estimate.peak_bytes)
 
 
 def answer(fits: bool | None) -> str:
     """Whether it fits, in words."""
     return {True: "fits", False: "does not fit", None: "whether it fits is unknown"}[fits]
+
+
+def may_fit(estimate: Estimate) -> bool:
+    """Whether it is only an upper bound that doesn't fit."""
+    capacity = estimate.capacity_bytes
+    return estimate.is_at_most and capacity is not None and estimate.lower_bytes <= capacity
+
+
+def answer_for(estimate: Estimate) -> str:
+    """Whether it fits, in words, and how sure that is."""
+    if estimate.fits is False and may_fit(estimate):
+        return "may not fit, depending on data"
+    return answer(estimate.fits)
 
 
 def demand(estimate: Estimate) -> str:
@@ -123,7 +136,7 @@ def demand(estimate: Estimate) -> str:
 
 def verdict(estimate: Estimate) -> str:
     """The one line that answers the question."""
-    return f"{demand(estimate)}: {answer(estimate.fits)}"
+    return f"{demand(estimate)}: {answer_for(estimate)}"
 
 
 def bounds(estimate: Estimate) -> str:

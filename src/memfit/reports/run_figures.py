@@ -36,7 +36,8 @@ def verdict(run: DryRun) -> str:
     script, target = printable(run.script), device(run)
     fatal = run.fatal
     if run.outcome is Outcome.OUT_OF_MEMORY:
-        return f"{script} would run out of memory on {target}{'' if fatal is None else ' ' + place(fatal)}"
+        could = "could" if run.estimate is not None and figures.may_fit(run.estimate) else "would"
+        return f"{script} {could} run out of memory on {target}{'' if fatal is None else ' ' + place(fatal)}"
     if run.outcome is Outcome.CRASHED:
         return f"{script} crashed: {printable(run.error)}"
     head = f"{script} on {target}: {_progress(run)}"

@@ -20,7 +20,9 @@ from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.places import BARE, Places
 from memfit.adapters.torch.readings import Readings
 from memfit.adapters.torch.recorder import Recorder
+from memfit.adapters.torch.selections import Selections
 from memfit.adapters.torch.shapes import META, Behaviour, Operator
+from memfit.adapters.torch.size_bounds import SizeBounds
 from memfit.adapters.torch.values import KnownValues
 from memfit.core.timeline import Category
 
@@ -28,8 +30,10 @@ from memfit.core.timeline import Category
 Internals = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], list[int]]
 
 _ADD = torch.ops.aten.add.Tensor
+_CAT = torch.ops.aten.cat.default
 _SOFTMAX = torch.ops.aten._softmax.default
 _TO_COPY = torch.ops.aten._to_copy.default
+_SELECTING = {"aten::nonzero", "aten::index", "aten::masked_select"}
 _MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addbmm"}
 
 # Collectives after which a rank of the fake process group has what it had before.
@@ -106,7 +110,15 @@ class SimulatedOperators(TorchDispatchMode):
         self._internals = internals
         self._rules = {**fallbacks.RULES, **rules}
         self._host_is_device = host_is_device
-        self._report = report
+        self._bounds = SizeBounds()
+        self._depends_on_data = False
+
+        def noticing(code: str, text: str) -> None:
+            self._depends_on_data |= code == fallbacks.DATA_DEPENDENT
+            report(code, text)
+
+        self._report = noticing
+        self._selections = None if values is None else Selections(values, noticing)
         self._names: dict[Operator, str] = {}
         self._accumulation = Accumulation()
 
@@ -162,6 +174,8 @@ class SimulatedOperators(TorchDispatchMode):
             self.on_write(args[0])
         out = self._run_on_device(func, args, kwargs, kind)
         if self._values is not None and not self._taken_apart and func._schema.name not in _KEEPING:
+            if self._selections is not None and self._draws is not None:
+                self._selections.follow(func, args, kwargs, out)
             self._values.follow(func, args, kwargs, out)
             if self._draws is not None:
                 self._draws.follow(func, args, kwargs, out)
@@ -179,8 +193,13 @@ class SimulatedOperators(TorchDispatchMode):
         special = self._rules.get(func._schema.name)
         if special is not None:
             out = self._exact(func, args, kwargs)
+            if out is not NotImplemented and func._schema.name in _SELECTING and self._bounds.among(args):
+                # By a mask that was made up for the largest sizes.
+                self._depends_on_data = True
             if special is fallbacks.compare or special is fallbacks.conjunction:
                 args = tuple(map(self._number, args))
+            if out is NotImplemented and self._selections is not None:
+                out = self._selections.bounded(func, args)
             if out is NotImplemented:
                 out = special(func, args, kwargs, self._report)
                 if isinstance(out, bool | int | float):
@@ -242,11 +261,19 @@ class SimulatedOperators(TorchDispatchMode):
         self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, fresh: bool = True
     ) -> Any:
         name = self._name(func)
+        sizes = self._bounds.among(args)
+        if sizes and func is _CAT:
+            sizes |= {out.shape[args[1] if len(args) > 1 else 0]}
+        self._recorder.at_most = self._depends_on_data or (bool(sizes) and self._bounds.follow(out, sizes))
+        if self._depends_on_data:
+            self._bounds.made_by_data(out, args)
+            self._depends_on_data = False
         if fresh:
             self._add(out, name)
         internals = self._internals.get(func._schema.name)
         if internals is not None:
             self._recorder.add_transient(internals(func, args, kwargs, out), name, Category.WORKSPACE)
+        self._recorder.at_most = False
         return out
 
     def _record_changed(self, func: Operator, args: tuple[Any, ...], out: Any) -> Any:

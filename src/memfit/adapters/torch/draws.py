@@ -68,10 +68,7 @@ class Draws:
             # The token that ends a text is likely one of the first or of the last: 0, n - 1, 1, n - 2 and so on.
             turn, from_end = divmod(late % num_classes, 2)
             drawn.fill_(num_classes - 1 - turn if from_end else turn)
-        self._report(
-            MADE_UP,
-            "what the model chooses here (tokens, actions, classes) was made up; texts run to the script's own limit",
-        )
+        self._report(MADE_UP, "the model's choices (tokens, actions, classes) were made up; texts end at their limit")
         with torch._C.DisableTorchFunction():
             self._values.learn(chosen, drawn.view(chosen.shape))
 

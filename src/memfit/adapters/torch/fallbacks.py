@@ -39,17 +39,18 @@ def _empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device=META)
 
 
-def _upper_bound(func: Operator, report: Report, what: str) -> None:
+def upper_bound(func: Operator, report: Report, what: str) -> None:
+    """Notes that a shape is the largest it can be."""
     report(DATA_DEPENDENT, f"{func._schema.name.replace('aten::', '')}: {what}; upper bound used")
 
 
 def _nonzero(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    _upper_bound(func, report, "its size depends on data")
+    upper_bound(func, report, "its size depends on data")
     return _empty(args[0].numel(), args[0].dim())
 
 
 def _masked_select(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    _upper_bound(func, report, "its size depends on data")
+    upper_bound(func, report, "its size depends on data")
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
     return _empty(shape.numel(), dtype=args[0].dtype)
 
@@ -73,7 +74,7 @@ def _index(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report
     tensor, indices = args[0], list(args[1])
     if not _has_mask(indices):
         return NotImplemented
-    _upper_bound(func, report, "a boolean mask selects an unknown number of elements")
+    upper_bound(func, report, "a boolean mask selects an unknown number of elements")
     return func(tensor, _indices_of_masks(indices))
 
 
@@ -101,7 +102,7 @@ def _unique(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], repor
     tensor = args[0]
     if _is_validation():
         return _empty(1, dtype=tensor.dtype), _empty(0), _empty(0)
-    _upper_bound(func, report, "the number of distinct values depends on data")
+    upper_bound(func, report, "the number of distinct values depends on data")
     given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     dim = given.get("dim")
     count = tensor.numel() if dim is None else tensor.shape[dim]
@@ -281,7 +282,7 @@ def _ctc_loss_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _kept_boxes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    _upper_bound(func, report, "the number of boxes kept depends on data")
+    upper_bound(func, report, "the number of boxes kept depends on data")
     return _empty(args[0].shape[0])
 
 
