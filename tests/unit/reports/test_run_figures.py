@@ -302,3 +302,10 @@ def test_an_upper_bound_that_does_not_fit_may_fit():
     assert "would run out of memory" in run_figures.verdict(dead)
     assert "would run out of memory" in run_figures.verdict(surely)
     assert "could run out of memory" in run_figures.verdict(maybe)
+
+
+def test_a_failure_that_the_simulation_may_be_the_reason_of_asks_for_a_report():
+    run = make_run(outcome=Outcome.FAILED, num_steps=0, error="IndexError: x", suspicion="it had read values")
+    assert "failed, and the simulation may be the reason: IndexError: x" in run_figures.verdict(run)
+    assert any("it had read values. If it runs on a GPU, please report" in line for line in run_figures.details(run))
+    assert type(run).from_json(run.to_json()).suspicion == run.suspicion

@@ -24,7 +24,7 @@ class SizeBounds:
 
     def made_by_data(self, out: Any, args: tuple[Any, ...]) -> None:
         """Notes that the size of `out` depends on data."""
-        given = {size for tensor in tensors(args) for size in tensor.shape}
+        given = {1} | {size for tensor in tensors(args) for size in tensor.shape}
         for tensor in tensors(out if isinstance(out, list | tuple) else (out,)):
             if tensor.is_meta and tensor.dim():
                 self._note(tensor, frozenset(set(tensor.shape) - given or {tensor.shape[0]}))
@@ -37,8 +37,9 @@ class SizeBounds:
         for tensor in tensors(args):
             known = self._of(tensor)
             if known and known.isdisjoint(tensor.shape):
-                # A view that joins dimensions.
-                known = frozenset(n for n in tensor.shape if any(n % size == 0 for size in known if size))
+                # A view that joins dimensions, or one of the first elements.
+                joined = {n for n in tensor.shape if n and any(n % size == 0 for size in known)}
+                known = frozenset(joined or tensor.shape[:1])
             found |= known
         return frozenset(found)
 
