@@ -13,7 +13,7 @@ from memfit.allocator import replay, replay_best_fit, replay_plain
 from memfit.catalogue import find_device
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadBatch, BadInput, MissingDependency, StepFailed
-from memfit.core.estimate import Estimate, HostMemory, Note
+from memfit.core.estimate import Estimate, HostMemory, Note, at_most_notes
 from memfit.core.job import Job
 from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
 from memfit.core.scaling import Family, fit, needs_third
@@ -366,10 +366,10 @@ class Estimator:
             timeline=timeline,
             replay=answer,
             context_bytes=context_bytes,
-            lower_bytes=min(floor.peak()[1], reserved, least) + context_bytes,
+            lower_bytes=min(timeline.certain().peak()[1], reserved, least) + context_bytes,
             upper_bytes=max(reserved, unbounded.reserved_peak_bytes, most) + context_bytes,
             host=_host_memory(self._job, trace, device, scale),
-            notes=(*trace.notes, *self.tracer.notes, *notes),
+            notes=(*trace.notes, *self.tracer.notes, *notes, *at_most_notes(timeline)),
             num_parameters=trace.num_parameters,
             state_bytes={str(category): size for category, size in (trace.state_bytes or state_of(timeline)).items()},
             seconds=time.perf_counter() - started,

@@ -268,6 +268,7 @@ class DryRun(Shown):
         seconds: how long all runs took.
         allocator: settings of the allocator that were in force.
         seen: what else the run showed of the program; None where nobody asked.
+        suspicion: why the simulation, and not the script, may be the reason of its failure, or "".
     """
 
     script: str
@@ -286,6 +287,7 @@ class DryRun(Shown):
     seconds: float = 0.0
     allocator: AllocatorOptions = field(default_factory=AllocatorOptions)
     seen: Seen | None = None
+    suspicion: str = ""
 
     def __str__(self) -> str:
         return reporters.describe(self)
@@ -349,6 +351,7 @@ class DryRun(Shown):
             "allocator": asdict(self.allocator),
             "estimate": None if self.estimate is None else self.estimate.to_json(),
             **({} if self.seen is None else {"seen": self.seen.to_json()}),
+            **({"suspicion": self.suspicion} if self.suspicion else {}),
         }
 
     @classmethod
@@ -378,6 +381,7 @@ class DryRun(Shown):
                 seconds=float(data["seconds"]),
                 allocator=AllocatorOptions(**data["allocator"]),
                 seen=Seen.from_json(data["seen"]) if "seen" in data else None,
+                suspicion=str(data.get("suspicion", "")),
             )
         except BadFile:
             raise

@@ -47,6 +47,22 @@ class Note:
     source: str = ""
 
 
+AT_MOST = "peak-at-most"
+"""Code of the note that tensors at the peak are as large as they can be."""
+
+# A smaller share of the peak doesn't make it an upper bound.
+_AT_MOST_SHARE = 0.01
+
+
+def at_most_notes(timeline: Timeline) -> tuple[Note, ...]:
+    """Says how much of the peak depends on data, where that is enough to tell."""
+    tick, peak_bytes = timeline.peak()
+    bounded = sum(block.size_bytes for block in timeline.live_at(tick) if block.at_most)
+    if not bounded or bounded < _AT_MOST_SHARE * peak_bytes:
+        return ()
+    return (Note(AT_MOST, f"{format_size(bounded)} at the peak depend on data and are the most that they can be"),)
+
+
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """What the host must hold for the step, by part; every part is an assumption spelled out in `parts`."""
@@ -136,6 +152,11 @@ class Estimate(Shown):
                 f"the page can't be written to {str(path)!r}: {error.strerror or error}. "
                 "Give the path of a file in a folder that exists and can be written to."
             ) from error
+
+    @property
+    def is_at_most(self) -> bool:
+        """Whether the peak is an upper bound, because sizes depend on data."""
+        return any(note.code == AT_MOST for note in self.notes)
 
     @property
     def allocated_peak_bytes(self) -> int:

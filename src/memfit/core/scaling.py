@@ -78,4 +78,14 @@ def _evaluate(terms: tuple[float, ...], n: int) -> int:
 
 
 def _resized(block: Block, size_bytes: int) -> Block:
-    return Block(size_bytes, block.start, block.end, block.category, block.phase, block.module, block.op, block.source)
+    return Block(
+        size_bytes,
+        block.start,
+        block.end,
+        block.category,
+        block.phase,
+        block.module,
+        block.op,
+        block.source,
+        block.at_most,
+    )

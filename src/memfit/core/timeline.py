@@ -7,7 +7,7 @@ what the program asked for; what a device must provide for it is the allocator's
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -60,6 +60,7 @@ class Block:
         module: dotted path of the module, "" for the model itself or outside of it.
         op: operator that allocated it, such as "aten.convolution".
         source: innermost line of code outside the framework, "file.py:31", or "" where there is none.
+        at_most: the size depends on data, and is the largest that it can be. Not saved.
     """
 
     size_bytes: int
@@ -70,6 +71,7 @@ class Block:
     module: str = ""
     op: str = ""
     source: str = ""
+    at_most: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,10 @@ class Timeline(Shown):
     def without_optional(self) -> "Timeline":
         """The timeline without workspaces that a library can do without."""
         return self.without(lambda block: is_optional(block.category, block.op))
+
+    def certain(self) -> "Timeline":
+        """The timeline of what a step can't do without: no such workspaces, nothing whose size is an upper bound."""
+        return self.without(lambda block: block.at_most or is_optional(block.category, block.op))
 
     def mark_at(self, tick: int) -> Mark:
         """The mark in force at `tick`."""

@@ -115,7 +115,7 @@ def bandwidth(device: Device) -> str:
 
 def needed(estimate: Estimate) -> str:
     """What the device must provide, whether it can or not."""
-    return format_size(estimate.peak_bytes)
+    return ("at most " if estimate.is_at_most else "") + format_size(estimate.peak_bytes)
 
 
 def answer(fits: bool | None) -> str:
@@ -128,6 +128,19 @@ def yes_or_no(fits: bool | None) -> str:
     return {True: "yes", False: "no", None: UNKNOWN}[fits]
 
 
+def may_fit(estimate: Estimate) -> bool:
+    """Whether it is only an upper bound that doesn't fit."""
+    capacity = estimate.capacity_bytes
+    return estimate.is_at_most and capacity is not None and estimate.lower_bytes <= capacity
+
+
+def answer_for(estimate: Estimate) -> str:
+    """Whether it fits, in words, and how sure that is."""
+    if estimate.fits is False and may_fit(estimate):
+        return "may not fit, depending on data"
+    return answer(estimate.fits)
+
+
 def demand(estimate: Estimate) -> str:
     """What is needed beside what there is."""
     usable = format_size(estimate.capacity_bytes)
@@ -136,7 +149,7 @@ def demand(estimate: Estimate) -> str:
 
 def verdict(estimate: Estimate) -> str:
     """The one line that answers the question."""
-    return f"{demand(estimate)}: {answer(estimate.fits)}"
+    return f"{demand(estimate)}: {answer_for(estimate)}"
 
 
 def bounds(estimate: Estimate) -> str:

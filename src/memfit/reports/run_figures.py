@@ -15,6 +15,10 @@ REDIRECTED = "checkpoint-redirected"
 """Code of the notes on checkpoints, which have a part of their own."""
 
 NUM_TOP = 5
+_REPORT = (
+    "If it runs on a GPU, please report this to memfit's maintainers, with the traceback above, the lines of the "
+    "script that it names, and the versions of memfit and of the framework (`memfit --version`, `pip list`)"
+)
 _NUM_LISTED = 3
 
 
@@ -36,12 +40,14 @@ def verdict(run: DryRun) -> str:
     script, target = printable(run.script), device(run)
     fatal = run.fatal
     if run.outcome is Outcome.OUT_OF_MEMORY:
-        return f"{script} would run out of memory on {target}{'' if fatal is None else ' ' + place(fatal)}"
+        could = "could" if run.estimate is not None and figures.may_fit(run.estimate) else "would"
+        return f"{script} {could} run out of memory on {target}{'' if fatal is None else ' ' + place(fatal)}"
     if run.outcome is Outcome.CRASHED:
         return f"{script} crashed: {printable(run.error)}"
     head = f"{script} on {target}: {_progress(run)}"
     if run.outcome is Outcome.FAILED:
-        return f"{head} failed for a reason of its own: {printable(run.error) or exit_code(run)}"
+        reason = ", and the simulation may be the reason" if run.suspicion else " for a reason of its own"
+        return f"{head} failed{reason}: {printable(run.error) or exit_code(run)}"
     if run.outcome in (Outcome.NO_STEP, Outcome.INTERRUPTED):
         why = f": {printable(run.error)}" if run.error else ""
         return f"{head}, so whether it fits is unknown{why}"
@@ -71,6 +77,8 @@ def details(run: DryRun) -> list[str]:
         lines.append("all figures are those of one device")
     if not is_whole(run) and estimate is not None and estimate.timeline.blocks:
         lines.append(f"until then: peak {_peak(run)} (simulated)")
+    if run.suspicion:
+        lines.append(f"{printable(run.suspicion)}. {_REPORT}")
     caught = [failure for failure in run.failures if failure.handled]
     if caught:
         times = "once" if len(caught) == 1 else f"{len(caught)} times"

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from memfit.core.device import Origin
 from memfit.core.dryrun import Advice, Outcome, Scan
-from memfit.core.estimate import CACHED, CONTEXT, HostMemory, Note
+from memfit.core.estimate import AT_MOST, CACHED, CONTEXT, HostMemory, Note
 from memfit.core.timeline import Phase, Timeline
 from memfit.core.units import GIB, KIB, MIB
 from memfit.reports import run_figures
@@ -290,3 +292,26 @@ def test_files_that_were_not_kept_are_said_to_be_gone():
 
 def test_the_command_is_shown_as_it_was_given():
     assert run_figures.command(make_run()) == "train.py --batch-size 64"
+
+
+def test_a_peak_of_upper_bounds_is_at_most():
+    run = make_run(estimate=make_run_estimate(notes=(Note(AT_MOST, "1 GiB"),)))
+    assert "peak at most 1.13 GiB of 23.7 GiB: fits" in run_figures.verdict(run)
+
+
+def test_an_upper_bound_that_does_not_fit_may_fit():
+    # GIVEN a run that would go beyond the device only if every size were the largest it can be
+    dead = make_dead_run()
+    notes = (*dead.estimate.notes, Note(AT_MOST, "1 GiB"))
+    surely = replace(dead, estimate=replace(dead.estimate, notes=notes, lower_bytes=10**12))
+    maybe = replace(dead, estimate=replace(dead.estimate, notes=notes, lower_bytes=1))
+    assert "would run out of memory" in run_figures.verdict(dead)
+    assert "would run out of memory" in run_figures.verdict(surely)
+    assert "could run out of memory" in run_figures.verdict(maybe)
+
+
+def test_a_failure_that_the_simulation_may_be_the_reason_of_asks_for_a_report():
+    run = make_run(outcome=Outcome.FAILED, num_steps=0, error="IndexError: x", suspicion="it had read values")
+    assert "failed, and the simulation may be the reason: IndexError: x" in run_figures.verdict(run)
+    assert any("it had read values. If it runs on a GPU, please report" in line for line in run_figures.details(run))
+    assert type(run).from_json(run.to_json()).suspicion == run.suspicion

@@ -15,11 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.adapters.torch import fallbacks, quick_shapes, shapes, sparse
 from memfit.adapters.torch.accumulation import Accumulation
+from memfit.adapters.torch.draws import Draws
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.places import BARE, Places
 from memfit.adapters.torch.readings import Readings
 from memfit.adapters.torch.recorder import Recorder
+from memfit.adapters.torch.selections import Selections
 from memfit.adapters.torch.shapes import META, Behaviour, Operator
+from memfit.adapters.torch.size_bounds import SizeBounds
 from memfit.adapters.torch.values import KnownValues
 from memfit.core.timeline import Category
 
@@ -27,9 +30,11 @@ from memfit.core.timeline import Category
 Internals = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], list[int]]
 
 _ADD = torch.ops.aten.add.Tensor
+_CAT = torch.ops.aten.cat.default
 _SOFTMAX = torch.ops.aten._softmax.default
 _TO_COPY = torch.ops.aten._to_copy.default
-_MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+_SELECTING = {"aten::nonzero", "aten::index", "aten::masked_select"}
+_MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addbmm"}
 
 # Collectives after which a rank of the fake process group has what it had before.
 _KEEPING = {
@@ -99,12 +104,21 @@ class SimulatedOperators(TorchDispatchMode):
         self.around: AbstractContextManager[Any] = nullcontext()
         """Entered for each operator."""
         self.readings = Readings(lambda: origin.current()[1], report)
+        self._draws = None if values is None else Draws(values, self.readings.waits, report)
         self._recorder = recorder
         self._origin = origin
         self._internals = internals
         self._rules = {**fallbacks.RULES, **rules}
         self._host_is_device = host_is_device
-        self._report = report
+        self._bounds = SizeBounds()
+        self._depends_on_data = False
+
+        def noticing(code: str, text: str) -> None:
+            self._depends_on_data |= code == fallbacks.DATA_DEPENDENT
+            report(code, text)
+
+        self._report = noticing
+        self._selections = None if values is None else Selections(values, noticing)
         self._names: dict[Operator, str] = {}
         self._accumulation = Accumulation()
 
@@ -160,7 +174,11 @@ class SimulatedOperators(TorchDispatchMode):
             self.on_write(args[0])
         out = self._run_on_device(func, args, kwargs, kind)
         if self._values is not None and not self._taken_apart and func._schema.name not in _KEEPING:
+            if self._selections is not None and self._draws is not None:
+                self._selections.follow(func, args, kwargs, out)
             self._values.follow(func, args, kwargs, out)
+            if self._draws is not None:
+                self._draws.follow(func, args, kwargs, out)
             if func is _SOFTMAX:
                 self.readings.are_probabilities(out)
         if self.on_run is not None and not self._taken_apart:
@@ -175,8 +193,13 @@ class SimulatedOperators(TorchDispatchMode):
         special = self._rules.get(func._schema.name)
         if special is not None:
             out = self._exact(func, args, kwargs)
-            if special is fallbacks.compare:
+            if out is not NotImplemented and func._schema.name in _SELECTING and self._bounds.among(args):
+                # By a mask that was made up for the largest sizes.
+                self._depends_on_data = True
+            if special is fallbacks.compare or special is fallbacks.conjunction:
                 args = tuple(map(self._number, args))
+            if out is NotImplemented and self._selections is not None:
+                out = self._selections.bounded(func, args)
             if out is NotImplemented:
                 out = special(func, args, kwargs, self._report)
                 if isinstance(out, bool | int | float):
@@ -238,11 +261,19 @@ class SimulatedOperators(TorchDispatchMode):
         self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, fresh: bool = True
     ) -> Any:
         name = self._name(func)
+        sizes = self._bounds.among(args)
+        if sizes and func is _CAT:
+            sizes |= {out.shape[args[1] if len(args) > 1 else 0]}
+        self._recorder.at_most = self._depends_on_data or (bool(sizes) and self._bounds.follow(out, sizes))
+        if self._depends_on_data:
+            self._bounds.made_by_data(out, args)
+            self._depends_on_data = False
         if fresh:
             self._add(out, name)
         internals = self._internals.get(func._schema.name)
         if internals is not None:
             self._recorder.add_transient(internals(func, args, kwargs, out), name, Category.WORKSPACE)
+        self._recorder.at_most = False
         return out
 
     def _record_changed(self, func: Operator, args: tuple[Any, ...], out: Any) -> Any:
@@ -266,7 +297,9 @@ class SimulatedOperators(TorchDispatchMode):
 
     def _execute(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.name in _MATRIX_PRODUCTS:
-            _check_same_dtype(args)
+            out = _product(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
         try:
             return func(*args, **kwargs)
         except NotImplementedError:
@@ -381,9 +414,31 @@ def _as_shapes(value: Any) -> Any:
     return value
 
 
-def _check_same_dtype(args: tuple[Any, ...]) -> None:
-    """Refuses what kernels of matrix products refuse; PyTorch's shape rules let it pass."""
-    dtypes = {value.dtype for value in args if isinstance(value, torch.Tensor)}
+def _product(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuses what kernels of matrix products refuse and PyTorch's shape rules let pass.
+
+    With `out_dtype`, 16-bit factors are summed up in float32, and what is added may be of either dtype (Blas.cpp).
+    """
+    given = [value for value in args if isinstance(value, torch.Tensor)]
+    if "dtype" not in func._overloadname:
+        _check_same_dtype(given)
+        return NotImplemented
+    out_dtype = next(value for value in args if isinstance(value, torch.dtype))
+    factors, added = given[-2:], given[:-2]
+    _check_same_dtype(factors)
+    if added and added[0].dtype not in (out_dtype, factors[0].dtype):
+        raise RuntimeError("self dtype must match either out_dtype or the dtype of the matrices of the product")
+    if func._schema.name != "aten::baddbmm":
+        return NotImplemented
+    # PyTorch's rule takes `out_dtype` for another number; that of the product alone has the same result.
+    if added[0].shape != (*factors[0].shape[:2], factors[1].shape[2]):
+        raise RuntimeError("self must have the same shape as the output")
+    rule = torch.ops.aten.bmm.dtype_out if "out" in kwargs else torch.ops.aten.bmm.dtype
+    return rule(*factors, out_dtype, **({"out": kwargs["out"]} if "out" in kwargs else {}))
+
+
+def _check_same_dtype(matrices: list[torch.Tensor]) -> None:
+    dtypes = {matrix.dtype for matrix in matrices}
     if len(dtypes) > 1:
         names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise RuntimeError(f"the matrices of a product must have the same dtype, but {names} were given")

@@ -1,9 +1,10 @@
 """Failures of the user's own step, told in one message with the user's own line."""
 
 import os
+import re
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,18 +14,27 @@ from memfit.adapters.torch.origin import HIDDEN_FOLDERS, SourceNames
 from memfit.core.errors import BadLoss, MemfitError, StepFailed
 
 _MAX_CHARACTERS = 300
-# What to do about failures that the simulation, not the user's code, is the reason of.
-_HINTS = {
+# What to do about failures of a single step, whose tensors memfit moves; a script moves its own.
+_STEP_HINTS = {
     "Expected all tensors to be on the same device": (
         "Everything the step uses must be on the simulated device: put teachers, class weights and the like into the "
         "model or the batch, and write x.device instead of the name of a device."
     ),
+}
+# What to do about failures that the simulation, not the user's code, is the reason of.
+_HINTS = {
     "no fake impl": (
         "An operator without a shape rule can't be simulated: register one with torch.library.register_fake."
     ),
     "'LOCAL_RANK'": "A script that torchrun starts needs --count, as in --count 2.",
     "HigherOrderOperator": "Higher-order operators (flex_attention, torch.cond) can't be run on shapes yet.",
 }
+# PyTorch's name of the device that shape-only tensors are on; no script meets it on a GPU.
+_SHAPE_ONLY = re.compile(
+    r"'?meta'? (tensor|device|backend)|(on|device|device type) '?meta\b|no fake impl|HigherOrderOperator", re.IGNORECASE
+)
+# Errors that a program may raise because of a value that it has read.
+_ABOUT_VALUES = (AssertionError, ValueError, ArithmeticError, LookupError, StopIteration)
 
 
 @contextmanager
@@ -38,7 +48,7 @@ def explained(part: str) -> Iterator[None]:
         where, line = _user_line(error)
         text = " ".join(str(error).split()) or "no message"
         message = f"the step failed in its {part}{where}: {type(error).__name__}: {text}"
-        hint = next((hint for sign, hint in _HINTS.items() if sign in text), "")
+        hint = next((hint for sign, hint in (_STEP_HINTS | _HINTS).items() if sign in text), "")
         raise StepFailed(message + (f"\n    {line}" if line else "") + (f"\n{hint}" if hint else "")) from error
 
 
@@ -48,6 +58,34 @@ def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or "no message"
     hint = next((f" {hint}" for sign, hint in _HINTS.items() if sign in text), "")
     return f"{type(error).__name__}: {textwrap.shorten(text, _MAX_CHARACTERS, placeholder=' ...')}{where}{hint}"
+
+
+def suspicion(error: BaseException, stand_ins: Iterable[str]) -> str:
+    """Why the simulation may be the reason of a script's failure, or "".
+
+    Args:
+        error: what ended the script.
+        stand_ins: lines at which values were read that stand in for the device's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or isinstance(error, MemfitError):
+        return ""
+    last = frames[-1]
+    if os.path.abspath(last.filename).startswith(HIDDEN_FOLDERS[1]):
+        line = (last.line or "").strip()
+        if line.startswith("raise"):
+            return "memfit's simulated device refused it, as it takes a GPU to do"
+        if "func(" not in line and "plain" not in line:
+            return "the error arose in memfit's own code"
+    if isinstance(error, RuntimeError | ValueError | TypeError | BufferError) and _SHAPE_ONLY.search(str(error)):
+        return "PyTorch can't do this with tensors that have a shape and no values, which memfit simulates with"
+    if isinstance(error, _ABOUT_VALUES):
+        names = SourceNames()
+        files = {names.short(frame.filename) for frame in frames}
+        read = [source for source in stand_ins if source.rpartition(":")[0] in files]
+        if read:
+            return f"it had read values that stand in for the device's ({read[-1]})"
+    return ""
 
 
 def _user_line(error: BaseException) -> tuple[str, str]:

@@ -5,7 +5,7 @@ Where a rule has to assume something, it reports a note:
 - a shape that depends on data (`nonzero`, boolean indexing, `unique`): the largest it can be;
 - a single value read from the device (`item()`, `.cpu()`): 1, or for booleans False, so that checks such as
   `isnan(x).any()` pass, but True for `all()`, so that those such as `isfinite(x).all()` do; several values: ones of
-  floating-point numbers, zeros of whole numbers and of anything of 1 MiB or more;
+  floating-point numbers, True of a mask, zeros of whole numbers and of anything of 1 MiB or more;
 - no shape rule (custom operators): the operator's CPU kernel is run on zeros of the same shapes where there is one and
   they are small, otherwise each output is taken to be like the first tensor argument.
 """
@@ -39,17 +39,18 @@ def _empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device=META)
 
 
-def _upper_bound(func: Operator, report: Report, what: str) -> None:
+def upper_bound(func: Operator, report: Report, what: str) -> None:
+    """Notes that a shape is the largest it can be."""
     report(DATA_DEPENDENT, f"{func._schema.name.replace('aten::', '')}: {what}; upper bound used")
 
 
 def _nonzero(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    _upper_bound(func, report, "its size depends on data")
+    upper_bound(func, report, "its size depends on data")
     return _empty(args[0].numel(), args[0].dim())
 
 
 def _masked_select(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    _upper_bound(func, report, "its size depends on data")
+    upper_bound(func, report, "its size depends on data")
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
     return _empty(shape.numel(), dtype=args[0].dtype)
 
@@ -73,7 +74,7 @@ def _index(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report
     tensor, indices = args[0], list(args[1])
     if not _has_mask(indices):
         return NotImplemented
-    _upper_bound(func, report, "a boolean mask selects an unknown number of elements")
+    upper_bound(func, report, "a boolean mask selects an unknown number of elements")
     return func(tensor, _indices_of_masks(indices))
 
 
@@ -101,7 +102,7 @@ def _unique(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], repor
     tensor = args[0]
     if _is_validation():
         return _empty(1, dtype=tensor.dtype), _empty(0), _empty(0)
-    _upper_bound(func, report, "the number of distinct values depends on data")
+    upper_bound(func, report, "the number of distinct values depends on data")
     given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     dim = given.get("dim")
     count = tensor.numel() if dim is None else tensor.shape[dim]
@@ -171,6 +172,17 @@ def compare(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], repor
     left, right = map(_number, args[:2])
     made = func(*args, **kwargs)
     return read_as_true(made) if _COMPARISONS[func._schema.name](left, right) else made
+
+
+def conjunction(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    """`improves & goes_on` of single flags goes by what is known of them, so that a loop ends at its own limit."""
+    flags = args[:2]
+    if not all(isinstance(flag, torch.Tensor) and flag.dtype is torch.bool and flag.numel() == 1 for flag in flags):
+        return NotImplemented
+    made = func(*args, **kwargs)
+    known = [flag for flag in flags if not flag.is_meta]
+    true = all(known) if known else all(hasattr(flag, _IS_ALL) for flag in flags)
+    return read_as_true(made) if true else made
 
 
 def _number(value: Any) -> Any:
@@ -270,7 +282,7 @@ def _ctc_loss_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _kept_boxes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    _upper_bound(func, report, "the number of boxes kept depends on data")
+    upper_bound(func, report, "the number of boxes kept depends on data")
     return _empty(args[0].shape[0])
 
 
@@ -292,6 +304,7 @@ RULES: dict[str, Rule] = {
     "aten::equal": _equal,
     "aten::allclose": _true,
     **dict.fromkeys(_COMPARISONS, compare),
+    **dict.fromkeys(("aten::bitwise_and", "aten::logical_and"), conjunction),
     "aten::is_nonzero": _scalar,
     "aten::_to_copy": _copy,
     "aten::copy_": _copy_in_place,

@@ -40,6 +40,9 @@ class Recorder:
         self._origins: list[tuple[str, str]] = []
         self._marks: dict[int, tuple[Phase, int]] = {}
         self._origin = origin
+        self.at_most = False
+        """Whether the sizes of blocks that start now are upper bounds."""
+        self._bounded: set[int] = set()
         self.permanent: set[int] = set()
         """Blocks that nothing ever frees."""
         self._refs: dict[int, _StorageRef] = {}
@@ -153,6 +156,8 @@ class Recorder:
         self._ops.append(op)
         self._origins.append(self._origin())
         self.events.append(index)
+        if self.at_most:
+            self._bounded.add(index)
         return index
 
     def keep_only(self, kept: list[int]) -> list[int]:
@@ -182,6 +187,7 @@ class Recorder:
         self._ops = [self._ops[index] for index in kept]
         self._origins = [self._origins[index] for index in kept]
         self.permanent = {number[index] for index in self.permanent}
+        self._bounded = {number[index] for index in self._bounded if index in number}
         self._refs = {number[index]: reference for index, reference in list(self._refs.items())}
         for index, reference in list(self._refs.items()):
             reference.index = index
@@ -261,6 +267,7 @@ class Recorder:
                 origins[index][0],
                 ops[index],
                 origins[index][1],
+                index in self._bounded,
             )
             for (index, start), end in zip(starts, ends, strict=True)
         )

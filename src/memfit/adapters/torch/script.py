@@ -19,6 +19,7 @@ import torch
 from memfit.adapters.torch import distributed, failures, fallbacks
 from memfit.adapters.torch.checkpoints import Checkpoints
 from memfit.adapters.torch.cuda_memory import DeviceMemory
+from memfit.adapters.torch.draws import MADE_UP
 from memfit.adapters.torch.exit_functions import ExitFunctions
 from memfit.adapters.torch.fitting.from_outside import FromOutside
 from memfit.adapters.torch.imports import on_import
@@ -140,6 +141,7 @@ class ScriptRun:
             num_devices=request.count,
             failures=tuple(session.marked_failures(survived=survived)),
             error=self._error(outcome, error),
+            suspicion=self._suspicion(outcome, error),
             exit_code=exit_code,
             redirected={} if self._checkpoints.are_private else dict(self._checkpoints.redirected),
             scan=self._scan(),
@@ -177,12 +179,13 @@ class ScriptRun:
         survived = outcome in (Outcome.COMPLETED, Outcome.ENDED, Outcome.NO_STEP)
         if survived or error is None:
             return ""
-        message = failures.one_line(error)
+        return failures.one_line(error)
+
+    def _suspicion(self, outcome: Outcome, error: BaseException | None) -> str:
+        if outcome is not Outcome.FAILED or error is None:
+            return ""
         notes = self.session.simulation.notes.found.values()
-        read = [note.source for note in notes if note.code == fallbacks.STAND_IN]
-        if outcome is Outcome.FAILED and isinstance(error, AssertionError | ValueError | ArithmeticError) and read:
-            message += f". It had read values that stand in for the device's ({read[-1]}), which may be the reason"
-        return message
+        return failures.suspicion(error, [note.source for note in notes if note.code in (fallbacks.STAND_IN, MADE_UP)])
 
     def _scan(self) -> Scan | None:
         if not self._request.largest_first:

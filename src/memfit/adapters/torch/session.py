@@ -37,7 +37,7 @@ from memfit.adapters.torch.stand_in import dense_parts, tensors_in
 from memfit.adapters.torch.steps import StepCounter
 from memfit.core.device import Device
 from memfit.core.dryrun import Failure, Seen
-from memfit.core.estimate import DRY_RUN, Estimate, HostMemory, Note
+from memfit.core.estimate import DRY_RUN, Estimate, HostMemory, Note, at_most_notes
 from memfit.core.timeline import Category, Phase
 
 _WORKSPACE_DROPPED = "cuDNN fell back to slower algorithms that need no workspace, for lack of memory"
@@ -227,12 +227,13 @@ class Session:
         last = self.failures[-1] if died and self.failures else None
         seen = self.recorder.replay(None if last is None else last.out_of_memory)
         context_bytes = self.device.context_bytes or 0
-        floor = timeline.without_optional()
+        floor = timeline.certain()
         notes = list(self.simulation.notes.found.values())
         if self.recorder.dropped_workspace:
             notes.append(Note("workspace-dropped", _WORKSPACE_DROPPED))
         if not timeline.blocks:
             notes.append(Note("nothing-on-device", "nothing was put on the device"))
+        notes += at_most_notes(timeline)
         if seen.num_retries:
             notes.append(Note("cache-released", _CACHE_RELEASED))
         return Estimate(

@@ -114,12 +114,14 @@ _ABSORBING: dict[Operator, bool] = {
 }
 
 
-# Comparisons that come out False where numbers are finite: how PyTorch asks for NaN and for infinity.
-_NEVER: dict[Operator, Callable[[_Arguments], bool]] = {
-    _ATEN.isnan.default: lambda args: True,
-    _ATEN.isinf.default: lambda args: True,
-    _ATEN.ne.Tensor: lambda args: args[0] is args[1],
-    _ATEN.eq.Scalar: lambda args: args[1] in (math.inf, -math.inf),
+# Comparisons that finite numbers decide: how PyTorch asks for NaN and for infinity; when, and what comes out.
+_FINITE: dict[Operator, tuple[Callable[[_Arguments], bool], bool]] = {
+    _ATEN.isnan.default: (lambda args: True, False),
+    _ATEN.isinf.default: (lambda args: True, False),
+    _ATEN.ne.Tensor: (lambda args: args[0] is args[1], False),
+    _ATEN.eq.Tensor: (lambda args: args[0] is args[1], True),
+    _ATEN.eq.Scalar: (lambda args: args[1] in (math.inf, -math.inf), False),
+    _ATEN.ne.Scalar: (lambda args: args[1] in (math.inf, -math.inf), True),
 }
 
 
@@ -193,8 +195,8 @@ class KnownValues:
             return
         if func in _ABSORBING and self._absorbed(func, args, out):
             return
-        if func in _NEVER and _NEVER[func](args) and self.of(args[0]) is None:
-            self._fill(out, False)
+        if func in _FINITE and _FINITE[func][0](args) and self.of(args[0]) is None:
+            self._fill(out, _FINITE[func][1])
             return
         if plan.first is not None:
             # Almost every call ends here: the model's own numbers are unknown.

@@ -543,3 +543,45 @@ def test_operators_of_another_device_are_on_nobodys_account():
         assert mask.device == x.sum().device == torch.device("cuda", 1)
         assert (x.shape, x.topk(2)[0].device) == ((100,), x.device)
     assert made(session) == []
+
+
+HALF_LEFT, HALF_RIGHT, SUM = torch.empty(4, 8).half(), torch.empty(8, 3).half(), torch.empty(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("work", "sizes"),
+    [
+        (lambda a, b, acc: torch.mm(a, b, out_dtype=torch.float32), [48]),
+        (lambda a, b, acc: torch.bmm(a[None], b[None], out_dtype=torch.float32), [48]),
+        (lambda a, b, acc: torch.addmm(acc, a, b, out_dtype=torch.float32), [48]),
+        (lambda a, b, acc: torch.addmm(acc[0], a, b, out_dtype=torch.float32), [48]),
+        (lambda a, b, acc: torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc), []),
+        (lambda a, b, acc: torch.baddbmm(acc[None], a[None], b[None], out_dtype=torch.float32), [48]),
+        (lambda a, b, acc: torch.baddbmm(acc[None], a[None], b[None], out_dtype=torch.float32, out=acc[None]), []),
+    ],
+)
+def test_products_of_halves_are_summed_up_in_float32(work, sizes):
+    def dtype(*given):
+        return work(*given).dtype
+
+    result, traced = observe(dtype, HALF_LEFT, HALF_RIGHT, SUM)
+    assert result is torch.float32
+    # No factor is cast: beside the library's workspace there is only the sum.
+    assert [b.size_bytes for b in forward_blocks(traced) if b.category is not Category.WORKSPACE] == sizes
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda a, b, acc: torch.addmm(acc, a, b),
+        lambda a, b, acc: torch.addmm(acc.double(), a, b, out_dtype=torch.float32),
+        lambda a, b, acc: torch.mm(a, b.bfloat16(), out_dtype=torch.float32),
+        lambda a, b, acc: torch.mm(a.float(), b.float(), out_dtype=torch.float16),
+        lambda a, b, acc: torch.baddbmm(acc, a[None], b[None], out_dtype=torch.float32),
+        lambda a, b, acc: torch.mm(a, b, out_dtype=torch.float32, out=acc.half()),
+        lambda a, b, acc: torch.mv(a, b[:, 0].bfloat16()),
+    ],
+)
+def test_products_that_kernels_refuse(work):
+    with pytest.raises(StepFailed, match=r"dtype|same shape"):
+        observe(work, HALF_LEFT, HALF_RIGHT, SUM)

@@ -3,8 +3,10 @@ import torch
 from torch import nn
 
 from memfit.adapters.torch import failures
+from memfit.adapters.torch.origin import SourceNames
 from memfit.core.errors import BadInput, BadLoss, StepFailed
 from tests.unit.adapters.torch.builders import line_of, run
+from tests.unit.adapters.torch.sessions import running
 
 DATA = torch.empty(4, 10)
 
@@ -133,6 +135,73 @@ def test_an_error_without_message_or_place_in_one_line():
 
 
 def test_an_error_that_the_simulation_is_the_reason_of_says_what_to_do():
-    error = caught(lambda: fail("Expected all tensors to be on the same device, but found two"))
+    error = caught(lambda: fail("no fake impl for mine::scale"))
 
-    assert failures.one_line(error).endswith("write x.device instead of the name of a device.")
+    assert failures.one_line(error).endswith("register one with torch.library.register_fake.")
+
+
+def suspected(work, stand_ins=()):
+    """What is suspected of the failure of `work` in a session."""
+    with running():
+        try:
+            work()
+        except Exception as error:
+            return failures.suspicion(error, stand_ins)
+    raise AssertionError("it did not fail")
+
+
+def matrix(*size, **options):
+    return torch.rand(*size, device="cuda", **options)
+
+
+@pytest.mark.parametrize(
+    ("work", "text"),
+    [
+        (lambda: matrix(2, 3) @ matrix(3, 2, dtype=torch.float16), "simulated device refused it"),
+        (lambda: matrix(2, 3) + torch.rand(2, 3), "simulated device refused it"),
+        (lambda: torch.utils.dlpack.to_dlpack(matrix(2)), "a shape and no values"),
+        (lambda: matrix(2).untyped_storage().tolist(), "a shape and no values"),
+    ],
+)
+def test_failures_of_the_simulation_are_suspected(work, text):
+    assert text in suspected(work)
+
+
+def raise_it(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda: matrix(2, 3) @ matrix(2, 3),
+        lambda: matrix(2, 3).view(7),
+        lambda: nn.functional.linear(matrix(2, 3)),
+        lambda: raise_it(OSError("meta.json is missing")),
+        lambda: raise_it(RuntimeError("memfit is a word, and so is meta")),
+        lambda: raise_it(ValueError("no value was read")),
+    ],
+)
+def test_the_scripts_own_failures_are_not(work):
+    assert suspected(work) == ""
+
+
+def test_values_that_stand_in_are_suspected_where_the_failing_code_read_them():
+    read, elsewhere = f"{SourceNames().short(__file__)}:3", "other.py:3"
+    assert read in suspected(lambda: raise_it(IndexError("empty")), [elsewhere, read])
+    assert suspected(lambda: raise_it(IndexError("empty")), [elsewhere]) == ""
+    # An error that no value is the reason of.
+    assert suspected(lambda: raise_it(OSError("disk")), [read]) == ""
+
+
+def test_an_error_in_our_own_code_is_suspected(monkeypatch):
+    monkeypatch.setattr("memfit.adapters.torch.look._carry", None)
+    assert "memfit's own code" in suspected(lambda: matrix(2).to("meta"))
+
+
+def test_advice_for_a_single_step_is_not_given_to_a_script():
+    with running(), pytest.raises(RuntimeError) as caught:
+        matrix(2) + torch.rand(2)
+    assert "class weights" not in failures.one_line(caught.value)
+    with pytest.raises(StepFailed, match="class weights"):
+        run(nn.Linear(10, 2), DATA, loss=lambda model, batch: (model(batch) + torch.rand(4, 2)).sum())

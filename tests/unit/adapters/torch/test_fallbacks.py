@@ -494,3 +494,11 @@ def test_flags_that_are_asked_for_in_cplusplus_are_not_set():
         return torch.equal(flag, torch.ones_like(flag)), torch.equal(x, x), torch.equal(x > 0, x > 0)
 
     assert shape_of(work)[0] == (False, True, True)
+
+
+def test_what_a_mask_of_the_host_selects_is_an_upper_bound():
+    # GIVEN scores on the device, of which a program keeps the good ones on the host
+    with running():
+        scores = torch.rand(6, device="cuda")
+        kept = scores.cpu()[(scores > 0.5).cpu()]
+    assert kept.shape == (6,)

@@ -70,6 +70,13 @@ def test_a_softmax_is_read_as_equal_probabilities(program, notes):
     assert {code for code, _ in notes} == {"stand-in-value"}
 
 
+def test_a_mask_is_read_as_true_until_the_program_waits_for_another(program):
+    made = torch.empty(3, dtype=torch.bool, device="meta")
+    copies = [program.readings.host_copy(made, torch.bool).tolist() for _ in range(PATIENCE)]
+    assert copies[:-1] == [[True] * 3] * (PATIENCE - 1)
+    assert copies[-1] == [False] * 3
+
+
 def test_other_tensors_are_left_to_the_caller(program, notes):
     made, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
     assert program.readings.host_copy(other, torch.float32) is NotImplemented

@@ -1,0 +1,127 @@
+"""Plausible values for what a model chooses: tokens that are sampled, actions that are drawn.
+
+A program that generates looks at each token: whether it is the one that ends a text, where that one is, what it reads
+as. Without values every such question would have to be stood in for on its own, and the answers would not agree with
+each other. So choices get values of their own here, and all that follows from them is computed (`values`).
+
+The values are valid classes, differ from choice to choice, and come from the middle of a large vocabulary: special
+tokens are at its ends, so that texts run on until the program's own limit ends them, which takes the most memory.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfit.adapters.torch.shapes import Operator
+from memfit.adapters.torch.values import KnownValues
+
+MADE_UP = "made-up-choice"
+_ATEN = torch.ops.aten
+# A router chooses among fewer experts than this, and in training its choice decides sizes: those stay upper bounds.
+_VOCABULARY = 1_000
+_SMALL_CHOICE = 8
+_MOST_VALUES = 1 << 18
+# Fractions of these go round a range without an early repetition.
+_STRIDE, _ROW_STRIDE = 7_919, 104_729
+
+
+class Draws:
+    """Gives values to choices among classes.
+
+    Args:
+        values: where they are kept.
+        waits: counts that the program is at its line; how often it has been there since it was there too often for
+            one step, as a program is that waits for another choice. None: not yet.
+        report: takes (code, text) of each assumption made.
+    """
+
+    def __init__(
+        self, values: KnownValues, waits: Callable[[], int | None], report: Callable[[str, str], None]
+    ) -> None:
+        self._values = values
+        self._waits = waits
+        self._report = report
+        self._num_drawn = 0
+
+    def follow(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Gives `out` values where `func` chooses classes by numbers that are not known."""
+        choice = _CHOICES.get(func)
+        found = None if choice is None else choice(args, kwargs, out)
+        if found is None:
+            return
+        chosen, num_classes, per_row = found
+        if num_classes < 2 or not 0 < chosen.numel() <= _MOST_VALUES or not chosen.is_meta:
+            return
+        if self._values.of(chosen) is None:
+            self._draw(chosen, num_classes, per_row)
+
+    def _draw(self, chosen: torch.Tensor, num_classes: int, per_row: int) -> None:
+        low, width = (0, num_classes) if num_classes < _SMALL_CHOICE else (num_classes // 4, num_classes // 2)
+        if per_row > width:
+            low, width = 0, num_classes
+        rows = torch.arange(chosen.numel() // per_row).unsqueeze(1) * _ROW_STRIDE + self._num_drawn * _STRIDE
+        drawn = low + (rows + torch.arange(per_row)) % width
+        self._num_drawn += 1
+        late = self._waits()
+        if late is not None:
+            # The token that ends a text is likely one of the first or of the last: 0, n - 1, 1, n - 2 and so on.
+            turn, from_end = divmod(late % num_classes, 2)
+            drawn.fill_(num_classes - 1 - turn if from_end else turn)
+        self._report(MADE_UP, "the model's choices (tokens, actions, classes) were made up; texts end at their limit")
+        with torch._C.DisableTorchFunction():
+            self._values.learn(chosen, drawn.view(chosen.shape))
+
+
+_Choice = tuple[torch.Tensor, int, int] | None
+
+
+def _last(tensor: Any, dim: int | None) -> int | None:
+    """The number of classes where `dim` is the last one of numbers that compete, else None."""
+    if not tensor.dim() or not tensor.is_floating_point():
+        return None
+    if dim is None:
+        return tensor.numel() if tensor.dim() == 1 else None
+    return int(tensor.shape[-1]) if dim % tensor.dim() == tensor.dim() - 1 else None
+
+
+def _is_choice(num_classes: int | None) -> bool:
+    if num_classes is None:
+        return False
+    return num_classes >= _VOCABULARY or not torch.is_grad_enabled()
+
+
+def _multinomial(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Choice:
+    return out, int(args[0].shape[-1]), max(1, int(out.shape[-1]))
+
+
+def _argmax(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Choice:
+    num_classes = _last(args[0], args[1] if len(args) > 1 else kwargs.get("dim"))
+    return (out, num_classes or 0, 1) if _is_choice(num_classes) else None
+
+
+def _max(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Choice:
+    return _argmax(args, kwargs, out[1])
+
+
+def _topk(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Choice:
+    num_classes = _last(args[0], args[2] if len(args) > 2 else kwargs.get("dim", -1))
+    return (out[1], num_classes or 0, int(args[1])) if args[1] and _is_choice(num_classes) else None
+
+
+def _gather(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Choice:
+    """A choice among sorted classes, looked up in their unknown order, as nucleus sampling does."""
+    tensor, dim = args[0], args[1]
+    if tensor.dtype is not torch.int64 or not tensor.dim() or dim % tensor.dim() != tensor.dim() - 1:
+        return None
+    num_classes = int(tensor.shape[-1])
+    return (out, num_classes, max(1, int(out.shape[-1]))) if _is_choice(num_classes) else None
+
+
+_CHOICES: dict[Operator, Callable[[tuple[Any, ...], dict[str, Any], Any], _Choice]] = {
+    _ATEN.multinomial.default: _multinomial,
+    _ATEN.argmax.default: _argmax,
+    _ATEN.max.dim: _max,
+    _ATEN.topk.default: _topk,
+    _ATEN.gather.default: _gather,
+}
