@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAYERS = "layers.json"
-"""In the first of the folders given to `enter`: pairs of a folder of the user's and of the one with what was written."""
+"""In the first of the folders given to `enter`: pairs of a folder of the user and of the one with what was written."""
 
 # From linux/sched.h and linux/mount.h.
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
