@@ -25,22 +25,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAYERS = "layers.json"
-"""In the first of the folders given to `enter`: [folder as the user knows it, folder that holds what was written there], each."""
+"""In the first of the folders given to `enter`: pairs of a folder of the user and of the one with what was written."""
 
 # From linux/sched.h and linux/mount.h.
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 32, 4096, 16384, 1 << 18
-# What a remount must keep of a mount that was made by somebody more privileged.
-_KEPT_FLAGS = {os.ST_NOSUID: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21} if hasattr(os, "ST_NOSUID") else {}
+# What a remount must keep of a mount that was made by somebody more privileged: as statvfs tells it, as mount takes it.
+_KEPT_FLAGS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 _DETACH = 2
 _CAPABILITIES = 0x20080522
 
 # There programs talk to the kernel and to each other; nothing of it outlives the system's run.
 _LIVE = ("/dev", "/proc", "/sys", "/run", "/var/run")
-_LIVE_KINDS = frozenset(
-    "autofs binfmt_misc bpf cgroup cgroup2 configfs debugfs devpts devtmpfs efivarfs fusectl hugetlbfs mqueue nsfs "
-    "proc pstore rpc_pipefs securityfs selinuxfs sysfs tracefs".split()
-)
+_LIVE_KINDS = {
+    *("autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs", "efivarfs"),
+    *("fusectl", "hugetlbfs", "mqueue", "nsfs", "proc", "pstore", "rpc_pipefs", "securityfs", "selinuxfs", "sysfs"),
+    "tracefs",
+}
 # Renaming a folder of the lower layer takes attributes that only root may set.
 _OPTIONS_OF_ROOT = ("index=off,redirect_dir=on,volatile", "index=off,redirect_dir=on")
 _OPTIONS = ("index=off,userxattr,volatile", "index=off,userxattr")
@@ -95,9 +96,9 @@ def _tried(view: "_View", place: Path) -> str:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
+        told = pipe.read()
     os.waitpid(pid, 0)
-    return "" if said == b"\0" else said.decode(errors="replace") or "it ended"
+    return "" if told == b"\0" else told.decode(errors="replace") or "it ended"
 
 
 class _View:

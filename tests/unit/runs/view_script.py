@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "src"))
 
-from memfit.runs import overlay  # noqa: E402
+from memfit.runs import overlay
 
 _SYS_ADMIN = 1 << 21
 

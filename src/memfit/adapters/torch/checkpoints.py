@@ -158,7 +158,7 @@ class Checkpoints:
             import numpy
         except ImportError:
             return []
-        plain = numpy.memmap.__new__
+        plain: Callable[..., Any] = numpy.memmap.__new__
 
         def new(cls: Any, filename: Any, dtype: Any = numpy.uint8, mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
             is_large = _is_path(filename) and os.path.isfile(filename) and os.path.getsize(filename) > _MAX_COPIED_BYTES

@@ -30,7 +30,8 @@ KEPT = "deletion-skipped"
 _SUFFIXES_OF_DATA = (".pkl", ".pickle", ".joblib")
 _SUFFIXES = (
     *_SUFFIXES_OF_DATA,
-    *".bin .pt .pth .ckpt .safetensors .h5 .hdf5 .keras .distcp .metadata .pt.tar .pth.tar .ckpt.tar".split(),
+    *(".bin", ".pt", ".pth", ".ckpt", ".safetensors", ".h5", ".hdf5", ".keras"),
+    *(".distcp", ".metadata", ".pt.tar", ".pth.tar", ".ckpt.tar"),
 )
 _UNFINISHED = (".tmp", ".temp", ".part", ".new")
 _FOLDER = re.compile(r"checkpoint-.+|checkpoint_\d+", re.IGNORECASE)
