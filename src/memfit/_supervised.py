@@ -12,6 +12,7 @@ import io
 import os
 import runpy
 import sys
+import traceback
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -19,7 +20,7 @@ from types import ModuleType, TracebackType
 from memfit.adapters.torch import imports
 from memfit.catalogue.host import cgroup_limit_bytes
 from memfit.core.guarding import BrokenUpdate, CannotFit, OutOfMemory, Where
-from memfit.core.printing import announce
+from memfit.core.printing import announce, printable
 from memfit.core.run_events import RunRequest, note
 from memfit.runs import exhaustion, keeper, limits
 from memfit.runs.devices import has_devices
@@ -79,9 +80,15 @@ def run_script(request: RunRequest) -> None:
         raise
     except BaseException as error:
         # Our own frames are no part of the script.
-        traceback = _of_script(error.__traceback__)
-        tell(error.with_traceback(traceback))
-        sys.excepthook(type(error), error, traceback)
+        raised_at = _of_script(error.__traceback__)
+        tell(error.with_traceback(raised_at))
+        if sys.excepthook is sys.__excepthook__:
+            # As Python would, but what an exception says can't steer the terminal.
+            print(
+                printable("".join(traceback.format_exception(error)), keep="\n\t"), end="", file=sys.stderr, flush=True
+            )
+        else:
+            sys.excepthook(type(error), error, raised_at)
         if isinstance(error, KeyboardInterrupt):
             # Python ends a program that was interrupted by the signal itself, after its usual end.
             sys.excepthook = lambda *details: None
