@@ -23,7 +23,7 @@ from memfit.adapters.torch import imports
 from memfit.catalogue.host import cgroup_limit_bytes
 from memfit.core.guarding import BrokenUpdate, CannotFit, OutOfMemory, Where
 from memfit.core.own_memory import limits as own_limits
-from memfit.core.printing import announce
+from memfit.core.printing import announce, printable
 from memfit.core.run_events import RunRequest, keep_traceback, note
 from memfit.runs import exhaustion, keeper, limits, processes
 from memfit.runs.devices import has_devices
@@ -88,8 +88,13 @@ def run_script(request: RunRequest) -> None:
         # Our own frames are no part of the script.
         traceback = _of_script(error.__traceback__)
         is_told = tell(error.with_traceback(traceback))
-        if not is_told or request.verbose or sys.excepthook is not sys.__excepthook__:
+        if sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error, traceback)
+        elif not is_told or request.verbose:
+            # As Python would, but what an exception says can't steer the terminal.
+            text = printable("".join(tracebacks.format_exception(error)), keep="
+	")
+            print(text, end="", file=sys.stderr, flush=True)
         if is_told:
             _end_in_time()
         if isinstance(error, KeyboardInterrupt):

@@ -91,7 +91,7 @@ def test_commands_in_the_docs_can_be_parsed(page):
     # What memfit says begins with its name, too, and has a colon there.
     commands = re.findall(r"^(?:\$ )? *memfit (\w+(?:-\w+)*(?: .*)?)$", blocks, re.MULTILINE)
     for command in commands:
-        arguments = shlex.split(re.split(r" > | && | \| ", command)[0], comments=True)
+        arguments = shlex.split(re.split(r" >>? | && | \| ", command)[0], comments=True)
         assert build_parser().parse_args(arguments).command == arguments[0]
 
 

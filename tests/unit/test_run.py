@@ -86,6 +86,6 @@ def test_a_real_run_prints_and_draws_itself(script, tmp_path, capfd):
 
 
 def test_restarts_are_announced_on_standard_error(capsys):
-    _run._announce("starting it again")
+    _run.announce("starting it again")
 
     assert capsys.readouterr() == ("", "memfit: starting it again\n")

@@ -100,6 +100,14 @@ def test_a_script_ends_as_with_python(tmp_path, text):
     assert ours.returncode == 0
 
 
+def test_the_text_of_an_exception_cannot_steer_the_terminal(tmp_path):
+    (tmp_path / "train.py").write_text("raise ValueError('a\\x1b[31m\\u202eb' + chr(7))")
+
+    ours = supervised(tmp_path, "train.py")
+
+    assert ours.stderr.splitlines()[-1] == r"ValueError: a\x1b[31m\u202eb\x07"
+
+
 def test_an_interruption_ends_by_its_signal(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("raise KeyboardInterrupt")

@@ -94,7 +94,8 @@ def _bash(parser: argparse.ArgumentParser, shell: str) -> str:
     found = list(_parsers(parser))
     values, options = [], []
     for name, other, children in found:
-        words, spelled = list(children), []
+        words = list(children)
+        spelled: list[str] = []
         for action in _shown(other):
             listed = [] if isinstance(action, argparse._SubParsersAction) else _values(action)
             words += [] if action.option_strings else listed

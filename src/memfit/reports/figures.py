@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.estimate import CACHED, CONTEXT, DRY_RUN, Estimate
-from memfit.core.printing import printable
+from memfit.core.printing import printable as printable
 from memfit.core.timeline import Category
 from memfit.core.units import format_size
 

@@ -104,7 +104,7 @@ def render_comparison(estimates: Sequence[Estimate]) -> "RenderableType":
     from rich.text import Text
 
     columns = [_comparison_column(estimate) for estimate in estimates]
-    rows = [
+    rows: list[list[str | Text]] = [
         [Text(label, style="bold" if label in ("peak", "fits") else ""), *(column[label] for column in columns)]
         for label in columns[0]
     ]

@@ -108,3 +108,14 @@ def test_json_of_an_estimate_has_no_surprises(capsys):
     output.print_json(make_estimate().to_json())
 
     assert json.loads(capsys.readouterr().out)["device"]["name"] == "rtx-3090"
+
+
+def test_what_a_report_forgets_to_escape_cannot_steer_the_terminal(capsys, monkeypatch):
+    from rich.text import Text
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    output._print(Text("a\x1b]0;owned\x9bb\u202e", style="bold"))
+
+    # The colours are ours; the name's own escapes are shown.
+    assert "a\\x1b]0;owned\\x9bb\\u202e" in capsys.readouterr().out

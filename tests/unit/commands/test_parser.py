@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -179,6 +180,17 @@ def test_hostile_arguments_do_not_steer_the_terminal(given, capsys, tmp_path, mo
     assert code == 2
     assert (written.out + written.err).replace("\n", "").isprintable()
     assert "owned" in written.err
+
+
+def test_the_text_of_an_exception_does_not_steer_the_terminal_either(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "hostile_job.py").write_text("def job():\n    raise ValueError('a' + chr(27) + '[31m' + chr(0x202e))\n")
+    code = commands.main(["estimate", "hostile_job.py:job", "-d", "t4"])
+    sys.modules.pop("hostile_job", None)
+
+    assert code == 2
+    assert r"ValueError: a\x1b[31m\u202e (hostile_job.py:2)" in capsys.readouterr().err
 
 
 def test_aliases_are_known_to_the_documentation():

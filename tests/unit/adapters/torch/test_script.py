@@ -591,6 +591,12 @@ def test_in_this_process_a_traceback_is_the_scripts(here, capsys):
     assert "script.py" not in printed
 
 
+def test_the_text_of_an_exception_cannot_steer_the_terminal(here, capsys):
+    here("raise ValueError('a' + chr(27) + '[31m' + chr(0x202e))")
+
+    assert capsys.readouterr().err.splitlines()[-1] == r"ValueError: a\x1b[31m\u202e"
+
+
 def test_in_this_process_a_full_device(here):
     result, _ = here(TRAIN, "100000", capacity_bytes=200 * MIB)
 
