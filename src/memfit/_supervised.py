@@ -92,8 +92,7 @@ def run_script(request: RunRequest) -> None:
             sys.excepthook(type(error), error, traceback)
         elif not is_told or request.verbose:
             # As Python would, but what an exception says can't steer the terminal.
-            text = printable("".join(tracebacks.format_exception(error)), keep="
-	")
+            text = printable("".join(tracebacks.format_exception(error)), keep="\n\t")
             print(text, end="", file=sys.stderr, flush=True)
         if is_told:
             _end_in_time()
