@@ -15,6 +15,8 @@ from memfit.core import env
 from memfit.core.dryrun import DryRun, Request
 from memfit.runs import overlay
 
+_MAX_NAMED = 3
+
 
 def main(request_path: str) -> int:
     """Runs what the file asks for and writes the result where it says."""
@@ -66,7 +68,8 @@ def _keep_files_apart(request: Request) -> bool:
             "but whatever else it writes or removes, and what its commands do, is real"
         )
     elif read_only:
-        _say(f"the script can't write below {', '.join(read_only)}: that file system takes no overlay")
+        more = f" and {len(read_only) - _MAX_NAMED} more" if len(read_only) > _MAX_NAMED else ""
+        _say(f"the script can't write below {', '.join(read_only[:_MAX_NAMED])}{more}: file systems without overlay")
     return not reason
 
 

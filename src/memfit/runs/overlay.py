@@ -185,7 +185,8 @@ class _View:
         if path == "/" or any(is_within(each, path) for each in self._written):
             raise refused
         self._bind(path, read_only=True)
-        self._read_only.append(path)
+        if os.access(path, os.W_OK):
+            self._read_only.append(path)
 
     def _overlay(self, path: str, option: str) -> None:
         name = str(len(self._layers))

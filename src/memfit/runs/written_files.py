@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,9 +31,13 @@ def collect(folder: Path, kept: str = "") -> dict[str, str]:
     for path, place in sorted(written.items()):
         below = os.path.relpath(path)
         there = target / (path.lstrip(os.sep) if below.startswith(os.pardir) else below)
-        there.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(place, there)
-        places[path] = str(there)
+        try:
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(place, there)
+            places[path] = str(there)
+        except OSError as error:
+            places[path] = ""
+            print(f"memfit: {path} can't be kept as {there}: {error.strerror or error}", file=sys.stderr)
     return places
 
 

@@ -55,6 +55,13 @@ def test_what_was_kept_before_stays(layers, tmp_path):
     assert (tmp_path / "kept" / "old.pt").read_text() == "kept before"
 
 
+def test_what_cant_be_kept_is_said(layers, tmp_path, capsys):
+    full = Path(os.devnull) / "folder"
+
+    assert set(collect(layers, str(full)).values()) == {""}
+    assert f"work/old.pt can't be kept as {full}/old.pt: Not a directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", [None, "", "[[1"])
 def test_without_a_view_nothing_is_known(tmp_path, text):
     if text is not None:
