@@ -107,7 +107,7 @@ def test_dropout_in_micro_batches_is_said(script, children):
 
     (move,) = plan.moves
     assert (move.name, move.caveat) == ("micro-batch", "dropout masks are drawn for each part anew")
-    assert "equal to rounding but for the masks of dropout" in str(plan)
+    assert "the same up to floating-point rounding but for the masks of dropout" in str(plan)
 
 
 def test_each_move_says_what_it_saves_and_costs(script, children):

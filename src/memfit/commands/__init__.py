@@ -95,6 +95,8 @@ def _version() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["help"]:
+        given = [*given[1:], "--help"]
     # Where arguments can't be parsed, this is all that is known of what was asked for.
     as_json = "--json" in given
     try:

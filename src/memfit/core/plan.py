@@ -169,9 +169,10 @@ class Plan(Shown):
     def summary(self) -> str:
         """The peak, the budget, the device, and how much it takes to get there."""
         pace = "" if self.slowdown is None else f", {self.slowdown:.2f} times as long"
+        moves = "1 move" if len(self.moves) == 1 else f"{len(self.moves)} moves"
         return (
             f"of {self.subject}: {format_size(self.after.peak_bytes)} of {format_size(self.budget_bytes)} "
-            f"on {self.device.name}, {len(self.moves)} moves{pace}"
+            f"on {self.device.name}, {moves}{pace}"
         )
 
     @property

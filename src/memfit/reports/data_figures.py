@@ -105,8 +105,8 @@ def _several(number: float, what: str) -> str:
 def _streamed(streaming: Streaming) -> list[str]:
     lines = [
         f"with {format_size(streaming.memory_bytes)} of memory and batches of {streaming.batch_size} ({_COMPUTED}):",
-        f"  {_several(streaming.num_blocks, 'block')} of about {format_size(streaming.block_bytes)}; up to "
-        f"{_several(streaming.num_lanes, 'worker')} can share them without reading one twice",
+        f"  {_several(streaming.num_blocks, 'block')} of about {format_size(streaming.block_bytes)}; "
+        f"more than {_several(streaming.num_lanes, 'worker')} would read some of them twice",
         f"  the samples of {_several(streaming.blocks_per_window, 'block')} are shuffled with each other; "
         f"{streaming.neighbours_together:.2%} of samples are followed by one of the same block "
         f"({streaming.neighbours_at_best:.2%} in a full shuffle)",

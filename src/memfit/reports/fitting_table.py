@@ -75,7 +75,7 @@ class FittingTable:
         elif len(self._above(natural)) > _LEAST_ABOVE and _total(self._above(natural)) <= width:
             yield self._in_two_lines(natural)
         else:
-            yield self._stacked()
+            yield self._stacked(width)
 
     def __rich_measure__(self, console: "Console", options: "ConsoleOptions") -> "Measurement":
         from rich.measure import Measurement
@@ -159,7 +159,7 @@ class FittingTable:
             table.add_row(Group(first, *below), *rest, *(self._bars[index : index + 1] if bar_width else ()))
         return table
 
-    def _stacked(self) -> "RenderableType":
+    def _stacked(self, width: int) -> "RenderableType":
         """Every row as lines of its own: its name, then a title and a cell each."""
         from rich.console import Group
         from rich.padding import Padding
@@ -175,7 +175,8 @@ class FittingTable:
             named = [row[index] for index in sorted(heads) if row[index].plain]
             parts.append(Text(" ").join(named) if named else Text("-"))
             table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, show_header=False)
-            table.add_column(style="dim", no_wrap=True)
+            # Long titles fold before a figure would.
+            table.add_column(style="dim", overflow="fold", max_width=(width - 2 - _GAP) // 2)
             table.add_column(overflow="fold")
             for index, title in enumerate(self._titles):
                 if index not in heads:

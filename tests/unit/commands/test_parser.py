@@ -84,6 +84,14 @@ def test_nothing_is_suggested_where_nothing_is_near():
     assert suggestion("quux", ["estimate", "plan"]) == ""
 
 
+def test_help_may_be_asked_for_as_a_command(capsys):
+    with pytest.raises(SystemExit) as left:
+        commands.main(["help", "estimate"])
+
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: memfit estimate")
+
+
 @pytest.mark.parametrize("given", [[], ["data"]])
 def test_without_a_command_there_is_help(given, capsys):
     assert commands.main(given) == 0

@@ -56,7 +56,7 @@ def test_an_inspection_says_all_it_found():
         "on disk: 2.00 GiB (measured)",
         "2 classes: cat, dog",
         "as float32 it would take 1.00 GiB less (50%, computed)",
-        "6,242 blocks of about 336.0 KiB; up to 12 workers can share them",
+        "6,242 blocks of about 336.0 KiB; more than 12 workers would read some of them twice",
         "0.50% of samples are followed by one of the same block (0.02% in a full shuffle)",
         "stored as float64",
     ):
@@ -92,7 +92,7 @@ def test_unpacking_many_classes_and_one_lane_are_told():
     said = text("", data_figures.inspection_parts(found))
 
     assert "after it was unpacked to a scratch folder" in said
-    assert "up to 1 worker can share them" in said
+    assert "more than 1 worker would read some of them twice" in said
     assert "20 classes: class 0, class 1, class 2" in said
     assert "class 7 and 12 more" in said
 

@@ -58,7 +58,7 @@ def test_at_last_every_row_has_lines_of_its_own():
 def test_a_mark_stays_with_its_row():
     table = FittingTable(("", ">batch size", ">peak (simulated)", ">fits"), [(">", "8", "1.00 GiB", "yes")])
 
-    assert drawn(table, 25) == ["> 8", "  peak (simulated)  1.00", "                    GiB", "  fits              yes"]
+    assert drawn(table, 28) == ["> 8", "  peak          1.00 GiB", "  (simulated)", "  fits          yes"]
 
 
 @pytest.mark.parametrize(("width", "bar"), [(60, 20), (42, 9), (34, 0)])
