@@ -2,9 +2,10 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit._estimator import (
     Estimator,
@@ -16,6 +17,7 @@ from memfit._estimator import (
     resolve,
     torch_adapter,
 )
+from memfit._plan_target import autocast_of
 from memfit.allocator import parse_options
 from memfit.core import dryrun as dryrun_results
 from memfit.core import env
@@ -26,9 +28,16 @@ from memfit.core.errors import BadBatch, BadInput, StepFailed
 from memfit.core.estimate import Estimate
 from memfit.core.job import Job
 from memfit.core.replay import AllocatorOptions
+from memfit.core.settings import Settings
+from memfit.planner.moves import label
 from memfit.reports import run_text, text
 
+if TYPE_CHECKING:
+    from memfit.runs.sequence import TooLarge
+
 _LARGEST_BATCH = 2**24
+# Trying out suggestions may take as long as the dry run did, or this long.
+_MIN_TRIAL_SECONDS = 60.0
 
 
 def _write_page(result: Estimate, path: str) -> None:
@@ -259,18 +268,34 @@ def dryrun(
     return run if run.fits is not False or too_large is None else _advised(run, too_large)
 
 
-def _advised(run: DryRun, too_large: Estimate) -> DryRun:
-    """The run with what could be changed about its step."""
+def _advised(run: DryRun, too_large: "TooLarge") -> DryRun:
+    """The run with what could be changed about its step, tried on the script itself as far as time allows."""
     from memfit.planner import advise
+    from memfit.planner.move import Situation
+    from memfit.runs.sequence import peak_with
 
-    found = advise(
-        too_large.timeline,
-        too_large.replay,
+    began = time.perf_counter()
+    seconds = max(_MIN_TRIAL_SECONDS, run.seconds)
+    estimate, seen = too_large.estimate, too_large.seen
+
+    def tried(settings: Settings) -> int | None:
+        left = seconds - (time.perf_counter() - began)
+        if left <= 0:
+            return None
+        _announce(f"running the script with a change that may help ({label(settings)}), to see what it needs then")
+        return peak_with(too_large, settings, max(1, run.num_steps), left)
+
+    situation = Situation(
+        estimate.timeline,
         run.allocator,
-        context_bytes=too_large.context_bytes,
-        num_parameters=too_large.num_parameters,
-        num_devices=run.num_devices,
+        estimate.num_parameters,
+        run.num_devices,
+        seen.batch_size,
+        seen.autocast,
+        seen.fusable,
+        autocast_of(estimate.device),
     )
+    found = advise(situation, estimate.replay, context_bytes=estimate.context_bytes, peak_with=tried)
     return replace(run, advice=found)
 
 

@@ -98,14 +98,14 @@ class _KerasPlanner:
 
         tracer = self._tracer
         splitting = planning.splitting(tracer.model, tracer.batch)
-        reason = splitting.refused
+        reason, allowed_by = splitting.refused, ""
         if splitting.approximate and APPROXIMATE not in self._allowed:
-            reason = f"{splitting.approximate}; allow 'approximate' if that is fine"
+            reason, allowed_by = f"{splitting.approximate}; allow 'approximate' if that is fine", APPROXIMATE
         elif tracer.batch_size is None:
             reason = "the arrays of the batch have no common first dimension"
         self._may_split = MICRO_BATCH in self._allowed and not reason
         if reason and MICRO_BATCH in self._allowed:
-            self._refused.append(Refusal(MICRO_BATCH, reason))
+            self._refused.append(Refusal(MICRO_BATCH, reason, allowed_by))
         if CHECKPOINT in self._allowed:
             found, reason = planning.recomputable(tracer.model, tracer.batch)
             self._parts = tuple(Part(one.path, one.kept_bytes_per_sample, one.flops_per_sample) for one in found)

@@ -20,7 +20,7 @@ from memfit._estimator import (
     torch_adapter,
 )
 from memfit._plan_space import Opening
-from memfit._plan_target import AUTO, KEEP, cheapest, hints, target_within
+from memfit._plan_target import AUTO, KEEP, cheapest, hints, not_considered, target_within
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Estimate
@@ -443,8 +443,15 @@ class _Planner:
         for name, size in proof.estimate.breakdown.by_category.items():
             lines.append(f"  {name:<44}{format_size(size):>10}")
         lines.append(f"  with: {label(smallest.settings)}")
+        lines += not_considered(self._refused)
         device = cheapest(needs)
-        others = hints(self._allowed, self._refused, (CHECKPOINT, MICRO_BATCH, EIGHT_BIT, LORA))
+        able = {
+            CHECKPOINT: True,
+            MICRO_BATCH: (self._batch_size or 0) > 1,
+            EIGHT_BIT: bool(before.state_bytes.get(str(Category.OPTIMIZER_STATE))),
+            LORA: True,
+        }
+        others = hints(self._allowed, self._refused, (name for name, can in able.items() if can))
         larger = "a larger budget" if self._target.kind is Kind.HOST else f"a larger device{device[0]}"
         lines.append(f"Try {others}{larger}.")
         return PlanNotFound("\n".join(lines), smallest, device[1])

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memfit._plan_target import reference
+from memfit._plan_target import autocast_of, reference
 from memfit.catalogue import find_device
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed, UnknownDevice
@@ -168,7 +168,7 @@ class Opening:
         ways = [Settings(precision=self._forced)]
         in_half = "autocast" in features or self._job.precision in ("fp16", "bf16")
         if self._auto and not in_half and AUTOCAST in allowed:
-            ways.append(Settings(precision=self._autocast()))
+            ways.append(Settings(precision=autocast_of(self._target)))
         if CHANNELS_LAST in allowed and {"convolution", "channels-first"} <= features:
             # Tensor cores compute 16-bit convolutions in this format; in others it changes little.
             ways += [
@@ -187,10 +187,6 @@ class Opening:
             trained += [Settings(freeze=paths) for paths in frozen_parts(profile)]
         ways += [merged(way, other) for other in trained for way in ways]
         return ways[1:]
-
-    def _autocast(self) -> str:
-        capability = self._target.capability
-        return "amp-fp16" if capability is not None and capability < (8, 0) else "amp-bf16"
 
     def _other_sizes(self) -> tuple[int, ...]:
         """Batch sizes that tell how blocks grow."""
@@ -231,7 +227,7 @@ class Opening:
             self.refused.append(Refusal(name, f"{reason}. Use nn.Embedding(sparse=False)"))
             return (1,)
         if reasons and APPROXIMATE not in self._allowed:
-            self.refused.append(Refusal(name, f"{'; '.join(reasons)}; allow {APPROXIMATE!r} to use them anyway"))
+            self._refuse_approximate("; ".join(reasons))
             return (1,)
         found = self._subject.find_weighting()
         if found.weighting is None:
@@ -243,13 +239,17 @@ class Opening:
         if reasons:
             self.approximate = "; ".join(reasons)
             if APPROXIMATE not in self._allowed:
-                self.refused.append(Refusal(name, f"{self.approximate}; allow {APPROXIMATE!r} to use them anyway"))
+                self._refuse_approximate(self.approximate)
                 self.approximate = ""
                 return (1,)
         # Statistics of a single sample are no statistics: batch norm refuses it.
         least = 2 if "batch-norm" in profile.features else 1
         size = self._batch_size
         return tuple(parts for parts in possible_parts(size) if size // parts >= least)
+
+    def _refuse_approximate(self, why: str) -> None:
+        reason = f"{why}; allow {APPROXIMATE!r} to use them anyway"
+        self.refused.append(Refusal(MICRO_BATCH, reason, APPROXIMATE))
 
     def _is_in_hand(self) -> bool:
         """Whether real steps can be timed on the target here."""

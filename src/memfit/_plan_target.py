@@ -10,13 +10,23 @@ from memfit.core.device import Device, Kind
 from memfit.core.errors import BadInput
 from memfit.core.plan import Refusal
 from memfit.core.units import format_size, parse_size
-from memfit.planner.moves import APPROXIMATE, MICRO_BATCH
 
 KEEP, AUTO = "keep", "auto"
 """Values of `precision`: as the step has it, or autocast where it helps."""
 
+_NUM_REFUSED = 8
 # Whose rates are taken where the catalogue has none for the target.
 _REFERENCE = "rtx-3090"
+
+
+# Before Ampere, tensor cores know float16 alone.
+_FIRST_WITH_BFLOAT16 = (8, 0)
+
+
+def autocast_of(device: Device) -> str:
+    """The precision of autocast that a device is good at."""
+    known = device.capability is None or device.capability >= _FIRST_WITH_BFLOAT16
+    return "amp-bf16" if known else "amp-fp16"
 
 
 def reference() -> Device:
@@ -58,11 +68,16 @@ def hints(allowed: frozenset[str], refused: Iterable[Refusal], moves: Iterable[s
         refused: moves that were allowed and can't be used.
         moves: names of those worth a word where they aren't allowed.
     """
-    words = []
-    if any(refusal.name == MICRO_BATCH for refusal in refused) and APPROXIMATE not in allowed:
-        words.append(f"{APPROXIMATE} (micro-batches)")
+    words = [f"{refusal.allowed_by} ({refusal.name})" for refusal in refused if refusal.allowed_by]
     words += [name for name in moves if name not in allowed]
     return f"to allow {', '.join(words)} as well, or " if words else ""
+
+
+def not_considered(refused: Iterable[Refusal]) -> list[str]:
+    """Lines on the moves that were allowed and can't be used, for those for whom nothing fits."""
+    lines = [f"    {refusal.name}: {refusal.reason}" for refusal in dict.fromkeys(refused)]
+    more = [f"    and {len(lines) - _NUM_REFUSED} more"] if len(lines) > _NUM_REFUSED else []
+    return ["  not considered:", *lines[:_NUM_REFUSED], *more] if lines else []
 
 
 def cheapest(needed_bytes: int) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from memfit._estimator import Estimator
-from memfit._plan_target import cheapest, hints
+from memfit._plan_target import cheapest, hints, not_considered
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Estimate, Note
@@ -256,7 +256,7 @@ class TracedPlanner:
         ]
         lines += [f"  {name:<44}{format_size(size):>10}" for name, size in smallest.after.by_category.items()]
         lines.append(f"  with: {label(smallest.settings)}")
-        lines += [f"  not used: {one.name}: {one.reason}" for one in question.refused if one.name != "proof"]
+        lines += not_considered(question.refused)
         larger, name = self._larger(needs)
         others = hints(question.allowed, question.refused, question.hinted)
         lines.append(f"Try {others}{larger}.")

@@ -6,6 +6,7 @@ Examples:
   memfit plan hf:GPT2LMHeadModel -b 32 --sequence-length 1024 -d rtx-3090 --allow exact,rounding,8-bit-optimizer
   memfit plan train.py:job --device 8GiB --code > step.py
   memfit plan --device a100-40gb --script train.py --batch-size 64
+  memfit plan --device a100-40gb --script -m my_package.train --batch-size 64
 
 TARGET is as for `memfit estimate`. Everything after --script belongs to the script, so it comes last; the script runs
 as in `memfit dryrun`, and what it prints goes to standard error.
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=_Script,
         nargs=argparse.REMAINDER,
         metavar="SCRIPT",
-        help="plan for a script, as `memfit dryrun` runs it",
+        help="plan for a script, or for -m MODULE, as `memfit dryrun` runs it",
     )
 
 
@@ -129,7 +130,13 @@ def _planned(arguments: argparse.Namespace) -> Plan:
     }
     if arguments.script is not None:
         script, given = _script(arguments)
-        return _script_plan.plan_script(script, given, quiet_output=True, **options)
+        module = script == "-m"
+        if module and not given:
+            raise BadInput(
+                "-m takes the dotted name of a module, such as --script -m my_package.train, but none was given."
+            )
+        script, given = (given[0], given[1:]) if module else (script, given)
+        return _script_plan.plan_script(script, given, module=module, quiet_output=True, **options)
     with output.progress(f"planning {arguments.target}", quiet=arguments.json):
         job = targets.load_job(arguments.target, arguments)
         measure = False if arguments.no_measure else None

@@ -59,6 +59,7 @@ def run_child(
     stdout_to_stderr: bool = False,
     silent: bool = False,
     command: Sequence[str] | None = None,
+    timeout_seconds: float | None = None,
 ) -> dict[str, Any]:
     """What the child found out, as the JSON of a `DryRun`, with anything it added.
 
@@ -67,6 +68,7 @@ def run_child(
         stdout_to_stderr: what the script prints goes to standard error, to keep standard output for the answer.
         silent: what the script prints goes nowhere, and it has nothing to read.
         command: what to start instead of `COMMAND`.
+        timeout_seconds: how long it may take; it is then ended, and has crashed.
 
     Raises:
         Interrupted: the user interrupted it, and the child left a result all the same.
@@ -75,7 +77,9 @@ def run_child(
         request_path, result_path = Path(folder, "request.json"), Path(folder, "result.json")
         request_path.write_text(json.dumps(replace(request, result_path=str(result_path)).to_json()), encoding="utf-8")
         try:
-            return_code = _run([*(command or COMMAND), str(request_path)], stdout_to_stderr, silent)
+            return_code = _run([*(command or COMMAND), str(request_path)], stdout_to_stderr, silent, timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return _crash(request, -getattr(signal, "SIGALRM", signal.SIGTERM)).to_json()
         except KeyboardInterrupt:
             known = _read(result_path)
             if known is None:
@@ -94,7 +98,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return dict(data)
 
 
-def _run(command: list[str], stdout_to_stderr: bool, silent: bool) -> int:
+def _run(command: list[str], stdout_to_stderr: bool, silent: bool, timeout_seconds: float | None = None) -> int:
     """Return code of the command; negative for a signal."""
     # What we have printed so far comes before what the script prints.
     sys.stdout.flush()
@@ -114,7 +118,7 @@ def _run(command: list[str], stdout_to_stderr: bool, silent: bool) -> int:
         process_group=None if shares_terminal or not hasattr(os, "killpg") else 0,
     ) as process:
         try:
-            return process.wait()
+            return process.wait(timeout_seconds)
         except BaseException as error:
             _stop(process, error, shares_terminal)
             raise

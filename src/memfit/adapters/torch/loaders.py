@@ -108,7 +108,7 @@ class Loaders:
             watch._num_iterations += 1
             iterator = plain(loader)
             if ordinal == watch._scanned:
-                return watch._largest_first(iterator, loader)
+                iterator = watch._largest_first(iterator, loader)
             if watch._parts > 1 and ordinal == watch._split:
                 watch._split_loader = loader
             parts = watch._parts if loader is watch._split_loader else 1
