@@ -13,7 +13,6 @@ from memfit.core.errors import BadInput, BadTarget, StepFailed
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.settings import Keeps, Settings
 from memfit.core.units import MIB, format_size
-from memfit.reports.plan_figures import is_chosen
 from memfit.runs import launch, sequence
 from tests.unit.planner.script_builders import estimate_of, memory_of, stack, work
 
@@ -203,19 +202,6 @@ def test_batches_that_a_loop_draws_itself_are_split_where_they_are_copied(script
     assert plan.after.origin is Origin.SIMULATED
     (text,) = [note.text for note in plan.notes if note.code == "split-batches"]
     assert text.endswith("copied to the device at train.py:67")
-
-
-@pytest.mark.parametrize("share", [0.95, 0.8, 0.6])
-def test_one_row_is_the_plan(script, children, share):
-    # GIVEN gradients that outlive their step, so that freeing them is a move that settings don't tell apart
-    children.timeline = stack(hidden=128 * MIB, zero_late=True)
-    budget = int(estimate_of(children.timeline).peak_bytes * share)
-    plan = plan_script(script, device="a100-40gb", budget=budget)
-
-    assert [is_chosen(point, plan) for point in plan.front].count(True) == 1
-    text = str(plan)
-    if len(plan.front) > 1:
-        assert sum(line.startswith("  > ") for line in text.splitlines()) == 1
 
 
 def test_where_nothing_fits_what_was_not_considered_is_said(script, children):
