@@ -279,6 +279,11 @@ class Estimator:
         timeline = family.at(batch_size)
         return self._estimate(timeline, batch_size, started, assigned_bytes=self._assigned(batch_size, timeline))
 
+    @property
+    def scales(self) -> bool:
+        """Whether other batch sizes take no further trace."""
+        return self.tracer.batch_size is not None and self._fit() is not None
+
     def with_settings(self, settings: Settings) -> tuple[Estimate, int]:
         """(the estimate of the step as settings run it, bytes that wait in host memory)."""
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The largest batch that fits on a device.
+"""The largest batch that is safe on a device, and the largest that fits.
 
 Examples:
   memfit max-batch timm:resnet50 --device t4 --precision amp-fp16
@@ -29,12 +29,13 @@ def run(arguments: argparse.Namespace) -> int:
         found = _api.max_batch(job, device=arguments.device, candidates=candidates)
     if arguments.json:
         rows = [{"batch_size": n, "peak_bytes": peak, "fits": fits} for n, peak, fits in found.tried]
-        output.print_json({"batch_size": found.batch_size, "device": found.estimate.device.name, "tried": rows})
+        device = found.estimate.device.name
+        output.print_json({"batch_size": found.batch_size, "limit": found.limit, "device": device, "tried": rows})
     else:
-        output.print_max_batch(found.tried, found.batch_size, found.estimate.device)
-        for note in found.estimate.notes if found.batch_size is not None else ():
+        output.print_max_batch(found.tried, found.batch_size, found.limit, found.estimate.device)
+        for note in found.estimate.notes if found.limit is not None else ():
             print(f"note: {note.text}")
-    return EXIT_FITS if found.batch_size is not None else EXIT_DOES_NOT_FIT
+    return EXIT_FITS if found.limit is not None else EXIT_DOES_NOT_FIT
 
 
 def _parse_candidates(text: str | None) -> list[int] | None:

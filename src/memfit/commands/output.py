@@ -176,9 +176,11 @@ def print_devices(devices: Sequence[Device]) -> None:
     _print(terminal.render_devices(devices))
 
 
-def print_max_batch(tried: Sequence[tuple[int, int, bool]], chosen: int | None, device: Device) -> None:
+def print_max_batch(
+    tried: Sequence[tuple[int, int, bool]], safe: int | None, limit: int | None, device: Device
+) -> None:
     """Writes what a search for the largest batch found."""
-    _print(terminal.render_max_batch(tried, chosen, device))
+    _print(terminal.render_max_batch(tried, safe, limit, device))
 
 
 def _print(renderable: Any) -> None:

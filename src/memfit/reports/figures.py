@@ -204,3 +204,25 @@ def host_origin(estimate: Estimate) -> str:
 def host_total(estimate: Estimate) -> str:
     """What the host must hold; unknown when no part was worked out."""
     return format_size(estimate.host.total_bytes) if estimate.host.parts else UNKNOWN
+
+
+def batch_sizes(safe: int | None, limit: int | None, device: Device) -> str:
+    """What a search for the largest batch found, in one sentence.
+
+    Args:
+        safe: the largest batch size that leaves room for what the estimate may be off by; None when none does.
+        limit: the largest that fits; None when none does.
+        device: the target.
+    """
+    usable = f"{format_size(device.usable_bytes)} usable on {device_title(device)}"
+    if limit is None:
+        return f"No batch size fits: {usable}"
+    if safe is None:
+        return f"No batch size is safe; {limit} fits at the limit ({usable})"
+    return f"Batch size {safe} is safe{'' if safe == limit else f'; {limit} is the limit'} ({usable})"
+
+
+def batch_answer(batch_size: int, fits: bool | None, safe: int | None) -> str:
+    """Whether one batch size of such a search fits, in a word or two."""
+    at_limit = fits and (safe is None or batch_size > safe)
+    return "at the limit" if at_limit else {True: "yes", False: "no", None: UNKNOWN}[fits]

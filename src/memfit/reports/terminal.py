@@ -161,13 +161,14 @@ def render_devices(devices: Sequence[Device]) -> "RenderableType":
 
 
 def render_max_batch(
-    rows: Sequence[tuple[int, int, bool | None]], chosen: int | None, device: Device
+    rows: Sequence[tuple[int, int, bool | None]], safe: int | None, limit: int | None, device: Device
 ) -> "RenderableType":
-    """The batch sizes that were tried, as (batch size, peak bytes, fits), and the largest that fits.
+    """The batch sizes that were tried, as (batch size, peak bytes, fits), and which of them to use.
 
     Args:
         rows: what was tried, in any order.
-        chosen: the batch size to use; None when none fits.
+        safe: the batch size to use; None when none is safe.
+        limit: the largest that fits; None when none does.
         device: the target.
     """
     require_rich()
@@ -175,8 +176,6 @@ def render_max_batch(
     from rich.table import Table
     from rich.text import Text
 
-    usable = f"{format_size(device.usable_bytes)} usable on {figures.device_title(device)}"
-    title = f"No batch size fits: {usable}" if chosen is None else f"Largest batch size that fits: {chosen} ({usable})"
     table = Table()
     table.add_column("")
     for label in ("batch size", "peak", "of the usable"):
@@ -184,15 +183,17 @@ def render_max_batch(
     table.add_column("fits")
     for batch_size, peak_bytes, fits in sorted(rows, key=lambda row: row[0]):
         share = UNKNOWN if not device.usable_bytes else f"{peak_bytes / device.usable_bytes:.0%}"
+        answer = figures.batch_answer(batch_size, fits, safe)
         table.add_row(
-            ">" if batch_size == chosen else "",
+            ">" if batch_size == safe else "",
             str(batch_size),
             format_size(peak_bytes),
             share,
-            Text(_fits_word(fits), style=verdict_style(fits)),
-            style="bold" if batch_size == chosen else "",
+            Text(answer, style=verdict_style(fits if answer != "at the limit" else None)),
+            style="bold" if batch_size == safe else "",
         )
-    return Group(Text(title, style=f"bold {verdict_style(chosen is not None)}"), table)
+    style = verdict_style(False if limit is None else None if safe is None else True)
+    return Group(Text(figures.batch_sizes(safe, limit, device), style=f"bold {style}"), table)
 
 
 def render_parts(verdict: str, details: list[str], parts: list[Part], *, style: str) -> "RenderableType":
