@@ -1,7 +1,6 @@
 """The public verbs, composed from the parts: trace, replay, report."""
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from memfit.core.dryrun import DryRun, Request
 from memfit.core.errors import BadBatch, BadInput, StepFailed
 from memfit.core.estimate import Estimate
 from memfit.core.job import Job
+from memfit.core.progress import announce, doing
 from memfit.core.replay import AllocatorOptions
 from memfit.core.settings import Settings
 from memfit.planner.moves import label
@@ -93,7 +93,8 @@ def estimate(
     """
     job = as_job(model, arguments, loss, batch, optimizer=optimizer, precision=precision, mode=mode)
     size = None if batch_size is None else checked_batch_size(batch_size)
-    return Estimator(job, resolve(device), allocator or AllocatorOptions(), size).run()
+    with doing("estimating"):
+        return Estimator(job, resolve(device), allocator or AllocatorOptions(), size).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,8 @@ class MaxBatch:
     """The largest batch that is safe, and the largest that fits.
 
     A size is safe when it needs at most 97% of the usable memory with nothing that limits the allocator, and every size
-    below it that was looked at fits: an allocator may place a smaller batch worse than a larger one. Estimates have been
-    off by up to 2.1% of measured peaks. Beyond that, a step fits only if everything is as estimated, or because the
+    below it that was looked at fits: an allocator may place a smaller batch worse than a larger one. Estimates were off
+    by up to 2.1% of measured peaks. Beyond that, a step fits only if everything is as estimated, or because the
     allocator gives back its cache.
 
     Args:
@@ -151,14 +152,15 @@ def max_batch(
     target = resolve(device)
     if target.usable_bytes is None:
         raise BadInput(f"the memory of {target.title} is unknown; name a size such as device='16GiB'.")
-    estimator = Estimator(job, target, allocator or AllocatorOptions())
-    start = estimator.run()
-    if start.batch_size is None:
-        raise BadBatch(
-            "the batch's tensors share no first dimension, so it can't be made larger or smaller. "
-            "Give tensors whose first dimension is the batch."
-        )
-    return _Search(start, _NEIGHBOURS if estimator.scales else _FEW_NEIGHBOURS).run(sizes)
+    with doing("looking for the largest batch"):
+        estimator = Estimator(job, target, allocator or AllocatorOptions())
+        start = estimator.run()
+        if start.batch_size is None:
+            raise BadBatch(
+                "the batch's tensors share no first dimension, so it can't be made larger or smaller. "
+                "Give tensors whose first dimension is the batch."
+            )
+        return _Search(start, _NEIGHBOURS if estimator.scales else _FEW_NEIGHBOURS).run(sizes)
 
 
 def _checked_candidates(candidates: Iterable[int]) -> list[int]:
@@ -183,7 +185,8 @@ def compare(
         batch_size: the same for all; each job's own by default.
     """
     target = resolve(device)
-    return [estimate(job, device=target, batch_size=batch_size) for job in jobs]
+    with doing("comparing"):
+        return [estimate(job, device=target, batch_size=batch_size) for job in jobs]
 
 
 def named_job(
@@ -278,7 +281,7 @@ def dryrun(
     request = Request(name, module, given, target, count, steps, scan, checkpoint_folder=folder, until_fit=until_fit)
     if until_fit:
         return read_run(request, quiet_output=quiet_output)
-    run, too_large = dry_run(request, quiet_output=quiet_output, announce=_announce)
+    run, too_large = dry_run(request, quiet_output=quiet_output, announce=announce)
     return run if run.fits is not False or too_large is None else _advised(run, too_large)
 
 
@@ -296,7 +299,7 @@ def _advised(run: DryRun, too_large: "TooLarge") -> DryRun:
         left = seconds - (time.perf_counter() - began)
         if left <= 0:
             return None
-        _announce(f"running the script with a change that may help ({label(settings)}), to see what it needs then")
+        announce(f"running the script with a change that may help ({label(settings)}), to see what it needs then")
         return peak_with(too_large, settings, max(1, run.num_steps), left)
 
     situation = Situation(
@@ -311,10 +314,6 @@ def _advised(run: DryRun, too_large: "TooLarge") -> DryRun:
     )
     found = advise(situation, estimate.replay, context_bytes=estimate.context_bytes, peak_with=tried)
     return replace(run, advice=found)
-
-
-def _announce(text: str) -> None:
-    print(f"memfit: {text}", file=sys.stderr, flush=True)
 
 
 class _Search:

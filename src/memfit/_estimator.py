@@ -15,6 +15,7 @@ from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadBatch, BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Estimate, HostMemory, Note
 from memfit.core.job import Job
+from memfit.core.progress import doing
 from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
 from memfit.core.scaling import Family, fit, needs_third
 from memfit.core.settings import Settings
@@ -245,7 +246,8 @@ class Estimator:
         self._job = job
         self._device = device
         self._options = options
-        self.tracer = open_job(job, device, batch_size)
+        with doing("opening the model"):
+            self.tracer = open_job(job, device, batch_size)
         self._traces: dict[int | None, Trace] = {}
         self._family: Family | None = None
         self._family_tried = False
@@ -291,14 +293,17 @@ class Estimator:
         # What the allocator does with a trace is no part of it.
         traced = replace(settings, expandable_segments=False)
         if traced not in self._fitted:
-            self._fitted[traced] = self.tracer.trace(size, traced)
+            with doing(f"tracing {self.tracer.name} as a plan runs it"):
+                self._fitted[traced] = self.tracer.trace(size, traced)
         trace = self._fitted[traced]
         options = replace(self._options, expandable_segments=True) if settings.expandable_segments else self._options
         return self._estimate(trace.timeline, size, started, trace, options), trace.host_bytes
 
     def _trace(self, batch_size: int | None) -> Trace:
         if batch_size not in self._traces:
-            self._traces[batch_size] = self.tracer.trace(batch_size)
+            size = "" if batch_size is None else f" at batch size {batch_size}"
+            with doing(f"tracing {self.tracer.name}{size}"):
+                self._traces[batch_size] = self.tracer.trace(batch_size)
         return self._traces[batch_size]
 
     def _fit(self) -> Family | None:

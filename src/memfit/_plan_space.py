@@ -3,13 +3,14 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memfit._plan_target import autocast_of, reference
+from memfit._plan_target import Patience, autocast_of, reference
 from memfit.catalogue import find_device
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed, UnknownDevice
 from memfit.core.estimate import Note
 from memfit.core.job import AUTOCASTS, Job
 from memfit.core.plan import Refusal
+from memfit.core.progress import doing
 from memfit.core.settings import Settings, Weighting
 from memfit.core.timeline import Category
 from memfit.planner.moves import (
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from memfit.planner.speed import Rates, StepSpeed
 
 _LORA_RANK = 16
+# What timing real passes of one way to compute them may take, about.
+_MEASURE_SECONDS = 4.0
 _CHUNKS = 16
 # Operations and bytes per second of a processor that nobody measured (assumed).
 _ASSUMED_HOST = (1e11, 2e10)
@@ -56,6 +59,7 @@ class Opening:
         auto: whether autocast may be chosen.
         forced: autocast that must be used, or None.
         measure: whether to time real steps; None: if it can be done.
+        patience: how long that may take.
     """
 
     def __init__(
@@ -69,8 +73,10 @@ class Opening:
         auto: bool,
         forced: str | None,
         measure: bool | None,
+        patience: Patience | None = None,
     ) -> None:
         self._job = job
+        self._patience = patience or Patience()
         self._subject = subject
         self._target = target
         self._allowed = allowed
@@ -148,7 +154,8 @@ class Opening:
         from memfit.planner.search import Variant
         from memfit.planner.speed import StepSpeed
 
-        profile = self._subject.profile(self._batch_size, changes)
+        with doing("profiling the step"):
+            profile = self._subject.profile(self._batch_size, changes)
         memory, larger = StepMemory(profile), None
         for other in self._other_sizes():
             # A library may take another algorithm, with a workspace, at another size: then the next one is tried.
@@ -285,8 +292,12 @@ class Opening:
                     "has no values. Leave out measure=True."
                 )
             return (), {}
+        left = self._patience.left(_MEASURE_SECONDS)
+        if not left:
+            return (), {}
         sizes = self._sizes_to_measure(memory)
-        measured = self._subject.measure(sizes, precision=precision)
+        with doing(f"timing real passes of {', '.join(map(str, sorted(sizes)))} samples on this machine"):
+            measured = self._subject.measure(sizes, precision=precision, limit_seconds=left)
         if measured and not any(note.code == "calibrated" for note in self.notes):
             shown = ", ".join(str(one.batch_size) for one in measured)
             text = f"times are computed from real passes of {shown} samples, timed on this machine"

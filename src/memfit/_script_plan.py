@@ -6,14 +6,23 @@ outside, as far as that goes, and the peak of that run counts. Where it is above
 """
 
 import os
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from memfit._estimator import require_torch, resolve
-from memfit._plan_target import AUTO, KEEP, autocast_of, cheapest, hints, not_considered, reference, target_within
+from memfit._plan_target import (
+    AUTO,
+    KEEP,
+    Patience,
+    autocast_of,
+    cheapest,
+    hints,
+    not_considered,
+    reference,
+    target_within,
+)
 from memfit.allocator import parse_options
 from memfit.core import env
 from memfit.core.device import Device, Kind, Origin
@@ -21,6 +30,7 @@ from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, Request, Seen
 from memfit.core.errors import BadInput, StepFailed
 from memfit.core.estimate import Estimate, Note
 from memfit.core.plan import Footprint, Plan, PlannedMove, PlanNotFound, Point, Refusal, Seconds
+from memfit.core.progress import announce
 from memfit.core.settings import Settings
 from memfit.core.units import format_size
 from memfit.planner.move import AS_IT_IS
@@ -64,6 +74,7 @@ def plan_script(
     steps: int = 3,
     precision: str = KEEP,
     allow: Iterable[str] = ("exact", "rounding"),
+    seconds: float | None = None,
     quiet_output: bool = False,
 ) -> Plan:
     """The fastest known way to run an unmodified training script within a budget of memory.
@@ -78,6 +89,7 @@ def plan_script(
         steps: optimizer steps after which the script is ended.
         precision: "keep", or "auto" to consider autocast; naming "autocast" in `allow` does the same.
         allow: as for `plan`; sharding, which takes a second device, only where it is named.
+        seconds: about how long it may look for a faster plan once one fits; None: until nothing better is in sight.
         quiet_output: send what the script prints to standard error.
 
     Raises:
@@ -85,6 +97,7 @@ def plan_script(
         StepFailed: the script didn't get as far as a step.
     """
     started = time.perf_counter()
+    patience = Patience(seconds)
     if precision not in (KEEP, AUTO):
         raise BadInput(f"precision of a script's plan must be {KEEP!r} or {AUTO!r}, but {precision!r} was given.")
     for option, value in (("count", count), ("steps", steps)):
@@ -101,7 +114,7 @@ def plan_script(
     (check_module if module else check_script)(name)
     require_torch()
     request = Request(name, module, tuple(map(str, arguments)), target, count, steps, unlimited=True, watch=True)
-    return _ScriptPlanner(request, allowed, quiet_output=quiet_output, started=started).run()
+    return _ScriptPlanner(request, allowed, patience, quiet_output=quiet_output, started=started).run()
 
 
 def _target(device: str | Device | None, budget: str | int | None) -> Device:
@@ -123,10 +136,6 @@ def _allowed(allow: Iterable[str], precision: str) -> frozenset[str]:
     return found if SHARD in words else found - {SHARD}
 
 
-def _announce(text: str) -> None:
-    print(f"memfit: {text}", file=sys.stderr, flush=True)
-
-
 @dataclass(frozen=True, slots=True)
 class _Proof:
     """Settings with what is known of them: the estimate of a run with all of them, or a part, in force."""
@@ -139,8 +148,11 @@ class _Proof:
 class _ScriptPlanner:
     """One question: a script, a device with a budget, and what is allowed."""
 
-    def __init__(self, request: Request, allowed: frozenset[str], *, quiet_output: bool, started: float) -> None:
+    def __init__(
+        self, request: Request, allowed: frozenset[str], patience: Patience, *, quiet_output: bool, started: float
+    ) -> None:
         self._request = request
+        self._patience = patience
         self._asked = self._allowed = allowed
         self._quiet_output = quiet_output
         self._started = started
@@ -175,7 +187,7 @@ class _ScriptPlanner:
     def _improved(self, target_bytes: int, proven: _Proof | None) -> _Proof | None:
         """The fastest proof within the budget, from a first guess at what may be computed to be needed."""
         while (best := self._search.fastest(target_bytes)) is not None and self._num_proofs < _MAX_PROOFS:
-            if proven is not None and best.seconds >= proven.candidate.seconds:
+            if proven is not None and (best.seconds >= proven.candidate.seconds or self._patience.is_over):
                 break
             proof = self._prove(best)
             if proof is None:
@@ -231,7 +243,7 @@ class _ScriptPlanner:
         if part == AS_IT_IS:
             return _Proof(candidate, self._memory.estimate(settings), settings == AS_IT_IS)
         self._num_proofs += 1
-        _announce(f"running the script once more with the plan's moves ({_label(part)}), to see what it needs then")
+        announce(f"running the script once more with the plan's moves ({_label(part)}), to see what it needs then")
         run = run_with(self._request, part, self._run.num_steps)
         if run is None:
             # The script had no batches left, or doesn't take smaller ones.

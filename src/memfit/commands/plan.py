@@ -54,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-measure", action="store_true", help="don't time real steps, even where the device is the one in hand"
     )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="about how long to look for a faster plan once one fits; until nothing better is in sight by default",
+    )
     parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for memfit.load_plan")
     parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
     code = "print the plain lines that do the same without memfit, only"
@@ -136,11 +142,13 @@ def _planned(arguments: argparse.Namespace) -> Plan:
                 "-m takes the dotted name of a module, such as --script -m my_package.train, but none was given."
             )
         script, given = (given[0], given[1:]) if module else (script, given)
-        return _script_plan.plan_script(script, given, module=module, quiet_output=True, **options)
+        seconds = arguments.seconds
+        return _script_plan.plan_script(script, given, module=module, seconds=seconds, quiet_output=True, **options)
     with output.progress(f"planning {arguments.target}", quiet=arguments.json):
         job = targets.load_job(arguments.target, arguments)
         measure = False if arguments.no_measure else None
-        return _plan.plan(job, effective_batch=arguments.batch_size, measure=measure, **options)
+        size, seconds = arguments.batch_size, arguments.seconds
+        return _plan.plan(job, effective_batch=size, measure=measure, seconds=seconds, **options)
 
 
 def _script(arguments: argparse.Namespace) -> tuple[str, list[str]]:

@@ -13,13 +13,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import BadFile
+from memfit.core.progress import doing
 from memfit.runs import processes
 
 COMMAND = (sys.executable, "-m", "memfit._child")
@@ -77,7 +78,11 @@ def run_child(
         request_path, result_path = Path(folder, "request.json"), Path(folder, "result.json")
         request_path.write_text(json.dumps(replace(request, result_path=str(result_path)).to_json()), encoding="utf-8")
         try:
-            return_code = _run([*(command or COMMAND), str(request_path)], stdout_to_stderr, silent, timeout_seconds)
+            # What the script prints is progress enough.
+            with doing("running the script") if silent else nullcontext():
+                return_code = _run(
+                    [*(command or COMMAND), str(request_path)], stdout_to_stderr, silent, timeout_seconds
+                )
         except subprocess.TimeoutExpired:
             return _crash(request, -getattr(signal, "SIGALRM", signal.SIGTERM)).to_json()
         except KeyboardInterrupt:

@@ -106,7 +106,7 @@ class Loaders:
         def __iter__(loader: Any) -> Any:
             ordinal = watch._num_iterations
             watch._num_iterations += 1
-            iterator = plain(loader)
+            iterator: Any = plain(loader)
             if ordinal == watch._scanned:
                 iterator = watch._largest_first(iterator, loader)
             if watch._parts > 1 and ordinal == watch._split:
