@@ -301,8 +301,7 @@ class _Planner:
             times = self._subject.time_passes([proof.candidate.settings for proof in found], left)
         found = [proof for proof, passes in zip(found, times, strict=False) if passes is not None]
         times = [passes for passes in times if passes is not None]
-        if len(times) < 2:
-            # Nothing to compare it with.
+        if not times:
             return best
         timed = [
             replace(proof.candidate, seconds=passes + proof.candidate.variant.speed.update(proof.candidate.settings))

@@ -30,6 +30,8 @@ class _Shown(threading.local):
 
 
 _shown = _Shown()
+# Of several threads, the first has the line.
+_one_line = threading.Lock()
 
 
 @contextmanager
@@ -42,7 +44,7 @@ def doing(text: str, *, quiet: bool = False) -> Iterator[None]:
     """
     outermost = not _shown.texts
     _shown.texts.append(text)
-    if outermost and not quiet and is_seen(sys.stderr):
+    if outermost and not quiet and is_seen(sys.stderr) and _one_line.acquire(blocking=False):
         _shown.line = _Line(sys.stderr, text)
     elif _shown.line is not None:
         _shown.line.text = text
@@ -53,6 +55,7 @@ def doing(text: str, *, quiet: bool = False) -> Iterator[None]:
         if _shown.line is not None and outermost:
             _shown.line.close()
             _shown.line = None
+            _one_line.release()
         elif _shown.line is not None:
             _shown.line.text = _shown.texts[-1]
 
