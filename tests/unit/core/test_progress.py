@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
 
 def shown_within(stream, text):
     """Waits until a text is there."""
-    for _ in range(2000):
+    for _ in range(1000):
         if text in stream.getvalue():
             return True
         threading.Event().wait(0.01)
@@ -29,14 +29,15 @@ def at_once(monkeypatch):
     monkeypatch.setattr(progress, "_REFRESH_SECONDS", 0.01)
 
 
-@pytest.fixture
-def terminal(monkeypatch, at_once):
+def terminal_of(monkeypatch):
+    """Standard error as a terminal; by the test itself, because pytest sets it anew between fixtures and test."""
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
     return stream
 
 
-def test_what_is_done_is_said_and_gone_afterwards(terminal, capsys):
+def test_what_is_done_is_said_and_gone_afterwards(monkeypatch, at_once, capsys):
+    terminal = terminal_of(monkeypatch)
     with doing("planning"):
         assert shown_within(terminal, "memfit: planning (0:0")
         with doing("tracing resnet50"):
@@ -82,7 +83,8 @@ def test_a_notebook_shows_it(monkeypatch, at_once):
         assert shown_within(stream, "memfit: planning")
 
 
-def test_an_error_ends_it(terminal):
+def test_an_error_ends_it(monkeypatch, at_once):
+    terminal = terminal_of(monkeypatch)
     with pytest.raises(ValueError, match="no"), doing("planning"), doing("tracing"):
         raise ValueError("no")
 
@@ -99,7 +101,8 @@ def test_a_terminal_that_goes_away_is_no_error(monkeypatch, at_once):
         stream.close()
 
 
-def test_an_announcement_stays(terminal):
+def test_an_announcement_stays(monkeypatch, at_once):
+    terminal = terminal_of(monkeypatch)
     with doing("planning"):
         assert shown_within(terminal, "memfit: planning (0:0")
         announce("running the script once more")
@@ -107,7 +110,8 @@ def test_an_announcement_stays(terminal):
     assert "\rmemfit: running the script once more\n" in terminal.getvalue()
 
 
-def test_other_threads_do_not_mix(terminal):
+def test_other_threads_do_not_mix(monkeypatch, at_once):
+    terminal = terminal_of(monkeypatch)
     def other():
         with doing("something else"):
             assert shown_within(terminal, "memfit: planning")
