@@ -15,6 +15,7 @@ from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadBatch, BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Estimate, HostMemory, Note, at_most_notes
 from memfit.core.job import Job
+from memfit.core.progress import doing
 from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
 from memfit.core.scaling import Family, fit, needs_third
 from memfit.core.settings import Settings
@@ -252,7 +253,8 @@ class Estimator:
         self._job = job
         self._device = device
         self._options = options
-        self.tracer: Any = open_job(job, device, batch_size) if tracer is None else tracer
+        with doing("opening the model"):
+            self.tracer: Any = open_job(job, device, batch_size) if tracer is None else tracer
         self._traces: dict[int | None, Trace] = {}
         self._family: Family | None = None
         self._family_tried = False
@@ -286,6 +288,11 @@ class Estimator:
         timeline = family.at(batch_size)
         return self._estimate(timeline, batch_size, started, assigned_bytes=self._assigned(batch_size, timeline))
 
+    @property
+    def scales(self) -> bool:
+        """Whether other batch sizes take no further trace."""
+        return self.tracer.batch_size is not None and self._fit() is not None
+
     def with_settings(self, settings: Settings) -> tuple[Estimate, int]:
         """(the estimate of the step as settings run it, bytes that wait in host memory)."""
         started = time.perf_counter()
@@ -293,14 +300,17 @@ class Estimator:
         # What the allocator does with a trace is no part of it.
         traced = replace(settings, expandable_segments=False)
         if traced not in self._fitted:
-            self._fitted[traced] = self.tracer.trace(size, traced)
+            with doing(f"tracing {self.tracer.name} as a plan runs it"):
+                self._fitted[traced] = self.tracer.trace(size, traced)
         trace = self._fitted[traced]
         options = replace(self._options, expandable_segments=True) if settings.expandable_segments else self._options
         return self._estimate(trace.timeline, size, started, trace, options), trace.host_bytes
 
     def _trace(self, batch_size: int | None) -> Trace:
         if batch_size not in self._traces:
-            self._traces[batch_size] = self.tracer.trace(batch_size)
+            size = "" if batch_size is None else f" at batch size {batch_size}"
+            with doing(f"tracing {self.tracer.name}{size}"):
+                self._traces[batch_size] = self.tracer.trace(batch_size)
         return self._traces[batch_size]
 
     def _fit(self) -> Family | None:

@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from memfit._estimator import Estimator
-from memfit._plan_target import AUTO, KEEP
+from memfit._plan_target import AUTO, KEEP, Patience
 from memfit._traced_plan import Question, TracedPlanner
 from memfit.core.device import Device, Kind
 from memfit.core.errors import BadInput
 from memfit.core.estimate import Estimate, Note
 from memfit.core.job import Job
 from memfit.core.plan import Plan, Refusal
+from memfit.core.progress import doing
 from memfit.core.replay import AllocatorOptions
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category
@@ -39,6 +40,7 @@ def plan_jax(
     allowed: frozenset[str],
     precision: str,
     measure: bool | None,
+    patience: Patience,
 ) -> Plan:
     """The fastest way to run a training step of JAX within a budget.
 
@@ -49,6 +51,7 @@ def plan_jax(
         allowed: names of the moves that may be used.
         precision: "keep", "auto", or "amp-bf16".
         measure: whether to time short real passes on the device in hand; None: if it can be done.
+        patience: how long it may look for something faster once a plan fits.
     """
     started = time.perf_counter()
     if job.optimizer is None:
@@ -62,7 +65,7 @@ def plan_jax(
             f"a step of JAX can be planned with precision keep, auto or {_NARROW}, but {precision!r} was given. Make "
             "the parameters of another dtype where the whole model should have it."
         )
-    return _JaxPlanner(job, target, batch_size, allowed, precision, measure).run(started)
+    return _JaxPlanner(job, target, batch_size, allowed, precision, measure, patience).run(started)
 
 
 class _JaxPlanner:
@@ -76,8 +79,10 @@ class _JaxPlanner:
         allowed: frozenset[str],
         precision: str,
         measure: bool | None,
+        patience: Patience,
     ) -> None:
         self._target = target
+        self._patience = patience
         self._allowed = allowed
         self._measure = measure
         self._forced = _NARROW if precision == _NARROW else None
@@ -97,6 +102,7 @@ class _JaxPlanner:
             refused=self._refused(),
             notes=(*self._notes,),
             hinted=(CHECKPOINT, MICRO_BATCH),
+            patience=self._patience,
         )
         return TracedPlanner(question, self._search, started).run()
 
@@ -149,9 +155,10 @@ class _JaxPlanner:
 
     def _speed(self, size: int) -> Speed | None:
         if self._target.kind is Kind.HOST:
-            if self._measure is False:
+            if self._measure is False or self._patience.is_over:
                 return None
-            sample_seconds, call_seconds = self._tracer.time_forward()
+            with doing("timing forward passes on this machine"):
+                sample_seconds, call_seconds = self._tracer.time_forward()
             return Speed(sample_seconds, max(call_seconds, _CALL_SECONDS), is_measured=True)
         rate = self._target.flops.get("float32")
         if not rate or not self._look.flops:

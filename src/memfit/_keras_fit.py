@@ -430,6 +430,7 @@ class KerasFit:
 
         on_host = self._loop.device_name == "host"
         budget = left_of(int(self._budget or 0), self._share, on_host=on_host)
+        self._say(f"planning for {format_size(budget)} before the first step, whose time this adds to")
         try:
             with warnings.catch_warnings(), self._loop.filled():
                 warnings.simplefilter("ignore")

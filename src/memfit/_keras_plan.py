@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from memfit._estimator import Estimator
-from memfit._plan_target import AUTO, KEEP
+from memfit._plan_target import AUTO, KEEP, Patience
 from memfit._traced_plan import Question, TracedPlanner
 from memfit.core.device import Device, Kind
 from memfit.core.errors import BadInput
 from memfit.core.estimate import Estimate
 from memfit.core.job import AUTOCASTS, Job
 from memfit.core.plan import Plan, Refusal
+from memfit.core.progress import doing
 from memfit.core.replay import AllocatorOptions
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category
@@ -48,6 +49,7 @@ def plan_keras(
     allowed: frozenset[str],
     precision: str,
     measure: bool | None,
+    patience: Patience,
 ) -> Plan:
     """The fastest way to run the training step of a Keras model within a budget.
 
@@ -58,6 +60,7 @@ def plan_keras(
         allowed: names of the moves that may be used.
         precision: "keep", "auto", or mixed precision by its name.
         measure: whether to time short forward passes on the device in hand; None: if it can be done.
+        patience: how long it may look for something faster once a plan fits.
     """
     started = time.perf_counter()
     if precision not in (KEEP, AUTO, *AUTOCASTS):
@@ -65,7 +68,7 @@ def plan_keras(
             f"a Keras model can be planned with precision keep, auto, {' or '.join(AUTOCASTS)}, but {precision!r} was "
             "given. Its own dtype comes from the policy that it was made under."
         )
-    return _KerasPlanner(job, target, batch_size, allowed, precision, measure).run(started)
+    return _KerasPlanner(job, target, batch_size, allowed, precision, measure, patience).run(started)
 
 
 class _KerasPlanner:
@@ -79,8 +82,10 @@ class _KerasPlanner:
         allowed: frozenset[str],
         precision: str,
         measure: bool | None,
+        patience: Patience,
     ) -> None:
         self._target = target
+        self._patience = patience
         self._allowed = allowed
         self._measure = measure
         forced = precision if precision in AUTOCASTS else job.precision
@@ -97,17 +102,19 @@ class _KerasPlanner:
         from memfit.adapters.keras import planning
 
         tracer = self._tracer
-        splitting = planning.splitting(tracer.model, tracer.batch)
-        reason = splitting.refused
+        with doing("looking at whether the batch can be split"):
+            splitting = planning.splitting(tracer.model, tracer.batch)
+        reason, allowed_by = splitting.refused, ""
         if splitting.approximate and APPROXIMATE not in self._allowed:
-            reason = f"{splitting.approximate}; allow 'approximate' if that is fine"
+            reason, allowed_by = f"{splitting.approximate}; allow 'approximate' if that is fine", APPROXIMATE
         elif tracer.batch_size is None:
             reason = "the arrays of the batch have no common first dimension"
         self._may_split = MICRO_BATCH in self._allowed and not reason
         if reason and MICRO_BATCH in self._allowed:
-            self._refused.append(Refusal(MICRO_BATCH, reason))
+            self._refused.append(Refusal(MICRO_BATCH, reason, allowed_by))
         if CHECKPOINT in self._allowed:
-            found, reason = planning.recomputable(tracer.model, tracer.batch)
+            with doing("looking at what can be computed again"):
+                found, reason = planning.recomputable(tracer.model, tracer.batch)
             self._parts = tuple(Part(one.path, one.kept_bytes_per_sample, one.flops_per_sample) for one in found)
             if reason:
                 self._refused.append(Refusal(CHECKPOINT, reason))
@@ -120,6 +127,7 @@ class _KerasPlanner:
             splitting.approximate,
             splitting.random,
             self._refused,
+            patience=self._patience,
         )
         return TracedPlanner(question, self._search, started).run()
 
@@ -177,11 +185,12 @@ class _KerasPlanner:
 
     def _speed(self) -> Speed | None:
         if self._target.kind is Kind.HOST:
-            if self._measure is False:
+            if self._measure is False or self._patience.is_over:
                 return None
             from memfit.adapters.keras import planning
 
-            times = planning.time_forward(self._tracer.model, self._tracer.batch)
+            with doing("timing forward passes on this machine"):
+                times = planning.time_forward(self._tracer.model, self._tracer.batch)
             return None if times is None else Speed(times[0], max(times[1], _CALL_SECONDS), is_measured=True)
         rate = self._target.flops.get("float32")
         work = sum(part.work for part in self._parts)

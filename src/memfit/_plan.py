@@ -20,12 +20,13 @@ from memfit._estimator import (
     torch_adapter,
 )
 from memfit._plan_space import Opening
-from memfit._plan_target import AUTO, KEEP, cheapest, hints, target_within
+from memfit._plan_target import AUTO, KEEP, Patience, cheapest, hints, not_considered, target_within
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Estimate
 from memfit.core.job import AUTOCASTS, PRECISIONS, Job, read_precision
 from memfit.core.plan import Footprint, Plan, PlannedMove, PlanNotFound, Point, Refusal, Seconds, actions
+from memfit.core.progress import doing
 from memfit.core.replay import AllocatorOptions
 from memfit.core.settings import Keeps, Settings, Weighting
 from memfit.core.timeline import Category
@@ -61,6 +62,9 @@ _NUM_SMALLEST = 3
 # Where steps can be run for real: plans that are computed to take so much longer than the best, at most, are run, too.
 _CLOSE = 1.3
 _AS_FAST = 1.02
+# Timing plans against each other may take so long, and each of them has to be run so often at least.
+_RACE_SECONDS = 20.0
+_FEWEST_TURNS = 2
 _NUM_CONTENDERS = 8
 # Of the time of the best proven plan: what is not faster than this is not worth another trace.
 _NO_BETTER = 0.99
@@ -83,6 +87,7 @@ def plan(
     effective_batch: int | None = None,
     count: int = 1,
     measure: bool | None = None,
+    seconds: float | None = None,
 ) -> Plan:
     """The fastest way to run a training step within a budget of memory, proven on a simulated device.
 
@@ -102,6 +107,8 @@ def plan(
         effective_batch: samples of one update, where that isn't the size of `batch`.
         count: devices to shard over; `batch` and the figures are then those of one of them.
         measure: whether to time short real steps when the device is the one in hand; None: if it can be done.
+        seconds: about how long it may look for a faster plan once one fits, and time real steps; None: until nothing
+            better is in sight, and up to 20 s of timing plans against each other.
 
     Raises:
         PlanNotFound: nothing that is allowed fits.
@@ -114,21 +121,23 @@ def plan(
         raise BadInput(f"count must be a whole number from 1 up, but {count!r} was given.")
     if count > 1 and SHARD not in allowed:
         raise BadInput(f"count={count} shards over several devices, but 'shard' is not allowed. Add it to allow.")
+    patience = Patience(seconds)
     job = as_job(model, arguments, loss, batch, optimizer=optimizer)
     if job.mode != "training":
         raise BadInput("a plan is for training; the job is one of inference.")
     size = None if effective_batch is None else checked_batch_size(effective_batch)
     target = target_within(device, budget)
     framework = framework_of(job)
-    if framework == KERAS:
-        from memfit._keras_plan import plan_keras
+    with doing("planning"):
+        if framework == KERAS:
+            from memfit._keras_plan import plan_keras
 
-        return plan_keras(job, target, size, allowed, precision, measure)
-    if framework == JAX:
-        from memfit._jax_plan import plan_jax
+            return plan_keras(job, target, size, allowed, precision, measure, patience)
+        if framework == JAX:
+            from memfit._jax_plan import plan_jax
 
-        return plan_jax(job, target, size, allowed, precision, measure)
-    return _Planner(job, target, size, allowed, count, precision, measure).run()
+            return plan_jax(job, target, size, allowed, precision, measure, patience)
+        return _Planner(job, target, size, allowed, count, precision, measure, patience).run()
 
 
 def _apply(found: Plan, model: Any, optimizer: Any) -> Any:
@@ -174,8 +183,10 @@ class _Planner:
         count: int,
         precision: str,
         measure: bool | None,
+        patience: Patience,
     ) -> None:
         self._started = time.perf_counter()
+        self._patience = patience
         forced = precision if precision in AUTOCASTS else None
         if precision not in (KEEP, AUTO):
             job = replace(job, precision=precision)
@@ -190,7 +201,15 @@ class _Planner:
         if job.precision is not None and job.precision not in AUTOCASTS:
             self._subject.check_width(job.precision)
         self._opening = Opening(
-            job, self._subject, target, allowed, count, auto=precision == AUTO, forced=forced, measure=measure
+            job,
+            self._subject,
+            target,
+            allowed,
+            count,
+            auto=precision == AUTO,
+            forced=forced,
+            measure=measure,
+            patience=patience,
         )
         self._refused = self._opening.refused
         self._proofs: dict[Settings, _Proof | None] = {}
@@ -250,6 +269,8 @@ class _Planner:
                 candidate = search.best(usable)
             if candidate is None or (best is not None and candidate.seconds >= best.candidate.seconds * _NO_BETTER):
                 break
+            if best is not None and self._patience.is_over:
+                break
             proof = self._prove(candidate, usable)
             if proof is None:
                 search.exclude(candidate)
@@ -263,16 +284,24 @@ class _Planner:
         """Of the plan and those that are computed to take about as long, the one that is fastest when really run."""
         from memfit.planner.search import num_changed
 
+        left = self._patience.left(_RACE_SECONDS)
+        # A race of steps that take too long to be run twice tells nothing.
+        most = min(_NUM_CONTENDERS, int(left / (_FEWEST_TURNS * max(1e-9, best.candidate.seconds))))
+        if most < 2:
+            return best
         found = [best]
         for candidate in search.contenders(self._usable, _CLOSE * best.candidate.seconds):
-            if len(found) >= _NUM_CONTENDERS:
+            if len(found) >= most or self._patience.is_over:
                 break
             # The first of those with equal passes has the fastest update.
             if all(candidate.settings.of_passes != known.candidate.settings.of_passes for known in found):
                 proof = self._prove(candidate, self._usable)
                 if proof is not None and self._is_kept(proof):
                     found.append(proof)
-        times = self._subject.time_passes([proof.candidate.settings for proof in found])
+        with doing(f"timing real steps of {len(found)} plans against each other, up to {left:.0f} s"):
+            times = self._subject.time_passes([proof.candidate.settings for proof in found], left)
+        found = [proof for proof, passes in zip(found, times, strict=False) if passes is not None]
+        times = [passes for passes in times if passes is not None]
         if not times:
             return best
         timed = [
@@ -380,7 +409,7 @@ class _Planner:
         for move in moves:
             without = evaluate(_variant_for(move.without, variants), move.without, self._batch_size)
             saves, origin = self._saved(proof, move.without, without.live_bytes)
-            costs = chosen.seconds - without.seconds
+            costs = chosen.seconds - without.seconds * self._timed_over_computed
             found.append(
                 PlannedMove(move.name, move.title, move.keeps, saves, origin, costs, Origin.ASSUMED, move.caveat)
             )
@@ -444,8 +473,15 @@ class _Planner:
         for name, size in proof.estimate.breakdown.by_category.items():
             lines.append(f"  {name:<44}{format_size(size):>10}")
         lines.append(f"  with: {label(smallest.settings)}")
+        lines += not_considered(self._refused)
         device = cheapest(needs)
-        others = hints(self._allowed, self._refused, (CHECKPOINT, MICRO_BATCH, EIGHT_BIT, LORA))
+        able = {
+            CHECKPOINT: True,
+            MICRO_BATCH: (self._batch_size or 0) > 1,
+            EIGHT_BIT: bool(before.state_bytes.get(str(Category.OPTIMIZER_STATE))),
+            LORA: True,
+        }
+        others = hints(self._allowed, self._refused, (name for name, can in able.items() if can))
         larger = "a larger budget" if self._target.kind is Kind.HOST else f"a larger device{device[0]}"
         lines.append(f"Try {others}{larger}.")
         return PlanNotFound("\n".join(lines), smallest, device[1])

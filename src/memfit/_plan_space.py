@@ -3,13 +3,14 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memfit._plan_target import reference
+from memfit._plan_target import Patience, autocast_of, reference
 from memfit.catalogue import find_device
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed, UnknownDevice
 from memfit.core.estimate import Note
 from memfit.core.job import AUTOCASTS, Job
 from memfit.core.plan import Refusal
+from memfit.core.progress import doing
 from memfit.core.settings import Settings, Weighting
 from memfit.core.timeline import Category
 from memfit.planner.moves import (
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from memfit.planner.speed import Rates, StepSpeed
 
 _LORA_RANK = 16
+# What timing real passes of one way to compute them may take, about.
+_MEASURE_SECONDS = 4.0
 _CHUNKS = 16
 # Operations and bytes per second of a processor that nobody measured (assumed).
 _ASSUMED_HOST = (1e11, 2e10)
@@ -56,6 +59,7 @@ class Opening:
         auto: whether autocast may be chosen.
         forced: autocast that must be used, or None.
         measure: whether to time real steps; None: if it can be done.
+        patience: how long that may take.
     """
 
     def __init__(
@@ -69,8 +73,10 @@ class Opening:
         auto: bool,
         forced: str | None,
         measure: bool | None,
+        patience: Patience | None = None,
     ) -> None:
         self._job = job
+        self._patience = patience or Patience()
         self._subject = subject
         self._target = target
         self._allowed = allowed
@@ -148,7 +154,8 @@ class Opening:
         from memfit.planner.search import Variant
         from memfit.planner.speed import StepSpeed
 
-        profile = self._subject.profile(self._batch_size, changes)
+        with doing("profiling the step"):
+            profile = self._subject.profile(self._batch_size, changes)
         memory, larger = StepMemory(profile), None
         for other in self._other_sizes():
             # A library may take another algorithm, with a workspace, at another size: then the next one is tried.
@@ -168,7 +175,7 @@ class Opening:
         ways = [Settings(precision=self._forced)]
         in_half = "autocast" in features or self._job.precision in ("fp16", "bf16")
         if self._auto and not in_half and AUTOCAST in allowed:
-            ways.append(Settings(precision=self._autocast()))
+            ways.append(Settings(precision=autocast_of(self._target)))
         if CHANNELS_LAST in allowed and {"convolution", "channels-first"} <= features:
             # Tensor cores compute 16-bit convolutions in this format; in others it changes little.
             ways += [
@@ -187,10 +194,6 @@ class Opening:
             trained += [Settings(freeze=paths) for paths in frozen_parts(profile)]
         ways += [merged(way, other) for other in trained for way in ways]
         return ways[1:]
-
-    def _autocast(self) -> str:
-        capability = self._target.capability
-        return "amp-fp16" if capability is not None and capability < (8, 0) else "amp-bf16"
 
     def _other_sizes(self) -> tuple[int, ...]:
         """Batch sizes that tell how blocks grow."""
@@ -231,7 +234,7 @@ class Opening:
             self.refused.append(Refusal(name, f"{reason}. Use nn.Embedding(sparse=False)"))
             return (1,)
         if reasons and APPROXIMATE not in self._allowed:
-            self.refused.append(Refusal(name, f"{'; '.join(reasons)}; allow {APPROXIMATE!r} to use them anyway"))
+            self._refuse_approximate("; ".join(reasons))
             return (1,)
         found = self._subject.find_weighting()
         if found.weighting is None:
@@ -243,13 +246,17 @@ class Opening:
         if reasons:
             self.approximate = "; ".join(reasons)
             if APPROXIMATE not in self._allowed:
-                self.refused.append(Refusal(name, f"{self.approximate}; allow {APPROXIMATE!r} to use them anyway"))
+                self._refuse_approximate(self.approximate)
                 self.approximate = ""
                 return (1,)
         # Statistics of a single sample are no statistics: batch norm refuses it.
         least = 2 if "batch-norm" in profile.features else 1
         size = self._batch_size
         return tuple(parts for parts in possible_parts(size) if size // parts >= least)
+
+    def _refuse_approximate(self, why: str) -> None:
+        reason = f"{why}; allow {APPROXIMATE!r} to use them anyway"
+        self.refused.append(Refusal(MICRO_BATCH, reason, APPROXIMATE))
 
     def _is_in_hand(self) -> bool:
         """Whether real steps can be timed on the target here."""
@@ -285,8 +292,12 @@ class Opening:
                     "has no values. Leave out measure=True."
                 )
             return (), {}
+        left = self._patience.left(_MEASURE_SECONDS)
+        if not left:
+            return (), {}
         sizes = self._sizes_to_measure(memory)
-        measured = self._subject.measure(sizes, precision=precision)
+        with doing(f"timing real passes of {', '.join(map(str, sorted(sizes)))} samples on this machine"):
+            measured = self._subject.measure(sizes, precision=precision, limit_seconds=left)
         if measured and not any(note.code == "calibrated" for note in self.notes):
             shown = ", ".join(str(one.batch_size) for one in measured)
             text = f"times are computed from real passes of {shown} samples, timed on this machine"

@@ -1,5 +1,6 @@
 """What plans of steps and of scripts share: the device with its budget, and words for what else could be tried."""
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -10,13 +11,46 @@ from memfit.core.device import Device, Kind
 from memfit.core.errors import BadInput
 from memfit.core.plan import Refusal
 from memfit.core.units import format_size, parse_size
-from memfit.planner.moves import APPROXIMATE, MICRO_BATCH
 
 KEEP, AUTO = "keep", "auto"
 """Values of `precision`: as the step has it, or autocast where it helps."""
 
+_NUM_REFUSED = 8
 # Whose rates are taken where the catalogue has none for the target.
 _REFERENCE = "rtx-3090"
+
+
+# Before Ampere, tensor cores know float16 alone.
+_FIRST_WITH_BFLOAT16 = (8, 0)
+
+
+class Patience:
+    """How long a search may go on.
+
+    Args:
+        seconds: as for `plan`; None: as long as there is something to find.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and seconds >= 0):
+            raise BadInput(f"seconds must be a number from 0 up, such as seconds=10, but {seconds!r} was given.")
+        self._end = None if seconds is None else time.perf_counter() + seconds
+
+    def left(self, most: float) -> float:
+        """Seconds that are left, up to `most`."""
+        return most if self._end is None else max(0.0, min(most, self._end - time.perf_counter()))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no time is left."""
+        return self._end is not None and time.perf_counter() >= self._end
+
+
+def autocast_of(device: Device) -> str:
+    """The precision of autocast that a device is good at."""
+    known = device.capability is None or device.capability >= _FIRST_WITH_BFLOAT16
+    return "amp-bf16" if known else "amp-fp16"
 
 
 def reference() -> Device:
@@ -58,11 +92,16 @@ def hints(allowed: frozenset[str], refused: Iterable[Refusal], moves: Iterable[s
         refused: moves that were allowed and can't be used.
         moves: names of those worth a word where they aren't allowed.
     """
-    words = []
-    if any(refusal.name == MICRO_BATCH for refusal in refused) and APPROXIMATE not in allowed:
-        words.append(f"{APPROXIMATE} (micro-batches)")
+    words = [f"{refusal.allowed_by} ({refusal.name})" for refusal in refused if refusal.allowed_by]
     words += [name for name in moves if name not in allowed]
     return f"to allow {', '.join(words)} as well, or " if words else ""
+
+
+def not_considered(refused: Iterable[Refusal]) -> list[str]:
+    """Lines on the moves that were allowed and can't be used, for those for whom nothing fits."""
+    lines = [f"    {refusal.name}: {refusal.reason}" for refusal in dict.fromkeys(refused)]
+    more = [f"    and {len(lines) - _NUM_REFUSED} more"] if len(lines) > _NUM_REFUSED else []
+    return ["  not considered:", *lines[:_NUM_REFUSED], *more] if lines else []
 
 
 def cheapest(needed_bytes: int) -> tuple[str, str]:

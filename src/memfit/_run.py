@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from memfit.core import supervised
 from memfit.core.errors import BadFile, BadInput
-from memfit.core.printing import announce
+from memfit.core.progress import announce
 from memfit.core.supervised import SupervisedRun
 from memfit.core.units import parse_size
 from memfit.reports.page import write_supervised_page

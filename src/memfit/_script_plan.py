@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from memfit._estimator import require_torch, resolve
-from memfit._plan_target import AUTO, KEEP, cheapest, hints, reference, target_within
+from memfit._plan_target import (
+    AUTO,
+    KEEP,
+    Patience,
+    autocast_of,
+    cheapest,
+    hints,
+    not_considered,
+    reference,
+    target_within,
+)
 from memfit.allocator import parse_options
 from memfit.core import env
 from memfit.core.device import Device, Kind, Origin
@@ -20,9 +30,10 @@ from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, Request, Seen
 from memfit.core.errors import BadInput, StepFailed
 from memfit.core.estimate import Estimate, Note
 from memfit.core.plan import Footprint, Plan, PlannedMove, PlanNotFound, Point, Refusal, Seconds
-from memfit.core.printing import announce
+from memfit.core.progress import announce
 from memfit.core.settings import Settings
 from memfit.core.units import format_size
+from memfit.planner.move import AS_IT_IS
 from memfit.planner.moves import (
     AUTOCAST,
     CHECKPOINT,
@@ -45,13 +56,10 @@ if TYPE_CHECKING:
 _RAN = (Outcome.COMPLETED, Outcome.ENDED)
 # Runs that prove settings, at most.
 _MAX_PROOFS = 4
-_STEPS_OF_PARTS = 2
-# Kept free of the budget where a peak is computed and not proven.
-_RESERVE = 0.03
+# Kept free of the budget where a peak is computed and not proven: runs of scripts have needed up to 8% more.
+_RESERVE = 0.1
 # A proven plan that leaves more of the budget unused than this is worth another look.
 _SLACK = 0.05
-# Before Ampere, tensor cores know float16 alone.
-_FIRST_WITH_BFLOAT16 = (8, 0)
 _COMPUTED = "computed-part"
 
 
@@ -66,6 +74,7 @@ def plan_script(
     steps: int = 3,
     precision: str = KEEP,
     allow: Iterable[str] = ("exact", "rounding"),
+    seconds: float | None = None,
     quiet_output: bool = False,
 ) -> Plan:
     """The fastest known way to run an unmodified training script within a budget of memory.
@@ -80,6 +89,7 @@ def plan_script(
         steps: optimizer steps after which the script is ended.
         precision: "keep", or "auto" to consider autocast; naming "autocast" in `allow` does the same.
         allow: as for `plan`; sharding, which takes a second device, only where it is named.
+        seconds: about how long it may look for a faster plan once one fits; None: until nothing better is in sight.
         quiet_output: send what the script prints to standard error.
 
     Raises:
@@ -87,6 +97,7 @@ def plan_script(
         StepFailed: the script didn't get as far as a step.
     """
     started = time.perf_counter()
+    patience = Patience(seconds)
     if precision not in (KEEP, AUTO):
         raise BadInput(f"precision of a script's plan must be {KEEP!r} or {AUTO!r}, but {precision!r} was given.")
     for option, value in (("count", count), ("steps", steps)):
@@ -103,7 +114,7 @@ def plan_script(
     (check_module if module else check_script)(name)
     require_torch()
     request = Request(name, module, tuple(map(str, arguments)), target, count, steps, unlimited=True, watch=True)
-    return _ScriptPlanner(request, allowed, quiet_output=quiet_output, started=started).run()
+    return _ScriptPlanner(request, allowed, patience, quiet_output=quiet_output, started=started).run()
 
 
 def _target(device: str | Device | None, budget: str | int | None) -> Device:
@@ -137,9 +148,12 @@ class _Proof:
 class _ScriptPlanner:
     """One question: a script, a device with a budget, and what is allowed."""
 
-    def __init__(self, request: Request, allowed: frozenset[str], *, quiet_output: bool, started: float) -> None:
+    def __init__(
+        self, request: Request, allowed: frozenset[str], patience: Patience, *, quiet_output: bool, started: float
+    ) -> None:
         self._request = request
-        self._allowed = allowed
+        self._patience = patience
+        self._asked = self._allowed = allowed
         self._quiet_output = quiet_output
         self._started = started
         self._budget = request.device.usable_bytes or 0
@@ -154,8 +168,8 @@ class _ScriptPlanner:
         data = run_child(self._request, stdout_to_stderr=self._quiet_output)
         self._run = run = DryRun.from_json(data)
         self._seen = run.seen or Seen()
-        self._request = replace(self._request, loader_ordinal=data.get("loader_ordinal"))
-        self._splits = self._seen.batch_size is not None and self._request.loader_ordinal is not None
+        self._request = self._request.after(self._seen, data.get("loader_ordinal"))
+        self._splits = self._request.splits
         if run.outcome not in _RAN or run.estimate is None:
             raise _failed(run)
         self._before = run.estimate
@@ -173,7 +187,7 @@ class _ScriptPlanner:
     def _improved(self, target_bytes: int, proven: _Proof | None) -> _Proof | None:
         """The fastest proof within the budget, from a first guess at what may be computed to be needed."""
         while (best := self._search.fastest(target_bytes)) is not None and self._num_proofs < _MAX_PROOFS:
-            if proven is not None and best.seconds >= proven.candidate.seconds:
+            if proven is not None and (best.seconds >= proven.candidate.seconds or self._patience.is_over):
                 break
             proof = self._prove(best)
             if proof is None:
@@ -204,16 +218,15 @@ class _ScriptPlanner:
 
         device, seen = self._request.device, self._seen
         self._rates = rates_of(device, reference())
-        self._memory = ScriptMemory(self._before, self._run.allocator, self._request.count)
+        self._memory = ScriptMemory(self._before, self._run.allocator, self._request.count, seen)
         self._speed = ScriptSpeed(seen.work, self._before.timeline, self._rates)
-        narrow = "amp-bf16" if (device.capability or _FIRST_WITH_BFLOAT16) >= _FIRST_WITH_BFLOAT16 else "amp-fp16"
         self._space = choices(
             self._memory,
             self._speed,
             allowed,
             batch_size=seen.batch_size,
             fusable=seen.fusable,
-            autocast=narrow,
+            autocast=autocast_of(device),
         )
         self._space.splits = self._splits
         self._space.units = tuple(unit for unit in self._space.units if unit not in self._unused)
@@ -221,9 +234,9 @@ class _ScriptPlanner:
 
     def _prove(self, candidate: "Candidate") -> _Proof | None:
         """What a run with the settings in force needs; None where they can't be, and why is in `_refused`."""
-        from memfit.planner.script_memory import AS_IT_IS, ScriptMemory
+        from memfit.planner.script_memory import ScriptMemory
         from memfit.planner.script_plan import computed_part, provable_part
-        from memfit.runs.launch import run_child
+        from memfit.runs.sequence import run_with
 
         settings = candidate.settings
         part = provable_part(settings, self._splits)
@@ -231,11 +244,8 @@ class _ScriptPlanner:
             return _Proof(candidate, self._memory.estimate(settings), settings == AS_IT_IS)
         self._num_proofs += 1
         announce(f"running the script once more with the plan's moves ({_label(part)}), to see what it needs then")
-        # Every update takes so many passes, and all there is to see is there in the second.
-        steps = self._request.steps if part.micro_batches == 1 else min(_STEPS_OF_PARTS, self._request.steps)
-        request = replace(self._request, settings=part, watch=False, steps=steps)
-        run = DryRun.from_json(run_child(request, silent=True))
-        if part.micro_batches > 1 and run.num_steps < min(steps, self._run.num_steps):
+        run = run_with(self._request, part, self._run.num_steps)
+        if run is None:
             # The script had no batches left, or doesn't take smaller ones.
             self._splits = False
             return None
@@ -263,7 +273,7 @@ class _ScriptPlanner:
     def _plan(self, proof: _Proof) -> Plan:
         settings = proof.candidate.settings
         known, origin = self._speed.is_known, Origin.ASSUMED
-        as_it_is = self._speed.step(_as_it_is())
+        as_it_is = self._speed.step(AS_IT_IS)
         return Plan(
             subject=os.path.basename(self._request.script),
             device=self._request.device,
@@ -272,7 +282,7 @@ class _ScriptPlanner:
             settings=_shown(settings),
             moves=self._moves(proof),
             before=Footprint.of(self._before),
-            after=Footprint.of(proof.estimate),
+            after=Footprint.of(proof.estimate, origin=Origin.SIMULATED if proof.is_whole else Origin.ASSUMED),
             seconds_before=Seconds(as_it_is if known else None, origin),
             seconds_after=Seconds(proof.candidate.seconds if known else None, origin),
             front=self._front(proof),
@@ -301,12 +311,16 @@ class _ScriptPlanner:
         for move in used:
             without = self._search.candidate(move.without)
             replayed = move.name in (EXPANDABLE, SET_TO_NONE)
+            saves = without.peak_bytes - proof.candidate.peak_bytes
+            if move.without == AS_IT_IS:
+                # The only move: both sides are known.
+                saves, replayed = self._before.peak_bytes - proof.estimate.peak_bytes, proof.is_whole
             found.append(
                 PlannedMove(
                     move.name,
                     move.title,
                     move.keeps,
-                    without.peak_bytes - proof.candidate.peak_bytes,
+                    saves,
                     Origin.SIMULATED if replayed else Origin.ASSUMED,
                     proof.candidate.seconds - without.seconds if self._speed.is_known else None,
                     Origin.ASSUMED,
@@ -318,7 +332,7 @@ class _ScriptPlanner:
     def _front(self, proof: _Proof) -> tuple[Point, ...]:
         """The best of what was computed, and the plan itself, largest memory first."""
         chosen = replace(proof.candidate, peak_bytes=proof.estimate.peak_bytes)
-        others = [one for one in self._search.front() if one.settings != chosen.settings]
+        others = [one for one in self._search.front() if _shown(one.settings) != _shown(chosen.settings)]
         kept = undominated((chosen, *others), lambda one: (one.peak_bytes, one.seconds), keep=lambda one: one is chosen)
         return tuple(
             Point(
@@ -336,14 +350,14 @@ class _ScriptPlanner:
 
         settings, notes = proof.candidate.settings, list(self._before.notes)
         part = provable_part(settings, self._splits)
-        if proof.is_whole and part != _as_it_is():
+        if proof.is_whole and part != AS_IT_IS:
             predicted = format_size(proof.candidate.peak_bytes)
             notes.append(
                 Note("proven", f"the script was run with all of these moves in force; {predicted} had been computed")
             )
         elif not proof.is_whole:
             own = _label(computed_part(settings, self._splits))
-            rest = f"; a run had the rest in force: {_label(part)}" if part != _as_it_is() else ""
+            rest = f"; a run had the rest in force: {_label(part)}" if part != AS_IT_IS else ""
             notes.append(
                 Note(
                     _COMPUTED,
@@ -351,11 +365,14 @@ class _ScriptPlanner:
                     f"script itself{rest}",
                 )
             )
-        if settings.micro_batches > 1 and proof.is_whole:
+        if settings.micro_batches > 1 and part.micro_batches > 1:
+            where = ", ".join(self._request.batch_lines)
             notes.append(
                 Note(
                     "split-batches",
-                    "micro-batches were parts of the loader's batches; a loader of smaller ones, padded each for "
+                    f"micro-batches were the first samples of what is copied to the device at {where}"
+                    if where
+                    else "micro-batches were parts of the loader's batches; a loader of smaller ones, padded each for "
                     "itself, may leave more gaps in memory",
                 )
             )
@@ -383,12 +400,15 @@ class _ScriptPlanner:
         needs = proof.estimate.peak_bytes
         subject = os.path.basename(self._request.script)
         lines = [
-            f"no plan fits {subject} into {format_size(self._budget)}; the smallest needs {format_size(needs)}.",
+            f"no plan fits {subject} into {format_size(self._budget)}; the smallest needs {format_size(needs)} "
+            f"({(Origin.SIMULATED if proof.is_whole else Origin.ASSUMED).value}).",
         ]
         lines += [f"  {name:<44}{format_size(b):>10}" for name, b in proof.estimate.breakdown.by_category.items()]
         lines.append(f"  with: {_label(proof.candidate.settings)}")
+        lines += not_considered((*self._refused, *self._space.refused))
+        able = (name for name in (AUTOCAST, EIGHT_BIT, SHARD) if self._memory.offers(name))
+        others = hints(self._asked, self._space.refused, able)
         words, device_name = cheapest(needs)
-        others = hints(self._allowed, self._space.refused, (AUTOCAST, EIGHT_BIT, SHARD))
         lines.append(f"Try {others}a larger device{words}.")
         return PlanNotFound("\n".join(lines), self._plan(proof), device_name)
 
@@ -403,12 +423,6 @@ def _failed(run: DryRun) -> StepFailed:
     error = StepFailed(text)
     error.exit_code = EXIT_CODES[run.outcome]
     return error
-
-
-def _as_it_is() -> Settings:
-    from memfit.planner.script_memory import AS_IT_IS
-
-    return AS_IT_IS
 
 
 def _shown(settings: Settings) -> Settings:
@@ -426,4 +440,4 @@ def _label(settings: Settings) -> str:
     if not settings.set_to_none:
         return text
     dropped = "gradients freed early"
-    return dropped if settings == replace(_as_it_is(), set_to_none=True) else f"{text}, {dropped}"
+    return dropped if settings == replace(AS_IT_IS, set_to_none=True) else f"{text}, {dropped}"

@@ -23,7 +23,8 @@ from memfit.adapters.torch import imports
 from memfit.catalogue.host import cgroup_limit_bytes
 from memfit.core.guarding import BrokenUpdate, CannotFit, OutOfMemory, Where
 from memfit.core.own_memory import limits as own_limits
-from memfit.core.printing import announce, printable
+from memfit.core.printing import printable
+from memfit.core.progress import announce
 from memfit.core.run_events import RunRequest, keep_traceback, note
 from memfit.runs import exhaustion, keeper, limits, processes
 from memfit.runs.devices import has_devices

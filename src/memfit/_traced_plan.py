@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from memfit._estimator import Estimator
-from memfit._plan_target import cheapest, hints
+from memfit._plan_target import Patience, cheapest, hints, not_considered
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed
 from memfit.core.estimate import Estimate, Note
@@ -47,6 +47,7 @@ class Question:
         refused: moves that can't be used, and why.
         notes: what was assumed.
         hinted: moves worth a word where nothing fits.
+        patience: how long it may look for something faster once a plan fits.
     """
 
     estimator: Estimator
@@ -59,6 +60,7 @@ class Question:
     refused: list[Refusal] = field(default_factory=list)
     notes: tuple[Note, ...] = ()
     hinted: tuple[str, ...] = (CHECKPOINT, MICRO_BATCH, LORA)
+    patience: Patience = field(default_factory=Patience)
 
 
 class TracedPlanner:
@@ -108,6 +110,8 @@ class TracedPlanner:
         for _ in range(_MAX_PROOFS):
             candidate = search.best(self._usable)
             if candidate is None or (best is not None and candidate.seconds >= best.seconds * _NO_BETTER):
+                break
+            if best is not None and self._question.patience.is_over:
                 break
             self._prove(candidate, search)
             if self._is_kept(candidate.settings):
@@ -256,7 +260,7 @@ class TracedPlanner:
         ]
         lines += [f"  {name:<44}{format_size(size):>10}" for name, size in smallest.after.by_category.items()]
         lines.append(f"  with: {label(smallest.settings)}")
-        lines += [f"  not used: {one.name}: {one.reason}" for one in question.refused if one.name != "proof"]
+        lines += not_considered(question.refused)
         larger, name = self._larger(needs)
         others = hints(question.allowed, question.refused, question.hinted)
         lines.append(f"Try {others}{larger}.")

@@ -8,6 +8,7 @@ import pytest
 import memfit
 from memfit.core.replay import AllocatorOptions
 from memfit.planner import advise
+from memfit.planner.move import Situation
 
 torch = pytest.importorskip("torch")
 
@@ -48,14 +49,8 @@ def case(request):
     built = job.model if isinstance(job.model, torch.nn.Module) else job.model()
     job = dataclasses.replace(job, model=built)
     base = estimate(job, batch_size)
-    found = advise(
-        base.timeline,
-        base.replay,
-        AllocatorOptions(),
-        limit=20,
-        context_bytes=base.context_bytes,
-        num_parameters=base.num_parameters,
-    )
+    situation = Situation(base.timeline, AllocatorOptions(), base.num_parameters)
+    found = advise(situation, base.replay, limit=20, context_bytes=base.context_bytes)
     return job, batch_size, {advice.title.split()[0]: advice for advice in found}
 
 

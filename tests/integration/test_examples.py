@@ -123,7 +123,9 @@ def test_max_batch_uses_more_with_autocast():
     needs("torchvision")
     shown = run("examples/max_batch/max_batch.py")
 
-    found = {precision: int(size) for precision, size in re.findall(r"^(\S+): (\d+) images fit", shown, re.MULTILINE)}
+    found = {
+        precision: int(size) for precision, size in re.findall(r"^(\S+): (\d+) images are safe", shown, re.MULTILINE)
+    }
     even = [int(size) for size in re.findall(r"multiple of 8: (\d+)", shown)]
     assert found["amp-fp16"] > found["fp32"]
     assert [size % 8 for size in even] == [0, 0]

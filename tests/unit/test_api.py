@@ -14,6 +14,7 @@ from memfit import _api
 from memfit.commands import targets
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadBatch, BadInput, BadModel, MissingDependency, StepFailed, UnknownDevice
+from memfit.core.replay import OutOfMemory
 from memfit.core.timeline import Category
 from memfit.core.units import GIB, MIB
 from tests import jobs
@@ -433,10 +434,55 @@ def test_the_largest_batch_fits_and_the_next_does_not(make):
 
     assert found.estimate.batch_size == found.batch_size
     assert found.estimate.fits is True
-    assert memfit.estimate(make(found.batch_size), device="400MiB").fits is True
-    assert memfit.estimate(make(found.batch_size + 1), device="400MiB").fits is False
+    assert memfit.estimate(make(found.limit), device="400MiB").fits is True
+    assert memfit.estimate(make(found.limit + 1), device="400MiB").fits is False
     assert list(found.tried) == sorted(found.tried)
-    assert all(fits == (n <= found.batch_size) for n, _, fits in found.tried)
+    assert all(fits == (n <= found.limit) for n, _, fits in found.tried)
+
+
+@pytest.mark.parametrize("make", JOBS)
+def test_the_headline_leaves_room_and_the_limit_is_told_apart(make):
+    found = memfit.max_batch(make(), device="400MiB")
+
+    # THEN everything up to the safe size fits with room for what an estimate may be off by
+    assert 1 < found.batch_size < found.limit
+    for size in range(max(1, found.batch_size - 20), found.batch_size + 1):
+        estimate = memfit.estimate(make(size), device="400MiB")
+        assert estimate.fits
+    assert estimate.upper_bytes <= 0.97 * estimate.capacity_bytes
+    assert memfit.estimate(make(found.batch_size + 1), device="400MiB").upper_bytes > 0.97 * 400 * 2**20
+    # THEN what fits is shown with what the device really provides
+    assert all(peak <= 400 * 2**20 for _, peak, fits in found.tried if fits)
+
+
+def test_a_size_above_one_that_does_not_fit_is_not_safe():
+    # GIVEN an allocator that places 20 samples worse than 21 and more
+    free = memfit.estimate(jobs.conv_job(64), device="400MiB")
+    plain = free.rescale
+
+    def rescale(size):
+        found = plain(size)
+        full = dataclasses.replace(found.replay, out_of_memory=OutOfMemory(1, 2, 3, 4))
+        return dataclasses.replace(found, replay=full) if size == 20 else found
+
+    start = dataclasses.replace(free, rescale=rescale)
+
+    # WHEN the search comes upon it only beside the largest
+    found = _api._Search(start).run([16, 19, 20, 21, 24, 28, 30])
+
+    # THEN what lies above it fits, and isn't safe
+    assert (found.batch_size, found.limit) == (19, 30)
+    assert (20, False) in {(size, fits) for size, _, fits in found.tried}
+
+
+def test_where_nothing_is_safe_the_limit_is_still_told():
+    # GIVEN a device that one sample just fits
+    one = memfit.estimate(jobs.transformer_job(1), device=UNLIMITED)
+    found = memfit.max_batch(jobs.transformer_job(), device=sized(round(1.005 * one.peak_bytes)))
+
+    assert found.batch_size is None
+    assert found.limit >= 1
+    assert found.estimate.batch_size == found.limit
 
 
 def test_the_largest_batch_does_not_depend_on_where_the_search_starts():

@@ -1,11 +1,13 @@
 """`memfit.dryrun` and what it adds to a run; the child is a fake one, started as a real process."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 import memfit
+from memfit.core.device import Origin
 from memfit.core.dryrun import Outcome
 from memfit.core.errors import BadTarget, MissingDependency
 from memfit.core.units import GIB
@@ -41,6 +43,31 @@ def test_what_does_not_fit_gets_advice_with_the_context_counted(script, capfd):
     for advice in result.advice:
         assert advice.saves_bytes + advice.peak_bytes == estimate.peak_bytes
     assert capfd.readouterr().out == ""
+
+
+def test_where_no_change_is_enough_the_command_that_finds_a_combination_is_shown(script, capfd):
+    result = memfit.dryrun(script, ["oom", "--name", "a b"], device="450MiB", quiet_output=True)
+
+    assert result.advice
+    assert all(advice.peak_bytes > result.estimate.capacity_bytes for advice in result.advice)
+    command = f"memfit plan --device {result.estimate.device.name} --script {script} oom --name 'a b'"
+    assert command in str(result)
+    # With room for one of the changes, no combination is needed.
+    enough = memfit.dryrun(script, ["oom"], device="1GiB", quiet_output=True)
+    assert "memfit plan" not in str(enough)
+
+
+def test_suggestions_are_tried_on_the_script(script, monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv(fake_child.LOG, str(tmp_path / "log"))
+    result = memfit.dryrun(script, ["oom"], device="1GiB", quiet_output=True)
+
+    asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    tried = [request["settings"] for request in asked if request["settings"]]
+    assert tried
+    assert all(request["unlimited"] for request in asked[1:])
+    assert "running the script with a change that may help" in capfd.readouterr().err
+    # The fake child needs as much as before whatever is asked of it: such a change is not named.
+    assert all(advice.origin is not Origin.SIMULATED or advice.saves_bytes for advice in result.advice)
 
 
 def test_advice_starts_from_the_settings_in_the_environment(script, monkeypatch, capfd):

@@ -9,6 +9,7 @@ from torch import nn
 import memfit
 from memfit._estimator import Estimator
 from memfit.adapters.torch.fitting import calibration
+from memfit.adapters.torch.fitting.subject import Subject
 from memfit.core.device import Origin
 from memfit.core.errors import BadInput
 from memfit.core.plan import Plan, PlanNotFound
@@ -372,6 +373,45 @@ def test_the_plan_itself_is_timed_where_the_device_is_in_hand(model, timed_brief
     plan = plan_for(model, 0.4, measure=True)
     assert plan.seconds_after.origin is Origin.MEASURED
     assert plan.fits and plan.seconds_after.seconds > 0
+
+
+def test_steps_that_are_too_slow_to_compare_are_not_raced(model, monkeypatch):
+    # GIVEN steps of half a minute
+    monkeypatch.setattr(Subject, "time_passes", lambda *_: pytest.fail("timed"))
+    measured = Subject.measure
+    slow = lambda one: replace(one, forward_seconds=10.0 * one.batch_size, backward_seconds=20.0)  # noqa: E731
+    monkeypatch.setattr(Subject, "measure", lambda *a, **options: tuple(map(slow, measured(*a, **options))))
+
+    plan = plan_for(model, 0.6, measure=True)
+
+    assert plan.fits
+    assert plan.seconds_after.origin is Origin.ASSUMED
+
+
+def test_a_plan_is_bounded_in_time(model, monkeypatch):
+    # GIVEN no time at all
+    monkeypatch.setattr(Subject, "time_passes", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(Subject, "measure", lambda *_, **options: pytest.fail("timed"))
+
+    plan = plan_for(model, 0.6, measure=None, seconds=0)
+
+    # THEN there is one that fits all the same, the first that was proven to
+    assert plan.fits
+    with pytest.raises(BadInput, match="seconds must be a number from 0 up"):
+        plan_for(model, 0.6, seconds=-1)
+
+
+def test_a_cost_is_on_the_scale_of_the_time_that_was_measured(model, monkeypatch):
+    # GIVEN real passes that take a hundredth of what is computed
+    def timed(self, plans, limit_seconds):
+        return [1e-9 for _ in plans]
+
+    monkeypatch.setattr(Subject, "time_passes", timed)
+    plan = plan_for(model, 0.4, measure=True)
+
+    # THEN no move is said to save more time than there was
+    before = plan.seconds_before.seconds
+    assert all(abs(move.costs_seconds) <= 2 * max(before, plan.seconds_after.seconds) for move in plan.moves)
 
 
 def test_measuring_leaves_the_model_as_it_was(model, timed_briefly):

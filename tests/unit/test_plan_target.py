@@ -1,6 +1,7 @@
 import pytest
 
-from memfit._plan_target import cheapest, hints, reference, target_within
+from memfit._plan_target import Patience, autocast_of, cheapest, hints, not_considered, reference, target_within
+from memfit.catalogue import find_device
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput
 from memfit.core.plan import Refusal
@@ -51,10 +52,11 @@ def test_hints_name_what_is_not_allowed():
 
 
 def test_micro_batches_are_hinted_at_where_they_were_refused():
-    refused = [Refusal("micro-batch", "batch norm")]
+    refused = [Refusal("micro-batch", "batch norm", "approximate")]
 
-    assert hints(frozenset(), refused, ()) == "to allow approximate (micro-batches) as well, or "
-    assert hints(frozenset({"approximate"}), refused, ()) == ""
+    assert hints(frozenset(), refused, ()) == "to allow approximate (micro-batch) as well, or "
+    # What no word lets in is not hinted at.
+    assert hints(frozenset(), [Refusal("micro-batch", "the batch has one sample")], ()) == ""
     assert hints(frozenset(), [Refusal("checkpoint", "random numbers")], ()) == ""
 
 
@@ -67,3 +69,31 @@ def test_the_cheapest_device_has_a_price():
 
 def test_nothing_is_large_enough():
     assert cheapest(10**15) == ("", "")
+
+
+def test_what_was_not_considered_is_listed_once_and_cut():
+    refused = [Refusal("checkpoint", f"layer {number}") for number in (*range(10), 0)]
+    lines = not_considered(refused)
+
+    assert lines[:2] == ["  not considered:", "    checkpoint: layer 0"]
+    assert lines[-1] == "    and 2 more"
+    assert not_considered([]) == []
+
+
+@pytest.mark.parametrize(("name", "width"), [("t4", "amp-fp16"), ("a100-40gb", "amp-bf16"), ("24GiB", "amp-bf16")])
+def test_autocast_by_device(name, width):
+    assert autocast_of(find_device(name)) == width
+
+
+def test_patience_ends():
+    assert Patience(0).is_over
+    assert Patience(0).left(20.0) == 0.0
+    assert 0 < Patience(3600).left(20.0) <= 20.0
+    assert not Patience().is_over
+    assert Patience().left(20.0) == 20.0
+
+
+@pytest.mark.parametrize("seconds", [-1, "5", True, float("nan")])
+def test_patience_is_a_number_of_seconds(seconds):
+    with pytest.raises(BadInput, match="seconds must be a number from 0 up, such as seconds=10, but"):
+        Patience(seconds)

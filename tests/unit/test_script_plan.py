@@ -12,8 +12,8 @@ from memfit.core.dryrun import DryRun, Outcome, Seen
 from memfit.core.errors import BadInput, BadTarget, StepFailed
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.settings import Keeps, Settings
-from memfit.core.units import MIB
-from memfit.runs import launch
+from memfit.core.units import MIB, format_size
+from memfit.runs import launch, sequence
 from tests.unit.planner.script_builders import estimate_of, memory_of, stack, work
 
 PLAIN_BYTES = estimate_of(stack(hidden=128 * MIB)).peak_bytes
@@ -53,6 +53,7 @@ class Children:
 def children(monkeypatch):
     made = Children()
     monkeypatch.setattr(launch, "run_child", made)
+    monkeypatch.setattr(sequence, "run_child", made)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     return made
@@ -88,7 +89,7 @@ def test_the_plan_is_proven_by_a_run_with_its_moves(script, children, capsys):
     (first, _), (second, options) = children.asked
     assert (first.unlimited, first.watch, first.settings) == (True, True, None)
     assert (second.unlimited, second.settings.micro_batches, second.loader_ordinal) == (True, 2, 0)
-    assert options == {"silent": True}
+    assert options["silent"] is True
     assert plan.fits
     assert plan.settings.micro_batches == 2
     assert plan.batch_size == 16
@@ -174,6 +175,49 @@ def test_what_a_run_cannot_show_is_computed_and_said_to_be(script, children):
     texts = {note.code: note.text for note in plan.notes}
     assert "computed from the script's timeline" in texts["computed-part"]
     assert "batch-size-unknown" in texts
+
+
+def test_a_figure_is_promised_as_simulated_only_where_a_run_gave_it(script, children):
+    proven = planned(script, 0.7)
+    assert proven.after.origin is Origin.SIMULATED
+    assert f"-> {format_size(proven.after.peak_bytes)} (simulated), budget" in str(proven)
+    assert proven.moves[0].saves_origin is Origin.SIMULATED
+
+    children.seen = replace(SEEN, batch_size=None)
+    computed = planned(script, 0.7)
+    assert computed.after.origin is Origin.ASSUMED
+    assert f"-> {format_size(computed.after.peak_bytes)} (assumed), budget" in str(computed)
+    assert computed.moves[0].saves_origin is Origin.ASSUMED
+    # What is computed leaves room for what it is off by.
+    assert computed.after.peak_bytes <= 0.92 * computed.budget_bytes
+
+
+def test_batches_that_a_loop_draws_itself_are_split_where_they_are_copied(script, children):
+    children.loader_ordinal = None
+    children.seen = replace(SEEN, batch_lines=("train.py:67",))
+    plan = planned(script, 0.7)
+
+    asked, _ = children.asked[1]
+    assert (asked.batch_lines, asked.batch_size) == (("train.py:67",), 16)
+    assert plan.after.origin is Origin.SIMULATED
+    (text,) = [note.text for note in plan.notes if note.code == "split-batches"]
+    assert text.endswith("copied to the device at train.py:67")
+
+
+def test_where_nothing_fits_what_was_not_considered_is_said(script, children):
+    children.seen = replace(SEEN, batch_size=1, autocast=True)
+    with pytest.raises(PlanNotFound) as raised:
+        planned(script, 0.1, precision="auto")
+
+    text = str(raised.value)
+    assert "  not considered:\n" in text
+    assert "    micro-batch: the batch has one sample" in text
+    assert "    autocast: parameters aren't in 32 bits, or the script uses autocast already" in text
+    # THEN nothing is suggested that can't be done
+    last = text.splitlines()[-1]
+    assert "approximate" not in last
+    assert "autocast" not in last
+    assert "8-bit-optimizer" in last
 
 
 def test_batches_that_run_out_leave_micro_batches_to_computation(script, children):

@@ -19,7 +19,7 @@ from memfit import _api
 from memfit.commands import EXIT_INTERRUPTED, output, targets
 from memfit.core.dryrun import DryRun
 from memfit.core.errors import BadInput
-from memfit.core.printing import announce
+from memfit.core.progress import announce
 from memfit.runs.launch import Interrupted
 
 

@@ -1,4 +1,4 @@
-"""The largest batch that fits on a device.
+"""The largest batch that is safe on a device, and the largest that fits.
 
 Examples:
   memfit max-batch timm:resnet50 --device t4 --precision amp-fp16
@@ -37,19 +37,20 @@ def run(arguments: argparse.Namespace) -> int:
         output.print_json(answers[0] if len(answers) == 1 else answers)
     elif len(results) > 1:
         subject = results[0].estimate.subject
-        table = device_tables.batches(subject, [(found.batch_size, found.estimate) for found in results])
-        output.print_devices_table(table, fits=all(found.batch_size is not None for found in results))
+        table = device_tables.batches(subject, [(found.batch_size, found.limit, found.estimate) for found in results])
+        output.print_devices_table(table, fits=all(found.limit is not None for found in results))
     else:
         (found,) = results
-        output.print_max_batch(found.tried, found.batch_size, found.estimate.device)
-        for note in found.estimate.notes if found.batch_size is not None else ():
+        output.print_max_batch(found.tried, found.batch_size, found.limit, found.estimate.device)
+        for note in found.estimate.notes if found.limit is not None else ():
             print(f"note: {printable(note.text)}")
-    return EXIT_DOES_NOT_FIT if any(found.batch_size is None for found in results) else EXIT_FITS
+    return EXIT_DOES_NOT_FIT if any(found.limit is None for found in results) else EXIT_FITS
 
 
 def _as_json(found: _api.MaxBatch) -> dict[str, Any]:
     rows = [{"batch_size": n, "peak_bytes": peak, "fits": fits} for n, peak, fits in found.tried]
-    return {"batch_size": found.batch_size, "device": found.estimate.device.name, "tried": rows}
+    device = found.estimate.device.name
+    return {"batch_size": found.batch_size, "limit": found.limit, "device": device, "tried": rows}
 
 
 def _parse_candidates(text: str | None) -> list[int] | None:

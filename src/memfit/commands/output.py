@@ -13,7 +13,8 @@ from memfit.core.dryrun import DryRun
 from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate
 from memfit.core.plan import Plan
-from memfit.core.printing import announce, printable
+from memfit.core.printing import printable
+from memfit.core.progress import QUICK_SECONDS, announce, doing, is_seen
 from memfit.core.supervised import SupervisedRun
 from memfit.reports import plan_terminal, run_terminal, supervised_terminal, terminal
 from memfit.reports.parts import Part
@@ -28,31 +29,15 @@ if TYPE_CHECKING:
 
 # A file or a pipe has no width of its own, and the 80 columns that rich assumes would break every table.
 _PIPE_COLUMNS = 160
-_QUICK_SECONDS = 2.0
 
 
 @contextmanager
 def progress(text: str, *, quiet: bool) -> Iterator[None]:
-    """A spinner with the time passed on standard error, where that is a terminal.
+    """What is done and for how long, on standard error, where that is a terminal.
 
     What the user's code prints meanwhile goes there too: standard output is for the answer.
     """
-    with redirect_stdout(sys.stderr):
-        if quiet or not sys.stderr.isatty():
-            yield
-            return
-        with _spinner(text):
-            yield
-
-
-@contextmanager
-def _spinner(text: str) -> Iterator[None]:
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        bar.add_task(printable(text), total=None)
+    with redirect_stdout(sys.stderr), doing(text, quiet=quiet):
         yield
 
 
@@ -63,7 +48,7 @@ def transfer_progress(text: str, *, quiet: bool) -> Iterator[Callable[[int, int]
     It draws a bar on standard error, where that is a terminal, after two seconds, so that what is
     quick leaves no trace.
     """
-    if quiet or not sys.stderr.isatty():
+    if quiet or not is_seen(sys.stderr):
         yield None
         return
     bar = _TransferBar(text)
@@ -83,7 +68,7 @@ class _TransferBar:
         self._task: Any = None
 
     def update(self, done_bytes: int, total_bytes: int) -> None:
-        if self._bar is None and time.monotonic() - self._began >= _QUICK_SECONDS:
+        if self._bar is None and time.monotonic() - self._began >= QUICK_SECONDS:
             self._start(total_bytes)
         if self._bar is not None:
             self._bar.update(self._task, completed=done_bytes)
@@ -209,9 +194,11 @@ def print_devices(devices: Sequence[Device]) -> None:
     _print(terminal.render_devices(devices))
 
 
-def print_max_batch(tried: Sequence[tuple[int, int, bool]], chosen: int | None, device: Device) -> None:
+def print_max_batch(
+    tried: Sequence[tuple[int, int, bool]], safe: int | None, limit: int | None, device: Device
+) -> None:
     """Writes what a search for the largest batch found."""
-    _print(terminal.render_max_batch(tried, chosen, device))
+    _print(terminal.render_max_batch(tried, safe, limit, device))
 
 
 def _print(renderable: Any) -> None:

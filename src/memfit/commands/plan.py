@@ -6,6 +6,7 @@ Examples:
   memfit plan hf:GPT2LMHeadModel -b 32 --sequence-length 1024 -d rtx-3090 --allow exact,rounding,8-bit-optimizer
   memfit plan train.py:job --device 8GiB --code > step.py
   memfit plan --device a100-40gb --script train.py --batch-size 64
+  memfit plan --device a100-40gb --script -m my_package.train --batch-size 64
   memfit plan train.py:job --device t4,a10g,rtx-3090
 
 TARGET is as for `memfit estimate`. Everything after --script belongs to the script, so it comes last; the script runs
@@ -25,7 +26,7 @@ from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
 from memfit.core.device import Device
 from memfit.core.errors import BadInput
 from memfit.core.plan import Plan, PlanNotFound
-from memfit.core.printing import announce
+from memfit.core.progress import announce
 from memfit.reports import device_tables
 
 _FOR_TARGETS = ("batch_size", "optimizer", "sequence_length", "image_size")
@@ -58,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-measure", action="store_true", help="don't time real steps, even where the device is the one in hand"
     )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="about how long to look for a faster plan once one fits; until nothing better is in sight by default",
+    )
     parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for memfit.load_plan")
     parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
     code = "print the plain lines that do the same without memfit, only"
@@ -67,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=_Script,
         nargs=argparse.REMAINDER,
         metavar="SCRIPT",
-        help="plan for a script, as `memfit dryrun` runs it",
+        help="plan for a script, or for -m MODULE, as `memfit dryrun` runs it",
     )
 
 
@@ -157,11 +164,19 @@ def _planned(arguments: argparse.Namespace, device: str | Device | None) -> Plan
     }
     if arguments.script is not None:
         script, given = _script(arguments)
-        return _script_plan.plan_script(script, given, quiet_output=True, **options)
+        module = script == "-m"
+        if module and not given:
+            raise BadInput(
+                "-m takes the dotted name of a module, such as --script -m my_package.train, but none was given."
+            )
+        script, given = (given[0], given[1:]) if module else (script, given)
+        seconds = arguments.seconds
+        return _script_plan.plan_script(script, given, module=module, seconds=seconds, quiet_output=True, **options)
     with output.progress(f"planning {arguments.target}", quiet=arguments.json):
         job = targets.load_job(arguments.target, arguments)
         measure = False if arguments.no_measure else None
-        return _plan.plan(job, effective_batch=arguments.batch_size, measure=measure, **options)
+        size, seconds = arguments.batch_size, arguments.seconds
+        return _plan.plan(job, effective_batch=size, measure=measure, seconds=seconds, **options)
 
 
 def _script(arguments: argparse.Namespace) -> tuple[str, list[str]]:

@@ -18,7 +18,7 @@ import argparse
 from memfit import _run
 from memfit.commands import output, targets
 from memfit.core.errors import BadInput
-from memfit.core.printing import announce
+from memfit.core.progress import announce
 from memfit.core.supervised import Outcome, SupervisedRun
 from memfit.reports import supervised_figures
 

@@ -13,7 +13,7 @@ from typing import Any
 from memfit import _api, _estimator
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.job import OPTIMIZERS, PRECISIONS, Job, read_precision
-from memfit.core.printing import announce
+from memfit.core.progress import announce
 
 PREFIXES = ("timm", "torchvision", "hf", "keras")
 PLANNED = ("keep", "auto")

@@ -7,7 +7,7 @@ and nothing of each other.
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -201,9 +201,12 @@ class Seen:
             the others begin with the class name.
         optimizers: class names of the optimizers that stepped, in order.
         fusable: whether every one of them has a fused kernel.
-        batch_size: first dimension of the tensors that the training loop's loader gave; None where they share none.
+        batch_size: first dimension of the tensors that the training loop's loader gave, or that the loop copied to the
+            device where there is no loader; None where they share none.
         work: the operators of the last whole step, in order.
         recomputed: modules that were computed again because the request's settings say so.
+        autocast: whether operators ran in lower precision under autocast.
+        batch_lines: lines of the script at which a loop without a loader copies its batches to the device.
     """
 
     models: tuple[str, ...] = ()
@@ -212,6 +215,8 @@ class Seen:
     batch_size: int | None = None
     work: tuple[Work, ...] = ()
     recomputed: tuple[str, ...] = ()
+    autocast: bool = False
+    batch_lines: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write."""
@@ -223,6 +228,8 @@ class Seen:
             "batch_size": self.batch_size,
             "work": rows,
             "recomputed": list(self.recomputed),
+            "autocast": self.autocast,
+            "batch_lines": list(self.batch_lines),
         }
 
     @classmethod
@@ -236,6 +243,8 @@ class Seen:
             data["batch_size"],
             tuple(Work(module, Phase(phase), op, *rest) for module, phase, op, *rest in rows),
             tuple(data["recomputed"]),
+            bool(data["autocast"]),
+            tuple(data["batch_lines"]),
         )
 
 
@@ -269,6 +278,7 @@ class DryRun(Shown):
         allocator: settings of the allocator that were in force.
         seen: what else the run showed of the program; None where nobody asked.
         suspicion: why the simulation, and not the script, may be the reason of its failure, or "".
+        module: whether `script` is the name of a module, as for `python -m`.
     """
 
     script: str
@@ -288,6 +298,7 @@ class DryRun(Shown):
     allocator: AllocatorOptions = field(default_factory=AllocatorOptions)
     seen: Seen | None = None
     suspicion: str = ""
+    module: bool = False
 
     def __str__(self) -> str:
         return reporters.describe(self)
@@ -335,6 +346,7 @@ class DryRun(Shown):
             "version": FORMAT_VERSION,
             "script": self.script,
             "arguments": list(self.arguments),
+            "module": self.module,
             "outcome": self.outcome.value,
             "fits": self.fits,
             "exit_code_of_command": self.exit_code_of_command,
@@ -382,6 +394,7 @@ class DryRun(Shown):
                 allocator=AllocatorOptions(**data["allocator"]),
                 seen=Seen.from_json(data["seen"]) if "seen" in data else None,
                 suspicion=str(data.get("suspicion", "")),
+                module=bool(data.get("module", False)),
             )
         except BadFile:
             raise
@@ -406,6 +419,8 @@ class Request:
         result_path: where to write the `DryRun`.
         largest_first: look at `scan` batches first and begin with the largest.
         loader_ordinal: which of the script's loaders, in order of their making; None when not known yet.
+        batch_lines: lines at which a script without a loader copies its batches to the device.
+        batch_size: samples of a batch; None when not known.
         settings: how the script's steps are to be run, as far as that can be changed from outside; None: as they are.
         watch: tell what else the run shows of the program, the work of its operators included.
         until_fit: run the script, which trains with Keras, until its first `fit`, and estimate a step of that.
@@ -425,11 +440,22 @@ class Request:
     result_path: str = ""
     largest_first: bool = False
     loader_ordinal: int | None = None
+    batch_lines: tuple[str, ...] = ()
+    batch_size: int | None = None
     settings: Settings | None = None
     watch: bool = False
     until_fit: bool = False
     writable: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
+
+    def after(self, seen: Seen, loader_ordinal: int | None) -> "Request":
+        """The same question, knowing what a first run has seen of the script's batches."""
+        return replace(self, loader_ordinal=loader_ordinal, batch_lines=seen.batch_lines, batch_size=seen.batch_size)
+
+    @property
+    def splits(self) -> bool:
+        """Whether the script's batches can be split from outside."""
+        return self.batch_size is not None and (self.loader_ordinal is not None or bool(self.batch_lines))
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write: `device` is its name, `device_row` the whole of it."""
@@ -444,7 +470,7 @@ class Request:
             **{
                 **data,
                 "device": device,
-                **{name: tuple(data.get(name, ())) for name in ("arguments", "writable", "layers")},
+                **{name: tuple(data.get(name, ())) for name in ("arguments", "batch_lines", "writable", "layers")},
             },
             settings=None if settings is None else Settings.from_json(settings),
         )

@@ -30,6 +30,11 @@ def with_run_request(path: str) -> dict[str, str]:
     return {**os.environ, RUN_REQUEST: path}
 
 
+def wants_progress() -> bool:
+    """Whether memfit may say what it is doing while that takes long: MEMFIT_PROGRESS, on by default."""
+    return os.environ.get("MEMFIT_PROGRESS", "1").strip().lower() not in ("0", "off", "no", "false")
+
+
 def visible_cuda_devices() -> str | None:
     """Which NVIDIA devices a program may see, in CUDA's own syntax; None where all of them."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -71,10 +71,17 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A move that was not considered, and why: "batch norm: its statistics would be those of a micro-batch"."""
+    """A move that was not considered, and why: "batch norm: its statistics would be those of a micro-batch".
+
+    Args:
+        name: of the move.
+        reason: in words.
+        allowed_by: the word in `allow` that lets it in all the same, or "".
+    """
 
     name: str
     reason: str
+    allowed_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +93,20 @@ class Footprint:
         allocated_bytes: greatest sum of live blocks.
         by_category: bytes at the peak.
         host_bytes: further host memory that the plan needs, for what waits there.
+        origin: simulated where a run or a trace of this very step gave the figures, assumed where they are computed.
     """
 
     peak_bytes: int
     allocated_bytes: int
     by_category: dict[str, int]
     host_bytes: int = 0
+    origin: Origin = Origin.SIMULATED
 
     @classmethod
-    def of(cls, estimate: Estimate, host_bytes: int = 0) -> "Footprint":
+    def of(cls, estimate: Estimate, host_bytes: int = 0, origin: Origin = Origin.SIMULATED) -> "Footprint":
         """The figures of an estimate."""
-        return cls(estimate.peak_bytes, estimate.allocated_peak_bytes, estimate.breakdown.by_category, host_bytes)
+        by_category = estimate.breakdown.by_category
+        return cls(estimate.peak_bytes, estimate.allocated_peak_bytes, by_category, host_bytes, origin)
 
 
 def _describe(plan: "Plan") -> str:
@@ -133,7 +143,7 @@ class Plan(Shown):
         settings: how to run the step.
         moves: what `settings` change, in order of saving.
         before: the step as it is.
-        after: the step as planned, from a trace with the moves applied.
+        after: the step as planned, from a trace with the moves applied where its origin says so.
         seconds_before: time of a step as it is.
         seconds_after: time of a step as planned.
         front: the best plans for every budget, largest memory first.
@@ -272,8 +282,8 @@ class Plan(Shown):
                 batch_size=data["batch_size"],
                 settings=Settings.from_json(data["settings"]),
                 moves=tuple(map(_read_move, data["moves"])),
-                before=Footprint(**data["before"]),
-                after=Footprint(**data["after"]),
+                before=_read_footprint(data["before"]),
+                after=_read_footprint(data["after"]),
                 seconds_before=_read_seconds(data["seconds_before"]),
                 seconds_after=_read_seconds(data["seconds_after"]),
                 front=tuple(Point(**{**p, "settings": Settings.from_json(p["settings"])}) for p in data["front"]),
@@ -301,6 +311,10 @@ def _written(write: Callable[[], object], what: str, path: str | os.PathLike[str
 def _read_move(data: dict[str, Any]) -> PlannedMove:
     origins = {name: Origin(data[name]) for name in ("saves_origin", "costs_origin")}
     return PlannedMove(**{**data, **origins, "keeps": Keeps(data["keeps"])})
+
+
+def _read_footprint(data: dict[str, Any]) -> Footprint:
+    return Footprint(**{**data, "origin": Origin(data.get("origin", Origin.SIMULATED))})
 
 
 def _read_seconds(data: dict[str, Any]) -> Seconds:

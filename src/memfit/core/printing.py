@@ -4,8 +4,6 @@ Everything memfit writes to a terminal, a notebook or a page passes `printable`,
 carriage return or a mark that reverses the direction of writing is shown instead of obeyed.
 """
 
-import sys
-
 
 def printable(text: str, *, keep: str = "") -> str:
     r"""Text that can't steer a terminal: control and invisible characters become escapes.
@@ -22,8 +20,3 @@ def printable(text: str, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def announce(text: str, *, by: str = "memfit") -> None:
-    """Writes a message of ours to standard error, at once and on lines of its own."""
-    print(printable(f"{by}: {text}", keep="\n\t"), file=sys.stderr, flush=True)

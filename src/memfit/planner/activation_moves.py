@@ -1,12 +1,13 @@
 """Moves that shrink what the forward pass keeps: smaller micro-batches, checkpointing, 16-bit arithmetic."""
 
+from dataclasses import replace
 from itertools import groupby
 from statistics import fmean
 
 from memfit.core.device import Origin
 from memfit.core.settings import Keeps
 from memfit.core.timeline import Block, Category, Phase, Timeline
-from memfit.planner.move import Move, Situation
+from memfit.planner.move import AS_IT_IS, Move, Situation
 from memfit.planner.retiming import BEFORE, Life, lives, rebuild, resized
 from memfit.planner.structure import (
     Spans,
@@ -46,7 +47,7 @@ def halve_micro_batch(situation: Situation) -> Move | None:
     """
     timeline = situation.timeline
     spans, shaped = Spans(timeline), parameter_sizes(timeline)
-    if not any(block.category is Category.ACTIVATION for block in timeline.blocks):
+    if situation.batch_size == 1 or not any(block.category is Category.ACTIVATION for block in timeline.blocks):
         return None
     moved = []
     for life in lives(timeline):
@@ -64,10 +65,11 @@ def halve_micro_batch(situation: Situation) -> Move | None:
     return Move(
         "halve the micro-batch and accumulate twice",
         Keeps.CHANGES if statistics else Keeps.ROUNDING,
-        f"half the batch_size of the loader, (loss / 2).backward(), optimizer.step() every second batch{note}",
+        f"half the samples in each batch, (loss / 2).backward(), optimizer.step() every second batch{note}",
         Origin.ASSUMED,
         rebuild(moved, timeline.marks),
         situation.options,
+        replace(AS_IT_IS, micro_batches=2),
     )
 
 
@@ -107,6 +109,7 @@ def checkpoint_units(situation: Situation) -> Move | None:
         Origin.ASSUMED,
         best,
         situation.options,
+        replace(AS_IT_IS, checkpoint=tuple(units)),
     )
 
 
@@ -162,7 +165,12 @@ def autocast(situation: Situation) -> Move | None:
     """
     timeline = situation.timeline
     parameter_bytes = total_bytes(timeline, Category.PARAMETER)
-    if not situation.num_parameters or parameter_bytes != 4 * situation.num_parameters or _has_casts(timeline):
+    if (
+        situation.uses_autocast
+        or not situation.num_parameters
+        or parameter_bytes != 4 * situation.num_parameters
+        or _has_casts(timeline)
+    ):
         return None
     moved: list[Life] = []
     for life in lives(timeline):
@@ -173,14 +181,15 @@ def autocast(situation: Situation) -> Move | None:
         if passes:
             together = list(spans)
             moved.append(Life(copies, together[0].start + BEFORE, together[-1].end + BEFORE))
+    width, scaler = ("bfloat16", "") if situation.autocast == "amp-bf16" else ("float16", ", with a GradScaler")
     return Move(
         "compute in 16 bits with autocast",
         Keeps.ROUNDING,
-        'with torch.autocast("cuda", dtype=torch.bfloat16): around model and loss '
-        "(before Ampere: torch.float16 and a GradScaler)",
+        f'with torch.autocast("cuda", dtype=torch.{width}): around model and loss{scaler}',
         Origin.ASSUMED,
         rebuild(moved, timeline.marks),
         situation.options,
+        replace(AS_IT_IS, precision=situation.autocast),
     )
 
 

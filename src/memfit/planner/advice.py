@@ -1,11 +1,12 @@
-"""Which changes would save most: every move is replayed on the timeline at hand, and the best are named."""
+"""Which changes would save most: every move is replayed on the timeline at hand, and the best are tried and named."""
 
 from collections.abc import Callable
 
 from memfit.allocator import replay as replay_timeline
+from memfit.core.device import Origin
 from memfit.core.dryrun import Advice
-from memfit.core.replay import AllocatorOptions, Replay
-from memfit.core.timeline import Timeline
+from memfit.core.replay import Replay
+from memfit.core.settings import Settings
 from memfit.planner import activation_moves, lifetime_moves, state_moves
 from memfit.planner.move import Move, Situation
 
@@ -27,38 +28,51 @@ MOVES: tuple[Callable[[Situation], Move | None], ...] = (
 
 
 def advise(
-    timeline: Timeline,
+    situation: Situation,
     replay: Replay,
-    options: AllocatorOptions,
     limit: int = 3,
     *,
     context_bytes: int = 0,
-    num_parameters: int = 0,
-    num_devices: int = 1,
+    peak_with: Callable[[Settings], int | None] = lambda settings: None,
 ) -> tuple[Advice, ...]:
     """The changes that would save most at the peak, each taken alone, best first.
 
     Args:
-        timeline: of the whole step, as an unlimited device would run it.
+        situation: the whole step, as an unlimited device would run it.
         replay: what that device made of it.
-        options: settings of the allocator.
         limit: at most so many.
         context_bytes: memory of the CUDA context, which nothing saves.
-        num_parameters: elements of all parameters, from which their width follows; 0 when unknown.
-        num_devices: devices in use.
+        peak_with: what the device must provide when the step is run with settings in force; None where that can't be
+            found out, so that what was computed is all there is.
     """
     # Both sides of each difference come from the same replay, so that what the run did beside the timeline, such as
     # releasing the cache by hand, doesn't count as a saving.
-    before = replay_timeline(timeline, options).reserved_peak_bytes
-    found = []
+    before = replay_timeline(situation.timeline, situation.options).reserved_peak_bytes
+    live, most = situation.timeline.peak()[1], replay.reserved_peak_bytes
+    computed: list[tuple[int, Move]] = []
     for make in MOVES:
-        move = make(Situation(timeline, options, num_parameters, num_devices))
+        move = make(situation)
         if move is None:
             continue
-        saves = before - replay_timeline(move.timeline, move.options).reserved_peak_bytes
-        saves = min(saves, replay.reserved_peak_bytes)
-        if saves > 0 and saves >= MIN_SHARE * replay.reserved_peak_bytes:
-            peak_bytes = replay.reserved_peak_bytes - saves + context_bytes
-            found.append(Advice(move.title, saves, peak_bytes, move.keeps, move.how, move.origin))
+        saves = min(before - replay_timeline(move.timeline, move.options).reserved_peak_bytes, most)
+        if move.origin is Origin.ASSUMED:
+            # Where sizes are guessed, gaps that happen to close between them are no saving to count on.
+            saves = min(saves, live - move.timeline.peak()[1])
+        computed.append((saves, move))
+    computed.sort(key=lambda pair: (-pair[0], pair[1].title))
+    found: list[Advice] = []
+    for saves, move in computed:
+        if len(found) == limit or not _is_worth(saves, most):
+            break
+        run = None if move.settings is None else peak_with(move.settings)
+        # A run has the last word, also where the move turns out to save nothing.
+        saves = saves if run is None else most + context_bytes - run
+        if _is_worth(saves, most):
+            origin = move.origin if run is None else Origin.SIMULATED
+            found.append(Advice(move.title, saves, most + context_bytes - saves, move.keeps, move.how, origin))
     found.sort(key=lambda advice: (-advice.saves_bytes, advice.title))
-    return tuple(found[:limit])
+    return tuple(found)
+
+
+def _is_worth(saves_bytes: int, peak_bytes: int) -> bool:
+    return saves_bytes > 0 and saves_bytes >= MIN_SHARE * peak_bytes

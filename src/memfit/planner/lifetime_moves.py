@@ -4,10 +4,10 @@ from collections import Counter
 from dataclasses import replace
 
 from memfit.core.device import Origin
-from memfit.core.settings import Keeps
+from memfit.core.settings import Keeps, Settings
 from memfit.core.timeline import Block, Category, Phase
 from memfit.core.units import format_size
-from memfit.planner.move import Move, Situation
+from memfit.planner.move import AS_IT_IS, Move, Situation
 from memfit.planner.retiming import BEFORE, lives, rebuild
 from memfit.planner.structure import Spans, of_the_graph
 
@@ -46,6 +46,7 @@ def free_gradients(situation: Situation) -> Move | None:
         ends,
         "free gradients right after the optimizer step",
         "optimizer.zero_grad(set_to_none=True) directly after optimizer.step()",
+        replace(AS_IT_IS, set_to_none=True),
     )
 
 
@@ -85,13 +86,15 @@ def _kind(block: Block) -> tuple[str, str, str, int]:
     return block.module, block.op, block.source, block.size_bytes
 
 
-def _ending(situation: Situation, ends: dict[int, float], title: str, how: str) -> Move | None:
+def _ending(
+    situation: Situation, ends: dict[int, float], title: str, how: str, settings: Settings | None = None
+) -> Move | None:
     """The move after which the blocks that begin at these ticks end at these moments."""
     if not ends:
         return None
     timeline = situation.timeline
     moved = [life._replace(end=ends.get(life.block.start, life.end)) for life in lives(timeline)]
-    return Move(title, Keeps.EXACT, how, Origin.SIMULATED, rebuild(moved, timeline.marks), situation.options)
+    return Move(title, Keeps.EXACT, how, Origin.SIMULATED, rebuild(moved, timeline.marks), situation.options, settings)
 
 
 def expand_segments(situation: Situation) -> Move | None:
@@ -105,4 +108,5 @@ def expand_segments(situation: Situation) -> Move | None:
         Origin.SIMULATED,
         situation.timeline,
         replace(situation.options, expandable_segments=True),
+        replace(AS_IT_IS, expandable_segments=True),
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from memfit.core.device import Origin
 from memfit.core.replay import AllocatorOptions
-from memfit.core.settings import Keeps
+from memfit.core.settings import Keeps, Settings
 from memfit.core.timeline import Timeline
 
 
@@ -17,12 +17,24 @@ class Situation:
         options: of its allocator.
         num_parameters: elements of all parameters; 0 when nobody counted.
         num_devices: devices that the step runs on.
+        batch_size: samples of a batch; None when unknown.
+        uses_autocast: whether autocast is on already.
+        is_fusable: whether the optimizers have fused kernels.
+        autocast: the precision that the device is good at.
     """
 
     timeline: Timeline
     options: AllocatorOptions
     num_parameters: int = 0
     num_devices: int = 1
+    batch_size: int | None = None
+    uses_autocast: bool = False
+    is_fusable: bool = True
+    autocast: str = "amp-bf16"
+
+
+AS_IT_IS = Settings(set_to_none=False)
+"""The script unchanged: `set_to_none` means here that gradients are dropped right after each update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +48,7 @@ class Move:
         origin: simulated where only the order of events or the allocator differs, assumed where sizes are guessed.
         timeline: of the step after the change.
         options: of its allocator after the change.
+        settings: the change as a run of the script can have it in force; None where that takes another script.
     """
 
     title: str
@@ -44,3 +57,4 @@ class Move:
     origin: Origin
     timeline: Timeline
     options: AllocatorOptions
+    settings: Settings | None = None

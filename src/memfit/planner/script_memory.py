@@ -8,17 +8,15 @@ is as good as the moves are; a second run of the script with the settings in for
 from dataclasses import replace
 
 from memfit.allocator import replay
+from memfit.core.dryrun import Seen
 from memfit.core.estimate import Estimate
 from memfit.core.replay import AllocatorOptions, Replay
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.core.timeline import Category, Phase, Timeline
 from memfit.planner import activation_moves, lifetime_moves, state_moves
-from memfit.planner.move import Move, Situation
+from memfit.planner.move import AS_IT_IS, Move, Situation
 from memfit.planner.moves import AUTOCAST, CHECKPOINT, EIGHT_BIT, EXPANDABLE, FUSED, MICRO_BATCH, SET_TO_NONE, SHARD
 from memfit.planner.structure import has_batch_norm, has_dropout, repeated_units, unit_of
-
-AS_IT_IS = Settings(set_to_none=False)
-"""The script unchanged: `set_to_none` means here that gradients are dropped right after each update."""
 
 _MAKE = {
     FUSED: state_moves.fuse_optimizer,
@@ -40,13 +38,18 @@ class ScriptMemory:
         estimate: of the script on a device without a limit.
         options: of its allocator.
         num_devices: devices that it runs on.
+        seen: what else the run showed of the program.
     """
 
-    def __init__(self, estimate: Estimate, options: AllocatorOptions, num_devices: int = 1) -> None:
+    def __init__(
+        self, estimate: Estimate, options: AllocatorOptions, num_devices: int = 1, seen: Seen | None = None
+    ) -> None:
         self._estimate = estimate
-        self._options = options
-        self._num_devices = num_devices
         timeline = estimate.timeline
+        seen = seen or Seen()
+        self._plain = Situation(
+            timeline, options, estimate.num_parameters, num_devices, seen.batch_size, seen.autocast, seen.fusable
+        )
         self._level = activation_moves.level_of_units(timeline)
         self.units = () if self._level is None else tuple(repeated_units(timeline, self._level))
         self.has_batch_norm = has_batch_norm(timeline)
@@ -94,8 +97,8 @@ class ScriptMemory:
             before = self._after(names[:-1])
             move: Move | None = None
             if before is not None:
-                count = self._estimate.num_parameters
-                move = _MAKE[names[-1]](Situation(*before, count, self._num_devices))
+                timeline, options = before
+                move = _MAKE[names[-1]](replace(self._plain, timeline=timeline, options=options))
             if len(self._steps) >= _MAX_KEPT:
                 self._steps = {(): self._steps[()]}
             self._steps[names] = None if move is None else (move.timeline, move.options)

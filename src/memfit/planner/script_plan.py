@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from memfit.core.plan import Refusal
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.planner.move import AS_IT_IS
 from memfit.planner.moves import (
     APPROXIMATE,
     AUTOCAST,
@@ -25,7 +26,7 @@ from memfit.planner.moves import (
     SHARD,
 )
 from memfit.planner.pareto import undominated
-from memfit.planner.script_memory import AS_IT_IS, ScriptMemory
+from memfit.planner.script_memory import ScriptMemory
 from memfit.planner.script_speed import ScriptSpeed
 
 # Of the time of a step: by less than this, a plan that can be proven is preferred to a faster one that can't.
@@ -146,12 +147,12 @@ def _parts(
 ) -> tuple[int, ...]:
     if MICRO_BATCH not in allowed:
         return (1,)
-    if not memory.offers(MICRO_BATCH):
+    if batch_size == 1:
+        refused.append(Refusal(MICRO_BATCH, "the batch has one sample"))
+    elif not memory.offers(MICRO_BATCH):
         refused.append(Refusal(MICRO_BATCH, "nothing grows with the batch"))
     elif memory.has_batch_norm and APPROXIMATE not in allowed:
-        refused.append(Refusal(MICRO_BATCH, BATCH_NORM))
-    elif batch_size == 1:
-        refused.append(Refusal(MICRO_BATCH, "the batch has one sample"))
+        refused.append(Refusal(MICRO_BATCH, BATCH_NORM, APPROXIMATE))
     else:
         most = _MAX_BLIND_PARTS if batch_size is None else min(batch_size, _MAX_PARTS)
         return tuple(2**power for power in range(most.bit_length()))

@@ -1,9 +1,11 @@
 """Moves on what outlives a step: optimizer temporaries and states, and the sharding of all that over devices."""
 
+from dataclasses import replace
+
 from memfit.core.device import Origin
-from memfit.core.settings import Keeps
+from memfit.core.settings import Keeps, OptimizerKernels
 from memfit.core.timeline import Block, Category, Phase
-from memfit.planner.move import Move, Situation
+from memfit.planner.move import AS_IT_IS, Move, Situation
 from memfit.planner.retiming import BEFORE, Life, lives, rebuild, resized
 from memfit.planner.structure import Spans, named_range, repeated_units, unit_of
 
@@ -27,13 +29,15 @@ def fuse_optimizer(situation: Situation) -> Move | None:
     if not dropped:
         return None
     dropped -= {block.start for block in largest.values()}
+    fused = situation.is_fusable
     return Move(
-        "update parameters with a fused optimizer",
+        "update parameters with a fused optimizer" if fused else "update one parameter at a time",
         Keeps.ROUNDING,
-        "fused=True in the constructor of the optimizer, or foreach=False where it has no fused kernel",
+        f"{'fused=True' if fused else 'foreach=False'} in the constructor of the optimizer",
         Origin.ASSUMED,
         rebuild([life for life in lives(timeline) if life.block.start not in dropped], timeline.marks),
         situation.options,
+        replace(AS_IT_IS, kernels=OptimizerKernels.FUSED if fused else OptimizerKernels.SINGLE),
     )
 
 

@@ -31,23 +31,24 @@ def estimates(results: Sequence[Estimate]) -> tuple[str, list[Part]]:
     return figures.headline(results[0]), [Part("Devices", grid=grid)]
 
 
-def batches(subject: str, found: Sequence[tuple[int | None, Estimate]]) -> tuple[str, list[Part]]:
-    """The largest batch of one job on several devices, each as (batch size, the estimate at it)."""
+def batches(subject: str, found: Sequence[tuple[int | None, int | None, Estimate]]) -> tuple[str, list[Part]]:
+    """The largest batch of one job on several devices, each as (safe batch size, limit, the estimate at the first)."""
     lines = [
         Line(
             (
                 figures.device_title(estimate.device),
-                "none" if size is None else str(size),
+                "none" if safe is None else str(safe),
+                "none" if limit is None else str(limit),
                 figures.needed(estimate),
                 figures.with_origin(estimate.capacity_bytes, estimate.device.usable_origin),
                 _share(estimate.peak_bytes, estimate.capacity_bytes),
             )
         )
-        for size, estimate in found
+        for safe, limit, estimate in found
     ]
     # Where nothing fits, what is needed is that of the smallest size tried.
-    grid = Grid(("device", ">batch size", ">needed (simulated)", ">usable", ">of usable"), tuple(lines))
-    return figures.printable(f"{subject}: largest batch size that fits"), [Part("Devices", grid=grid)]
+    grid = Grid(("device", ">safe batch size", ">limit", ">needed (simulated)", ">usable", ">of usable"), tuple(lines))
+    return figures.printable(f"{subject}: largest batch size"), [Part("Devices", grid=grid)]
 
 
 def plans(found: Sequence[tuple[Device, Plan | PlanNotFound]]) -> tuple[str, list[Part]]:

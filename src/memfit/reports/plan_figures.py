@@ -48,7 +48,7 @@ def headline(plan: Plan) -> str:
 def demand(plan: Plan) -> str:
     """Peak before and after, beside the budget."""
     before, after = format_size(plan.before.peak_bytes), format_size(plan.after.peak_bytes)
-    change = f"{after} as it is" if not plan.moves else f"{before} -> {after} (simulated)"
+    change = f"{after} as it is" if not plan.moves else f"{before} -> {after} ({plan.after.origin.value})"
     return f"{change}, budget {format_size(plan.budget_bytes)}"
 
 
@@ -148,8 +148,9 @@ def categories(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def is_chosen(point: Point, plan: Plan) -> bool:
-    """Whether a point of the front is the plan itself."""
-    return point.settings == plan.settings
+    """Whether a point of the front is the plan itself, which one is at most."""
+    same = (one for one in plan.front if one.settings == plan.settings and one.peak_bytes == plan.after.peak_bytes)
+    return point is next(same, None)
 
 
 def point_origin(point: Point) -> str:

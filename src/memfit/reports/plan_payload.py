@@ -57,7 +57,7 @@ def _figures(plan: Plan) -> list[figures.Figure]:
     simulated = "simulated"
     found = [
         figures.Figure("peak as it is", format_size(plan.before.peak_bytes), simulated),
-        figures.Figure("peak as planned", format_size(plan.after.peak_bytes), simulated),
+        figures.Figure("peak as planned", format_size(plan.after.peak_bytes), plan.after.origin.value),
         figures.Figure("budget", format_size(plan.budget_bytes), ""),
         *(
             figures.Figure(label, plan_figures.format_seconds(time.seconds), time.origin.value if time.seconds else "")

@@ -3,6 +3,8 @@
 A report is a verdict, a few lines below it, and parts. Text, terminal and page show the same ones.
 """
 
+import shlex
+
 from memfit.core.dryrun import Advice, DryRun, Failure, Outcome, Scan
 from memfit.core.estimate import CACHED, CONTEXT, Estimate, Note
 from memfit.core.timeline import Phase
@@ -171,6 +173,20 @@ def failure_groups(run: DryRun, failure: Failure) -> dict[str, int]:
     return failure.by_category | {name: size for name, size in rest.items() if size > 0}
 
 
+def advice_lines(run: DryRun) -> list[str]:
+    """What to do where no change is enough alone: the command that looks for a combination; empty otherwise."""
+    capacity = None if run.estimate is None else run.estimate.capacity_bytes
+    if run.estimate is None or capacity is None or run.fits is not False:
+        return []
+    if any(advice.peak_bytes <= capacity for advice in run.advice):
+        return []
+    count = ["--count", str(run.num_devices)] if run.num_devices > 1 else []
+    script = ["--script", *(["-m"] if run.module else []), run.script, *run.arguments]
+    words = ["memfit", "plan", "--device", run.estimate.device.name, *count, *script]
+    many = "none of these is enough alone; " if run.advice else ""
+    return [f"{many}this looks for the fastest combination that fits, and runs the script with it:", shlex.join(words)]
+
+
 def advice_title(advice: Advice, run: DryRun) -> str:
     """A change and what it saves."""
     capacity = None if run.estimate is None else run.estimate.capacity_bytes
@@ -299,6 +315,7 @@ def _advice_part(run: DryRun) -> Part:
     lines = []
     for number, advice in enumerate(run.advice, 1):
         lines += [f"{number}. {advice_title(advice, run)}", f"   {printable(advice.how)}"]
+    lines += map(printable, advice_lines(run))
     return Part("Changes that would save most, each alone", lines=tuple(lines))
 
 

@@ -34,7 +34,9 @@ def build_run_payload(run: DryRun) -> dict[str, Any]:
         "seconds": round(run.seconds, 2),
         "notes": notes,
         "run": {
-            "details": [line for line in run_figures.details(run) if line not in shown],
+            "details": [
+                line for line in (*run_figures.details(run), *run_figures.advice_lines(run)) if line not in shown
+            ],
             "failure": None if fatal is None else _failure(run, fatal),
             "scan": [line for line in run_figures.scan_lines(run) if line not in shown],
             "scanFailure": None if late is None else _failure(run, late),

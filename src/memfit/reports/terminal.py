@@ -144,21 +144,23 @@ def render_devices(devices: Sequence[Device]) -> "RenderableType":
 
 
 def render_max_batch(
-    rows: Sequence[tuple[int, int, bool | None]], chosen: int | None, device: Device
+    rows: Sequence[tuple[int, int, bool | None]], safe: int | None, limit: int | None, device: Device
 ) -> "RenderableType":
-    """The batch sizes that were tried, as (batch size, peak bytes, fits), and the largest that fits.
+    """The batch sizes that were tried, as (batch size, peak bytes, fits), and which of them to use.
 
     Args:
         rows: what was tried, in any order.
-        chosen: the batch size to use; None when none fits.
+        safe: the batch size to use; None when none is safe.
+        limit: the largest that fits; None when none does.
         device: the target.
     """
     require_rich()
     from rich.console import Group
     from rich.text import Text
 
-    title = Text(batches.title(chosen, device), style=f"bold {verdict_style(chosen is not None)}")
-    return Group(title, _grid(batches.grid(rows, chosen, device)))
+    style = verdict_style(False if limit is None else None if safe is None else True)
+    title = Text(batches.title(safe, limit, device), style=f"bold {style}")
+    return Group(title, _grid(batches.grid(rows, safe, device)))
 
 
 def render_parts(verdict: str, details: list[str], parts: list[Part], *, style: str) -> "RenderableType":

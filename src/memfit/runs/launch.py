@@ -13,13 +13,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import BadFile
+from memfit.core.progress import doing
 from memfit.runs import processes
 from memfit.runs.written_files import collect
 
@@ -60,6 +61,7 @@ def run_child(
     stdout_to_stderr: bool = False,
     silent: bool = False,
     command: Sequence[str] | None = None,
+    timeout_seconds: float | None = None,
 ) -> dict[str, Any]:
     """What the child found out, as the JSON of a `DryRun`, with anything it added.
 
@@ -68,6 +70,7 @@ def run_child(
         stdout_to_stderr: what the script prints goes to standard error, to keep standard output for the answer.
         silent: what the script prints goes nowhere, and it has nothing to read.
         command: what to start instead of `COMMAND`.
+        timeout_seconds: how long it may take; it is then ended, and has crashed.
 
     Raises:
         Interrupted: the user interrupted it, and the child left a result all the same.
@@ -85,7 +88,13 @@ def run_child(
         )
         request_path.write_text(json.dumps(asked.to_json()), encoding="utf-8")
         try:
-            return_code = _run([*(command or COMMAND), str(request_path)], stdout_to_stderr, silent)
+            # What the script prints is progress enough.
+            with doing("running the script") if silent else nullcontext():
+                return_code = _run(
+                    [*(command or COMMAND), str(request_path)], stdout_to_stderr, silent, timeout_seconds
+                )
+        except subprocess.TimeoutExpired:
+            return _crash(request, -getattr(signal, "SIGALRM", signal.SIGTERM)).to_json()
         except KeyboardInterrupt:
             known = _read(result_path)
             if known is None:
@@ -121,7 +130,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return dict(data)
 
 
-def _run(command: list[str], stdout_to_stderr: bool, silent: bool) -> int:
+def _run(command: list[str], stdout_to_stderr: bool, silent: bool, timeout_seconds: float | None = None) -> int:
     """Return code of the command; negative for a signal."""
     # What we have printed so far comes before what the script prints.
     sys.stdout.flush()
@@ -141,7 +150,7 @@ def _run(command: list[str], stdout_to_stderr: bool, silent: bool) -> int:
         process_group=None if shares_terminal or not hasattr(os, "killpg") else 0,
     ) as process:
         try:
-            return process.wait()
+            return process.wait(timeout_seconds)
         except BaseException as error:
             _stop(process, error, shares_terminal)
             raise

@@ -1,15 +1,17 @@
 """The runs that make up one dry run.
 
 The first is the script as it is. Where it dies of the device's limit, a second on a device without one tells what it
-would need. Where it doesn't and a scan was asked for, another begins with the largest of the loader's batches.
+would need. Where it doesn't and a scan was asked for, another begins with the largest of the loader's batches. What
+could be changed about a script that doesn't fit is tried by running it with the change in force.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from memfit.core.dryrun import DryRun, Failure, Outcome, Request, Scan
+from memfit.core.dryrun import DryRun, Failure, Outcome, Request, Scan, Seen
 from memfit.core.estimate import Estimate
+from memfit.core.settings import Settings
 from memfit.core.timeline import Timeline
 from memfit.runs.launch import Interrupted, run_child
 
@@ -17,12 +19,29 @@ _RAN = (Outcome.COMPLETED, Outcome.ENDED)
 # In the first step the optimizer has no state yet.
 _MIN_SCAN_STEPS = 2
 _MAX_AHEAD = 1000
+# With micro-batches every update takes so many passes, and all there is to see is there in the second.
+_STEPS_OF_PARTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """A run whose peak is to be lowered.
+
+    Args:
+        estimate: of a device without a limit.
+        request: that run, knowing what it has seen of the script's batches.
+        seen: what else it showed of the program.
+    """
+
+    estimate: Estimate
+    request: Request
+    seen: Seen
 
 
 def dry_run(
     request: Request, *, quiet_output: bool = False, announce: Callable[[str], None] = lambda text: None
-) -> tuple[DryRun, Estimate | None]:
-    """The dry run, and the estimate whose peak is to be lowered where something doesn't fit.
+) -> tuple[DryRun, TooLarge | None]:
+    """The dry run, and the run whose peak is to be lowered where something doesn't fit.
 
     Args:
         request: the script and the device.
@@ -39,8 +58,7 @@ def dry_run(
     try:
         if run.outcome is Outcome.OUT_OF_MEMORY:
             announce("running the script once more on a device without a limit, to see what it would need")
-            run = _with_need(run, request)
-            too_large = run.estimate
+            run, too_large = _with_need(run, request)
             if request.scan:
                 run = replace(run, scan=Scan(problem="the script's first batches don't fit already"))
         elif request.scan and run.outcome in _RAN:
@@ -65,21 +83,54 @@ def read_run(request: Request, *, quiet_output: bool = False) -> DryRun:
     return replace(run, seconds=time.perf_counter() - started)
 
 
-def _with_need(died: DryRun, request: Request) -> DryRun:
+def run_with(
+    request: Request, settings: Settings, num_steps: int, timeout_seconds: float | None = None
+) -> DryRun | None:
+    """The run of a script with settings in force; None where they could not be put into practice for whole steps.
+
+    Args:
+        request: as for the plain run, which has told how the script's batches can be split.
+        settings: what is to be in force.
+        num_steps: optimizer steps that the plain run took.
+        timeout_seconds: how long it may take.
+    """
+    steps = request.steps if settings.micro_batches == 1 else min(_STEPS_OF_PARTS, request.steps)
+    wanted = replace(request, settings=settings, watch=False, steps=steps, unlimited=True)
+    run = DryRun.from_json(run_child(wanted, silent=True, timeout_seconds=timeout_seconds))
+    return None if settings.micro_batches > 1 and run.num_steps < min(steps, num_steps) else run
+
+
+def peak_with(found: TooLarge, settings: Settings, num_steps: int, timeout_seconds: float) -> int | None:
+    """What the device must provide for a script with settings in force; None where that can't be found out."""
+    if settings.micro_batches > 1 and not found.request.splits:
+        return None
+    run = run_with(found.request, settings, num_steps, timeout_seconds)
+    if run is None or run.outcome not in _RAN or run.estimate is None:
+        return None
+    recomputed = () if run.seen is None else run.seen.recomputed
+    return run.estimate.peak_bytes if set(settings.checkpoint) <= set(recomputed) else None
+
+
+def _with_need(died: DryRun, request: Request) -> tuple[DryRun, TooLarge | None]:
     """The run with the estimate of an unlimited device, in which the failure of the limited one is noted.
 
     Where that run tells no more than the limited one, what is known of the latter is all there is to know.
     """
-    free = DryRun.from_json(run_child(replace(request, unlimited=True), silent=True))
+    request = replace(request, unlimited=True, watch=True)
+    data = run_child(request, silent=True)
+    free = DryRun.from_json(data)
+    seen = free.seen or Seen()
+    request = request.after(seen, data.get("loader_ordinal"))
     known, found, fatal = died.estimate, free.estimate, died.fatal
     if found is None or (known is not None and found.peak_bytes <= known.peak_bytes):
         found = known
     if found is None or fatal is None:
-        return replace(died, estimate=found)
+        return replace(died, estimate=found), None if found is None else TooLarge(found, request, seen)
     device = found.device if known is None else known.device
     estimate = replace(found, device=device, replay=replace(found.replay, out_of_memory=fatal.out_of_memory))
     named = _classified(fatal, found.timeline)
-    return replace(died, estimate=estimate, failures=tuple(named if f is fatal else f for f in died.failures))
+    run = replace(died, estimate=estimate, failures=tuple(named if f is fatal else f for f in died.failures))
+    return run, TooLarge(estimate, request, seen)
 
 
 def _classified(failure: Failure, timeline: Timeline) -> Failure:
@@ -95,17 +146,17 @@ def _classified(failure: Failure, timeline: Timeline) -> Failure:
     return replace(failure, by_category=timeline.breakdown(tick, lambda block: str(block.category)))
 
 
-def _scan(request: Request) -> tuple[Scan, Estimate | None]:
-    """How the batches vary and whether the largest fits; with its estimate where it doesn't."""
+def _scan(request: Request) -> tuple[Scan, TooLarge | None]:
+    """How the batches vary and whether the largest fits; with what it needs where it doesn't."""
     request = replace(request, largest_first=True, steps=max(_MIN_SCAN_STEPS, request.steps))
     run = DryRun.from_json(run_child(request, silent=True))
     scan = run.scan
     if scan is None or scan.problem:
         return scan or Scan(problem=_why_not(run)), None
     if run.outcome is Outcome.OUT_OF_MEMORY:
-        run = _with_need(run, request)
+        run, too_large = _with_need(run, request)
         peak_bytes = None if run.estimate is None else run.estimate.peak_bytes
-        return replace(scan, fits=False, peak_bytes=peak_bytes, failure=run.fatal), run.estimate
+        return replace(scan, fits=False, peak_bytes=peak_bytes, failure=run.fatal), too_large
     if run.outcome in _RAN and run.estimate is not None:
         return replace(scan, fits=run.fits, peak_bytes=run.estimate.peak_bytes), None
     return replace(scan, problem=_why_not(run)), None

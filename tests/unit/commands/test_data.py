@@ -105,7 +105,7 @@ class Terminal:
 
 
 def test_a_bar_appears_when_it_takes_a_while(folder, monkeypatch):
-    monkeypatch.setattr(output, "_QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(output, "QUICK_SECONDS", 0.0)
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
 

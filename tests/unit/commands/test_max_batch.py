@@ -19,7 +19,7 @@ def test_json_equals_what_the_api_says(script, capsys):
     expected = memfit.max_batch(jobs.conv_job(), device="400MiB")
     data = json.loads(written.out)
     assert code == 0
-    assert (data["batch_size"], data["device"]) == (expected.batch_size, "400MiB")
+    assert (data["batch_size"], data["limit"], data["device"]) == (expected.batch_size, expected.limit, "400MiB")
     assert [tuple(row.values()) for row in data["tried"]] == list(expected.tried)
 
 
@@ -27,7 +27,21 @@ def test_candidates_are_the_only_answers(script, capsys):
     code, written = run(capsys, f"{script}:job", "-d", "400MiB", "--candidates", "64, 4,8")
 
     assert code == 0
-    assert "Largest batch size that fits: 64 (400.0 MiB usable" in written.out
+    assert "Batch size 64 is safe (400.0 MiB usable" in written.out
+
+
+def test_nothing_at_the_limit_is_called_safe(script, capsys):
+    code, written = run(capsys, f"{script}:job", "-d", "400MiB")
+
+    found = memfit.max_batch(jobs.conv_job(), device="400MiB")
+    assert code == 0
+    assert f"Batch size {found.batch_size} is safe; {found.limit} is the limit (400.0 MiB usable" in written.out
+    rows = [line for line in written.out.splitlines() if "MiB" in line and "%" in line]
+    for row in rows:
+        size, share = int(row.split("\u2502")[2]), int(row.split("%")[0].split()[-1])
+        assert ("yes" in row) == (size <= found.batch_size)
+        assert share <= 97 if "yes" in row else True
+        assert share <= 100 if "at the limit" in row else True
 
 
 def test_nothing_fits(script, capsys):

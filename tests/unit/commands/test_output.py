@@ -20,11 +20,11 @@ def test_everything_is_written_to_standard_output(capsys):
     output.print_estimate(estimate)
     output.print_comparison([estimate, estimate])
     output.print_devices([RTX_3090])
-    output.print_max_batch([(8, 10**9, True)], 8, RTX_3090)
+    output.print_max_batch([(8, 10**9, True)], 8, 8, RTX_3090)
 
     written = capsys.readouterr()
     assert written.err == ""
-    for text in ("1.13 GiB needed", "Comparison", "NVIDIA GeForce RTX 3090", "Largest batch size that fits: 8"):
+    for text in ("1.13 GiB needed", "Comparison", "NVIDIA GeForce RTX 3090", "Batch size 8 is safe ("):
         assert text in written.out
 
 

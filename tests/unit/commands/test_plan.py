@@ -60,7 +60,7 @@ def test_the_plan_is_printed(script, planner, capsys):
 
 
 def test_what_is_asked_for_reaches_the_planner(script, planner, capsys):
-    line = "-d t4 --budget 10GiB -b 64 -p auto --allow exact,lora --count 4 --no-measure"
+    line = "-d t4 --budget 10GiB -b 64 -p auto --allow exact,lora --count 4 --no-measure --seconds 7.5"
     run(capsys, f"{script}:job", *line.split())
     run(capsys, f"{script}:job", "-d", "t4", "--effective-batch", "6", "-p", "amp-bf16", "-o", "sgd")
 
@@ -75,7 +75,9 @@ def test_what_is_asked_for_reaches_the_planner(script, planner, capsys):
         "allow": ["exact", "lora"],
         "count": 4,
         "measure": False,
+        "seconds": 7.5,
     }
+    assert second["seconds"] is None
     assert (second["effective_batch"], second["precision"], second["measure"]) == (6, "amp-bf16", None)
     assert second["allow"] == ["exact", "rounding"]
     assert other.precision == "amp-bf16"

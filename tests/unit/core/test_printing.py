@@ -1,6 +1,7 @@
 import pytest
 
-from memfit.core.printing import announce, printable
+from memfit.core.printing import printable
+from memfit.core.progress import announce
 
 HOSTILE = ["\x1b[2J", "\x07", "\r", "\x9b31m", "\x7f", "\u202e", "\u2066", "\u200b", "\udcff", "\u2028"]
 

@@ -5,17 +5,20 @@ import pytest
 from memfit.allocator import replay
 from memfit.core.device import Origin
 from memfit.core.replay import AllocatorOptions
+from memfit.core.settings import Settings
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.planner import advice as module
 from memfit.planner import advise
+from memfit.planner.move import Situation
 from tests.unit.planner.builders import training
 
 OPTIONS = AllocatorOptions()
 
 
-def of(timeline, **options):
-    return advise(timeline, replay(timeline, OPTIONS), OPTIONS, **options)
+def of(timeline, *, situation=None, **options):
+    known = Situation(timeline, OPTIONS, **(situation or {}))
+    return advise(known, replay(timeline, OPTIONS), **options)
 
 
 def test_the_largest_savings_come_first():
@@ -44,15 +47,64 @@ def test_the_peak_after_a_change_counts_the_context():
         assert advice.peak_bytes == before - advice.saves_bytes + 100 * MIB
 
 
-def test_a_saving_is_that_of_a_replay():
+def test_a_guessed_saving_is_that_of_a_replay_or_of_live_bytes():
     timeline = training(8)
     (best, *_) = of(timeline)
     move = module.activation_moves.checkpoint_units(module.Situation(timeline, OPTIONS))
 
     assert best.title == move.title
-    assert best.saves_bytes == (
-        replay(timeline, OPTIONS).reserved_peak_bytes - replay(move.timeline, OPTIONS).reserved_peak_bytes
-    )
+    replayed = replay(timeline, OPTIONS).reserved_peak_bytes - replay(move.timeline, OPTIONS).reserved_peak_bytes
+    assert best.saves_bytes == min(replayed, timeline.peak()[1] - move.timeline.peak()[1])
+
+
+def test_gaps_that_happen_to_close_are_no_saving_of_a_guess():
+    for advice in of(training(8, weight=3 * MIB), limit=20):
+        if advice.title.startswith("keep the optimizer's state"):
+            # Two states of eight layers.
+            assert advice.saves_bytes <= 2 * 8 * 3 * MIB
+
+
+def test_a_run_with_the_change_has_the_last_word():
+    # GIVEN runs in which half a batch needs a third, and recomputation all that it did before
+    timeline = training(8)
+    before = replay(timeline, OPTIONS).reserved_peak_bytes
+    asked = []
+
+    def peak_with(settings):
+        asked.append(settings)
+        if settings.micro_batches == 2:
+            return before // 3 + 100 * MIB
+        return before + 100 * MIB if settings.checkpoint else None
+
+    found = {a.title: a for a in of(timeline, limit=20, context_bytes=100 * MIB, peak_with=peak_with)}
+
+    halved = found["halve the micro-batch and accumulate twice"]
+    assert (halved.peak_bytes, halved.origin) == (before // 3 + 100 * MIB, Origin.SIMULATED)
+    assert halved.saves_bytes + halved.peak_bytes == before + 100 * MIB
+    assert not any(title.startswith("checkpoint") for title in found)
+    assert all(settings.set_to_none is (settings == Settings()) for settings in asked)
+
+
+def test_only_so_many_runs_as_there_are_suggestions():
+    asked = []
+    of(training(8), limit=2, peak_with=lambda settings: asked.append(settings))
+
+    assert 1 <= len(asked) <= 2
+
+
+@pytest.mark.parametrize(
+    ("situation", "missing"),
+    [
+        ({"batch_size": 1}, "halve the micro-batch and accumulate twice"),
+        ({"uses_autocast": True, "num_parameters": 16 * MIB}, "compute in 16 bits with autocast"),
+    ],
+)
+def test_what_cannot_apply_is_not_named(situation, missing):
+    timeline = training(8)
+    possible = {"batch_size": 2, "num_parameters": 16 * MIB}
+
+    assert missing in {a.title for a in of(timeline, limit=20, situation=possible)}
+    assert missing not in {a.title for a in of(timeline, limit=20, situation=situation)}
 
 
 def test_what_the_run_released_by_hand_is_no_saving():
@@ -60,7 +112,7 @@ def test_what_the_run_released_by_hand_is_no_saving():
     timeline = training(8)
     held = dataclasses.replace(replay(timeline, OPTIONS), reserved_peak_bytes=300 * MIB)
 
-    for advice in advise(timeline, held, OPTIONS, 20):
+    for advice in advise(Situation(timeline, OPTIONS), held, 20):
         assert advice.peak_bytes == 300 * MIB - advice.saves_bytes >= 0
 
 
@@ -83,7 +135,7 @@ def test_nothing_can_be_saved_of_nothing():
 @pytest.mark.parametrize(("num_devices", "offered"), [(1, True), (4, False)])
 def test_sharding_is_for_those_who_have_not_sharded(num_devices, offered):
     # Most of this step is parameters and states.
-    titles = [a.title for a in of(training(8, weight=64 * MIB), limit=20, num_devices=num_devices)]
+    titles = [a.title for a in of(training(8, weight=64 * MIB), limit=20, situation={"num_devices": num_devices})]
 
     assert any(title.startswith("shard parameters") for title in titles) is offered
 

@@ -134,6 +134,26 @@ def test_a_few_points_show_the_front():
     assert plan_figures.few_points(make_plan(front=make_front()[:3])) == list(make_front()[:3])
 
 
+def test_one_point_is_the_plan():
+    # GIVEN another point with the plan's settings, as where gradients are freed early beside it
+    plan = make_plan()
+    (chosen,) = [point for point in plan.front if plan_figures.is_chosen(point, plan)]
+    twin = dataclasses.replace(chosen, peak_bytes=chosen.peak_bytes - MIB, verified=False)
+    plan = dataclasses.replace(plan, front=(*plan.front, twin))
+
+    assert [point for point in plan.front if plan_figures.is_chosen(point, plan)] == [chosen]
+    assert [line.startswith("  > ") for line in str(plan).splitlines()].count(True) == 1
+
+
+def test_a_peak_that_is_computed_is_not_called_simulated():
+    plan = make_plan()
+    computed = dataclasses.replace(plan, after=dataclasses.replace(plan.after, origin=Origin.ASSUMED))
+
+    assert "(simulated)" in plan_figures.demand(plan)
+    assert "(assumed)" in plan_figures.demand(computed)
+    assert "(simulated)" not in plan_figures.demand(computed)
+
+
 def test_points_say_how_they_are_known():
     assert [plan_figures.point_origin(point) for point in make_front()[3:5]] == ["assumed", "simulated"]
 

@@ -183,17 +183,30 @@ def test_max_batch_marks_the_chosen():
     tried = [(64, 30 * GIB, False), (32, 16 * GIB, True), (48, 23 * GIB, True)]
 
     # WHEN they are shown
-    text = draw(render_max_batch(tried, 48, RTX_3090))
+    text = draw(render_max_batch(tried, 32, 48, RTX_3090))
 
-    # THEN they are in order and the chosen one is marked
-    assert "Largest batch size that fits: 48 (23.7 GiB usable on NVIDIA GeForce RTX 3090)" in text
-    assert lines_of(text)[">"] == ["48", "23.0 GiB", "97%", "yes"]
+    # THEN they are in order, the safe one is marked, and the limit is called one
+    assert "Batch size 32 is safe; 48 is the limit (23.7 GiB usable on NVIDIA GeForce RTX 3090)" in text
+    assert lines_of(text)[">"] == ["32", "16.0 GiB", "68%", "yes"]
+    assert "97% \u2502 at the limit" in text
+    assert [text.count(f"\u2502 {word} ") for word in ("yes", "no")] == [1, 1]
     assert text.index(" 32 ") < text.index(" 48 ", text.index(" 32 ")) < text.index(" 64 ")
 
 
 def test_max_batch_that_never_fits_or_is_unknown():
-    assert "No batch size fits: 23.7 GiB usable" in draw(render_max_batch([(1, 30 * GIB, False)], None, RTX_3090))
-    assert "unknown" in draw(render_max_batch([(1, 30 * GIB, None)], None, MYSTERY))
+    assert "No batch size fits: 23.7 GiB usable" in draw(render_max_batch([(1, 30 * GIB, False)], None, None, RTX_3090))
+    assert "unknown" in draw(render_max_batch([(1, 30 * GIB, None)], None, None, MYSTERY))
+
+
+@pytest.mark.parametrize(
+    ("safe", "limit", "text"),
+    [
+        (48, 48, "Batch size 48 is safe (23.7 GiB usable"),
+        (None, 2, "No batch size is safe; 2 fits at the limit (23.7 GiB usable"),
+    ],
+)
+def test_max_batch_in_one_sentence(safe, limit, text):
+    assert text in draw(render_max_batch([(48, 20 * GIB, True)], safe, limit, RTX_3090))
 
 
 def test_missing_rich_names_the_cure(monkeypatch):

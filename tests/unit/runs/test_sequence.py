@@ -4,10 +4,11 @@ import signal
 import pytest
 
 from memfit.core.dryrun import Outcome, Request
+from memfit.core.settings import Settings
 from memfit.core.units import MIB
 from memfit.runs import sequence
 from memfit.runs.launch import Interrupted
-from memfit.runs.sequence import dry_run
+from memfit.runs.sequence import dry_run, peak_with
 from tests.unit.reports.builders import RTX_3090
 from tests.unit.reports.run_builders import make_failure, make_run_estimate
 from tests.unit.runs.test_launch import signal_when
@@ -51,7 +52,8 @@ def test_a_script_that_dies_runs_again_without_a_limit(child, capfd):
     assert result.estimate.replay.out_of_memory.tick == 200
     assert result.estimate.device == SMALL
     assert result.estimate.fits is False
-    assert too_large == result.estimate
+    assert too_large.estimate == result.estimate
+    assert too_large.request.loader_ordinal == 4
     assert [asked["unlimited"] for asked in child()] == [False, True]
     assert told == ["running the script once more on a device without a limit, to see what it would need"]
     # What the script says is said once.
@@ -62,7 +64,7 @@ def test_a_second_run_that_tells_nothing_leaves_the_first(child):
     result, too_large, _ = run("oom then failure")
 
     assert result.outcome is Outcome.OUT_OF_MEMORY
-    assert result.estimate == too_large
+    assert result.estimate == too_large.estimate
     assert result.estimate.replay.out_of_memory.requested_bytes == 64 * MIB
 
 
@@ -87,12 +89,38 @@ def test_a_largest_batch_that_does_not_fit(child):
     assert result.scan.failure == make_failure()
     assert result.fits is False
     assert result.estimate.replay.out_of_memory is None
-    assert too_large.peak_bytes == result.scan.peak_bytes == make_run_estimate(SMALL).peak_bytes
+    assert too_large.estimate.peak_bytes == result.scan.peak_bytes == make_run_estimate(SMALL).peak_bytes
     assert [(asked["largest_first"], asked["unlimited"]) for asked in child()] == [
         (False, False),
         (True, False),
         (True, True),
     ]
+
+
+def test_a_change_is_tried_on_the_script_itself(child):
+    _, too_large, _ = run("oom")
+    halves = Settings(set_to_none=False, micro_batches=2)
+
+    # Without a batch size there is nothing to split.
+    assert peak_with(too_large, halves, 3, 60.0) is None
+    splits = dataclasses.replace(too_large, request=dataclasses.replace(too_large.request, batch_size=16))
+    assert peak_with(splits, halves, 2, 60.0) == make_run_estimate(SMALL).peak_bytes
+    asked = child()[-1]
+    assert (asked["unlimited"], asked["steps"], asked["settings"]["micro_batches"]) == (True, 2, 2)
+
+
+def test_a_change_that_was_not_in_force_tells_nothing(child):
+    _, too_large, _ = run("oom")
+
+    # The child says of no module that it was computed again.
+    assert peak_with(too_large, Settings(checkpoint=("layers.0",)), 3, 60.0) is None
+
+
+def test_a_try_that_takes_too_long_is_given_up(child, tmp_path):
+    _, too_large, _ = run("oom")
+    slow = dataclasses.replace(too_large.request, arguments=("waits", str(tmp_path / "pid")))
+
+    assert peak_with(dataclasses.replace(too_large, request=slow), Settings(), 3, 1.0) is None
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,8 @@ class Autocast:
         self._device_type = device_type
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._suspended = 0
+        self.was_used = False
+        """Whether an operator has run in lower precision so far."""
 
     def interceptors(self) -> dict[str, Interceptor]:
         """An interceptor for every operator on the lists."""
@@ -149,6 +151,7 @@ class Autocast:
         dtype = self.dtype
         if dtype is None:
             return call_plain(op, *args, **kwargs)
+        self.was_used = True
         return call_plain(op, *self.cast(args, dtype), **{k: self.cast(v, dtype) for k, v in kwargs.items()})
 
     def _float32(self, op: Operator, *args: Any, **kwargs: Any) -> Any:

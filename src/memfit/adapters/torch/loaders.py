@@ -106,9 +106,9 @@ class Loaders:
         def __iter__(loader: Any) -> Any:
             ordinal = watch._num_iterations
             watch._num_iterations += 1
-            iterator = plain(loader)
+            iterator: Any = plain(loader)
             if ordinal == watch._scanned:
-                return watch._largest_first(iterator, loader)
+                iterator = watch._largest_first(iterator, loader)
             if watch._parts > 1 and ordinal == watch._split:
                 watch._split_loader = loader
             parts = watch._parts if loader is watch._split_loader else 1

@@ -59,6 +59,8 @@ class Look(TorchFunctionMode):
         """Called with the index of each device that is named; raises where there is no such device."""
         self.on_parameter: Callable[[torch.Tensor], None] = lambda parameter: None
         """Called when a module has moved a parameter to the simulated device."""
+        self.on_arrival: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+        """Called with each tensor of the host that is copied to the device; gives what is copied in its place."""
         self.on_departure: Callable[[torch.Tensor, torch.Tensor], None] = lambda tensor, before: None
         """Called when a parameter has left the host, with what it was there."""
         self._all_constructors = frozenset(_device_constructors())
@@ -252,6 +254,7 @@ class Look(TorchFunctionMode):
             else:
                 return func(tensor, device=device, **kwargs)
         if not self._shape_only(tensor):
+            tensor = self.on_arrival(tensor)
             with self._places.requesting(place):
                 return func(tensor, device=META, **kwargs)
         here = self._places.of(tensor)

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from memfit.adapters.torch import distributed, failures, fallbacks
+from memfit.adapters.torch.arrivals import Arrivals
 from memfit.adapters.torch.checkpoints import Checkpoints
 from memfit.adapters.torch.cuda_memory import DeviceMemory
 from memfit.adapters.torch.draws import MADE_UP
@@ -54,10 +55,11 @@ class ScriptRun:
     ) -> None:
         self._request = request
         self._fitting = None if request.settings is None else FromOutside(request.settings)
+        parts = 1 if request.settings is None else request.settings.micro_batches
         self.loaders = Loaders(
             request.scan,
             request.loader_ordinal if request.largest_first else None,
-            parts=1 if request.settings is None else request.settings.micro_batches,
+            parts=parts,
             split=request.loader_ordinal,
         )
         self.session = Session(
@@ -72,6 +74,13 @@ class ScriptRun:
         )
         report = self.session.simulation.notes.report
         simulation = self.session.simulation
+        self._arrivals = simulation.look.on_arrival = Arrivals(
+            lambda: self.session.origin.user_line()[0],
+            lambda: self.session.counter.num_steps,
+            parts=parts,
+            split_at=request.batch_lines,
+            batch_size=request.batch_size,
+        )
         self._checkpoints = Checkpoints(
             request.checkpoint_folder or None,
             report,
@@ -148,13 +157,19 @@ class ScriptRun:
             seconds=seconds,
             allocator=session.memory.options,
             seen=self._seen(),
+            module=request.module,
         )
 
     def _seen(self) -> Seen | None:
         if not self._request.watch and self._fitting is None:
             return None
-        recomputed = () if self._fitting is None else tuple(sorted(self._fitting.recomputed))
-        return replace(self.session.seen, batch_size=self.loaders.batch_size, recomputed=recomputed)
+        return replace(
+            self.session.seen,
+            batch_size=self._arrivals.batch_size if self.loaders.training is None else self.loaders.batch_size,
+            batch_lines=self._arrivals.lines if self.loaders.training is None else (),
+            autocast=self.session.simulation.autocast.was_used,
+            recomputed=() if self._fitting is None else tuple(sorted(self._fitting.recomputed)),
+        )
 
     def _outcome(self, error: BaseException | None, num_steps: int) -> tuple[Outcome, int | None]:
         if isinstance(error, EndOfRun) or (isinstance(error, KeyboardInterrupt) and self.session.counter.has_ended):

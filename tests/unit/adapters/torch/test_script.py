@@ -18,7 +18,8 @@ from memfit.allocator import LiveAllocator
 from memfit.catalogue import find_device
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.replay import AllocatorOptions
-from memfit.core.timeline import Phase
+from memfit.core.settings import Settings
+from memfit.core.timeline import Category, Phase
 from memfit.core.units import GIB, MIB
 from tests.unit.adapters.torch.children import Children
 
@@ -622,6 +623,34 @@ def test_in_this_process_several_devices_and_a_scan(here, monkeypatch):
     assert (result.num_devices, result.scan.num_batches, result.scan.largest_index) == (2, 4, 3)
     without, _ = here(TRAIN, scan=4, largest_first=True)
     assert "DataLoader" in without.scan.problem
+
+
+def test_batches_of_a_loop_without_a_loader_are_split_where_they_are_copied(here):
+    # GIVEN what a first run has seen
+    whole, _ = here(TRAIN, "4096", watch=True)
+    assert (whole.seen.batch_size, whole.seen.autocast) == (4096, False)
+    assert [line.partition(":")[0] for line in whole.seen.batch_lines] == ["train.py"]
+
+    # WHEN the script runs with four micro-batches
+    given = {"batch_lines": whole.seen.batch_lines, "batch_size": 4096, "steps": 2, "unlimited": True}
+    quarter, _ = here(TRAIN, "4096", settings=Settings(set_to_none=False, micro_batches=4), **given)
+
+    # THEN it needs what it needs when it is given a quarter of the samples, with gradients accumulated
+    alone, _ = here(TRAIN, "1024", steps=2)
+    gradients = sum(b.size_bytes for b in alone.estimate.timeline.blocks if b.category is Category.GRADIENT) // 2
+    assert quarter.num_steps == 2
+    most, peak = (run.estimate.timeline.peak()[1] for run in (quarter, alone))
+    assert peak <= most <= peak + gradients
+    assert [str(mark.phase) for mark in quarter.estimate.timeline.marks].count("backward") == 8
+
+
+AUTOCAST = TRAIN.replace("loss = nn", 'with torch.autocast("cuda"):\n        loss = nn')
+
+
+def test_autocast_of_the_script_is_seen(here):
+    result, _ = here(AUTOCAST, watch=True)
+
+    assert result.seen.autocast
 
 
 PROCESSES = """

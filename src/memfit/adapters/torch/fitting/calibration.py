@@ -113,8 +113,10 @@ def time_passes(
     *,
     batch_size: int | None = None,
     limit_seconds: float = 20.0,
-) -> list[float]:
+) -> list[float | None]:
     """Seconds of the forward and backward passes of one update, as each of several settings runs them.
+
+    None for those for which there was no time.
 
     They take turns, so that what else the machine does meanwhile hits all alike, and are compared within a turn: a
     machine has faster moments, and the least time of a few goes to whoever met one. Those that are clearly slower drop
@@ -126,7 +128,7 @@ def time_passes(
         batch: real samples.
         plans: settings to try; what they say of the optimizer is left out.
         batch_size: samples of an update, where that isn't the size of `batch`.
-        limit_seconds: about how long all turns after the first may take.
+        limit_seconds: about how long all of it may take; the first is run however long that takes.
     """
     if not plans:
         return []
@@ -139,11 +141,11 @@ def time_passes(
         def run(settings: Settings) -> float:
             return _time_one(model, loss, given, settings, wait)
 
-        race.turn(run)
-        if race.turn_seconds < limit_seconds:
+        end = time.perf_counter() + limit_seconds
+        race.turn(run, end)
+        if time.perf_counter() + race.turn_seconds < end:
             # The first turn is a warm-up, unless there is no time for another.
             race.forget()
-            end = time.perf_counter() + limit_seconds
             for _ in range(_MAX_TURNS):
                 race.turn(run)
                 race.drop()

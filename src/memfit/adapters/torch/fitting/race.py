@@ -1,6 +1,8 @@
 """Who is fastest, on a machine whose speed drifts: times are compared within turns, never across them."""
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Iterable
 
 from memfit.core.settings import Settings
@@ -9,6 +11,9 @@ from memfit.core.settings import Settings
 _CHANCE = 0.3
 # Turns after which a single fast or slow moment no longer decides.
 FEWEST_TURNS = 3
+# Turns after which those that differ by less than this are as good as each other.
+_TURNS_TO_EQUAL = 6
+_EQUAL = 0.01
 
 
 class Race:
@@ -23,11 +28,21 @@ class Race:
         self.running = list(self._times)
         self._num_turns = 0
 
-    def turn(self, run: Callable[[Settings], float]) -> None:
-        """Runs all that are left; there and back again, so that nobody always follows the same one."""
+    def turn(self, run: Callable[[Settings], float], end: float = math.inf) -> None:
+        """Runs all that are left; there and back again, so that nobody always follows the same one.
+
+        Args:
+            run: runs one of them and says how many seconds that took.
+            end: on `time.perf_counter`; those that haven't run by then drop out, but for the first.
+        """
         self._num_turns += 1
-        for runner in self.running if self._num_turns % 2 else self.running[::-1]:
-            self._times[runner].append(run(runner))
+        late = []
+        for place, runner in enumerate(self.running if self._num_turns % 2 else self.running[::-1]):
+            if place and time.perf_counter() >= end:
+                late.append(runner)
+            else:
+                self._times[runner].append(run(runner))
+        self.running = [runner for runner in self.running if runner not in late]
 
     def forget(self) -> None:
         """Drops the times so far, and nobody."""
@@ -50,12 +65,16 @@ class Race:
 
     @property
     def is_decided(self) -> bool:
-        """Whether one is left, after turns enough."""
-        return len(self.running) < 2 and len(self._times[self.running[0]]) >= FEWEST_TURNS
+        """Whether one is left, after turns enough, or those that are left are as fast as each other."""
+        turns = len(self._times[self.running[0]])
+        if len(self.running) < 2:
+            return turns >= FEWEST_TURNS
+        scores = [self._score(runner) for runner in self.running]
+        return turns >= _TURNS_TO_EQUAL and max(scores) <= (1 + _EQUAL) * min(scores)
 
-    def seconds(self, runner: Settings) -> float:
-        """Of a turn, in the middle of the machine's moods."""
-        return self._score(runner) * statistics.median(self._paces())
+    def seconds(self, runner: Settings) -> float | None:
+        """Of a turn, in the middle of the machine's moods; None for one that never ran."""
+        return None if not self._times[runner] else self._score(runner) * statistics.median(self._paces())
 
     def _paces(self) -> list[float]:
         """The mean of each turn of those that ran in all of them."""

@@ -91,7 +91,9 @@ class Subject:
             return str(torch.cuda.get_device_properties(tensors[0].device).name)
         return "cpu" if kinds == {"cpu"} else ""
 
-    def measure(self, sizes: list[int], *, precision: str | None = None) -> tuple[Measurement, ...]:
+    def measure(
+        self, sizes: list[int], *, precision: str | None = None, limit_seconds: float = _LIMIT_SECONDS
+    ) -> tuple[Measurement, ...]:
         """Short real passes at some micro-batch sizes, smallest first; none where they fail."""
         opened = self._opened
         try:
@@ -101,18 +103,23 @@ class Subject:
                 opened.job.batch,
                 sizes,
                 precision=precision or opened.job.precision,
-                limit_seconds=_LIMIT_SECONDS,
+                limit_seconds=limit_seconds,
             )
         except (MemfitError, RuntimeError):
             # A real step may fail where a simulated one doesn't, for want of memory first of all.
             return ()
 
-    def time_passes(self, plans: Sequence[Settings]) -> list[float]:
-        """Seconds of all passes of an update as each of these settings runs them; none where one fails."""
+    def time_passes(self, plans: Sequence[Settings], limit_seconds: float) -> list[float | None]:
+        """Seconds of all passes of an update as each of these settings runs them; none at all where one fails."""
         opened = self._opened
         try:
             return calibration.time_passes(
-                opened.model, opened.loss, opened.job.batch, plans, batch_size=opened.batch_size
+                opened.model,
+                opened.loss,
+                opened.job.batch,
+                plans,
+                batch_size=opened.batch_size,
+                limit_seconds=limit_seconds,
             )
         except (MemfitError, RuntimeError):
             return []

@@ -29,7 +29,7 @@ from memfit.adapters.torch.rescue.usage import Usage
 from memfit.core.errors import BadFile
 from memfit.core.guarding import OutOfMemory, Where
 from memfit.core.own_memory import limits
-from memfit.core.printing import announce
+from memfit.core.progress import announce
 from memfit.core.run_events import note
 from memfit.core.units import format_size
 

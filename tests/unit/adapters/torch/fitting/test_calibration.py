@@ -315,3 +315,14 @@ def test_passes_of_several_settings_are_timed_and_leave_no_trace():
 
 def test_nothing_to_time_takes_no_time():
     assert time_passes(torch.nn.Linear(2, 2), lambda model, batch: model(batch).mean(), torch.ones(4, 2), []) == []
+
+
+def test_what_there_is_no_time_for_is_not_timed():
+    plans = [Settings(), Settings(micro_batches=4), Settings(micro_batches=2)]
+    model, batch = torch.nn.Linear(2, 2), torch.ones(4, 2)
+
+    found = time_passes(model, lambda model, batch: model(batch).mean(), batch, plans, limit_seconds=0.0)
+
+    # THEN one pass of the first was made
+    assert found[0] > 0
+    assert found[1:] == [None, None]

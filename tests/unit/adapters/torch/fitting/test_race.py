@@ -90,3 +90,25 @@ def test_what_is_forgotten_does_not_count():
     race.turn(SECONDS.__getitem__)
 
     assert race.seconds(FAST) == pytest.approx(1.0)
+
+
+def test_those_for_whom_there_is_no_time_drop_out():
+    race = Race(SECONDS)
+    race.turn(SECONDS.__getitem__, end=0.0)
+
+    # THEN the first has run, and of the others nothing is known
+    assert race.running == [FAST]
+    assert race.seconds(FAST) == pytest.approx(1.0)
+    assert race.seconds(CLOSE) is race.seconds(SLOW) is None
+
+
+def test_equal_ones_need_not_go_on():
+    race = Race((FAST, CLOSE))
+    for _ in range(5):
+        race.turn(lambda settings: 1.0)
+        race.drop()
+        assert not race.is_decided
+    race.turn(lambda settings: 1.0)
+
+    assert race.running == [FAST, CLOSE]
+    assert race.is_decided
