@@ -554,7 +554,7 @@ def test_a_named_job_can_be_estimated():
 @pytest.mark.parametrize(
     ("target", "options", "message"),
     [
-        ("resnet18", {}, "'resnet18' names no model; write timm:NAME, torchvision:NAME, keras:NAME or hf:CLASS"),
+        ("resnet18", {}, "'resnet18' names no model; write timm:NAME, torchvision:NAME, keras:NAME or hf:NAME"),
         ("timm:resnet18", {"optimizer": "adagard"}, "optimizer must be one of none, sgd.*, but 'adagard' was given"),
         ("timm:resnet18", {"image_size": 0}, "image_size must be at least 1, but 0 was given"),
         ("hf:gpt2", {"sequence_length": -5}, "sequence_length must be at least 1, but -5 was given"),

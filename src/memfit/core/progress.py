@@ -101,9 +101,8 @@ class _Line:
             wait = _REFRESH_SECONDS
             seconds = time.monotonic() - self._began
             frame = _FRAMES[int(seconds / _REFRESH_SECONDS) % len(_FRAMES)]
-            self._write(
-                f"{frame} memfit: {printable(self.text)} ({int(seconds) // 60}:{int(seconds) % 60:02})"[:_MAX_COLUMNS]
-            )
+            taken = f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+            self._write(f"{frame} memfit: {printable(self.text)} ({taken})"[:_MAX_COLUMNS])
 
     def _write(self, line: str) -> None:
         with self._lock:

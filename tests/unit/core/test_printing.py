@@ -1,7 +1,6 @@
 import pytest
 
 from memfit.core.printing import printable
-from memfit.core.progress import announce
 
 HOSTILE = ["\x1b[2J", "\x07", "\r", "\x9b31m", "\x7f", "\u202e", "\u2066", "\u200b", "\udcff", "\u2028"]
 
@@ -16,9 +15,3 @@ def test_nothing_that_steers_a_terminal_is_left(sign):
 
 def test_names_of_any_language_stay():
     assert printable("модель 模型 modèle \U0001f600") == "модель 模型 modèle \U0001f600"
-
-
-def test_a_message_goes_to_standard_error_with_its_lines(capsys):
-    announce("first\n  second\x1b[31m", by="memfit rescue")
-
-    assert capsys.readouterr() == ("", "memfit rescue: first\n  second\\x1b[31m\n")

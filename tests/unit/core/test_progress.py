@@ -123,3 +123,9 @@ def test_other_threads_do_not_mix(monkeypatch, at_once):
         thread.join()
 
     assert "something else" not in terminal.getvalue()
+
+
+def test_a_message_goes_to_standard_error_with_its_lines(capsys):
+    announce("first\n  second\x1b[31m", by="memfit rescue")
+
+    assert capsys.readouterr() == ("", "memfit rescue: first\n  second\\x1b[31m\n")

@@ -19,10 +19,10 @@ def test_estimates_have_a_line_each_with_origins():
 
 
 def test_batches_say_where_none_fits():
-    title, parts = device_tables.batches("ResNet", [(64, make_estimate()), (None, make_failed_estimate())])
+    title, parts = device_tables.batches("ResNet", [(64, 68, make_estimate()), (None, None, make_failed_estimate())])
 
-    assert title == "ResNet: largest batch size that fits"
-    assert [line[1] for line in cells(parts)] == ["64", "none"]
+    assert title == "ResNet: largest batch size"
+    assert [line[1:3] for line in cells(parts)] == [("64", "68"), ("none", "none")]
 
 
 def test_plans_name_their_moves_and_what_is_missing():
