@@ -34,5 +34,8 @@ def render_speed(found: Speed) -> "RenderableType":
     """How fast it streams, as something rich can print."""
     require_rich()
     return render_parts(
-        data_figures.speed_verdict(found), [], data_figures.speed_parts(found), style=verdict_style(True)
+        data_figures.speed_verdict(found),
+        data_figures.speed_judgement(found),
+        data_figures.speed_parts(found),
+        style=verdict_style(True),
     )
