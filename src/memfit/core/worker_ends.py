@@ -4,8 +4,9 @@ import signal
 
 _FAULT = "That is a fault in native code that the source or the transform calls."
 _CAUSES = dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"), _FAULT) | {
-    "SIGKILL": "The usual cause is memory: the kernel's OOM killer ends (signal 9) the process that takes most, of the "
-    "machine or of the container. Give the stream less memory, or fewer workers, and look at what the transform holds on to."
+    "SIGKILL": "The usual cause is memory: the kernel's OOM killer ends (signal 9) the process that takes most of the "
+    "machine or the container. Give the stream less memory, or fewer workers, and look at what the transform holds on "
+    "to."
 }
 
 

@@ -188,7 +188,7 @@ def speed_judgement(found: Speed) -> list[str]:
     if found.ratio >= _CLOSE_TO_DISK:
         return [
             *lines,
-            "Reading the files is what limits it: workers or memory won't make it faster, smaller files will.",
+            "Reading the files is what limits it: no workers make that faster; smaller files would.",
         ]
     why = "Making batches (unpacking, decoding, shuffling) is what limits it, not the reading"
     if not found.is_cold:
