@@ -139,7 +139,10 @@ class FollowingLimit:
         self._reserves = reserves
         self._inherited = inherited_limit() or _LARGEST
         self._unused: deque[tuple[float, int]] = deque()
-        self._settled_seconds = _SETTLED_SECONDS if start.limit_of == "budget" else _LONG_SETTLED_SECONDS
+        is_budget = start.limit_of == "budget"
+        self._settled_seconds = _SETTLED_SECONDS if is_budget else _LONG_SETTLED_SECONDS
+        self.is_urgent = is_budget or reserves
+        """Whether it has to be followed more often than memory is sampled: in a container, others decide on it too."""
         self._works = start.data_bytes is not None
         self._was_set = False
         # What the process sets itself when it starts.

@@ -107,7 +107,7 @@ class Watch:
                 if now >= due:
                     due = now + (_PERIOD_SECONDS if self._num_samples >= _TREE_EVERY else _FIRST_PERIOD_SECONDS)
                     self.sample()
-                else:
+                elif self._limit.is_urgent:
                     self._follow_quickly()
 
     def sample(self) -> None:

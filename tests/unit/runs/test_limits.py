@@ -246,3 +246,9 @@ def test_another_process_can_be_limited():
 
     assert found[0] == 123 * MIB
     assert not limits.set_data_limit(123 * MIB, process.pid)
+
+
+def test_a_budget_is_followed_more_often_than_a_container():
+    assert FollowingLimit(0, Ceiling(GIB, GIB, "budget"), GIB).is_urgent
+    assert not following().is_urgent
+    assert FollowingLimit(0, Ceiling(GIB, GIB, "container"), None, reserves=True).is_urgent
