@@ -110,6 +110,7 @@ def stream(
     drop_last: bool = False,
     on_error: str = "fail",
     on_change: str = "refuse",
+    follow_links: bool = False,
 ) -> Stream:
     """Batches of data that may be larger than memory, shuffled, resumable, within a budget of bytes.
 
@@ -132,9 +133,10 @@ def stream(
         drop_last: whether samples that don't fill a batch on each rank are left out.
         on_error: what to do with images that can't be read: "fail" or "skip".
         on_change: what to do with a position that was saved before the files changed: "refuse" it, or "warn" and go on.
+        follow_links: whether to read folders and files outside of what was given that links in it lead to.
     """
     memory_bytes = _budget(memory)
-    opened = open_source(source, columns=columns, labels=labels, on_error=on_error)
+    opened = open_source(source, columns=columns, labels=labels, on_error=on_error, follow_links=follow_links)
     if _is_unpacked_first(opened, memory_bytes):
         # Before much is written for nothing.
         sizes = sizes_of(opened.fields, given_dtypes(opened.fields, dtype))

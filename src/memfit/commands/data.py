@@ -114,6 +114,7 @@ def _as_options(text: str) -> str:
     """
     # Files and folders may be called so: then a slash or a quote stands before it, or a value without quotes behind it.
     named = r"(?<![\w/\\'\"-])(columns|labels)="
+    text = text.replace("follow_links=True", "--follow-links")
     text = re.sub(named + r"(?=[\s,;:)]|\.(?![\w.])|$)", r"--\1", text)
     return re.sub(named + r"(?=['\"\[(]|\.\.\.)", r"--\1 ", text)
 
@@ -134,6 +135,7 @@ def _add(
 def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--columns", metavar="A,B", help="columns, keys or datasets that are features")
     parser.add_argument("--labels", metavar="NAME", help="the one that is the label, or a file of labels")
+    parser.add_argument("--follow-links", action="store_true", help="read also what links in it lead to outside of it")
 
 
 def _add_budget(parser: argparse.ArgumentParser) -> None:
@@ -160,6 +162,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
         arguments.path,
         columns=_columns(arguments.columns),
         labels=arguments.labels,
+        follow_links=arguments.follow_links,
         on_error=arguments.on_error,
         memory=arguments.memory,
         batch_size=arguments.batch_size,
@@ -182,6 +185,7 @@ def _convert(arguments: argparse.Namespace) -> None:
             chunk=arguments.chunk,
             columns=_columns(arguments.columns),
             labels=arguments.labels,
+            follow_links=arguments.follow_links,
             compression=arguments.compress,
             allow_overflow=arguments.allow_overflow,
             overwrite=arguments.overwrite,
@@ -201,6 +205,7 @@ def _bench(arguments: argparse.Namespace) -> None:
             arguments.path,
             columns=_columns(arguments.columns),
             labels=arguments.labels,
+            follow_links=arguments.follow_links,
             on_error=arguments.on_error,
             batch_size=arguments.batch_size,
             memory=arguments.memory,

@@ -5,7 +5,6 @@ numbers is measured and reported. An interrupted conversion to .npy goes on wher
 """
 
 import contextlib
-import glob
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import format_size, parse_size
+from memfit.data.files import matches
 from memfit.data.journal import Journal
 from memfit.data.precision import Statistics, parse_dtype, target_dtypes
 from memfit.data.source import Field, Source
@@ -119,6 +119,7 @@ def convert(
     chunk: str | int | None = None,
     columns: Any = None,
     labels: Any = None,
+    follow_links: bool = False,
     compression: str | None = None,
     allow_overflow: bool = False,
     overwrite: bool = False,
@@ -134,6 +135,7 @@ def convert(
             MiB for .npy and 1 MiB for the others, which shuffle the better the smaller their chunks are.
         columns: as for `memfit.stream`.
         labels: as for `memfit.stream`.
+        follow_links: as for `memfit.stream`.
         compression: "gzip" or "lzf" for HDF5, "gzip", "snappy" or "zstd" for Parquet.
         allow_overflow: let values become infinite that are too large for the new type.
         overwrite: replace what is at the destination, and discard the unfinished file of another conversion.
@@ -151,7 +153,7 @@ def convert(
     path = _local(destination)
     read = list(paths_of(source))
     _check_places(path, read, overwrite=overwrite)
-    opened = open_source(source, columns=columns, labels=labels)
+    opened = open_source(source, columns=columns, labels=labels, follow_links=follow_links)
     try:
         target = _plan(opened, path, kind, chunk_bytes, compression)
         journal = Journal(path)
@@ -215,7 +217,7 @@ def paths_of(source: Any) -> Iterator[Path]:
         if isinstance(text, str) and "://" not in text:
             path = Path(text).expanduser()
             if not path.exists() and any(character in text for character in "*?["):
-                yield from (Path(found) for found in sorted(glob.glob(str(path), recursive=True)))
+                yield from map(Path, matches(str(path)))
             else:
                 yield path
     elif isinstance(source, Mapping):

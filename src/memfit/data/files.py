@@ -12,6 +12,7 @@ goes first, and a fork starts with none.
 """
 
 import contextlib
+import glob
 import hashlib
 import io
 import itertools
@@ -112,6 +113,61 @@ def fingerprint_of(paths: Iterable[str], *parts: object) -> str:
         digest.update(repr((base, *stat_of(path))).encode())
     digest.update(repr(parts).encode())
     return digest.hexdigest()[:32]
+
+
+def matches(pattern: str, *, follow_links: bool = False) -> list[str]:
+    """Paths that match a pattern of local files, each file once, whichever way leads to it.
+
+    As by `glob`, except that "**" does not go through links to folders: one that leads upwards would make endless
+    paths, and one to "/" would make the whole file system match.
+
+    Args:
+        pattern: in which "*", "?" and "[...]" stand for parts of a name, and "**" for any folders.
+        follow_links: whether "**" goes through links to folders, into each folder once.
+    """
+    head, star, rest = _at_double_star(pattern)
+    if not star:
+        found = glob.glob(pattern)
+    else:
+        folders = [each for base in glob.glob(head or os.curdir) for each in _folders_in(base, follow_links)]
+        prefix = os.path.join(os.curdir, "")
+        found = [
+            path if head else path.removeprefix(prefix)
+            for folder in folders
+            for path in matches(os.path.join(glob.escape(folder), rest or "*"), follow_links=follow_links)
+        ]
+    # The way without links comes first, where there are several to one file.
+    ways = sorted(found, key=lambda path: (os.path.realpath(os.path.dirname(path)) != _folder_of(path), path))
+    first = {(os.path.realpath(os.path.dirname(path)), os.path.basename(path)): path for path in reversed(ways)}
+    return sorted(first.values())
+
+
+def _folder_of(path: str) -> str:
+    return os.path.dirname(os.path.abspath(path))
+
+
+def _at_double_star(pattern: str) -> tuple[str, bool, str]:
+    """What stands before and behind the first "**" of a pattern, and whether there is one."""
+    parts = re.split(r"[/\\]" if os.sep != "/" else "/", pattern)
+    if "**" not in parts:
+        return pattern, False, ""
+    place = parts.index("**")
+    head = "/".join(parts[:place])
+    return (head or "/") if place and pattern.startswith(("/", "\\")) else head, True, "/".join(parts[place + 1 :])
+
+
+def _folders_in(base: str, follow_links: bool) -> Iterator[str]:
+    """A folder and those in it that aren't hidden, each once."""
+    seen: set[tuple[int, int]] = set()
+    for folder, names, _ in os.walk(base, followlinks=follow_links):
+        with contextlib.suppress(OSError):
+            status = os.stat(folder)
+            if status.st_ino and (status.st_dev, status.st_ino) in seen:
+                names.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+        names[:] = sorted(name for name in names if not name.startswith("."))
+        yield folder
 
 
 class LocalFile:

@@ -151,6 +151,7 @@ def inspect(
     columns: Any = None,
     labels: Any = None,
     on_error: str = "fail",
+    follow_links: bool = False,
     memory: str | int = "512MiB",
     batch_size: int = 32,
 ) -> Inspection:
@@ -161,6 +162,7 @@ def inspect(
         columns: as for `memfit.stream`.
         labels: as for `memfit.stream`.
         on_error: as for `memfit.stream`.
+        follow_links: as for `memfit.stream`.
         memory: the budget that it would be streamed with.
         batch_size: samples of a batch.
 
@@ -171,7 +173,7 @@ def inspect(
     if batch_size < 1:
         raise BadInput(f"batch_size must be at least 1, but {batch_size} was given.")
     memory_bytes = parse_size(memory)
-    opened, left_out = _open(source, columns, labels, on_error)
+    opened, left_out = _open(source, columns, labels, {"on_error": on_error, "follow_links": follow_links})
     paths = list(paths_of(source))
     try:
         streaming, problem = _streaming(opened, memory_bytes, batch_size)
@@ -197,19 +199,19 @@ def inspect(
         opened.close()
 
 
-def _open(source: Any, columns: Any, labels: Any, on_error: str) -> tuple[Source, str]:
+def _open(source: Any, columns: Any, labels: Any, options: dict[str, Any]) -> tuple[Source, str]:
     """The source, and what to say of columns that had to be left out: who looks at a table doesn't know them yet."""
     from memfit.data.sources.opening import open_source
     from memfit.data.sources.table_fields import UnusableColumns
 
     try:
-        return open_source(source, columns=columns, labels=labels, on_error=on_error), ""
+        return open_source(source, columns=columns, labels=labels, **options), ""
     except UnusableColumns as error:
         # Columns of a dict or a pair are not those of one table.
         if columns is not None or not error.usable or not isinstance(source, str | os.PathLike | list):
             raise
         try:
-            usable = open_source(source, columns=list(error.usable), labels=labels, on_error=on_error)
+            usable = open_source(source, columns=list(error.usable), labels=labels, **options)
         except BadInput:
             raise error from None
         names = ", ".join(map(repr, error.usable[:_MOST_NAMED]))

@@ -84,6 +84,7 @@ def measure_speed(
     columns: Any = None,
     labels: Any = None,
     on_error: str = "fail",
+    follow_links: bool = False,
     batch_size: int = 32,
     memory: str | int = "512MiB",
     num_workers: int = 0,
@@ -96,6 +97,7 @@ def measure_speed(
         columns: as for `memfit.stream`.
         labels: as for `memfit.stream`.
         on_error: as for `memfit.stream`.
+        follow_links: as for `memfit.stream`.
         batch_size: samples of a batch.
         memory: the budget.
         num_workers: processes that make batches.
@@ -111,7 +113,7 @@ def measure_speed(
         raise BadInput(f"seconds must be positive, but {seconds} was given.")
     if num_workers < 0:
         raise BadInput(f"the number of workers must be at least 0, but {num_workers} was given.")
-    opened = open_source(source, columns=columns, labels=labels, on_error=on_error)
+    opened = open_source(source, columns=columns, labels=labels, on_error=on_error, follow_links=follow_links)
     files = files_in(list(paths_of(source)))
     if opened.layout.is_sequential:
         opened = spooled(opened)

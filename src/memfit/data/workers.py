@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from memfit.core.errors import BadInput, MemfitError
+from memfit.core.worker_ends import describe_end
 
 _log = logging.getLogger("memfit")
 
@@ -40,12 +41,6 @@ _NOT_FORKABLE = ("jax", "jaxlib", "tensorflow")
 # Batches that one process may have ready; more only help where the time that batches take varies much.
 _MOST_SLOTS = 4
 _ALIGNMENT = 64
-# What a signal that ends a process means.
-_FAULT = "That is a fault in native code that the source or the transform calls."
-_CAUSES = dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"), _FAULT) | {
-    "SIGKILL": "The usual cause is memory: the kernel, or the container, ends the process that takes most. Give the "
-    "stream less memory, or fewer workers, and look at what the transform holds on to."
-}
 # How often a process looks whether the program is still there, and how long one may take to end.
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0
@@ -295,16 +290,8 @@ class _Worker:
 
     def _died(self) -> MemfitError:
         self.process.join(_END_SECONDS)
-        code = self.process.exitcode
         who = f"worker {self.number} of the stream (process {self.process.pid})"
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            cause = _CAUSES.get(name, "Another program has ended it.")
-            return MemfitError(f"{who} was ended by {name} before its last batch. {cause}")
-        return MemfitError(
-            f"{who} ended with exit code {code} before its last batch; what it wrote is above. A program whose workers "
-            "are started anew, not forked, must begin its work under `if __name__ == '__main__':`."
-        )
+        return MemfitError(describe_end(who, self.process.exitcode))
 
 
 def _start(context: Any, share: _Share) -> _Worker:

@@ -10,6 +10,8 @@ from memfit.reports.figures import UNKNOWN, printable
 from memfit.reports.parts import Grid, Line, Part
 from memfit.reports.supervised_figures import duration
 
+# From this share of a plain read on, the disk is as good as busy.
+_CLOSE_TO_DISK = 0.7
 _MEASURED = "measured"
 _COMPUTED = "computed"
 _MOST_CLASSES = 8
@@ -170,6 +172,36 @@ def speed_verdict(found: Speed) -> str:
         rate += f", {format_size(round(found.bytes_per_second))}/s"
     ratio = "" if found.ratio is None else f", {found.ratio:.2f} of a plain read"
     return f"{printable(found.name)}: {rate}{ratio} ({_MEASURED})"
+
+
+def speed_judgement(found: Speed) -> list[str]:
+    """What the figures mean: which training it keeps up with, what limits it, and what may make it faster."""
+    if not found.rows_per_second:
+        return []
+    step = found.batch_size / found.rows_per_second
+    lines = [
+        f"It keeps up with training whose steps take {_step(step)} or more for a batch of {found.batch_size}: then the "
+        "device never waits for data. Faster steps wait."
+    ]
+    if found.ratio is None:
+        return lines
+    if found.ratio >= _CLOSE_TO_DISK:
+        return [
+            *lines,
+            "Reading the files is what limits it: no workers make that faster; smaller files would.",
+        ]
+    why = "Making batches (unpacking, decoding, shuffling) is what limits it, not the reading"
+    if not found.is_cold:
+        why += "; the plain read came from the page cache, which is faster than any disk"
+    hint = (
+        f"If your steps are faster than that, try --num-workers {2 * found.num_workers or 2}, or a larger --memory; if "
+        "not, nothing needs to be done."
+    )
+    return [*lines, f"{why}. {hint}"]
+
+
+def _step(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def speed_rows(found: Speed) -> Sequence[tuple[str, str]]:

@@ -33,6 +33,6 @@ def render_conversion(done: Conversion) -> "RenderableType":
 def render_speed(found: Speed) -> "RenderableType":
     """How fast it streams, as something rich can print."""
     require_rich()
-    return render_parts(
-        data_figures.speed_verdict(found), [], data_figures.speed_parts(found), style=verdict_style(True)
-    )
+    figures = data_figures
+    judgement, parts = figures.speed_judgement(found), figures.speed_parts(found)
+    return render_parts(figures.speed_verdict(found), judgement, parts, style=verdict_style(True))

@@ -23,8 +23,9 @@ from memfit.runs.processes import Held
 _MIN_MARGIN_BYTES = 32 * MIB
 # Page tables and the kernel's own structures grow with what a process uses.
 _MARGIN_SHARE = 0.02
-# Memory that was mapped a moment ago is about to be used: filling a GiB takes about that long.
-_SETTLED_SECONDS = 0.3
+# Memory that was mapped a moment ago is about to be used: filling a GiB takes about a second. In a container, where
+# the kernel kills whoever uses it after all, it is given longer.
+_SETTLED_SECONDS, _LONG_SETTLED_SECONDS = 1.0, 3.0
 # What every process has mapped ahead isn't worth a limit of its own, which guards would take for another machine.
 _RESERVED_STEP_BYTES = 32 * MIB
 LIMITED_SHARE = 0.5
@@ -138,6 +139,10 @@ class FollowingLimit:
         self._reserves = reserves
         self._inherited = inherited_limit() or _LARGEST
         self._unused: deque[tuple[float, int]] = deque()
+        is_budget = start.limit_of == "budget"
+        self._settled_seconds = _SETTLED_SECONDS if is_budget else _LONG_SETTLED_SECONDS
+        self.is_urgent = is_budget or reserves
+        """Whether it has to be followed more often than memory is sampled: in a container, others decide on it too."""
         self._works = start.data_bytes is not None
         self._was_set = False
         # What the process sets itself when it starts.
@@ -189,12 +194,12 @@ class FollowingLimit:
         return min(max(held.data_bytes, most + reserved), allowed, self._inherited)
 
     def _settled(self, unused: int, now: float) -> int:
-        """What has been mapped and unused all through the last moment."""
+        """What has been mapped and unused all the time of late."""
         recent = self._unused
         recent.append((now, unused))
-        while len(recent) > 1 and recent[1][0] <= now - _SETTLED_SECONDS:
+        while len(recent) > 1 and recent[1][0] <= now - self._settled_seconds:
             recent.popleft()
-        if recent[0][0] > now - _SETTLED_SECONDS:
+        if recent[0][0] > now - self._settled_seconds:
             return 0
         least = min(size for _, size in recent)
         return least - least % _RESERVED_STEP_BYTES

@@ -265,7 +265,9 @@ class Supervisor:
             and _last(events, "cannot fit") is None
             and attempt.number <= self._task.retries
             and not any(earlier.configuration.reserves for earlier in self._attempts)
-            and None not in (error.get("data_limit_bytes"), most, used)
+            and error.get("data_limit_bytes") is not None
+            and most is not None
+            and isinstance(used, int)
             and used < limits.LIMITED_SHARE * most
         )
 

@@ -76,6 +76,7 @@ class Watch:
         self._origin = origin
         self._limits: dict[int, FollowingLimit] = {}
         self._room: Room | None = None
+        self._used_bytes = 0
         self._others: list[int] = []
         self._names: dict[int, str] = {}
         self._num_samples = 0
@@ -106,17 +107,18 @@ class Watch:
                 if now >= due:
                     due = now + (_PERIOD_SECONDS if self._num_samples >= _TREE_EVERY else _FIRST_PERIOD_SECONDS)
                     self.sample()
-                else:
-                    self._follow(self._pid, self._limit, processes.held_by(self._pid))
+                elif self._limit.is_urgent:
+                    self._follow_quickly()
 
     def sample(self) -> None:
         """Looks once."""
         seconds = time.monotonic() - self._origin
-        self._room = self._groups.room()
         held = processes.held_by(self._pid)
-        self._follow(self._pid, self._limit, held)
         if held is None:
             return
+        # After what is held: what it takes in between is missing from what is free, and not counted twice.
+        self._room, self._used_bytes = self._groups.room(), held.used_bytes
+        self._follow(self._pid, self._limit, held)
         if self._num_samples % _TREE_EVERY == 0:
             self._others = processes.descendants(self._pid)
         self._num_samples += 1
@@ -134,6 +136,15 @@ class Watch:
         others_bytes = sum(other.held_bytes or 0 for other in others)
         group_bytes = self._groups.used_bytes()
         self._history.add(Sample(round(seconds, 3), held.held_bytes, others_bytes, group_bytes))
+
+    def _follow_quickly(self) -> None:
+        """Keeps the limit of the script's process between two samples: what it took since is not free any more."""
+        held, room = processes.held_by(self._pid), self._room
+        if held is None or room is None:
+            return
+        taken = held.used_bytes - self._used_bytes
+        self._room, self._used_bytes = replace(room, free_bytes=room.free_bytes - taken), held.used_bytes
+        self._follow(self._pid, self._limit, held)
 
     def _follow(self, pid: int, limit: FollowingLimit, held: Held | None) -> None:
         """Keeps a process's limit, and stops the script where it has used more than it may all the same."""

@@ -306,3 +306,32 @@ def test_blocks_are_read_past_the_cache_and_the_same_without(tmp_path, monkeypat
     # THEN both read the same
     assert read(second) == expected
     assert second._lacks_direct
+
+
+@pytest.mark.skipif(not hasattr(os, "symlink"), reason="this system has no links")
+def test_patterns_match_each_file_once(tmp_path, monkeypatch):
+    root = tmp_path / "root"
+    for name in ("x.csv", "a/x.csv", "a/b/y.csv", ".hidden/z.csv"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("1")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "o.csv").write_text("1")
+    # GIVEN links that lead upwards, which together have endless paths, and one to everything
+    (root / "a" / "up").symlink_to(root)
+    (root / "a" / "b" / "up").symlink_to(root)
+    (root / "everything").symlink_to("/")
+    (root / "loop").symlink_to(root / "a")
+
+    def found(pattern, **options):
+        return [os.path.relpath(path, root) for path in files.matches(pattern, **options)]
+
+    everywhere = ["a/b/y.csv", "a/x.csv", "x.csv"]
+    assert found(f"{root}/**/*.csv") == everywhere
+    assert found(f"{root}/*/x.csv") == ["a/x.csv"]
+    assert found(f"{root}/**/b/**/y.csv") == ["a/b/y.csv"]
+    monkeypatch.chdir(root)
+    assert files.matches("**/*.csv") == everywhere
+    assert files.matches("*.csv") == ["x.csv"]
+    (root / "everything").unlink()
+    (root / "a" / "out").symlink_to(tmp_path / "outside")
+    assert found(f"{root}/**/*.csv", follow_links=True) == ["a/b/y.csv", "a/out/o.csv", "a/x.csv", "x.csv"]

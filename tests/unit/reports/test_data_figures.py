@@ -141,3 +141,19 @@ def test_speed_is_told_with_what_it_is_compared_to():
     said = text(data_figures.speed_verdict(remote), data_figures.speed_parts(remote))
     assert said.startswith("x.npy: 5,000 samples/s (measured)")
     assert "partly in the page cache" in said
+
+
+def test_speed_is_judged_in_words():
+    slow = replace(SPEED, batch_size=32, rows_per_second=16_000.0, bytes_per_second=24e6, raw_bytes_per_second=100e6)
+    keeps_up, limit = data_figures.speed_judgement(replace(slow, num_workers=0, is_cold=True))
+    assert keeps_up.startswith("It keeps up with training whose steps take 2 ms or more for a batch of 32")
+    assert limit.startswith("Making batches (unpacking, decoding, shuffling) is what limits it, not the reading.")
+    assert "try --num-workers 2," in limit
+
+    assert "--num-workers 8," in data_figures.speed_judgement(replace(slow, num_workers=4))[1]
+    assert "came from the page cache" in data_figures.speed_judgement(replace(slow, is_cold=False))[1]
+    fast = replace(slow, bytes_per_second=90e6)
+    assert data_figures.speed_judgement(fast)[1].startswith("Reading the files is what limits it")
+    assert len(data_figures.speed_judgement(replace(slow, bytes_per_second=None))) == 1
+    assert data_figures.speed_judgement(replace(slow, rows_per_second=0.0)) == []
+    assert "take 2 s or more" in data_figures.speed_judgement(replace(slow, rows_per_second=16.0))[0]

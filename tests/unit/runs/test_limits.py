@@ -73,7 +73,7 @@ def test_memory_that_stays_unused_counts_as_free_in_the_end():
     limit, held = following(), Held(GIB, 2 * GIB)
     first = limit.wanted(held, room(2 * GIB), 0.0)
     for tick in range(1, 20):
-        last = limit.wanted(held, room(2 * GIB), 0.02 * tick)
+        last = limit.wanted(held, room(2 * GIB), 0.2 * tick)
 
     # THEN it is counted as used at first, and not later
     assert first == 3 * GIB - margin(4 * GIB)
@@ -83,14 +83,14 @@ def test_memory_that_stays_unused_counts_as_free_in_the_end():
 def test_memory_that_was_just_mapped_is_about_to_be_used():
     limit = following()
     for tick in range(20):
-        limit.wanted(Held(GIB, GIB), room(2 * GIB), 0.02 * tick)
+        limit.wanted(Held(GIB, GIB), room(2 * GIB), 0.2 * tick)
 
-    assert limit.wanted(Held(GIB, 2 * GIB), room(2 * GIB), 0.4) == 3 * GIB - margin(4 * GIB)
+    assert limit.wanted(Held(GIB, 2 * GIB), room(2 * GIB), 4.0) == 3 * GIB - margin(4 * GIB)
 
 
 def settled(limit, held, free_bytes=3 * GIB):
     """What the limit is to be when nothing has changed for a while."""
-    return [limit.wanted(held, room(free_bytes), 0.02 * tick) for tick in range(20)][-1]
+    return [limit.wanted(held, room(free_bytes), 0.2 * tick) for tick in range(20)][-1]
 
 
 def test_a_budget_counts_what_is_used_and_not_what_is_reserved():
@@ -106,14 +106,14 @@ def test_where_nothing_is_known_of_the_machine_a_budget_is_followed():
     limit = following(budget=GIB)
     limit.wanted(Held(0, GIB), None, 0.0)
 
-    assert limit.wanted(Held(0, GIB), None, 1.0) == 2 * GIB
+    assert limit.wanted(Held(0, GIB), None, 3.0) == 2 * GIB
 
 
 def test_what_was_reserved_and_is_used_now_counts():
     limit = following(budget=GIB)
     settled(limit, Held(0, GIB))
 
-    assert limit.wanted(Held(GIB // 2, GIB), room(3 * GIB), 0.4) == GIB + GIB // 2
+    assert limit.wanted(Held(GIB // 2, GIB), room(3 * GIB), 4.0) == GIB + GIB // 2
 
 
 def test_a_process_that_may_reserve_gets_a_limit_when_it_holds_much():
@@ -246,3 +246,9 @@ def test_another_process_can_be_limited():
 
     assert found[0] == 123 * MIB
     assert not limits.set_data_limit(123 * MIB, process.pid)
+
+
+def test_a_budget_is_followed_more_often_than_a_container():
+    assert FollowingLimit(0, Ceiling(GIB, GIB, "budget"), GIB).is_urgent
+    assert not following().is_urgent
+    assert FollowingLimit(0, Ceiling(GIB, GIB, "container"), None, reserves=True).is_urgent

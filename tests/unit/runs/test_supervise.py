@@ -280,14 +280,14 @@ def test_what_is_reserved_and_never_used_is_no_reason_to_fail(supervised, text, 
 
 def test_what_settles_before_it_matters_costs_no_attempt(supervised):
     run, said = supervised(
-        RESERVES.replace("held", "import time; time.sleep(1.5); held"), "100000000", budget_bytes=1100 * MIB
+        RESERVES.replace("held", "import time; time.sleep(2.5); held"), "100000000", budget_bytes=1100 * MIB
     )
 
     assert (run.outcome, len(run.attempts), said) == (Outcome.COMPLETED, 1, [])
 
 
 def test_a_child_of_the_script_may_reserve_too(supervised):
-    text = "import subprocess, sys\ncode = 'import time; ' + sys.argv[1].replace('held', 'time.sleep(3); held')\n"
+    text = "import subprocess, sys\ncode = 'import time; ' + sys.argv[1].replace('held', 'time.sleep(4); held')\n"
     text += "sys.exit(subprocess.run([sys.executable, '-c', code, '100000000']).returncode)"
     run, said = supervised(text, RESERVES.strip(), budget_bytes=1100 * MIB)
 

@@ -10,6 +10,7 @@ from memfit.runs import processes, watch
 from memfit.runs.groups import Groups, Room
 from memfit.runs.history import History
 from memfit.runs.limits import Ceiling, FollowingLimit
+from memfit.runs.processes import Held
 from memfit.runs.watch import Watch, is_shared_memory_full
 
 pytestmark = pytest.mark.skipif(not processes.IS_LINUX, reason="/proc is Linux's")
@@ -109,3 +110,17 @@ def test_shared_memory_that_is_full(monkeypatch):
     found = os.statvfs("/")
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result([*found[:2], 1000, 1, 1, *found[5:10]]))
     assert is_shared_memory_full()
+
+
+def test_what_the_script_takes_between_two_samples_is_not_free_any_more(grown, monkeypatch):
+    # GIVEN a limit of the container that is looked at more often than the container
+    limit = FollowingLimit(grown.pid, Ceiling(GIB, 4 * GIB, "container"), None)
+    watching = Watch(grown.pid, FixedGroups(), limit, History(), time.monotonic())
+    told = []
+    monkeypatch.setattr(limit, "follow", lambda held, room, seconds: told.append(held.used_bytes + room.free_bytes))
+    monkeypatch.setattr(processes, "held_by", lambda pid: Held(100 * MIB, 100 * MIB))
+    watching.sample()
+    monkeypatch.setattr(processes, "held_by", lambda pid: Held(400 * MIB, 400 * MIB))
+    watching._follow_quickly()
+
+    assert set(told) == {GIB + 100 * MIB}

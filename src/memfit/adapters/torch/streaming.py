@@ -5,13 +5,17 @@ workers that aren't kept between epochs begin each time as fresh copies, which k
 dataset shares with all processes which epochs were begun, and loaders count what they give out.
 """
 
+import contextlib
 import gc
 import logging
 import math
 import multiprocessing
 import os
+import pickle
+import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,11 +27,14 @@ from memfit.adapters.torch.shared_epochs import SharedEpochs
 from memfit.core import env
 from memfit.core.errors import BadInput, MemfitError
 from memfit.core.units import format_size
+from memfit.core.worker_ends import describe_end
 
 _log = logging.getLogger("memfit")
 
 # Batches that each worker may have ready.
 _MOST_PREFETCHED = 4
+# How long the end of a worker may take to show, after its sockets were closed.
+_END_SECONDS = 2.0
 # Options of a DataLoader that a stream leaves no choice in.
 _DECIDED_BY = {
     "batch_size": "give it to `memfit.stream`",
@@ -325,7 +332,8 @@ class StreamLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """The batches of the epoch that comes next, or what is left of the one that was loaded."""
-        return self._counted.iterate(super().__iter__)
+        begin = super().__iter__
+        return self._counted.iterate(lambda: _told_of_ends(begin()))
 
     def state_dict(self) -> dict[str, Any]:
         """The position after what was given out, whatever workers have ready."""
@@ -338,6 +346,46 @@ class StreamLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch, from its beginning."""
         self._counted.set_epoch(epoch)
+
+
+def _told_of_ends(batches: Any) -> Iterator[Any]:
+    """The batches of a DataLoader; a worker that has ended too early is named, whatever PyTorch says of it.
+
+    What that is depends on the moment: a socket that was reset, one that can't be connected to, an error of its own.
+    """
+    _forget_workers(batches)
+    try:
+        yield from batches
+    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        ended = _ended_worker(getattr(batches, "_workers", ()), waits=not isinstance(error, RuntimeError))
+        if ended is None:
+            raise
+        who = f"worker process {ended.pid} of the stream's loader"
+        raise MemfitError(describe_end(who, ended.exitcode)) from error
+
+
+def _forget_workers(batches: Any) -> None:
+    """Has PyTorch tell of a worker's end where a batch is asked for, and not in whatever line the program is at.
+
+    Names of PyTorch 1.13 to 2.13; where they are gone, its handler of SIGCHLD raises its own error as before.
+    """
+    with contextlib.suppress(ImportError, AttributeError, TypeError, ValueError):
+        from torch.utils.data._utils.signal_handling import _remove_worker_pids
+
+        if batches._worker_pids_set:
+            _remove_worker_pids(id(batches))
+            batches._worker_pids_set = False
+
+
+def _ended_worker(workers: Sequence[Any], *, waits: bool) -> Any:
+    """The worker that ended before its work was done; None where all go on."""
+    deadline = time.monotonic() + (_END_SECONDS if waits else 0)
+    while True:
+        ended = [worker for worker in workers if worker.exitcode]
+        if ended or not workers or time.monotonic() >= deadline:
+            # Those that PyTorch ends itself afterwards have this signal.
+            return next((worker for worker in ended if worker.exitcode != -signal.SIGTERM), (ended or [None])[0])
+        time.sleep(0.05)
 
 
 class CountedLoader:

@@ -33,6 +33,7 @@ from memfit.data.sources.hdf5_contents import (
     find,
     reason_of,
 )
+from memfit.data.sources.hdf5_links import stay_inside
 
 _DROP_EVERY_BYTES = 16 * MIB
 _MOST_BLOCKS = 2**19
@@ -45,6 +46,7 @@ def open_hdf5(
     *,
     columns: Sequence[str] | str | None = None,
     labels: Sequence[str] | str | None = None,
+    follow_links: bool = False,
 ) -> "Hdf5Source":
     """The samples of an HDF5 file: rows of its datasets.
 
@@ -52,9 +54,10 @@ def open_hdf5(
         path: of the file; may be an address such as s3://bucket/file.h5.
         columns: paths in the file of the datasets that are features; if None, the one that is obvious from the names.
         labels: those that are labels.
+        follow_links: whether datasets may lie in other files that this one refers to.
 
     Raises:
-        BadFile: it isn't an HDF5 file, or is damaged.
+        BadFile: it isn't an HDF5 file, is damaged, or refers to other files.
         BadInput: no such dataset, or one that can't be streamed.
     """
     name = os.fspath(path)
@@ -64,6 +67,9 @@ def open_hdf5(
     file = _open(name, place)
     try:
         features, targets = choose(file, columns, labels, name)
+        if not follow_links:
+            for key in [*features, *targets]:
+                stay_inside(file, key, name)
         datasets = tuple(describe(find(file, key, name), key, key in targets, name) for key in [*features, *targets])
     except (OSError, RuntimeError, KeyError) as error:
         raise BadFile(f"{name!r} is damaged: {reason_of(error)}. Copy or make it again.") from error

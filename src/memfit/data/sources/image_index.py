@@ -35,6 +35,7 @@ class ImageIndex:
         classes: names of the class folders, sorted; () where the images have none.
         digest: changes with names, sizes and times of change.
         notes: what a user should know of how the folder was understood.
+        left_out: links to folders that were not followed, in a sentence, or "".
     """
 
     root: str
@@ -45,6 +46,7 @@ class ImageIndex:
     classes: tuple[str, ...]
     digest: str
     notes: tuple[str, ...]
+    left_out: str = ""
 
     @property
     def num_images(self) -> int:
@@ -82,7 +84,7 @@ class _Gathering:
         self.sizes.append(entry.size)
         self.digest.update(packed + b"\0%d %d\0" % (entry.size, entry.changed))
 
-    def finish(self, classes: tuple[str, ...], notes: tuple[str, ...]) -> ImageIndex:
+    def finish(self, classes: tuple[str, ...], notes: tuple[str, ...], left_out: str) -> ImageIndex:
         self.digest.update(repr(classes).encode())
         return ImageIndex(
             self.root,
@@ -92,38 +94,46 @@ class _Gathering:
             np.array(self.sizes, np.int64),
             classes,
             self.digest.hexdigest()[:32],
-            notes,
+            (*notes, left_out) if left_out else notes,
+            left_out,
         )
 
 
-def build_index(root: str) -> ImageIndex:
-    """Looks through a folder, and all folders in it.
+def build_index(root: str, *, follow_links: bool = False) -> ImageIndex:
+    """Looks through a folder, and all folders in it, each once.
 
     Each folder directly in it is a class, numbered in sorted order, and images beside these folders are left out. Where
     none of them holds an image, those directly in the folder are taken, without classes. What begins with "." is hidden
-    and passed over.
+    and passed over. Links to files are followed; those to folders only where the user asks for it, and then no folder
+    is looked into twice, nor any that the root itself lies in.
+
+    Args:
+        root: the folder.
+        follow_links: whether to look into folders outside of it that links lead to.
 
     Raises:
         BadFile: it can't be looked into, or holds no images.
     """
     root = root.rstrip("/") if is_remote(root) else os.path.abspath(os.path.expanduser(root))
+    links = _Links(root, follow_links)
     entries = _list(root, "")
-    folders = [entry.name for entry in entries if entry.is_folder]
+    folders = [entry.name for entry in entries if entry.is_folder and links.is_new(entry.name)]
     images = [entry for entry in entries if _is_image(entry)]
     gathered = _Gathering(root)
     for number, folder in enumerate(folders):
-        for name, entry in _walk(root, folder, frozenset()):
+        for name, entry in _walk(root, folder, links):
             gathered.add(name, entry, number)
     if gathered.sizes:
-        return gathered.finish(tuple(folders), _notes(folders, len(images), set(gathered.numbers)))
+        notes = _notes(folders, len(images), set(gathered.numbers))
+        return gathered.finish(tuple(folders), notes, links.describe())
     for entry in images:
         gathered.add(entry.name, entry, 0)
     if not gathered.sizes:
         raise BadFile(
             f"{root!r} holds no images ({', '.join(ENDINGS)}). A folder with one folder of images for each class was "
-            "expected, or a folder of images."
+            "expected, or a folder of images." + (f" {links.describe()}." if links.left_out else "")
         )
-    return gathered.finish((), ("the images lie in no class folders, and have no labels",))
+    return gathered.finish((), ("the images lie in no class folders, and have no labels",), links.describe())
 
 
 def _notes(classes: list[str], num_beside: int, found: set[int]) -> tuple[str, ...]:
@@ -144,22 +154,62 @@ def _is_image(entry: _Entry) -> bool:
     return not entry.is_folder and entry.name.lower().endswith(ENDINGS)
 
 
-def _walk(root: str, inside: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, _Entry]]:
-    """Images in a folder below the root, then those in its folders, with their paths below the root."""
-    if not is_remote(root):
-        status = os.stat(os.path.join(root, inside))
+class _Links:
+    """Which folders below a root are looked into: each once, and none outside of it unless the user asks."""
+
+    def __init__(self, root: str, follow: bool) -> None:
+        self._root = root
+        self._real = "" if is_remote(root) else os.path.realpath(root)
+        self._follow = follow
+        self.left_out: list[str] = []
+        self._seen: set[tuple[int, int]] = set()
+        if self._real and os.path.isdir(root):
+            self.is_new("")
+
+    def is_new(self, inside: str) -> bool:
+        """Whether to look into the folder at a path below the root."""
+        if not self._real:
+            return True
+        path = os.path.join(self._root, inside)
+        try:
+            status = os.stat(path)
+            # Below a link that is followed, paths are not those of the folders.
+            is_passed = bool(inside) and os.path.islink(path) and not self._leads_elsewhere(os.path.realpath(path))
+        except OSError as error:
+            raise BadFile(f"{path!r} can't be looked into: {error.strerror or error}.") from error
         place = (status.st_dev, status.st_ino)
-        # A link to a folder above it would be followed for ever; Windows may not number folders.
-        if place in above and status.st_ino:
-            return
-        above |= {place}
+        # Windows may not number folders.
+        if is_passed or (status.st_ino and place in self._seen):
+            self.left_out.append(inside)
+            return False
+        self._seen.add(place)
+        return True
+
+    def _leads_elsewhere(self, target: str) -> bool:
+        """Whether a link leads to a folder that is followed: neither below the root, nor one that the root is in."""
+        if not self._follow:
+            return False
+        inner, outer = os.path.join(self._real, ""), os.path.join(target, "")
+        return not inner.startswith(outer) and not outer.startswith(inner)
+
+    def describe(self) -> str:
+        """What was left out, in a sentence without a full stop; "" where nothing was."""
+        if not self.left_out:
+            return ""
+        shown = ", ".join(map(repr, self.left_out[:3])) + (", ..." if len(self.left_out) > 3 else "")
+        more = "" if self._follow else "; follow_links=True follows those that lead out of the folder"
+        return f"{len(self.left_out):,} links to folders were not followed ({shown}){more}"
+
+
+def _walk(root: str, inside: str, links: _Links) -> Iterator[tuple[str, _Entry]]:
+    """Images in a folder below the root, then those in its folders, with their paths below the root."""
     entries = _list(root, inside)
     for entry in entries:
         if _is_image(entry):
             yield f"{inside}/{entry.name}", entry
     for entry in entries:
-        if entry.is_folder:
-            yield from _walk(root, f"{inside}/{entry.name}", above)
+        if entry.is_folder and links.is_new(f"{inside}/{entry.name}"):
+            yield from _walk(root, f"{inside}/{entry.name}", links)
 
 
 def _list(root: str, inside: str) -> list[_Entry]:

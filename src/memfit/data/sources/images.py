@@ -10,6 +10,7 @@ Of animations the first frame is taken.
 import contextlib
 import functools
 import io
+import logging
 import os
 import stat
 import threading
@@ -27,6 +28,8 @@ from memfit.data.sources.image_index import ImageIndex, build_index
 from memfit.data.sources.skipped import SkippedSamples
 
 # Images whose sizes are looked at when a folder is opened.
+_log = logging.getLogger("memfit")
+
 _NUM_PROBED = 16
 # Images that are tried for one that can be read, where others are to be skipped.
 _MOST_TRIED = 1000
@@ -152,12 +155,13 @@ class ImageSource:
         """Does nothing: no file stays open."""
 
 
-def open_images(path: str | os.PathLike[str], *, on_error: str = "fail") -> ImageSource:
+def open_images(path: str | os.PathLike[str], *, on_error: str = "fail", follow_links: bool = False) -> ImageSource:
     """The images in a folder: PNG, JPEG, BMP, GIF, WebP and TIFF.
 
     Args:
         path: of the folder, or its address.
         on_error: whether an image that can't be read raises an error ("fail") or is left out and counted ("skip").
+        follow_links: whether to look into folders outside of it that links lead to.
 
     Raises:
         BadFile: there are no images, or one of the few that are looked at can't be read.
@@ -168,7 +172,9 @@ def open_images(path: str | os.PathLike[str], *, on_error: str = "fail") -> Imag
         raise BadInput(f'on_error={on_error!r} is not known. "fail" or "skip" was expected.')
     _pillow()
     name = os.fspath(path)
-    index = build_index(name)
+    index = build_index(name, follow_links=follow_links)
+    if index.left_out:
+        _log.warning("%s: %s.", name, index.left_out)
     shapes = list(_probe(index, on_error))
     image = Field("image", np.dtype(np.uint8), shapes[0], is_ragged=len(set(shapes)) > 1)
     label = (Field("label", np.dtype(np.int64), (), is_label=True),) if index.classes else ()

@@ -5,17 +5,16 @@ other, a pair is features and labels. Whatever can't be streamed gets one messag
 """
 
 import difflib
-import glob
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
-from memfit.data.files import is_remote, open_file
+from memfit.data.files import is_remote, matches, open_file
 from memfit.data.source import Source
 from memfit.data.sources.converted import Member, can_have_classes, read_classes, read_members
 from memfit.data.sources.image_index import is_folder as is_folder_entry
@@ -49,8 +48,20 @@ _KNOWN = ".npy, .npz, .h5, .hdf5, .parquet, .arrow, .feather, .csv, .tsv, .csv.g
 _SOURCE_PARTS = ("name", "fields", "num_samples", "layout", "classes", "fingerprint", "read", "drop", "close")
 
 
+class Reading(NamedTuple):
+    """How files are read, whatever their kind."""
+
+    on_error: str
+    follow_links: bool
+
+
 def open_source(
-    source: Any, *, columns: Sequence[str] | str | None = None, labels: Any = None, on_error: str = "fail"
+    source: Any,
+    *,
+    columns: Sequence[str] | str | None = None,
+    labels: Any = None,
+    on_error: str = "fail",
+    follow_links: bool = False,
 ) -> Source:
     """What is to be streamed, as a Source.
 
@@ -60,6 +71,7 @@ def open_source(
         columns: which columns, keys or datasets are the features; all that aren't labels if not given.
         labels: the column, key or dataset that is the label, or a path (or several) of a file of labels.
         on_error: what to do about images that can't be read: "fail" or "skip".
+        follow_links: whether to read files outside of what was given that links in it lead to.
 
     Raises:
         BadInput: it isn't anything that can be streamed, or its parts don't belong together.
@@ -68,35 +80,35 @@ def open_source(
     if on_error not in ("fail", "skip"):
         raise BadInput(f"on_error is 'fail' or 'skip', and {on_error!r} was given")
     names = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
-    opened = _open(source, names, labels, on_error)
+    opened = _open(source, names, labels, Reading(on_error, follow_links))
     _check_samples(opened)
     return opened
 
 
-def _open(source: Any, columns: list[str] | None, labels: Any, on_error: str) -> Source:
+def _open(source: Any, columns: list[str] | None, labels: Any, reading: Reading) -> Source:
     if _is_source(source):
         _refuse_choice(source.name, columns, labels)
         return cast(Source, source)
     if isinstance(source, Mapping):
-        return _open_mapping(source, columns, labels, on_error)
+        return _open_mapping(source, columns, labels, reading)
     if isinstance(source, tuple):
         if len(source) != 2:
             raise BadInput(f"a tuple is a pair (features, labels), and one of {len(source)} was given; use a list")
         if labels is not None:
             raise BadInput(f"labels are given twice: {source[1]!r} in the pair, and labels={labels!r}")
-        features = _open(source[0], columns, None, on_error)
-        return Paired(features, as_labels(_open(source[1], None, None, on_error)))
+        features = _open(source[0], columns, None, reading)
+        return Paired(features, as_labels(_open(source[1], None, None, reading)))
     if _are_paths(labels):
-        return Paired(_open(source, columns, None, on_error), as_labels(_open(labels, None, None, on_error)))
+        return Paired(_open(source, columns, None, reading), as_labels(_open(labels, None, None, reading)))
     if labels is not None and not isinstance(labels, str):
         place = _place_of(labels)
         if place:
             raise BadInput(f"labels is an array that is in a file; it is streamed from there: give {place}.")
         raise BadInput(f"labels is the name of a column, key or dataset, or a path; {labels!r} was given")
-    return concatenate([_open_path(path, columns, labels, on_error) for path in _paths(source)])
+    return concatenate([_open_path(path, columns, labels, reading) for path in _paths(source, reading)])
 
 
-def _open_mapping(source: Mapping[str, Any], columns: list[str] | None, labels: Any, on_error: str) -> Source:
+def _open_mapping(source: Mapping[str, Any], columns: list[str] | None, labels: Any, reading: Reading) -> Source:
     """Files under names; the one that `labels` names is the label."""
     if not source or not all(isinstance(name, str) for name in source):
         raise BadInput(f"a dict of names and paths is needed, such as {{'x': 'x.npy', 'y': 'y.npy'}}; got {source!r}")
@@ -106,29 +118,29 @@ def _open_mapping(source: Mapping[str, Any], columns: list[str] | None, labels: 
     chosen = [name for name in (columns or source) if name != labels]
     if not chosen:
         raise BadInput(f"nothing but the label {labels!r} was given: features are needed too")
-    joined: Source = Named(_open(source[chosen[0]], None, None, on_error), chosen[0])
+    joined: Source = Named(_open(source[chosen[0]], None, None, reading), chosen[0])
     for name in chosen[1:]:
-        joined = Paired(joined, Named(_open(source[name], None, None, on_error), name), are_labels=False)
+        joined = Paired(joined, Named(_open(source[name], None, None, reading), name), are_labels=False)
     if labels is None:
         return joined
     if _are_paths(labels):
-        return Paired(joined, as_labels(_open(labels, None, None, on_error)))
-    return Paired(joined, as_labels(Named(_open(source[labels], None, None, on_error), labels)))
+        return Paired(joined, as_labels(_open(labels, None, None, reading)))
+    return Paired(joined, as_labels(Named(_open(source[labels], None, None, reading), labels)))
 
 
-def _paths(source: Any) -> list[str]:
+def _paths(source: Any, reading: Reading) -> list[str]:
     """The paths that a path, a pattern or a list of them stands for."""
     if isinstance(source, str | os.PathLike):
         path = os.fspath(source)
         if not isinstance(path, str):
             raise BadInput(f"a path is text, and {path!r} was given")
-        return _expand(path)
+        return _expand(path, reading)
     if isinstance(source, Iterable) and not hasattr(source, "dtype") and not isinstance(source, bytes | bytearray):
         given = list(source)
         if not given:
             raise BadInput("an empty list was given; at least one path is needed")
         if all(isinstance(path, str | os.PathLike) for path in given):
-            return [path for one in given for path in _paths(one)]
+            return [path for one in given for path in _paths(one, reading)]
         place = next((place for place in map(_place_of, given) if place), "")
     else:
         place = _place_of(source)
@@ -163,7 +175,7 @@ def _shown(path: str) -> str:
     return path.removeprefix(os.path.join(os.getcwd(), ""))
 
 
-def _expand(path: str) -> list[str]:
+def _expand(path: str, reading: Reading) -> list[str]:
     if not path:
         raise BadInput("an empty path was given")
     if not any(character in path for character in "*?["):
@@ -175,7 +187,7 @@ def _expand(path: str) -> list[str]:
     else:
         if os.path.lexists(os.path.expanduser(path)):
             return [path]
-        found = glob.glob(os.path.expanduser(path), recursive=True)
+        found = matches(os.path.expanduser(path), follow_links=reading.follow_links)
     if not found:
         raise BadFile(f"no file matches {path!r}; give a pattern that matches at least one, or a path.")
     return sorted(found, key=_by_number)
@@ -186,12 +198,15 @@ def _by_number(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path)]
 
 
-def _open_path(path: str, columns: list[str] | None, labels: str | None, on_error: str) -> Source:
+def _open_path(path: str, columns: list[str] | None, labels: str | None, reading: Reading) -> Source:
     if _is_folder(path):
-        return _open_folder(path, columns, labels, on_error)
+        return _open_folder(path, columns, labels, reading)
     if not is_remote(path) and not os.path.exists(os.path.expanduser(path)):
         raise BadFile(missing(path))
-    return _OPENERS[kind_of(path)](path, columns, labels)
+    kind = kind_of(path)
+    if kind == "hdf5" and reading.follow_links:
+        return _open_hdf5(path, columns, labels, follow_links=True)
+    return _OPENERS[kind](path, columns, labels)
 
 
 def missing(path: str) -> str:
@@ -278,7 +293,7 @@ def _base(path: str) -> str:
     return os.path.basename(path.rstrip("/"))
 
 
-def _open_folder(path: str, columns: list[str] | None, labels: str | None, on_error: str) -> Source:
+def _open_folder(path: str, columns: list[str] | None, labels: str | None, reading: Reading) -> Source:
     """A folder of files of one kind, one after the other; else of images."""
     entries = _entries(path)
     if not entries:
@@ -299,13 +314,14 @@ def _open_folder(path: str, columns: list[str] | None, labels: str | None, on_er
             features, targets = sorted(data, key=lambda file: pair.index(_base(file)))
             return Paired(NpySource(features), _open_labels(targets, "y", read_classes(present)))
         if data:
-            return concatenate([_open_path(file, columns, labels, on_error) for file in data])
+            return concatenate([_open_path(file, columns, labels, reading) for file in data])
         if not any(_is_image(file) for file, _ in entries):
             raise BadFile(f"the folder {path!r} holds nothing that can be streamed: {_KNOWN}.")
     _refuse_choice(path, columns, labels)
     from memfit.data.sources.images import open_images
 
-    return open_images(path, on_error=on_error)
+    links = {"follow_links": True} if reading.follow_links else {}
+    return open_images(path, on_error=reading.on_error, **links)
 
 
 def _open_members(
@@ -356,10 +372,10 @@ def _open_npz(path: str, columns: list[str] | None, labels: str | None) -> Sourc
     return Paired(NpzSource(path, columns=[field.name for field in features]), texts)
 
 
-def _open_hdf5(path: str, columns: list[str] | None, labels: str | None) -> Source:
+def _open_hdf5(path: str, columns: list[str] | None, labels: str | None, *, follow_links: bool = False) -> Source:
     from memfit.data.sources.hdf5 import open_hdf5
 
-    return open_hdf5(path, columns=columns, labels=labels)
+    return open_hdf5(path, columns=columns, labels=labels, follow_links=follow_links)
 
 
 def _open_parquet(path: str, columns: list[str] | None, labels: str | None) -> Source:

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import random
+import signal
 from collections import namedtuple
 
 import numpy as np
@@ -437,3 +438,25 @@ class TestTensors:
     def test_text_is_refused(self):
         with pytest.raises(BadInput, match=r"an array of <U1 can't become a tensor\. Leave the column out"):
             to_tensors(np.array(["a"]))
+
+
+@pytest.mark.parametrize("from_outside", [True, False])
+def test_a_worker_that_is_killed_is_one_clear_error(from_outside):
+    def transform(features, label):
+        if not from_outside and label > 50:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return features, label
+
+    loader = StreamLoader(stream_of(shuffle=False, transform=transform), num_workers=2)
+    with pytest.raises(MemfitError, match=r"worker process \d+ of the stream's loader was ended by SIGKILL before"):
+        for number, _ in enumerate(loader):
+            if from_outside and number == 2:
+                os.kill(loader._iterator._workers[0].pid, signal.SIGKILL)
+
+
+def test_an_error_of_a_transform_is_told_as_it_is():
+    def transform(features, label):
+        raise OSError("no such thing")
+
+    with pytest.raises(OSError, match="no such thing"):
+        next(iter(StreamLoader(stream_of(transform=transform), num_workers=1)))

@@ -81,19 +81,59 @@ def test_the_digest_changes_with_what_is_there(tmp_path):
     assert len(set(digests)) == 5
 
 
-def test_links_are_followed_but_not_in_circles(tmp_path):
+@pytest.fixture
+def linked(tmp_path):
+    """A folder of two images, with links to folders of all kinds in it, and another image outside."""
     touch(tmp_path / "stored" / "1.png")
     root = tmp_path / "root"
-    (root / "a").mkdir(parents=True)
+    for name in ("a/1.png", "b/deep/2.png"):
+        touch(root / name)
     try:
-        (root / "a" / "linked").symlink_to(tmp_path / "stored", target_is_directory=True)
+        (root / "a" / "out").symlink_to(tmp_path / "stored", target_is_directory=True)
         (root / "a" / "circle").symlink_to(root / "a", target_is_directory=True)
+        (root / "b" / "up").symlink_to(root, target_is_directory=True)
+        (root / "b" / "deep" / "everything").symlink_to("/", target_is_directory=True)
+        (root / "c").symlink_to(root / "b", target_is_directory=True)
         (root / "a" / "broken.png").symlink_to(tmp_path / "nothing")
     except OSError:
         pytest.skip("links can't be made here")
-    index = build_index(str(root))
-    assert paths(index, root) == ["a/broken.png", "a/linked/1.png"]
-    assert index.sizes.tolist() == [0, 1]
+    return root
+
+
+def test_links_to_folders_are_not_followed_unasked(linked):
+    index = build_index(str(linked))
+
+    assert paths(index, linked) == ["a/1.png", "a/broken.png", "b/deep/2.png"]
+    assert index.classes == ("a", "b")
+    assert index.left_out.startswith(
+        "5 links to folders were not followed ('c', 'a/circle', 'a/out', ...); follow_links"
+    )
+    assert index.left_out in index.notes
+
+
+def test_links_that_lead_out_of_the_folder_are_followed_on_demand_and_others_never(linked):
+    index = build_index(str(linked), follow_links=True)
+
+    assert paths(index, linked) == ["a/1.png", "a/broken.png", "a/out/1.png", "b/deep/2.png"]
+    assert index.left_out.startswith("4 links to folders were not followed")
+
+
+def test_a_folder_is_looked_into_once_however_many_links_lead_there(linked):
+    (linked / "b" / "again").symlink_to(linked.parent / "stored", target_is_directory=True)
+
+    assert build_index(str(linked), follow_links=True).num_images == 4
+
+
+def test_a_folder_that_holds_nothing_but_links_is_told_of(tmp_path):
+    touch(tmp_path / "stored" / "1.png")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "cat").symlink_to(tmp_path / "stored", target_is_directory=True)
+
+    with pytest.raises(
+        BadFile, match=r"holds no images .* 1 links to folders were not followed \('cat'\); follow_links"
+    ):
+        build_index(str(tmp_path / "root"))
+    assert build_index(str(tmp_path / "root"), follow_links=True).classes == ("cat",)
 
 
 def test_no_images_and_no_folder(tmp_path):
