@@ -55,6 +55,7 @@ FLAGS = {
         "--allow",
         "--count",
         "--no-measure",
+        "--seconds",
         "--save",
         "--html",
         "--code",
