@@ -112,6 +112,7 @@ def test_an_announcement_stays(monkeypatch, at_once):
 
 def test_other_threads_do_not_mix(monkeypatch, at_once):
     terminal = terminal_of(monkeypatch)
+
     def other():
         with doing("something else"):
             assert shown_within(terminal, "memfit: planning")
