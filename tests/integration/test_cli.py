@@ -56,6 +56,7 @@ FLAGS = {
         "--allow",
         "--count",
         "--no-measure",
+        "--seconds",
         "--save",
         "--html",
         "--code",

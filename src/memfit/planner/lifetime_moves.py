@@ -108,5 +108,4 @@ def expand_segments(situation: Situation) -> Move | None:
         Origin.SIMULATED,
         situation.timeline,
         replace(situation.options, expandable_segments=True),
-        replace(AS_IT_IS, expandable_segments=True),
     )

@@ -48,7 +48,8 @@ class Move:
         origin: simulated where only the order of events or the allocator differs, assumed where sizes are guessed.
         timeline: of the step after the change.
         options: of its allocator after the change.
-        settings: the change as a run of the script can have it in force; None where that takes another script.
+        settings: the change as a run of the script can have it in force; None where that takes another script, or where
+            a replay of the same events tells as much.
     """
 
     title: str
