@@ -31,11 +31,12 @@ class FitCheckpoints:
         path: the folder; None: there are no checkpoints.
         keep: how many stay.
         every: batches between two; None: by time.
+        model: whose they are.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, keep: int, every: int | None) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, keep: int, every: int | None, model: object = None) -> None:
         self._path = path
-        self._folder = None if path is None else Folder(own_folder(path), keep, announce=_log.warning)
+        self._folder = None if path is None else Folder(own_folder(path), keep, announce=_log.warning, owner=model)
         self._every = every
         self._last = time.monotonic()
         self._seconds, self._num_saved = 0.0, 0

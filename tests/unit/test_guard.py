@@ -150,6 +150,60 @@ def contrastive(model, batch):
     return F.cross_entropy(features @ features.T, torch.arange(len(batch)))
 
 
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 4), nn.Linear(4, 20)
+
+    def forward(self, ids, mask):
+        return self.head(self.embedding(ids) * mask[..., None])
+
+
+def token_loss(model, batch):
+    ids, mask, labels = batch.values() if isinstance(batch, dict) else batch
+    return F.cross_entropy(model(ids, mask).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("make", [tuple, list, lambda parts: dict(zip("abc", parts, strict=True))])
+def test_a_batch_of_three_tensors_of_one_shape_is_split(make, size):
+    # GIVEN what a language model is trained on: tokens, mask and labels, all of one shape
+    torch.manual_seed(0)
+    batch = make([torch.randint(0, 20, (size, 6)) for _ in range(3)])
+    models = [Tokens()]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+
+    # WHEN only a part of it fits
+    def tight(model, part):
+        if len(next(iter(part.values() if isinstance(part, dict) else part))) > 2:
+            raise RuntimeError(MESSAGE.format(size=1000))
+        return token_loss(model, part)
+
+    result = memfit.Guard(models[0], optimizers[0], plan=None, remember=False).step(tight, batch)
+
+    # THEN it is split, and the update is that of the whole
+    assert result.micro_batches == -(-size // 2)
+    token_loss(models[1], batch).backward()
+    optimizers[1].step()
+    assert largest_difference(*models) < 1e-6
+
+
+@pytest.mark.parametrize("beside", [(), (torch.zeros(3),)])
+def test_a_list_of_samples_is_found_out_by_trying(beside):
+    model = nn.Conv2d(3, 2, 3)
+    images = [torch.zeros(3, 8, 8) for _ in range(3)]
+
+    def loss(model, batch):
+        if len(batch[0]) == 3 and batch[0][0].numel() > 100:
+            raise RuntimeError(MESSAGE.format(size=1000))
+        return sum(model(image).square().mean() for image in batch[0])
+
+    guard = memfit.Guard(model, torch.optim.SGD(model.parameters(), 0.1), plan=None, remember=False)
+    with pytest.raises(memfit.CannotFit, match="The batch was not split"):
+        guard.step(loss, (images, *beside))
+
+
 def test_a_loss_that_mixes_samples_is_not_split():
     guard, _ = small()
 
@@ -303,6 +357,86 @@ def test_a_checkpoint_in_the_middle_of_a_window_is_refused(tmp_path):
 
     with pytest.raises(memfit.BadInput, match="end of an accumulation window"):
         guard.save()
+
+
+def train(guard, num_epochs=2, stop=None):
+    """The updates that were made."""
+    before = guard.num_updates
+    for _ in guard.epochs(num_epochs):
+        for batch in guard.batches([BATCH] * 3):
+            guard.step(mean, batch)
+            if guard.num_updates == stop:
+                return guard.num_updates - before
+    return guard.num_updates - before
+
+
+@pytest.mark.parametrize("end", ["epochs", "close", "with", "nothing", "exit"])
+def test_a_run_that_ended_is_not_repeated(tmp_path, end):
+    # GIVEN a run that comes to its end, and writes no checkpoints on its way
+    guard, model = small(checkpoint=tmp_path, checkpoint_every=1000)
+    if end == "epochs":
+        assert train(guard) == 6
+        guard._mark = None
+    elif end == "with":
+        with guard:
+            assert train(guard, stop=5) == 5
+    else:
+        assert train(guard, stop=5) == 5
+    if end == "close":
+        guard.close()
+    if end == "exit":
+        memfit._guard._save_what_is_left()
+    expected = copy.deepcopy(model.state_dict())
+    del guard, model
+
+    # WHEN it is started again
+    again, model = small(checkpoint=tmp_path, checkpoint_every=1000)
+
+    # THEN nothing is repeated
+    assert again.resumed_from == (6 if end == "epochs" else 5)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert train(again) == (0 if end == "epochs" else 1)
+    again.close()
+
+
+def test_what_came_after_the_last_update_is_not_taken_for_it(tmp_path):
+    # GIVEN a batch that fails, and parameters that were changed by hand
+    guard, _ = small(checkpoint=tmp_path / "failed", checkpoint_every=1000)
+    with pytest.raises(ZeroDivisionError), guard:
+        for batch in guard.batches([BATCH] * 3):
+            guard.step(mean if guard.num_updates < 1 else lambda model, batch: 1 / 0, batch)
+    assert not list((tmp_path / "failed").glob("step-*"))
+    guard, model = small(checkpoint=tmp_path / "changed", checkpoint_every=1000)
+    train(guard, stop=2)
+    with torch.no_grad():
+        model[0][0].weight.zero_()
+    guard.close()
+    assert not list((tmp_path / "changed").glob("step-*"))
+
+    # AND the best parameters, which come into the model when training is over
+    guard, model = small(checkpoint=tmp_path / "best", checkpoint_every=1000)
+    guard.best.offer(1.0, higher_is_better=True)
+    train(guard, stop=2)
+    last = model[0][0].weight.clone()
+    guard.best.load_into()
+    assert not torch.equal(last, model[0][0].weight)
+    guard.close()
+    again, model = small(checkpoint=tmp_path / "best")
+    assert again.resumed_from == 2
+    assert torch.equal(last, model[0][0].weight)
+    again.close()
+
+
+def test_two_guards_in_one_folder_are_refused(tmp_path):
+    first, _ = small(checkpoint=tmp_path)
+    with pytest.raises(memfit.BadInput, match=r"another guard of this process\. Give each guard a folder of its own"):
+        small(checkpoint=tmp_path)
+    first.close()
+    # The same cell of a notebook, run again, goes on with its model and optimizer.
+    second, model = small(checkpoint=tmp_path)
+    optimizer = second._loop.optimizer
+    third = memfit.Guard(model, optimizer, checkpoint=tmp_path)
+    third.close()
 
 
 def test_the_best_parameters_are_kept(tmp_path):

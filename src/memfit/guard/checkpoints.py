@@ -48,7 +48,7 @@ from memfit.guard.possession import UNSUPPORTED, Possession
 
 _FINISHED = re.compile(r"step-(\d+)(?:-(\d+))?")
 _TEMPORARY = re.compile(r"\.step-\d+(?:-\d+)?\.(?:tmp|old)-(\d+)-[0-9a-f]+")
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+FULL = {errno.ENOSPC, errno.EDQUOT}
 # Network file systems fail for moments; what they hold is as it was afterwards.
 _RETRY_SECONDS = (0.1, 0.4, 1.0)
 
@@ -184,7 +184,7 @@ class Folder:
 
         The newest whole one stays, and all do where their room together wouldn't be enough for another.
         """
-        if error.errno not in _FULL:
+        if error.errno not in FULL:
             return False
         if self._sweep():
             return True
@@ -452,7 +452,7 @@ class Folder:
         self._last_reason = reason
         in_a_row = f" {self._num_failed} in a row have failed." if self._num_failed > 1 else ""
         room = ""
-        if error.errno in _FULL:
+        if error.errno in FULL:
             with contextlib.suppress(OSError):
                 room = f" {format_size(_free_bytes(self.path))} are free there."
         self._unsaid.append(
