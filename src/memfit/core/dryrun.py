@@ -7,7 +7,7 @@ and nothing of each other.
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -19,6 +19,7 @@ from memfit.core.replay import AllocatorOptions, OutOfMemory
 from memfit.core.reporters import Reporters
 from memfit.core.settings import Settings
 from memfit.core.timeline import Phase
+from memfit.core.typed_data import checked
 from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
@@ -359,7 +360,7 @@ class DryRun:
                     f"expected a memfit.dryrun of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
                 )
             estimate, scan = data["estimate"], data["scan"]
-            return cls(
+            run = cls(
                 script=data["script"],
                 arguments=tuple(data["arguments"]),
                 estimate=None if estimate is None else Estimate.from_json(estimate),
@@ -377,9 +378,11 @@ class DryRun:
                 allocator=AllocatorOptions(**data["allocator"]),
                 seen=Seen.from_json(data["seen"]) if "seen" in data else None,
             )
+            checked(replace(run, estimate=None), "a dry run")
+            return run
         except BadFile:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
             raise BadFile(f"not a dry run written by memfit: {type(error).__name__}: {error}") from None
 
 

@@ -12,6 +12,7 @@ from memfit.core.errors import BadFile, BadInput
 from memfit.core.replay import OutOfMemory, Replay
 from memfit.core.reporters import Reporters
 from memfit.core.timeline import Block, Timeline
+from memfit.core.typed_data import checked
 from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
@@ -250,7 +251,7 @@ class Estimate:
                 raise BadFile(
                     f"expected a memfit.estimate of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
                 )
-            return cls(
+            estimate = cls(
                 subject=data["subject"],
                 device=read_device(data["device"]),
                 mode=data["mode"],
@@ -267,9 +268,12 @@ class Estimate:
                 state_bytes={str(name): int(size) for name, size in data["state_bytes"].items()},
                 seconds=float(data["seconds"]),
             )
+            # The timeline, which may be long, has been looked at.
+            checked(replace(estimate, timeline=Timeline((), 0)), "an estimate")
+            return estimate
         except BadFile:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
             raise BadFile(f"not an estimate written by memfit: {type(error).__name__}: {error}") from None
 
 

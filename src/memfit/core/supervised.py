@@ -8,6 +8,7 @@ from typing import Any
 
 from memfit.core.errors import BadFile
 from memfit.core.reporters import Reporters
+from memfit.core.typed_data import checked
 from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
@@ -279,7 +280,7 @@ class SupervisedRun:
             found = (data.pop("format"), data.pop("version"))
             if found != ("memfit.run", FORMAT_VERSION):
                 raise BadFile(f"expected a memfit.run of version {FORMAT_VERSION}, got {found[0]} {found[1]}.")
-            return cls(
+            run = cls(
                 **{
                     **data,
                     "arguments": tuple(data["arguments"]),
@@ -290,7 +291,8 @@ class SupervisedRun:
                     "notes": tuple(data["notes"]),
                 }
             )
+            return checked(run, "a run")
         except BadFile:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
             raise BadFile(f"not a run written by memfit: {type(error).__name__}: {error}") from None
