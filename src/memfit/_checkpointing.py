@@ -94,13 +94,17 @@ class Checkpointing:
             if not loop.share("again" if again else ""):
                 return False
 
-    def resume(self) -> dict[str, Any] | None:
-        """Loads the newest checkpoint that is whole; what `save` was given, and the update. None: there is none."""
+    def resume(self, check: Callable[[dict[str, Any]], None] = lambda progress: None) -> dict[str, Any] | None:
+        """Loads the newest checkpoint that is whole; what `save` was given, and the update. None: there is none.
+
+        Args:
+            check: may refuse what `save` was given, before anything is changed.
+        """
         if self._folder is None:
             return None
         folder = self._folder
         found = self._of_first(lambda: "" if (latest := folder.latest()) is None else str(latest.path))
-        return self._loop.read_state(Path(found)) if found else None
+        return self._loop.read_state(Path(found), check) if found else None
 
     def _of_first(self, action: Callable[[], str | None]) -> str:
         """What the first process finds out; what it refuses, all do, for none may wait for one that has ended."""

@@ -177,7 +177,11 @@ class Guard:
         self._mark: Any = None
         """How everything was after the last update, where no checkpoint has been written of it."""
         self._best: Best | None = None
-        self._resume()
+        try:
+            self._resume()
+        except BaseException:
+            self._checkpointing.close()
+            raise
         if self._checkpointing.is_open and self._loop.num_ranks == 1:
             _unsaved.add(self)
         run_events.note("guard", model=type(model).__name__, update=self.num_updates)
@@ -544,10 +548,10 @@ class Guard:
             self._ceilings.put(self._key, self._attempts.to_json())
 
     def _resume(self) -> None:
-        found = self._checkpointing.resume()
+        found = self._checkpointing.resume(self._attempts.check_progress)
         if found is None:
             return
-        self.num_updates = self.resumed_from = int(found["update"])
+        self.num_updates = self.resumed_from = found["update"]
         if found.get("asked", self._asked) == self._asked:
             self._attempts.load(found["attempts"], resumes=True)
         self._say(f"resumed after update {self.num_updates}")

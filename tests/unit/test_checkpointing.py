@@ -21,7 +21,8 @@ class Loop:
             raise OSError(28, "No space left on device")
         (directory / "state").write_text(str(progress["update"]))
 
-    def read_state(self, directory):
+    def read_state(self, directory, check):
+        check({})
         self.loaded = (directory / "state").read_text()
         return {"update": int(self.loaded)}
 

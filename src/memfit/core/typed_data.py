@@ -11,7 +11,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, NotRequired, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from memfit.core.errors import BadFile
 
@@ -41,6 +41,8 @@ def mismatch(value: Any, hint: Any, where: str = "") -> str:
         where: what the value is called in the words.
     """
     origin, args = get_origin(hint), get_args(hint)
+    if origin is NotRequired:
+        return mismatch(value, args[0], where)
     if origin is Annotated:
         problem = mismatch(value, args[0], where)
         return problem or ("" if value >= args[1] else f"{_shown(where, value)}, and at least {args[1]} was expected")

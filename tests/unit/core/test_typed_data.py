@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import pytest
 
@@ -23,6 +23,7 @@ from tests.unit.reports.run_builders import ADVICE, make_run, make_scan
 class Named(TypedDict):
     size: Count
     words: list[str]
+    more: NotRequired[Count]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Whole:
         ({"a": None}, dict[str, int], "a is None, and int was expected"),
         ({1: 1}, dict[str, int], "a key of it is 1, and str was expected"),
         ({"size": 1, "words": []}, Named, ""),
+        ({"size": 1, "words": [], "more": "x"}, Named, "more is 'x', and int was expected"),
         ({"size": 1}, Named, "words is missing"),
         ({"size": 1, "words": [2]}, Named, "words[0] is 2, and str was expected"),
         ([], Named, "it is [], and Named was expected"),

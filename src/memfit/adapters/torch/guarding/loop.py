@@ -265,13 +265,20 @@ class TorchLoop:
         progress = {**progress, "batches": self.batches.state(), "extra": extra}
         sharded_state.save(directory, **self._parts, progress=progress)
 
-    def read_state(self, directory: Path) -> dict[str, Any]:
-        """Takes over what `write_state` wrote; returns the progress it was given."""
-        progress: dict[str, Any] = sharded_state.load(directory, **self._parts)
+    def read_state(self, directory: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Takes over what `write_state` wrote; returns the progress it was given.
+
+        Args:
+            directory: of the checkpoint.
+            check: may refuse the progress, before anything is changed.
+        """
+
+        def checked(progress: dict[str, Any]) -> None:
+            self.batches.check(progress.get("batches"))
+            check(progress)
+
+        progress: dict[str, Any] = sharded_state.load(directory, **self._parts, extra=self._extra, check=checked)
         self.batches.load(progress["batches"])
-        for name, value in self._extra.items():
-            if name in progress["extra"]:
-                value.load_state_dict(progress["extra"][name])
         return progress
 
     def kept_parameters(self) -> Any:
