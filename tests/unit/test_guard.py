@@ -4,7 +4,9 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -735,6 +737,39 @@ def test_an_update_that_finds_no_memory_before_it_changed_anything_is_replayed()
         done.append(model)
 
     assert largest_difference(*done) == 0
+
+
+@pytest.mark.parametrize("draws_between", [False, True])
+def test_random_numbers_go_on_through_a_window_that_is_run_again(draws_between):
+    # GIVEN a loss that draws once for each part, and, from Python's generator, a program that draws for each batch
+    def noisy(model, batch):
+        return (model(batch + torch.rand(1)) * numpy.random.rand()).square().mean()
+
+    def train(loss, **options):
+        guard, model = small(accumulate=3, **options)
+        torch.manual_seed(3)
+        numpy.random.seed(4)
+        random.seed(5)
+        results = []
+        for number in range(6):
+            shift = random.random() if draws_between else 0.0
+            results.append(guard.step(lambda model, batch, number=number: loss(model, batch, number), BATCH + shift))
+        return guard, model, results
+
+    # WHEN the last batch of a window is the first that doesn't fit, and all are run again in two parts each
+    def tight(model, batch, number):
+        if number == 2 and len(batch) > 4:
+            raise RuntimeError(MESSAGE.format(size=1000))
+        return noisy(model, batch)
+
+    _, found, results = train(tight)
+    after = torch.rand(1), numpy.random.rand(), random.random()
+    assert [result.micro_batches for result in results] == [1, 1, 2, 2, 2, 2]
+
+    # THEN all is as in a run that had two parts from the beginning, to the bit
+    _, expected, _ = train(lambda model, batch, number: noisy(model, batch), micro_batch_size=4)
+    assert largest_difference(found, expected) == 0
+    assert after == (torch.rand(1), numpy.random.rand(), random.random())
 
 
 def test_a_batch_that_can_not_fit_leaves_the_rest_of_its_window():

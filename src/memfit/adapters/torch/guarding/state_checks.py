@@ -20,8 +20,8 @@ from memfit.core.guarding import BadCheckpoint
 _LIMIT = 2**63
 # Entries of the states of PyTorch's optimizers that are single numbers, and those that have the parameter's shape.
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-_LIKE_THE_PARAMETER = frozenset(
-    "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg acc_delta grad_avg sum prev step_size ax".split()
+_LIKE_THE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"}) | frozenset(
+    {"square_avg", "acc_delta", "grad_avg", "sum", "prev", "step_size", "ax"}
 )
 
 
@@ -58,7 +58,8 @@ def check_groups(saved: Any, optimizer: Any, where: str) -> None:
         raise BadCheckpoint(f"{where} doesn't number the parameters in their order")
     for index, (group, own) in enumerate(zip(saved, live, strict=True)):
         check_like({**group, "params": None}, {**own, "params": None}, f"{where} {index}")
-        if _made_entries(optimizer, own) is not None and _made_entries(optimizer, group) is None:
+        like = next(iter(own["params"]), torch.zeros(1))
+        if _made_entries(optimizer, own, like) is not None and _made_entries(optimizer, group, like) is None:
             raise BadCheckpoint(f"{where} {index} has options that {type(optimizer).__name__} can't use")
 
 
@@ -67,7 +68,7 @@ def check_entries(entries: Any, parameter: torch.Tensor, optimizer: Any, group: 
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim"):
         return
-    missing = sorted((_made_entries(optimizer, group, parameter.dim()) or set()) - set(entries)) if entries else []
+    missing = sorted((_made_entries(optimizer, group, parameter) or set()) - set(entries)) if entries else []
     if missing:
         raise BadCheckpoint(f"{where} lacks {missing[0]!r}, which {kind.__name__} needs")
     for key, value in entries.items():
@@ -115,15 +116,14 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, int) or -_LIMIT <= value < _LIMIT
 
 
-def _made_entries(optimizer: Any, group: dict[str, Any], num_dimensions: int = 2) -> set[str] | None:
+def _made_entries(optimizer: Any, group: dict[str, Any], like: torch.Tensor) -> set[str] | None:
     """Names in the state that an optimizer of PyTorch makes for a parameter by these options; None where it fails."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim"):
         return None
-    # How kernels are run doesn't change the state, and not all of them run everywhere.
-    known = set(inspect.signature(kind).parameters) - {"params", "foreach", "fused", "capturable", "differentiable"}
+    known = set(inspect.signature(kind).parameters) - {"params"}
     options = {key: copy.copy(value) for key, value in group.items() if key in known}
-    tried = torch.nn.Parameter(torch.zeros([2] * min(num_dimensions, 8)))
+    tried = torch.nn.Parameter(torch.zeros([2] * min(like.dim(), 8), device=like.device))
     tried.grad = torch.ones_like(tried)
     try:
         single = kind([tried], **options)
