@@ -517,6 +517,9 @@ def put_all(states: list[tuple[Any, Any, str]], directory: Path, then: Callable[
     for value, state, part in given:
         if type(value).__module__.startswith("torch."):
             check_like(state, value.state_dict(), f"the state of the {part}")
+        for key in ("growth_interval", "_growth_tracker") if part == "scaler" and isinstance(state, dict) else ():
+            if type(state.get(key, 0)) is not int:
+                raise BadCheckpoint(f"the state of the {part}.{key} is no whole number")
     before = [(value, copy.deepcopy(value.state_dict())) for value, _, part in given if part != "ema"]
     try:
         for value, state, part in given:

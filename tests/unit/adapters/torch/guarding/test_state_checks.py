@@ -1,7 +1,6 @@
 """Whatever a tampered checkpoint holds is refused before anything changes, or harmless."""
 
 import copy
-import hashlib
 import json
 import random
 
@@ -15,7 +14,7 @@ from memfit.adapters.torch.guarding import state_checks
 from memfit.adapters.torch.guarding.snapshot import RandomState
 from memfit.core.errors import MemfitError
 from memfit.core.guarding import BadCheckpoint
-from memfit.guard import checkpoint_manifest
+from tests.unit.adapters.forged_checkpoints import changed, forge, nodes
 
 DEEP = json.loads("[" * 900 + "]" * 900)
 WRONG = ["x", None, -1, 10**30, 10**400, 1.5, True, [], {}, DEEP, ["x"], {"x": 1}]
@@ -77,31 +76,6 @@ def snapshot(objects):
     return json.dumps([states, random.getstate()], default=lambda tensor: tensor.tolist()) + str(
         [torch.get_rng_state().sum(), numpy.random.get_state()[1].sum()]
     )
-
-
-def nodes(value, path=()):
-    """Where everything is; of long lists, the first and the last entry."""
-    yield path
-    entries = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if type(value) is list else []
-    for key, part in entries if len(entries) < 8 or isinstance(value, dict) else (entries[0], entries[-1]):
-        yield from nodes(part, (*path, key))
-
-
-def changed(data, path, wrong):
-    if not path:
-        return wrong
-    copied = data.copy()
-    copied[path[0]] = changed(data[path[0]], path[1:], wrong)
-    return copied
-
-
-def forge(checkpoint, name, content):
-    """Puts something else into a file of a checkpoint, with a manifest to match."""
-    (checkpoint / name).write_bytes(content)
-    manifest = checkpoint_manifest.read(checkpoint)
-    files = {**manifest.files, name: checkpoint_manifest.Entry(len(content), hashlib.sha256(content).hexdigest())}
-    forged = checkpoint_manifest.Manifest(manifest.number, manifest.step, manifest.created, files, manifest.info)
-    (checkpoint / checkpoint_manifest.NAME).write_bytes(forged.to_bytes())
 
 
 @pytest.fixture
