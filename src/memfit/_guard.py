@@ -32,15 +32,11 @@ from memfit.core.units import parse_size
 from memfit.guard.attempts import Attempts
 from memfit.guard.best import Best
 from memfit.guard.ceilings import Ceilings, key_of
-from memfit.guard.checkpoints import Folder
+from memfit.guard.checkpoints import Folder, is_time
 
 _log = logging.getLogger("memfit")
 
 AUTO = "auto"
-# Of the time of training, what checkpoints may cost where no interval is given; and the least time between two.
-_CHECKPOINT_SHARE = 0.01
-_CHECKPOINT_SECONDS = 60.0
-_FIRST_CHECKPOINT_SECONDS = 5.0
 # What batch norms of PyTorch say to a single value.
 _OF_ONE_SAMPLE = "Expected more than 1 value per channel"
 
@@ -177,13 +173,8 @@ class Guard:
         self._mark: Any = None
         """How everything was after the last update, where no checkpoint has been written of it."""
         self._best: Best | None = None
-        try:
-            self._resume()
-        except BaseException:
-            self._checkpointing.close()
-            raise
-        if self._checkpointing.is_open and self._loop.num_ranks == 1:
-            _unsaved.add(self)
+        self._resume()
+        _unsaved.add(self)
         run_events.note("guard", model=type(model).__name__, update=self.num_updates)
 
     # That of `__new__` would be shown, which says nothing.
@@ -264,12 +255,9 @@ class Guard:
         """The best parameters so far, not the best model: `guard.best.offer(score, higher_is_better=True)`."""
         if self._best is None:
             path = self._checkpointing.path
-            folder = None
-            if path is not None and self._loop.is_first:
-                folder = Folder(path / "best", 1, _log.warning, owner=self._loop.optimizer)
-            # Of several processes, one alone may load them, and the others would have to take part in a checkpoint.
-            before_load = self._save_last if self._loop.num_ranks == 1 else lambda: None
-            self._best = Best(self._loop.kept_parameters(), lambda: self.num_updates, folder, before_load)
+            kept = path / "best" if path is not None and self._loop.is_first else None
+            folder = None if kept is None else Folder(kept, 1, _log.warning, self._loop.optimizer)
+            self._best = Best(self._loop.kept_parameters(), lambda: self.num_updates, folder, self._save_last_alone)
         return self._best
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -302,9 +290,9 @@ class Guard:
 
     def __del__(self) -> None:
         # Nobody has closed it, and what it was made for is over. One that failed when it was made has no mark.
-        if getattr(self, "_mark", None) is not None and self._loop.num_ranks == 1:
+        if getattr(self, "_mark", None) is not None:
             with contextlib.suppress(Exception):
-                self._save_last()
+                self._save_last_alone()
                 self._checkpointing.close()
 
     def __reduce__(self) -> Any:
@@ -469,15 +457,18 @@ class Guard:
         if self._loop.agreed(is_due and self._loop.is_at(mark)):
             self.save()
 
+    def _save_last_alone(self) -> None:
+        """The same where no other process would have to take part, which may not come by here."""
+        if self._loop.num_ranks == 1:
+            self._save_last()
+
     def _is_time_to_save(self) -> bool:
         if not self._checkpointing.is_open:
             return False
         if self._every is not None:
             return self.num_updates % self._every == 0
         passed = time.monotonic() - self._last_saved
-        # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
-        seldom = min(_CHECKPOINT_SECONDS, _FIRST_CHECKPOINT_SECONDS * 2**self._num_saved)
-        return self._loop.agreed(passed >= max(seldom, self._save_seconds / _CHECKPOINT_SHARE))
+        return self._loop.agreed(is_time(passed, self._save_seconds, self._num_saved))
 
     # Settings.
 
@@ -548,7 +539,11 @@ class Guard:
             self._ceilings.put(self._key, self._attempts.to_json())
 
     def _resume(self) -> None:
-        found = self._checkpointing.resume(self._attempts.check_progress)
+        try:
+            found = self._checkpointing.resume(self._attempts.check_progress)
+        except BaseException:
+            self._checkpointing.close()
+            raise
         if found is None:
             return
         self.num_updates = self.resumed_from = found["update"]
@@ -587,7 +582,7 @@ def _save_what_is_left() -> None:
     """A script may end without a word to its guards."""
     for guard in list(_unsaved):
         with contextlib.suppress(Exception):
-            guard._save_last()
+            guard._save_last_alone()
 
 
 def _interrupted(error: BaseException) -> str:

@@ -3,9 +3,10 @@
 A word where a number belongs is no error when it is read, but one later, far from the file and in the words of whatever
 stumbles over it. So values are compared with annotations: those of dataclasses and typed dictionaries, and what they
 are made of. Whole numbers have to fit into 64 bits, as all do that memfit counts, and `Annotated[int, 0]` ones be at
-least 0.
+least 0. Other numbers have to be finite.
 """
 
+import math
 import reprlib
 import types
 from collections.abc import Mapping
@@ -53,7 +54,8 @@ def mismatch(value: Any, hint: Any, where: str = "") -> str:
     if is_dataclass(hint):
         if not isinstance(value, hint if isinstance(hint, type) else type(hint)):
             return _other(value, where, hint)
-        own = {name: kind for name, kind in _hints(hint).items() if name in _names(hint)}
+        names, hints = _names(hint), _hints(type(value))
+        own = {name: kind for name, kind in hints.items() if name in names}
         return _first(mismatch(getattr(value, name), kind, _at(where, name)) for name, kind in own.items())
     if is_typeddict(hint):
         if not isinstance(value, dict):
@@ -96,7 +98,7 @@ def _is_plain(value: Any, hint: Any) -> bool:
     if hint is int:
         return type(value) is int and -_LIMIT <= value < _LIMIT
     if hint is float:
-        return type(value) is float or (type(value) is int and -_LIMIT <= value < _LIMIT)
+        return (type(value) is float and math.isfinite(value)) or (type(value) is int and -_LIMIT <= value < _LIMIT)
     return isinstance(value, hint) if isinstance(hint, type) and hint is not Any else True
 
 
@@ -110,7 +112,6 @@ def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-@cache
 def _names(kind: Any) -> set[str]:
     return {field.name for field in fields(kind)}
 

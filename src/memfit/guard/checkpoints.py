@@ -48,6 +48,10 @@ from memfit.guard.possession import UNSUPPORTED, Possession
 
 _FINISHED = re.compile(r"step-(\d+)(?:-(\d+))?")
 _TEMPORARY = re.compile(r"\.step-\d+(?:-\d+)?\.(?:tmp|old)-(\d+)-[0-9a-f]+")
+# Of the time of training, what checkpoints may cost where no interval is given; and the least time between two.
+_SHARE = 0.01
+_INTERVAL_SECONDS = 60.0
+_FIRST_INTERVAL_SECONDS = 5.0
 FULL = {errno.ENOSPC, errno.EDQUOT}
 # Network file systems fail for moments; what they hold is as it was afterwards.
 _RETRY_SECONDS = (0.1, 0.4, 1.0)
@@ -513,6 +517,13 @@ class Writer:
             problem = error if isinstance(error, OSError) else OSError(f"{error!r}")
             self.folder.make_room(problem)
             self.folder._note_failure(self.step, problem)
+
+
+def is_time(passed_seconds: float, save_seconds: float, num_saved: int) -> bool:
+    """Whether another checkpoint is due, so long after the last one, by what that took and how many there were."""
+    # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
+    seldom = min(_INTERVAL_SECONDS, _FIRST_INTERVAL_SECONDS * 2**num_saved)
+    return bool(passed_seconds >= max(seldom, save_seconds / _SHARE))
 
 
 def _patiently(action: Callable[[], _Result]) -> _Result:

@@ -346,7 +346,7 @@ class _Progress(TypedDict):
     stopped: bool
     attempts: dict[str, Any] | None
     data: _Position
-    history: dict[str, list[float]]
+    history: dict[str, list[Any]]
     epochs: list[int]
 
 

@@ -8,7 +8,7 @@ and layout; only the state of a fresh optimizer is made anew.
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +133,7 @@ def load(
         check(progress)
         states = [(ema, average, "ema"), *extra_states(extra, progress)]
         states += [(scheduler, small.get("scheduler"), "scheduler"), (scaler, small.get("scaler"), "scaler")]
-        put_all(states, directory, lambda: [module.load_others() for module in modules])
+        put_all(states, directory, modules)
     for module in modules:
         module.copy()
     # After the scheduler: some set learning rates when they are loaded, and those of the optimizer are the true ones.
@@ -505,13 +505,13 @@ def extra_states(objects: dict[str, Any] | None, progress: dict[str, Any]) -> li
     return [(value, states[name], name) for name, value in objects.items() if name in states]
 
 
-def put_all(states: list[tuple[Any, Any, str]], directory: Path, then: Callable[[], object] = lambda: None) -> None:
-    """Has objects take over their states, all of them and what `then` does, or none.
+def put_all(states: list[tuple[Any, Any, str]], directory: Path, modules: Sequence["_CheckedModule"] = ()) -> None:
+    """Has objects take over their states, and modules what is no tensor of theirs: all of them, or none.
 
     Args:
         states: object, or None where there is none, state, and what it is called.
         directory: of the checkpoint.
-        then: what may still be refused.
+        modules: may still refuse theirs.
     """
     given = [(value, state, part) for value, state, part in states if value is not None and state is not None]
     for value, state, part in given:
@@ -529,7 +529,8 @@ def put_all(states: list[tuple[Any, Any, str]], directory: Path, then: Callable[
                 raise BadCheckpoint(
                     f"the state of the {part} in {directory} doesn't fit: {error}. {_ADVICE}"
                 ) from error
-        then()
+        for module in modules:
+            module.load_others()
     except BaseException:
         for value, state in before:
             value.load_state_dict(state)

