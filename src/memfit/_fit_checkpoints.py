@@ -7,14 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from memfit.core import run_events
-from memfit.guard.checkpoints import Checkpoint, Folder
+from memfit.guard.checkpoints import Checkpoint, Folder, is_time
 
 _log = logging.getLogger("memfit")
-
-# Of the time of training, what checkpoints may cost where no interval is given; and the least time between two.
-_SHARE = 0.01
-_SECONDS = 60.0
-_FIRST_SECONDS = 5.0
 
 _finished: dict[str, int] = {}
 """How many fits with each folder have ended in this process."""
@@ -31,11 +26,12 @@ class FitCheckpoints:
         path: the folder; None: there are no checkpoints.
         keep: how many stay.
         every: batches between two; None: by time.
+        model: whose they are.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, keep: int, every: int | None) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, keep: int, every: int | None, model: object = None) -> None:
         self._path = path
-        self._folder = None if path is None else Folder(own_folder(path), keep, announce=_log.warning)
+        self._folder = None if path is None else Folder(own_folder(path), keep, announce=_log.warning, owner=model)
         self._every = every
         self._last = time.monotonic()
         self._seconds, self._num_saved = 0.0, 0
@@ -61,9 +57,7 @@ class FitCheckpoints:
             return False
         if self._every is not None:
             return update % self._every == 0
-        # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
-        seldom = min(_SECONDS, _FIRST_SECONDS * 2**self._num_saved)
-        return bool(time.monotonic() - self._last >= max(seldom, self._seconds / _SHARE))
+        return is_time(time.monotonic() - self._last, self._seconds, self._num_saved)
 
     def wait_anew(self) -> None:
         """Nothing new has happened until now."""

@@ -4,14 +4,17 @@ Puts the parts together: what to try next (`guard.attempts`), the step that can 
 the checkpoints it resumes from, and what a supervisor or an earlier run has found out.
 """
 
+import atexit
+import contextlib
 import inspect
 import json
 import logging
 import os
+import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -29,15 +32,11 @@ from memfit.core.units import parse_size
 from memfit.guard.attempts import Attempts
 from memfit.guard.best import Best
 from memfit.guard.ceilings import Ceilings, key_of
-from memfit.guard.checkpoints import Folder
+from memfit.guard.checkpoints import Folder, is_time
 
 _log = logging.getLogger("memfit")
 
 AUTO = "auto"
-# Of the time of training, what checkpoints may cost where no interval is given; and the least time between two.
-_CHECKPOINT_SHARE = 0.01
-_CHECKPOINT_SECONDS = 60.0
-_FIRST_CHECKPOINT_SECONDS = 5.0
 # What batch norms of PyTorch say to a single value.
 _OF_ONE_SAMPLE = "Expected more than 1 value per channel"
 
@@ -171,8 +170,11 @@ class Guard:
         asked = request.checkpoint if request and self._keeps_checkpoints else None
         folder = checkpoint if checkpoint is not None else asked
         self._checkpointing = Checkpointing(self._loop, folder, keep)
+        self._mark: Any = None
+        """How everything was after the last update, where no checkpoint has been written of it."""
         self._best: Best | None = None
         self._resume()
+        _unsaved.add(self)
         run_events.note("guard", model=type(model).__name__, update=self.num_updates)
 
     # That of `__new__` would be shown, which says nothing.
@@ -243,6 +245,7 @@ class Guard:
             raise BadInput("a checkpoint is written at the end of an accumulation window, and this one is not over.")
         started = time.perf_counter()
         self._checkpointing.save(self.num_updates, {"attempts": self._attempts.to_json(), "asked": self._asked})
+        self._mark = None
         self._save_seconds = time.perf_counter() - started
         self._last_saved = time.monotonic()
         self._num_saved += 1
@@ -252,8 +255,9 @@ class Guard:
         """The best parameters so far, not the best model: `guard.best.offer(score, higher_is_better=True)`."""
         if self._best is None:
             path = self._checkpointing.path
-            folder = None if path is None or not self._loop.is_first else Folder(path / "best", 1, _log.warning)
-            self._best = Best(self._loop.kept_parameters(), lambda: self.num_updates, folder)
+            kept = path / "best" if path is not None and self._loop.is_first else None
+            folder = None if kept is None else Folder(kept, 1, _log.warning, self._loop.optimizer)
+            self._best = Best(self._loop.kept_parameters(), lambda: self.num_updates, folder, self._save_last_alone)
         return self._best
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -262,7 +266,8 @@ class Guard:
         Args:
             total: epochs of the whole run.
         """
-        return self._loop.batches.epochs(total)
+        yield from self._loop.batches.epochs(total)
+        self._save_last()
 
     @property
     def epoch(self) -> int:
@@ -270,17 +275,25 @@ class Guard:
         return int(self._loop.batches.epoch)
 
     def close(self) -> None:
-        """Waits for the last checkpoint and leaves model and optimizer as they were without a guard."""
+        """Writes the last checkpoint, waits for it and leaves model and optimizer as they were without a guard."""
         if self._loop.transaction.entries and not self._broken:
             self._say(
                 f"{len(self._loop.transaction.entries)} batches of an accumulation window that is not full were not "
                 "applied: call finish_window() before close()"
             )
+        self._save_last()
         if self._best is not None:
             self._best.close()
         self._checkpointing.close()
         self._loop.close()
         self._remember()
+
+    def __del__(self) -> None:
+        # Nobody has closed it, and what it was made for is over. One that failed when it was made has no mark.
+        if getattr(self, "_mark", None) is not None:
+            with contextlib.suppress(Exception):
+                self._save_last_alone()
+                self._checkpointing.close()
 
     def __reduce__(self) -> Any:
         raise TypeError("a guard can't be copied or pickled: it belongs to its model. Copy or save the model instead.")
@@ -295,7 +308,7 @@ class Guard:
 
     # One update.
 
-    @contextmanager
+    @contextlib.contextmanager
     def _dropped_at_exceptions(self, entry: Any) -> Iterator[None]:
         """A batch whose passes end in an exception must not count in a later update."""
         try:
@@ -425,10 +438,29 @@ class Guard:
 
     def _after_update(self) -> None:
         self.num_updates += self._happened
+        self._mark = self._loop.mark() if self._checkpointing.is_open else None
         if self._attempts.changed:
             self._remember()
         if self._happened and self._is_time_to_save():
             self.save()
+
+    def _save_last(self) -> None:
+        """Writes a checkpoint of the last update, if there is none and all is as it was then.
+
+        Not where a batch was given out after it that hasn't been trained on, for a resume would leave that out; nor
+        where the user's code has changed the parameters since.
+        """
+        mark, self._mark = self._mark, None
+        if self._loop.num_ranks > 1 and (sys.exc_info()[0] is not None or not self._loop.is_connected):
+            return  # the other processes, which would have to take part, know nothing of an exception here
+        is_due = mark is not None and not self._broken and not self._loop.transaction.entries
+        if self._loop.agreed(is_due and self._loop.is_at(mark)):
+            self.save()
+
+    def _save_last_alone(self) -> None:
+        """The same where no other process would have to take part, which may not come by here."""
+        if self._loop.num_ranks == 1:
+            self._save_last()
 
     def _is_time_to_save(self) -> bool:
         if not self._checkpointing.is_open:
@@ -436,9 +468,7 @@ class Guard:
         if self._every is not None:
             return self.num_updates % self._every == 0
         passed = time.monotonic() - self._last_saved
-        # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
-        seldom = min(_CHECKPOINT_SECONDS, _FIRST_CHECKPOINT_SECONDS * 2**self._num_saved)
-        return self._loop.agreed(passed >= max(seldom, self._save_seconds / _CHECKPOINT_SHARE))
+        return self._loop.agreed(is_time(passed, self._save_seconds, self._num_saved))
 
     # Settings.
 
@@ -509,10 +539,14 @@ class Guard:
             self._ceilings.put(self._key, self._attempts.to_json())
 
     def _resume(self) -> None:
-        found = self._checkpointing.resume()
+        try:
+            found = self._checkpointing.resume(self._attempts.check_progress)
+        except BaseException:
+            self._checkpointing.close()
+            raise
         if found is None:
             return
-        self.num_updates = self.resumed_from = int(found["update"])
+        self.num_updates = self.resumed_from = found["update"]
         if found.get("asked", self._asked) == self._asked:
             self._attempts.load(found["attempts"], resumes=True)
         self._say(f"resumed after update {self.num_updates}")
@@ -538,6 +572,17 @@ class Guard:
         if text not in self._told and self._loop.is_first:
             self._told.add(text)
             _log.warning(text)
+
+
+_unsaved: "weakref.WeakSet[Guard]" = weakref.WeakSet()
+
+
+@atexit.register
+def _save_what_is_left() -> None:
+    """A script may end without a word to its guards."""
+    for guard in list(_unsaved):
+        with contextlib.suppress(Exception):
+            guard._save_last_alone()
 
 
 def _interrupted(error: BaseException) -> str:

@@ -208,12 +208,12 @@ class KerasFit:
         options = self._options
         asked = self._request.checkpoint if self._request and self._takes_folder else None
         path = options.checkpoint if options.checkpoint is not None else asked
-        self._checkpoints = FitCheckpoints(path, options.keep, options.checkpoint_every)
+        self._checkpoints = FitCheckpoints(path, options.keep, options.checkpoint_every, model)
         self._model = model
         self._open_loop(iterator, callbacks)
         self._num_epochs = int(params.get("epochs") or 0)
         self._epoch = self._batch = self._skip = 0
-        self._update = 0
+        self._update = self._saved = 0
         self._ended: tuple[int, dict[str, Any]] | None = None
         self._resumed: Any = None
         self._broken = ""
@@ -467,7 +467,7 @@ class KerasFit:
         self._resumed = self._loop.read(found.path)
         self._loop.build_early()
         progress = self._resumed.progress
-        self._update = int(progress["update"])
+        self._update = self._saved = int(progress["update"])
         self._epoch = int(progress["epoch"])
         if progress["attempts"] is not None:
             self._known_attempts.load(progress["attempts"], resumes=True)
@@ -523,6 +523,7 @@ class KerasFit:
             history.epoch = list(resumed.progress["epochs"])
 
     def _save(self, *, at_end: bool) -> None:
+        self._saved = self._update
         self._checkpoints.save(
             self._loop,
             {

@@ -5,8 +5,11 @@ guarded `fit`: what it returns is what Keras returns. Between calls nobody tells
 before each batch whether its steps are still in place, and puts them back where `compile` or a `fit` took them off.
 """
 
+import atexit
+import contextlib
 import os
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -134,6 +137,8 @@ class KerasGuard:
         """
         self._check_open()
         if self._batches is not None:
+            # The model is about to be trained by something else.
+            self._batches.save_last()
             self._batches.take_off()
         return guarded_call(self.model.fit, self._options, (x, y), arguments, self._findings)
 
@@ -175,9 +180,10 @@ class KerasGuard:
         self._opened().save()
 
     def close(self) -> None:
-        """Waits for the last checkpoint and leaves the model as it was without a guard; its weights are kept."""
+        """Writes the last checkpoint, waits for it and takes the guard off the model, whose weights are kept."""
         self._is_closed = True
         if self._batches is not None:
+            self._batches.save_last()
             self._batches.close()
 
     def __reduce__(self) -> Any:
@@ -201,6 +207,7 @@ class KerasGuard:
             options = replace(self._options, checkpoint=None if folder is None else Path(folder, _BATCHES))
             self._batches = _Batches(options, self._findings)
             self._batches.begin(self.model)
+            _unsaved.add(self._batches)
         return self._batches
 
 
@@ -246,6 +253,11 @@ class _Batches(KerasFit):
         self.put_on()
         self._save(at_end=False)
 
+    def save_last(self) -> None:
+        """Writes a checkpoint of the last batch, if there is none."""
+        if self._checkpoints.is_open and self._update != self._saved and not self._broken:
+            self.save()
+
     @property
     def num_updates(self) -> int:
         """Batches so far."""
@@ -255,3 +267,14 @@ class _Batches(KerasFit):
     def settings(self) -> Settings:
         """In use."""
         return Settings() if self._loop is None else self._loop.settings
+
+
+_unsaved: "weakref.WeakSet[_Batches]" = weakref.WeakSet()
+
+
+@atexit.register
+def _save_what_is_left() -> None:
+    """A script may end without a word to its guards."""
+    for batches in list(_unsaved):
+        with contextlib.suppress(Exception):
+            batches.save_last()

@@ -6,21 +6,23 @@ import pytest
 
 from memfit._checkpointing import Checkpointing
 from memfit.core.errors import BadFile
+from memfit.core.guarding import BadCheckpoint
 
 
 class Loop:
     """What a loop does for its checkpoints, without a framework."""
 
-    def __init__(self, num_ranks=1, is_first=True, fails=False):
+    def __init__(self, num_ranks=1, is_first=True, fails=lambda directory: False):
         self.num_ranks, self.is_first, self.fails = num_ranks, is_first, fails
         self.loaded = None
 
     def write_state(self, directory, progress):
-        if self.fails:
+        if self.fails(directory):
             raise OSError(28, "No space left on device")
         (directory / "state").write_text(str(progress["update"]))
 
-    def read_state(self, directory):
+    def read_state(self, directory, check):
+        check({})
         self.loaded = (directory / "state").read_text()
         return {"update": int(self.loaded)}
 
@@ -61,13 +63,13 @@ def test_a_full_disk_is_announced_and_the_last_checkpoint_stays(tmp_path, caplog
     loop = Loop(num_ranks)
     checkpointing = Checkpointing(loop, tmp_path, keep=1)
     checkpointing.save(1, {})
-    loop.fails = True
+    loop.fails = lambda directory: True
 
     with caplog.at_level(logging.WARNING, "memfit"):
         checkpointing.save(2, {})
 
     assert "The training goes on" in caplog.text
-    loop.fails = False
+    loop.fails = lambda directory: False
     assert checkpointing.resume() == {"update": 1}
     assert not list(tmp_path.glob(".step-*"))
     checkpointing.close()
@@ -78,3 +80,49 @@ def test_a_folder_that_can_not_be_written_to_is_refused_before_the_first_step(tm
 
     with pytest.raises(BadFile, match="checkpoints can't be written"):
         Checkpointing(Loop(), tmp_path / "file", keep=1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_full_disk_costs_the_oldest(tmp_path, num_ranks):
+    loop = Loop(num_ranks)
+    checkpointing = Checkpointing(loop, tmp_path, keep=3)
+    for update in (1, 2, 3):
+        checkpointing.save(update, {})
+    loop.fails = lambda directory: len(list(tmp_path.glob("step-*"))) > 2
+    checkpointing.save(4, {})
+    checkpointing.close()
+
+    assert [path.name[-1] for path in sorted(tmp_path.glob("step-*"))] == ["2", "3", "4"]
+
+
+class Other(Loop):
+    """A process that hears what the first one says."""
+
+    def __init__(self, said):
+        super().__init__(num_ranks=2, is_first=False)
+        self.said = said
+
+    def share(self, text):
+        return self.said.pop(0)
+
+
+def test_what_the_first_process_refuses_all_refuse(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(Loop, "share", lambda self, text: said.append(text) or text)
+    first = Checkpointing(Loop(num_ranks=2), tmp_path, keep=1)
+    first.save(1, {})
+    first.close()
+    path = tmp_path / "step-000000001" / "manifest.json"
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    del said[:]
+    first = Checkpointing(Loop(num_ranks=2), tmp_path, keep=1)
+    with pytest.raises(BadCheckpoint, match="another version of memfit"):
+        first.resume()
+    with pytest.raises(BadCheckpoint, match="another version of memfit"):
+        Checkpointing(Other(said), tmp_path, keep=1).resume()
+    del said[:]
+    with pytest.raises(BadFile, match="another guard of this process"):
+        Checkpointing(Loop(num_ranks=2), tmp_path, keep=1)
+    with pytest.raises(BadFile, match="another guard of this process"):
+        Checkpointing(Other(said), tmp_path, keep=1)
+    first.close()

@@ -4,7 +4,9 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -148,6 +150,60 @@ def test_a_batch_that_can_not_be_split_says_which_tensor():
 def contrastive(model, batch):
     features = F.normalize(model(batch))
     return F.cross_entropy(features @ features.T, torch.arange(len(batch)))
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 4), nn.Linear(4, 20)
+
+    def forward(self, ids, mask):
+        return self.head(self.embedding(ids) * mask[..., None])
+
+
+def token_loss(model, batch):
+    ids, mask, labels = batch.values() if isinstance(batch, dict) else batch
+    return F.cross_entropy(model(ids, mask).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("make", [tuple, list, lambda parts: dict(zip("abc", parts, strict=True))])
+def test_a_batch_of_three_tensors_of_one_shape_is_split(make, size):
+    # GIVEN what a language model is trained on: tokens, mask and labels, all of one shape
+    torch.manual_seed(0)
+    batch = make([torch.randint(0, 20, (size, 6)) for _ in range(3)])
+    models = [Tokens()]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+
+    # WHEN only a part of it fits
+    def tight(model, part):
+        if len(next(iter(part.values() if isinstance(part, dict) else part))) > 2:
+            raise RuntimeError(MESSAGE.format(size=1000))
+        return token_loss(model, part)
+
+    result = memfit.Guard(models[0], optimizers[0], plan=None, remember=False).step(tight, batch)
+
+    # THEN it is split, and the update is that of the whole
+    assert result.micro_batches == -(-size // 2)
+    token_loss(models[1], batch).backward()
+    optimizers[1].step()
+    assert largest_difference(*models) < 1e-6
+
+
+@pytest.mark.parametrize("beside", [(), (torch.zeros(3),)])
+def test_a_list_of_samples_is_found_out_by_trying(beside):
+    model = nn.Conv2d(3, 2, 3)
+    images = [torch.zeros(3, 8, 8) for _ in range(3)]
+
+    def loss(model, batch):
+        if len(batch[0]) == 3 and batch[0][0].numel() > 100:
+            raise RuntimeError(MESSAGE.format(size=1000))
+        return sum(model(image).square().mean() for image in batch[0])
+
+    guard = memfit.Guard(model, torch.optim.SGD(model.parameters(), 0.1), plan=None, remember=False)
+    with pytest.raises(memfit.CannotFit, match="The batch was not split"):
+        guard.step(loss, (images, *beside))
 
 
 def test_a_loss_that_mixes_samples_is_not_split():
@@ -303,6 +359,86 @@ def test_a_checkpoint_in_the_middle_of_a_window_is_refused(tmp_path):
 
     with pytest.raises(memfit.BadInput, match="end of an accumulation window"):
         guard.save()
+
+
+def train(guard, num_epochs=2, stop=None):
+    """The updates that were made."""
+    before = guard.num_updates
+    for _ in guard.epochs(num_epochs):
+        for batch in guard.batches([BATCH] * 3):
+            guard.step(mean, batch)
+            if guard.num_updates == stop:
+                return guard.num_updates - before
+    return guard.num_updates - before
+
+
+@pytest.mark.parametrize("end", ["epochs", "close", "with", "nothing", "exit"])
+def test_a_run_that_ended_is_not_repeated(tmp_path, end):
+    # GIVEN a run that comes to its end, and writes no checkpoints on its way
+    guard, model = small(checkpoint=tmp_path, checkpoint_every=1000)
+    if end == "epochs":
+        assert train(guard) == 6
+        guard._mark = None
+    elif end == "with":
+        with guard:
+            assert train(guard, stop=5) == 5
+    else:
+        assert train(guard, stop=5) == 5
+    if end == "close":
+        guard.close()
+    if end == "exit":
+        memfit._guard._save_what_is_left()
+    expected = copy.deepcopy(model.state_dict())
+    del guard, model
+
+    # WHEN it is started again
+    again, model = small(checkpoint=tmp_path, checkpoint_every=1000)
+
+    # THEN nothing is repeated
+    assert again.resumed_from == (6 if end == "epochs" else 5)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert train(again) == (0 if end == "epochs" else 1)
+    again.close()
+
+
+def test_what_came_after_the_last_update_is_not_taken_for_it(tmp_path):
+    # GIVEN a batch that fails, and parameters that were changed by hand
+    guard, _ = small(checkpoint=tmp_path / "failed", checkpoint_every=1000)
+    with pytest.raises(ZeroDivisionError), guard:
+        for batch in guard.batches([BATCH] * 3):
+            guard.step(mean if guard.num_updates < 1 else lambda model, batch: 1 / 0, batch)
+    assert not list((tmp_path / "failed").glob("step-*"))
+    guard, model = small(checkpoint=tmp_path / "changed", checkpoint_every=1000)
+    train(guard, stop=2)
+    with torch.no_grad():
+        model[0][0].weight.zero_()
+    guard.close()
+    assert not list((tmp_path / "changed").glob("step-*"))
+
+    # AND the best parameters, which come into the model when training is over
+    guard, model = small(checkpoint=tmp_path / "best", checkpoint_every=1000)
+    guard.best.offer(1.0, higher_is_better=True)
+    train(guard, stop=2)
+    last = model[0][0].weight.clone()
+    guard.best.load_into()
+    assert not torch.equal(last, model[0][0].weight)
+    guard.close()
+    again, model = small(checkpoint=tmp_path / "best")
+    assert again.resumed_from == 2
+    assert torch.equal(last, model[0][0].weight)
+    again.close()
+
+
+def test_two_guards_in_one_folder_are_refused(tmp_path):
+    first, _ = small(checkpoint=tmp_path)
+    with pytest.raises(memfit.BadInput, match=r"another guard of this process\. Give each guard a folder of its own"):
+        small(checkpoint=tmp_path)
+    first.close()
+    # The same cell of a notebook, run again, goes on with its model and optimizer.
+    second, model = small(checkpoint=tmp_path)
+    optimizer = second._loop.optimizer
+    third = memfit.Guard(model, optimizer, checkpoint=tmp_path)
+    third.close()
 
 
 def test_the_best_parameters_are_kept(tmp_path):
@@ -601,6 +737,39 @@ def test_an_update_that_finds_no_memory_before_it_changed_anything_is_replayed()
         done.append(model)
 
     assert largest_difference(*done) == 0
+
+
+@pytest.mark.parametrize("draws_between", [False, True])
+def test_random_numbers_go_on_through_a_window_that_is_run_again(draws_between):
+    # GIVEN a loss that draws once for each part, and, from Python's generator, a program that draws for each batch
+    def noisy(model, batch):
+        return (model(batch + torch.rand(1)) * numpy.random.rand()).square().mean()
+
+    def train(loss, **options):
+        guard, model = small(accumulate=3, **options)
+        torch.manual_seed(3)
+        numpy.random.seed(4)
+        random.seed(5)
+        results = []
+        for number in range(6):
+            shift = random.random() if draws_between else 0.0
+            results.append(guard.step(lambda model, batch, number=number: loss(model, batch, number), BATCH + shift))
+        return guard, model, results
+
+    # WHEN the last batch of a window is the first that doesn't fit, and all are run again in two parts each
+    def tight(model, batch, number):
+        if number == 2 and len(batch) > 4:
+            raise RuntimeError(MESSAGE.format(size=1000))
+        return noisy(model, batch)
+
+    _, found, results = train(tight)
+    after = torch.rand(1), numpy.random.rand(), random.random()
+    assert [result.micro_batches for result in results] == [1, 1, 2, 2, 2, 2]
+
+    # THEN all is as in a run that had two parts from the beginning, to the bit
+    _, expected, _ = train(lambda model, batch, number: noisy(model, batch), micro_batch_size=4)
+    assert largest_difference(found, expected) == 0
+    assert after == (torch.rand(1), numpy.random.rand(), random.random())
 
 
 def test_a_batch_that_can_not_fit_leaves_the_rest_of_its_window():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 
 import pytest
 
@@ -9,13 +10,14 @@ keras = pytest.importorskip("keras")
 
 import memfit  # noqa: E402
 from memfit import _fit_checkpoints, _fit_options  # noqa: E402
-from memfit._keras_fit import FitOptions, fit, guarded_fit  # noqa: E402
+from memfit._keras_fit import FitOptions, KerasFit, fit, guarded_fit  # noqa: E402
 from memfit.adapters.keras.guarding import variables  # noqa: E402
 from memfit.adapters.keras.guarding.steps import make_steps  # noqa: E402
 from memfit.core import env  # noqa: E402
 from memfit.core.errors import BadInput  # noqa: E402
 from memfit.core.plan import PlanNotFound  # noqa: E402
 from memfit.core.settings import Settings  # noqa: E402
+from tests.unit.adapters.forged_checkpoints import changed, forge, nodes  # noqa: E402
 from tests.unit.adapters.keras.guarding.models import build, data, dense, difference, fault_setter  # noqa: E402
 
 
@@ -197,3 +199,51 @@ def test_bad_options_are_refused(options, text):
 def test_the_callback_names_its_options():
     with pytest.raises(BadInput, match=r"Fit has no option check\. It takes budget, plan, checkpoint"):
         memfit.keras.Fit(check="a")
+
+
+DEEP = json.loads("[" * 900 + "]" * 900)
+WRONG = ["x", None, -1, 10**400, 1.5, True, [], {}, DEEP, {"__float__": "nan"}, {"__array__": "nope"}]
+
+
+def test_a_tampered_checkpoint_is_refused_before_anything_changes(tmp_path):
+    # GIVEN the checkpoint of a fit that was broken off
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                raise KeyboardInterrupt
+
+    patience = keras.callbacks.EarlyStopping(monitor="loss", patience=5)
+    with pytest.raises(KeyboardInterrupt):
+        fit(
+            build(dense()),
+            *data(),
+            batch_size=4,
+            verbose=0,
+            checkpoint=tmp_path / "run",
+            checkpoint_every=1,
+            callbacks=[patience, Stop()],
+        )
+    checkpoint = max((tmp_path / "run").glob("step-*"))
+    tree = json.loads((checkpoint / "progress.json").read_bytes())
+    for path in (tmp_path / "run").glob("step-*"):
+        if path != checkpoint:
+            shutil.rmtree(path)
+
+    # WHEN one value of it is another, and the hashes say that all is well
+    model, num_refused, num_taken = build(dense()), 0, 0
+    for number, path in enumerate(nodes(tree)):
+        forge(checkpoint, "progress.json", json.dumps(changed(tree, path, WRONG[number % len(WRONG)])).encode())
+        before = [variables.as_array(value.value).copy() for value in model.variables]
+        keeper = KerasFit(FitOptions(checkpoint=tmp_path / "run"))
+        callbacks = [keras.callbacks.EarlyStopping(monitor="loss", patience=5)]
+        try:
+            keeper.train_begins(model, None, callbacks, {"epochs": 2})
+            num_taken += 1
+        except memfit.MemfitError:
+            num_refused += 1
+            # THEN it is refused, and nothing has changed
+            after = [variables.as_array(value.value) for value in model.variables]
+            assert all((one == other).all() for one, other in zip(before, after, strict=True)), path
+        finally:
+            keeper.close()
+    assert num_refused > 20

@@ -99,6 +99,15 @@ def test_another_compile_and_another_fit_do_not_take_the_guard_off(faults):
     assert is_plain(model)
 
 
+def test_a_loop_that_ended_is_not_repeated(tmp_path):
+    for expected in (None, 3, 3):
+        with memfit.Guard(build(dense()), checkpoint=tmp_path / "kept", checkpoint_every=1000) as guard:
+            assert guard.resumed_from == expected
+            x, y = data()
+            for _ in range(3 - guard.num_updates):
+                guard.train_on_batch(x[:4], y[:4])
+
+
 def test_a_loop_goes_on_from_its_checkpoint(tmp_path):
     expected = build()
     for _ in range(4):

@@ -20,6 +20,7 @@ from memfit.core.reporters import Reporters
 from memfit.core.settings import Settings
 from memfit.core.shown import Shown
 from memfit.core.timeline import Phase
+from memfit.core.typed_data import checked
 from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
@@ -376,7 +377,7 @@ class DryRun(Shown):
                     f"expected a memfit.dryrun of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
                 )
             estimate, scan = data["estimate"], data["scan"]
-            return cls(
+            run = cls(
                 script=data["script"],
                 arguments=tuple(data["arguments"]),
                 estimate=None if estimate is None else Estimate.from_json(estimate),
@@ -396,9 +397,11 @@ class DryRun(Shown):
                 suspicion=str(data.get("suspicion", "")),
                 module=bool(data.get("module", False)),
             )
+            checked(replace(run, estimate=None), "a dry run")
+            return run
         except BadFile:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
             raise BadFile(f"not a dry run written by memfit: {type(error).__name__}: {error}") from None
 
 

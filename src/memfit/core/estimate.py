@@ -13,6 +13,7 @@ from memfit.core.replay import OutOfMemory, Replay
 from memfit.core.reporters import Reporters
 from memfit.core.shown import Shown
 from memfit.core.timeline import Block, Timeline
+from memfit.core.typed_data import checked
 from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
@@ -273,7 +274,7 @@ class Estimate(Shown):
                 raise BadFile(
                     f"expected a memfit.estimate of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
                 )
-            return cls(
+            estimate = cls(
                 subject=data["subject"],
                 device=read_device(data["device"]),
                 mode=data["mode"],
@@ -290,9 +291,12 @@ class Estimate(Shown):
                 state_bytes={str(name): int(size) for name, size in data["state_bytes"].items()},
                 seconds=float(data["seconds"]),
             )
+            # The timeline, which may be long, has been looked at.
+            checked(replace(estimate, timeline=Timeline((), 0)), "an estimate")
+            return estimate
         except BadFile:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
             raise BadFile(f"not an estimate written by memfit: {type(error).__name__}: {error}") from None
 
 

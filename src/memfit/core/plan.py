@@ -11,6 +11,7 @@ from memfit.core.errors import BadFile, MemfitError
 from memfit.core.estimate import Estimate, Note, read_device
 from memfit.core.settings import Keeps, Settings
 from memfit.core.shown import Shown
+from memfit.core.typed_data import checked
 from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
@@ -275,7 +276,7 @@ class Plan(Shown):
                 raise BadFile(
                     f"expected a memfit.plan of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
                 )
-            return cls(
+            plan = cls(
                 subject=data["subject"],
                 device=read_device(data["device"]),
                 budget_bytes=int(data["budget_bytes"]),
@@ -292,9 +293,10 @@ class Plan(Shown):
                 planned_in_seconds=float(data["planned_in_seconds"]),
                 framework=str(data.get("framework", "torch")),
             )
+            return checked(plan, "a plan")
         except BadFile:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
             raise BadFile(f"not a plan written by memfit: {type(error).__name__}: {error}") from None
 
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from memfit.core.errors import BadFile, BadInput
+from memfit.core.typed_data import checked
 
 
 class Keeps(StrEnum):
@@ -141,12 +142,13 @@ class Settings:
         _check_types(values)
         for name in ("checkpoint", "offload", "freeze"):
             values[name] = tuple(map(str, values.get(name, ())))
-        return replace(
+        settings = replace(
             cls(**values),
             weighting=Weighting(**values.get("weighting", {})),
             kernels=OptimizerKernels(values.get("kernels", "keep")),
             state=OptimizerState(values.get("state", "keep")),
         )
+        return checked(settings, "settings")
 
 
 def _check_types(values: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from memfit.core.errors import BadFile
 from memfit.core.reporters import Reporters
 from memfit.core.shown import Shown
+from memfit.core.typed_data import checked
 from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
@@ -286,7 +287,7 @@ class SupervisedRun(Shown):
             found = (data.pop("format"), data.pop("version"))
             if found != ("memfit.run", FORMAT_VERSION):
                 raise BadFile(f"expected a memfit.run of version {FORMAT_VERSION}, got {found[0]} {found[1]}.")
-            return cls(
+            run = cls(
                 **{
                     **data,
                     "arguments": tuple(data["arguments"]),
@@ -297,7 +298,8 @@ class SupervisedRun(Shown):
                     "notes": tuple(data["notes"]),
                 }
             )
+            return checked(run, "a run")
         except BadFile:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
             raise BadFile(f"not a run written by memfit: {type(error).__name__}: {error}") from None

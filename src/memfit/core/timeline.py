@@ -189,12 +189,14 @@ class Timeline(Shown):
                 raise BadFile(
                     f"expected a memfit.timeline of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
                 )
-            s, num_ticks = data["strings"], int(data["num_ticks"])
+            s, num_ticks = data["strings"], _count(data["num_ticks"])
+            if not all(isinstance(text, str) for text in s):
+                raise ValueError("what should be text is something else")
             blocks = tuple(
                 Block(
-                    int(size),
-                    int(start),
-                    None if end is None else int(end),
+                    _count(size),
+                    _count(start),
+                    None if end is None else _count(end),
                     Category(s[c]),
                     Phase(s[p]),
                     s[m],
@@ -205,9 +207,16 @@ class Timeline(Shown):
             )
             if any(not b.start < (num_ticks if b.end is None else b.end) <= num_ticks for b in blocks):
                 raise ValueError(f"a block lies outside of the timeline's {num_ticks} ticks")
-            marks = tuple(Mark(int(t), Phase(p), int(n)) for t, p, n in data["marks"])
+            marks = tuple(Mark(_count(t), Phase(p), _count(n)) for t, p, n in data["marks"])
             return cls(blocks, num_ticks, marks)
         except BadFile:
             raise
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
             raise BadFile(f"not a timeline written by memfit: {type(error).__name__}: {error}") from None
+
+
+def _count(value: Any) -> int:
+    # Anything more is no number of bytes or ticks, and what is computed of it may be too large for a float.
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"{value!r} is no number of bytes or ticks")
+    return value

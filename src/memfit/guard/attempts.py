@@ -12,10 +12,12 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
-from memfit.core.guarding import BatchSize, OutOfMemory
+from memfit.core.errors import MemfitError
+from memfit.core.guarding import BadCheckpoint, BatchSize, OutOfMemory
 from memfit.core.settings import OptimizerKernels, Settings, Weighting
+from memfit.core.typed_data import Count, mismatch
 
 _GROW_AFTER = 100
 # Sizes nearer to one that failed than this are not worth a replay.
@@ -261,6 +263,7 @@ class Attempts:
             data: from `to_json`.
             resumes: whether this is the same run, which goes on as it would have done.
         """
+        _check(data)
         self._base = replace(Settings.from_json(data["base"]), weighting=self._base.weighting)
         self._level = min(int(data["level"]), len(self._stronger))
         most, bad = data["most"], data["bad"]
@@ -274,6 +277,14 @@ class Attempts:
             self._grow_after = int(data.get("grow_after", self._grow_after))
             self._good_steps = int(data.get("good_steps", 0))
             self._go_on_with(data.get("trial"))
+
+    @staticmethod
+    def check_progress(progress: dict[str, Any]) -> None:
+        """Refuses the progress of a checkpoint that has something else than an update and findings."""
+        problem = mismatch(progress.get("update"), Count, "update")
+        if problem:
+            raise BadCheckpoint(f"the checkpoint's progress is none: {problem}")
+        _check(progress.get("attempts"))
 
     def _go_on_with(self, trial: list[Any] | None) -> None:
         self._is_trial = trial is not None
@@ -305,3 +316,34 @@ class Attempts:
         self._level = -level
         if not kernels:
             self._base = replace(self._base, kernels=OptimizerKernels.SINGLE)
+
+
+class _Findings(TypedDict):
+    """What `Attempts.to_json` writes."""
+
+    most: Annotated[float, 0] | None
+    good: Annotated[float, 0]
+    bad: Annotated[float, 0] | None
+    level: Count
+    base: dict[str, Any]
+    planned_size: NotRequired[Count]
+    least: NotRequired[Annotated[int, 1]]
+    grow_after: NotRequired[Annotated[int, 1]]
+    good_steps: NotRequired[Count]
+    trial: NotRequired[list[float | None] | None]
+
+
+def _check(findings: Any) -> None:
+    problem = mismatch(findings, _Findings)
+    trial = None if problem else findings.get("trial")
+    if trial is not None and (
+        len(trial) != 2 or trial[0] is None or (trial[1] is None and trial[0] >= findings["level"])
+    ):
+        problem = "trial has not its two numbers"
+    try:
+        if not problem:
+            Settings.from_json(findings["base"])
+    except (MemfitError, KeyError, TypeError, ValueError) as error:
+        problem = str(error)
+    if problem:
+        raise BadCheckpoint(f"what was found out about memory can't be read: {problem}")

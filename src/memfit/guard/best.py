@@ -36,12 +36,20 @@ class Best:
         parameters: the model's.
         current_step: says how many updates of the parameters have been made.
         folder: where they are kept; None: in host memory.
+        before_load: called before parameters are put into the run's own model.
     """
 
-    def __init__(self, parameters: Parameters, current_step: Callable[[], int], folder: Folder | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        current_step: Callable[[], int],
+        folder: Folder | None = None,
+        before_load: Callable[[], None] = lambda: None,
+    ) -> None:
         self._parameters = parameters
         self._current_step = current_step
         self._folder = folder
+        self._before_load = before_load
         self._copies: Any = None
         self._higher: bool | None = None
         self.score: float | None = None
@@ -91,6 +99,7 @@ class Best:
         """
         if self.score is None:
             raise BadInput("there are no best parameters yet: offer a score first")
+        self._before_load()
         if self._folder is None:
             self._parameters.put(self._copies, model)
             return

@@ -2,24 +2,46 @@
 
 It is written last, and names every file with its size and SHA-256. It carries a checksum of itself, and must be, byte
 for byte, what it would be written as again; so no bit of a checkpoint can change without being noticed.
+
+It is also the only proof that a directory is a checkpoint at all: what no valid manifest claims is never removed. A
+file that can't be read is neither whole nor damaged: `OSError` is left to the caller, who may try again.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+import stat
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
+
+from memfit.core.guarding import BadCheckpoint
+from memfit.core.plain_files import NotPlain, open_plain, plain_size, read_plain
 
 NAME = "manifest.json"
+UNFINISHED = ".unfinished"
+"""A file in a directory that is yet to become a checkpoint, by which a later run knows it for one."""
 FORMAT = "memfit.checkpoint"
 VERSION = 1
 # Thousands of files need less; what is longer wasn't written here and isn't worth reading into memory.
 MAX_BYTES = 64 * 2**20
 
+_Result = TypeVar("_Result")
+
 
 class Damaged(Exception):
     """A checkpoint that can't be used; the text says why."""
+
+
+class NotOurs(Damaged):
+    """A directory that no valid manifest claims, whatever its name: it is passed over and never removed."""
+
+
+class OtherVersion(BadCheckpoint):
+    """A checkpoint of another version of the format, most likely a later one, that this memfit can't judge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +88,18 @@ class Manifest:
         """Reads the content of manifest.json.
 
         Raises:
-            Damaged: it isn't one, is of a later version, or has changed since it was written.
+            NotOurs: it isn't one, or has changed since it was written.
+            OtherVersion: it is one of another version.
         """
         try:
             content = json.loads(data)
         except (ValueError, RecursionError):
-            raise Damaged(f"{NAME} is no JSON") from None
+            raise NotOurs(f"{NAME} is no JSON") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise Damaged(f"{NAME} is no manifest of a checkpoint")
-        if content.get("version") != VERSION:
-            raise Damaged(f"{NAME} has version {content.get('version')!r}, and this memfit reads version {VERSION}")
+            raise NotOurs(f"{NAME} is no manifest of a checkpoint")
+        version = content.get("version")
+        if type(version) is not int or version != VERSION:
+            raise OtherVersion(f"{NAME} has version {str(version)[:20]}, and this memfit reads version {VERSION}")
         try:
             manifest = cls(
                 number=_whole(content["number"]),
@@ -88,10 +112,10 @@ class Manifest:
                 info=dict(content["info"]),
             )
             unchanged = manifest.to_bytes() == data
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise Damaged(f"{NAME} lacks something or holds something else in its place") from None
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+            raise NotOurs(f"{NAME} lacks something or holds something else in its place") from None
         if not unchanged:
-            raise Damaged(f"{NAME} has changed since it was written")
+            raise NotOurs(f"{NAME} has changed since it was written")
         return manifest
 
 
@@ -99,7 +123,7 @@ def describe(directory: Path) -> dict[str, Entry]:
     """All files below a directory, as a manifest lists them."""
     found = {}
     for path in sorted(directory.rglob("*")):
-        if path.is_file() and path.name != NAME:
+        if path.is_file() and path.name not in (NAME, UNFINISHED):
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
                 found[path.relative_to(directory).as_posix()] = Entry(file.tell(), digest)
@@ -110,17 +134,21 @@ def read(directory: Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        Damaged: there is none that can be read.
+        NotOurs: there is none that is valid.
+        OtherVersion: it is of another version.
+        OSError: it can't be read.
     """
-    path = directory / NAME
+    if directory.is_symlink():
+        raise NotOurs("it is a symbolic link, which is not followed")
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise Damaged(f"{NAME} is longer than any manifest")
-        return Manifest.from_bytes(path.read_bytes())
-    except FileNotFoundError:
-        raise Damaged(f"it has no {NAME}: it was never finished") from None
-    except OSError as error:
-        raise Damaged(f"{NAME} can't be read: {error.strerror or error}") from None
+        data = read_plain(directory / NAME, MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotOurs(f"it has no {NAME}: it was never finished, or memfit didn't write it") from None
+    except NotPlain as error:
+        raise NotOurs(f"{NAME} can't be read: {error.strerror}") from None
+    if len(data) > MAX_BYTES:
+        raise NotOurs(f"{NAME} is longer than any manifest")
+    return Manifest.from_bytes(data)
 
 
 def check(directory: Path, manifest: Manifest, *, checksums: bool) -> None:
@@ -128,12 +156,10 @@ def check(directory: Path, manifest: Manifest, *, checksums: bool) -> None:
 
     Raises:
         Damaged: one is missing or differs.
+        OSError: one can't be read.
     """
     for name, entry in manifest.files.items():
-        try:
-            size_bytes = (directory / name).stat().st_size
-        except OSError as error:
-            raise Damaged(f"{name} can't be read: {error.strerror or error}") from None
+        size_bytes = _reading(name, partial(_own_size, directory, name))
         if size_bytes != entry.size_bytes:
             difference = abs(size_bytes - entry.size_bytes)
             way = "shorter" if size_bytes < entry.size_bytes else "longer"
@@ -142,13 +168,56 @@ def check(directory: Path, manifest: Manifest, *, checksums: bool) -> None:
     if not checksums:
         return
     for name, entry in manifest.files.items():
-        try:
-            with (directory / name).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise Damaged(f"{name} can't be read: {error.strerror or error}") from None
-        if digest != entry.sha256:
+        if _reading(name, partial(_digest, directory / name)) != entry.sha256:
             raise Damaged(f"{name} has changed since it was written: its SHA-256 isn't what its manifest says")
+
+
+def discard(directory: Path, manifest: Manifest) -> list[str]:
+    """Removes the files that a manifest claims, it among them, and the directory; names of what is someone else's.
+
+    The manifest goes last, so that another run can finish this. What isn't in the manifest stays, and so does the
+    directory then.
+    """
+    folders = set()
+    for name in manifest.files:
+        with contextlib.suppress(OSError):
+            _own_size(directory, name)
+            (directory / name).unlink()
+        folders |= {directory / parent for parent in list(PurePosixPath(name).parents)[:-1]}
+    for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+    left = sorted(name for name in os.listdir(directory) if name != NAME)
+    # Names that NFS gives to files which someone still has open, until they are closed.
+    if not any(name.startswith(".nfs") for name in left):
+        (directory / NAME).unlink()
+    if not left:
+        directory.rmdir()
+    return left
+
+
+def _reading(name: str, action: Callable[[], _Result]) -> _Result:
+    """What a file says; that it isn't there, or is something else than a file, is damage, any other error is none."""
+    try:
+        return action()
+    except (FileNotFoundError, NotADirectoryError, NotPlain) as error:
+        raise Damaged(f"{name} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Damaged(f"{name!r} is no name of a file: {error}") from None
+
+
+def _own_size(directory: Path, name: str) -> int:
+    """The size of a file that really is in the directory, not where a link leads."""
+    for parent in list((directory / name).relative_to(directory).parents)[:-1]:
+        mode = os.lstat(directory / parent).st_mode
+        if not stat.S_ISDIR(mode):
+            raise NotPlain(mode)
+    return plain_size(directory / name)
+
+
+def _digest(path: Path) -> str:
+    with open_plain(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _dump(content: dict[str, Any]) -> bytes:
@@ -164,6 +233,6 @@ def _whole(value: Any) -> int:
 def _inside(name: str) -> str:
     """A path that stays below the checkpoint."""
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in name:
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in name or "\0" in name:
         raise ValueError(name)
     return name

@@ -2,8 +2,10 @@
 
 A checkpoint is written into a hidden directory beside its final place. Once its files are there they are hashed and
 forced to disk, the manifest is written last, and the directory is renamed, which happens entirely or not at all. Older
-checkpoints go only after that. A failure to write, such as a full disk, never stops the training: it is announced, the
-half-written checkpoint is removed, and the last one stays.
+checkpoints go only after that, and only what a valid manifest claims: whatever else has a name like theirs, is of
+another version of the format or can't be read just now is left alone. A failure to write never stops the training: it
+is announced, the half-written checkpoint is removed, and the last one stays. Where the disk is full, the oldest
+checkpoints make room for the new one, all but the last.
 
 Hashing and forcing to disk take the most time and need none of the caller's data, so they can go on in a thread while
 the training goes on.
@@ -16,6 +18,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import uuid
 import warnings
 import weakref
@@ -23,21 +26,37 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from memfit.core.errors import BadFile, BadInput
-from memfit.guard.checkpoint_manifest import NAME, Damaged, Manifest, check, describe, read
-
-try:
-    import fcntl
-except ImportError:  # Windows: two runs in one folder go unnoticed there
-    fcntl = None  # type: ignore[assignment,unused-ignore]
+from memfit.core.guarding import BadCheckpoint
+from memfit.core.plain_files import plain_size
+from memfit.core.units import format_size
+from memfit.guard.checkpoint_manifest import (
+    NAME,
+    UNFINISHED,
+    Damaged,
+    Manifest,
+    NotOurs,
+    OtherVersion,
+    check,
+    describe,
+    discard,
+    read,
+)
+from memfit.guard.possession import UNSUPPORTED, Possession
 
 _FINISHED = re.compile(r"step-(\d+)(?:-(\d+))?")
 _TEMPORARY = re.compile(r"\.step-\d+(?:-\d+)?\.(?:tmp|old)-(\d+)-[0-9a-f]+")
-_LOCK = ".lock"
-# What file systems answer that can't do what was asked, though nothing is wrong.
-_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF, errno.EPERM}
+# Of the time of training, what checkpoints may cost where no interval is given; and the least time between two.
+_SHARE = 0.01
+_INTERVAL_SECONDS = 60.0
+_FIRST_INTERVAL_SECONDS = 5.0
+FULL = {errno.ENOSPC, errno.EDQUOT}
+# Network file systems fail for moments; what they hold is as it was afterwards.
+_RETRY_SECONDS = (0.1, 0.4, 1.0)
+
+_Result = TypeVar("_Result")
 
 _living: "weakref.WeakSet[Folder]" = weakref.WeakSet()
 
@@ -68,13 +87,19 @@ class Folder:
         path: the folder; made when it is first needed.
         keep: how many checkpoints stay.
         announce: called with one sentence where a checkpoint couldn't be written or used; a warning if not given.
+        owner: whose checkpoints they are, such as the optimizer: another folder object of the same owner takes over,
+            and one of another owner is refused as long as this one is in use.
 
     Raises:
         BadInput: `keep` is less than 1.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], keep: int = 3, announce: Callable[[str], None] | None = None
+        self,
+        path: str | os.PathLike[str],
+        keep: int = 3,
+        announce: Callable[[str], None] | None = None,
+        owner: object = None,
     ) -> None:
         if keep < 1:
             raise BadInput(f"at least 1 checkpoint must be kept, and keep = {keep} was given")
@@ -83,13 +108,16 @@ class Folder:
         self._announce = _warn if announce is None else announce
         self._thread: threading.Thread | None = None
         self._unsaid: list[str] = []
-        self._last_said: str | None = None
+        self._num_failed = 0
+        """Checkpoints in a row that couldn't be written."""
+        self._last_reason = ""
+        self._number: int | None = None
+        """The highest number of a checkpoint here; None before that is known."""
         self._own: set[str] = set()
         """Names of the temporary directories that are in use here."""
         self._bad: set[str] = set()
         """Names of checkpoints that were found damaged."""
-        self._lock: int | None = None
-        self._lock_owner = 0
+        self._possession = Possession(self.path, self, owner)
         self.skipped: tuple[str, ...] = ()
         """What `latest` passed over when it was called last, with reasons."""
         _living.add(self)
@@ -103,11 +131,13 @@ class Folder:
             BadFile: it can't be made or written to, or belongs to another run that is still alive.
         """
         try:
-            self._take()
+            self._possession.take()
             probe = self.path / f".probe-{os.getpid()}-{uuid.uuid4().hex[:8]}"
             probe.write_bytes(b"memfit")
             probe.unlink()
         except OSError as error:
+            if error.errno == errno.EBUSY:
+                raise BadFile(f"checkpoints can't be written to {str(self.path)!r}: {error.strerror}.") from error
             raise BadFile(
                 f"checkpoints can't be written to {str(self.path)!r}: {_reason(error)}. "
                 "Give a folder that can be written to, or make room."
@@ -130,21 +160,63 @@ class Folder:
             asynchronous: hash the files and force them to disk in a thread. True then means that the files are written;
                 whether the rest went well shows at the next call.
         """
-        writer: Writer | None = None
-        try:
-            writer = self.begin(step)
-            fill(writer.directory)
-            writer.finish(info, asynchronous=asynchronous)
-        except OSError as error:
-            if writer is not None:
-                writer.abandon()
-            self._failed(step, error)
-            self._say()
+        while True:
+            writer: Writer | None = None
+            try:
+                writer = self.begin(step)
+                fill(writer.directory)
+                writer.finish(info, asynchronous=asynchronous)
+                return True
+            except OSError as error:
+                if writer is not None:
+                    writer.abandon()
+                if not self.make_room(error):
+                    self.failed(step, error)
+                    return False
+            except BaseException:
+                if writer is not None:
+                    writer.abandon()
+                raise
+
+    def failed(self, step: int, error: OSError) -> None:
+        """Announces that a checkpoint couldn't be written."""
+        self._note_failure(step, error)
+        self._say()
+
+    def make_room(self, error: OSError) -> bool:
+        """Removes the oldest checkpoint where the disk is full; whether there is more room now.
+
+        The newest whole one stays, and all do where their room together wouldn't be enough for another.
+        """
+        if error.errno not in FULL:
             return False
-        except BaseException:
-            if writer is not None:
-                writer.abandon()
-            raise
+        if self._sweep():
+            return True
+        whole = sorted(self._whole())
+        while whole:
+            path = whole[-1][1]
+            try:
+                manifest = read(path)
+                check(path, manifest, checksums=True)
+                break
+            except Damaged:
+                self._bad.add(path.name)
+                whole.pop()
+            except (OSError, BadCheckpoint):
+                return False
+        if len(whole) < 2:
+            return False
+        try:
+            sizes = [sum(entry.size_bytes for entry in read(path).files.values()) for _, path in whole]
+            if _free_bytes(self.path) + sum(sizes[:-1]) < sizes[-1]:
+                return False
+            self._remove(whole[0][1])
+        except (OSError, Damaged, BadCheckpoint):
+            return False
+        self._unsaid.append(
+            f"{_reason(error)}: the oldest checkpoint, {whole[0][1].name}, was removed to make room for the next "
+            f"({self.path}); {len(whole) - 1} stay"
+        )
         return True
 
     def begin(self, step: int) -> "Writer":
@@ -154,13 +226,16 @@ class Folder:
             OSError: the folder can't be written to.
         """
         self.wait()
-        self._take()
+        self._possession.take()
         name = self._free_name(step)
         temporary = f".{name}.tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._own.add(temporary)
         try:
             (self.path / temporary).mkdir()
+            (self.path / temporary / UNFINISHED).touch()
         except OSError:
+            with contextlib.suppress(OSError):
+                (self.path / temporary).rmdir()
             self._own.discard(temporary)
             raise
         return Writer(self, step, self.path / temporary, name)
@@ -181,32 +256,26 @@ class Folder:
     def close(self) -> None:
         """Waits, and gives up possession of the folder."""
         self.wait()
-        if self._lock is not None and self._lock_owner == os.getpid():
-            with contextlib.suppress(OSError):
-                os.close(self._lock)
-        self._lock = None
+        self._possession.let_go()
 
     # Reading.
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint; None where there is none. Those passed over are announced and in `skipped`."""
+        """The newest whole checkpoint; None where there is none. Those passed over are announced and in `skipped`.
+
+        Raises:
+            BadCheckpoint: one is of another version of the format, or can't be read just now, so that which is the
+                newest isn't known.
+        """
         self.wait()
-        found: list[tuple[Manifest, Path]] = []
-        skipped: dict[str, str] = {}
-        for path in self._finished():
-            try:
-                found.append((read(path), path))
-            except Damaged as damage:
-                skipped[path.name] = str(damage)
-        latest = None
-        for manifest, path in sorted(found, key=lambda pair: (pair[0].number, pair[0].step), reverse=True):
-            try:
-                check(path, manifest, checksums=True)
-            except Damaged as damage:
-                skipped[path.name] = str(damage)
-                continue
-            latest = Checkpoint(path, manifest.step, manifest.info, manifest.created, manifest.number)
-            break
+        try:
+            latest, skipped = _patiently(self._find_latest)
+        except OSError as error:
+            raise BadCheckpoint(
+                f"the checkpoints in {str(self.path)!r} can't be read: {error.strerror or error}"
+                f"{f' ({error.filename})' if error.filename else ''}. Nothing was removed. Start again when they can "
+                "be, or give another folder for checkpoints."
+            ) from error
         self._bad |= set(skipped)
         self.skipped = tuple(f"{name}: {reason}" for name, reason in sorted(skipped.items()))
         for text in self.skipped:
@@ -214,49 +283,69 @@ class Folder:
             self._announce(f"the checkpoint {text}; {used} ({self.path})")
         return latest
 
+    def _find_latest(self) -> tuple[Checkpoint | None, dict[str, str]]:
+        """(the newest whole one, those passed over with reasons)."""
+        claimed: list[tuple[Manifest, Path]] = []
+        skipped: dict[str, str] = {}
+        for path in self._finished():
+            try:
+                claimed.append((read(path), path))
+            except Damaged as damage:
+                skipped[path.name] = str(damage)
+            except OtherVersion as error:
+                raise BadCheckpoint(
+                    f"the checkpoint {str(path)!r} was written by another version of memfit: {error}. Nothing was read "
+                    "or removed. Use the memfit that wrote it, or give another folder for checkpoints."
+                ) from None
+        self._number = max([self._number or 0, *(manifest.number for manifest, _ in claimed)])
+        for manifest, path in sorted(claimed, key=lambda pair: (pair[0].number, pair[0].step), reverse=True):
+            try:
+                check(path, manifest, checksums=True)
+            except Damaged as damage:
+                skipped[path.name] = str(damage)
+                continue
+            return Checkpoint(path, manifest.step, manifest.info, manifest.created, manifest.number), skipped
+        return None, skipped
+
     # Parts.
 
-    def _take(self) -> None:
-        """Makes the folder and locks it, for as long as this process lives.
-
-        The lock is of the kind that belongs to the process alone: workers of a loader that outlive a killed run for
-        some seconds must not keep the next one out.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        if fcntl is None or (self._lock is not None and self._lock_owner == os.getpid()):
-            return
-        handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
-        try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                os.close(handle)
-                raise OSError(
-                    errno.EBUSY, "it is in use by another run that is still alive; give each run its own folder"
-                ) from None
-        self._lock, self._lock_owner = handle, os.getpid()
-
     def _finished(self) -> list[Path]:
+        """What has the name of a checkpoint.
+
+        Raises:
+            OSError: that can't be found out.
+        """
         try:
-            return sorted(path for path in self.path.iterdir() if _FINISHED.fullmatch(path.name) and path.is_dir())
-        except OSError:
+            with os.scandir(self.path) as entries:
+                return sorted(
+                    Path(entry.path)
+                    for entry in entries
+                    if _FINISHED.fullmatch(entry.name) and (entry.is_symlink() or entry.is_dir(follow_symlinks=False))
+                )
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def _free_name(self, step: int) -> str:
         """A name that isn't taken: a step may be written again, and the old directory must stay until it is."""
         name = plain = f"step-{step:09d}"
         copy = 1
-        while (self.path / name).exists():
+        while os.path.lexists(self.path / name):
             copy += 1
             name = f"{plain}-{copy}"
         return name
 
     def _next_number(self) -> int:
-        numbers = [0]
+        highest = self._number or 0
         for path in self._finished():
-            with contextlib.suppress(Damaged):
-                numbers.append(read(path).number)
-        return max(numbers) + 1
+            try:
+                highest = max(highest, read(path).number)
+            except (Damaged, OtherVersion):
+                continue
+            except OSError:
+                if self._number is None:
+                    raise
+        self._number = highest + 1
+        return self._number
 
     def _finish(self, writer: "Writer", info: dict[str, Any]) -> None:
         """Everything after the files are written."""
@@ -271,12 +360,15 @@ class Folder:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        (directory / UNFINISHED).unlink()
         for path in (*(path for path in directory.rglob("*") if path.is_dir()), directory):
             _force_directory(path)
         os.rename(directory, self.path / writer.name)
         _force_directory(self.path)
         self._own.discard(directory.name)
-        self._last_said = None
+        if self._num_failed:
+            self._unsaid.append(f"checkpoints are written again: {writer.name} is whole ({self.path})")
+        self._num_failed = 0
         with contextlib.suppress(OSError):
             self._prune(writer.name)
 
@@ -285,46 +377,92 @@ class Folder:
 
         What has just been written is whole, and never goes.
         """
-        numbered = []
+        self._sweep()
+        older = sorted(pair for pair in self._whole() if pair[1].name != written)
+        for _, path in older[: max(0, len(older) - self.keep + 1)]:
+            with contextlib.suppress(OSError, Damaged, BadCheckpoint):
+                self._remove(path)
+
+    def _whole(self) -> list[tuple[int, Path]]:
+        """Checkpoints that have all their files, as far as their sizes say, with their numbers."""
+        whole = []
         for path in self._finished():
-            if path.name == written:
-                continue
-            try:
+            with contextlib.suppress(OSError, Damaged, BadCheckpoint):
                 manifest = read(path)
                 check(path, manifest, checksums=False)
-                is_whole = path.name not in self._bad
-            except Damaged:
-                is_whole = False
-            if is_whole:
-                numbered.append((manifest.number, path))
-            else:
-                self._remove(path)
-        for _, path in sorted(numbered, reverse=True)[self.keep - 1 :]:
-            self._remove(path)
+                if path.name not in self._bad:
+                    whole.append((manifest.number, path))
+        return whole
+
+    def _sweep(self) -> bool:
+        """Removes damaged checkpoints and what dead writers left; whether there were any. What isn't known stays."""
+        swept = False
+        for path in self._finished():
+            with contextlib.suppress(OSError, NotOurs, BadCheckpoint):
+                manifest = read(path)
+                try:
+                    check(path, manifest, checksums=False)
+                    is_damaged = path.name in self._bad
+                except Damaged:
+                    is_damaged = True
+                if is_damaged:
+                    self._remove(path)
+                    swept = True
         for path in self.path.iterdir():
             temporary = _TEMPORARY.fullmatch(path.name)
             if temporary and path.name not in self._own and self._is_stale(int(temporary[1])):
-                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError, NotOurs, BadCheckpoint):
+                    self._remove_left(path)
+                    swept = True
+        return swept
 
     def _remove(self, path: Path) -> None:
-        """Removes a checkpoint so that a kill in between leaves no half of it under its name."""
+        """Removes a checkpoint so that a kill in between leaves no half of it under its name.
+
+        Raises:
+            NotOurs, BadCheckpoint: no valid manifest says that it is one.
+        """
+        manifest = read(path)
         hidden = self.path / f".{path.name}.old-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         os.rename(path, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
         self._bad.discard(path.name)
+        left = discard(hidden, manifest)
+        if left:
+            os.rename(hidden, path)
+            self._unsaid.append(f"what memfit didn't write stays in {path}: {', '.join(left[:5])}")
+
+    def _remove_left(self, path: Path) -> None:
+        """Removes a hidden directory that a dead writer left, if it is one."""
+        with contextlib.suppress(OSError):
+            path.rmdir()
+            return
+        try:
+            plain_size(path / UNFINISHED)
+        except FileNotFoundError:
+            discard(path, read(path))
+            return
+        shutil.rmtree(path)
 
     def _is_stale(self, process: int) -> bool:
         # Whoever holds the lock is the only one that writes here, whatever process has that number by now.
-        return self._lock is not None or process == os.getpid() or not _is_alive(process)
+        return self._possession.is_locked or process == os.getpid() or not _is_alive(process)
 
-    def _failed(self, step: int, error: OSError) -> None:
+    def _note_failure(self, step: int, error: OSError) -> None:
+        """Announces the first failure of a kind, and then the second, fourth, eighth, ... in a row."""
         reason = _reason(error)
-        if reason != self._last_said:
-            self._last_said = reason
-            self._unsaid.append(
-                f"the checkpoint of step {step} can't be written to {str(self.path)!r}: {reason}. The training goes "
-                "on; the checkpoints before it stay, and the next one is tried when it is due."
-            )
+        self._num_failed += 1
+        if reason == self._last_reason and self._num_failed & (self._num_failed - 1):
+            return
+        self._last_reason = reason
+        in_a_row = f" {self._num_failed} in a row have failed." if self._num_failed > 1 else ""
+        room = ""
+        if error.errno in FULL:
+            with contextlib.suppress(OSError):
+                room = f" {format_size(_free_bytes(self.path))} are free there."
+        self._unsaid.append(
+            f"the checkpoint of step {step} can't be written to {str(self.path)!r}: {reason}.{room}{in_a_row} The "
+            "training goes on; the checkpoints before it stay, and the next one is tried when it is due."
+        )
 
     def _say(self) -> None:
         while self._unsaid:
@@ -376,7 +514,30 @@ class Writer:
             self.folder._finish(self, info)
         except Exception as error:
             self.abandon()
-            self.folder._failed(self.step, error if isinstance(error, OSError) else OSError(f"{error!r}"))
+            problem = error if isinstance(error, OSError) else OSError(f"{error!r}")
+            self.folder.make_room(problem)
+            self.folder._note_failure(self.step, problem)
+
+
+def is_time(passed_seconds: float, save_seconds: float, num_saved: int) -> bool:
+    """Whether another checkpoint is due, so long after the last one, by what that took and how many there were."""
+    # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
+    seldom = min(_INTERVAL_SECONDS, _FIRST_INTERVAL_SECONDS * 2**num_saved)
+    return bool(passed_seconds >= max(seldom, save_seconds / _SHARE))
+
+
+def _patiently(action: Callable[[], _Result]) -> _Result:
+    """Tries again for a moment where something can't be read."""
+    for seconds in _RETRY_SECONDS:
+        try:
+            return action()
+        except OSError:
+            time.sleep(seconds)
+    return action()
+
+
+def _free_bytes(path: Path) -> int:
+    return shutil.disk_usage(path).free
 
 
 def _force(path: Path) -> None:
@@ -396,7 +557,7 @@ def _force_directory(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in _UNSUPPORTED:
+        if error.errno not in UNSUPPORTED:
             raise
     finally:
         os.close(handle)

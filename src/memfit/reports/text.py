@@ -36,7 +36,7 @@ def format_estimate(estimate: Estimate) -> str:
 def format_row(row: Row, with_bar: bool = False) -> str:
     """A line of a breakdown, with a bar of its share where that is wanted."""
     name = figures.shorten(row.name, _NAME_WIDTH)
-    bar = "#" * round(row.share * _BAR_WIDTH) if with_bar else ""
+    bar = "#" * round(min(1.0, row.share) * _BAR_WIDTH) if with_bar else ""
     return f"  {name:<{_NAME_WIDTH}}{format_size(row.size_bytes):>10}{figures.format_share(row.share):>8}  {bar}"
 
 

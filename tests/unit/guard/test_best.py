@@ -111,6 +111,7 @@ def test_a_resumed_run_knows_the_best_so_far(tmp_path):
     steps = iter((40, 80))
     best = Best(model, lambda: next(steps), Folder(tmp_path, keep=1))
     offer_all(best, model, [2.5, 1.5], higher_is_better=False)
+    best.close()
 
     # WHEN it goes on from a checkpoint before its best
     resumed = Best(Plain(), lambda: 60, Folder(tmp_path, keep=1))

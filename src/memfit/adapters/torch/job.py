@@ -1,6 +1,6 @@
 """Opens a job: checks what the user gave, builds the model without weights, and traces at any batch size."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -185,6 +185,8 @@ def common_first_dimension(batch: Any) -> int | None:
     """The batch size, if every tensor with dimensions has the same first one.
 
     In a list of samples, as detectors take, the first dimension is something else (the channels), so there is none.
+    Tensors in a list may be either, samples or the fields of a batch: a loader makes a list of (tokens, mask, labels).
+    What can't be told by its looks has a size here; `may_be_samples` says so, and running the loss on a part decides.
     """
     tensors = list(tensors_in(batch))
     if any(t.layout is not torch.strided for t in tensors) or _has_list_of_samples(batch):
@@ -193,15 +195,50 @@ def common_first_dimension(batch: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
+def may_be_samples(batch: Any) -> bool:
+    """Whether more than two tensors of one shape stand in a list inside of the batch: they may be samples."""
+    return any(len(part) > 2 and _is_of_one_shape(part) for part in _lists_inside(batch))
+
+
 def _has_list_of_samples(value: Any) -> bool:
-    """Whether more than two tensors of one shape stand in a list: two may be an input and its target."""
-    if isinstance(value, Mapping):
-        return any(_has_list_of_samples(part) for part in value.values())
-    if not isinstance(value, list | tuple):
+    """Whether it is plain that a list holds samples: beside another, one entry for each; or many images."""
+    parts = list(_parts(value))
+    lists = [part for part in parts if isinstance(part, list | tuple)]
+    for part in lists:
+        is_of_entries = bool(part) and all(isinstance(entry, Mapping) for entry in part)
+        if is_of_entries and any(other is not part and len(other) == len(part) for other in lists):
+            return True
+    return any(map(_is_of_images, [value, *lists] if isinstance(value, list) else lists)) or any(
+        map(_has_list_of_samples, parts)
+    )
+
+
+def _is_of_images(value: Any) -> bool:
+    if len(value) <= 3 or not _is_of_one_shape(value):
         return False
-    shapes = {tuple(part.shape) for part in value if isinstance(part, torch.Tensor)}
-    alike = len(value) > 2 and len(shapes) == 1 and all(isinstance(part, torch.Tensor) for part in value)
-    return (alike and len(next(iter(shapes))) > 1) or any(_has_list_of_samples(part) for part in value)
+    return value[0].dim() == 3 and value[0].shape[0] in (1, 3, 4) and not _is_index(value[0].dtype)
+
+
+def _is_index(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and dtype is not torch.uint8
+
+
+def _is_of_one_shape(value: Any) -> bool:
+    shapes = {tuple(part.shape) if isinstance(part, torch.Tensor) else () for part in value}
+    return len(shapes) == 1 and len(shapes.pop()) > 1
+
+
+def _lists_inside(value: Any) -> Iterator[Any]:
+    for part in _parts(value):
+        if isinstance(part, list | tuple):
+            yield part
+        yield from _lists_inside(part)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def resized(batch: Any, old: int | None, new: int) -> Any:

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.adapters.torch.job import check_batch, common_first_dimension, open_job, own_gpu, resized
+from memfit.adapters.torch.job import check_batch, common_first_dimension, may_be_samples, open_job, own_gpu, resized
 from memfit.core.errors import BadBatch, BadInput, BadModel, StepFailed
 from memfit.core.job import Job
 from memfit.core.timeline import Category
@@ -148,6 +148,34 @@ def test_the_first_dimension():
     assert common_first_dimension([torch.empty(4), torch.empty(())]) == 4
     assert common_first_dimension([torch.empty(4), torch.empty(3)]) is None
     assert common_first_dimension(torch.empty(())) is None
+
+
+TOKENS = [torch.zeros(3, 5, dtype=torch.int64) for _ in range(4)]
+IMAGES = [torch.zeros(3, 8, 8) for _ in range(4)]
+
+
+@pytest.mark.parametrize("num_tensors", [2, 3, 4])
+@pytest.mark.parametrize("make", [tuple, list, lambda parts: dict(enumerate(parts))])
+def test_fields_of_one_shape_are_no_samples(num_tensors, make):
+    fields = TOKENS[:num_tensors]
+
+    assert common_first_dimension(make(fields)) == 3
+    assert common_first_dimension((make(fields), torch.zeros(3))) == 3
+    assert common_first_dimension({"inputs": make(fields), "label": torch.zeros(3)}) == 3
+    assert not may_be_samples(make(fields))
+    assert may_be_samples((make(fields), torch.zeros(3))) == (num_tensors > 2 and make in (tuple, list))
+
+
+@pytest.mark.parametrize("make", [tuple, list])
+@pytest.mark.parametrize("num_images", [1, 2, 3])
+def test_lists_of_samples_have_no_batch_size(make, num_images):
+    targets = make({"boxes": torch.zeros(3, 4), "labels": torch.zeros(3)} for _ in range(num_images))
+    images = make(IMAGES[:num_images])
+
+    assert common_first_dimension((images, targets)) is None
+    assert common_first_dimension({"images": images, "targets": targets}) is None
+    assert common_first_dimension((make(IMAGES), torch.zeros(3))) is None
+    assert common_first_dimension(list(IMAGES)) is None
 
 
 def test_a_batch_is_resized_as_shapes():

@@ -9,6 +9,8 @@ from typing import Any
 import numpy
 
 from memfit.adapters.keras.guarding.stored import Plain
+from memfit.core.guarding import BadCheckpoint
+from memfit.core.typed_data import mismatch
 
 # `min_delta` is an option whose sign Keras turns after the first epoch of a process; stored, it would be turned twice.
 _NEVER = ("model", "_model", "params", "_params", "min_delta")
@@ -39,6 +41,23 @@ class CallbackStates:
             found.append([type(callback).__name__, state])
         return found
 
+    def check(self, states: Any, plain: Plain) -> None:
+        """Refuses what can't be states, for `load`."""
+        problem = mismatch(states, list[list[Any]], "callbacks")
+        for one in [] if problem else states:
+            if len(one) != 2 or not isinstance(one[0], str) or not isinstance(one[1], dict):
+                problem = "callbacks has something else than names and attributes"
+                break
+            live: Any = next((own for own in self._callbacks if type(own).__name__ == one[0]), None)
+            for name, value in one[1].items():
+                now = getattr(live, name, None)
+                kinds = next((kinds for kinds in _KINDS if isinstance(now, kinds)), None)
+                found = plain.decode(value)
+                if kinds is not None and found is not None and not isinstance(found, kinds):
+                    problem = f"{one[0]}.{name} is a {type(found).__name__}, and a {type(now).__name__} is here"
+        if problem:
+            raise BadCheckpoint(f"the states of the callbacks are none: {problem}")
+
     def load(self, states: list[Any], plain: Plain) -> None:
         """Gives callbacks of the same classes, in the same order, what they had found out."""
         left = list(states)
@@ -50,6 +69,10 @@ class CallbackStates:
             for name, value in match[1].items():
                 if name not in _NEVER:
                     setattr(callback, name, plain.decode(value))
+
+
+# Numbers of any kind may follow each other.
+_KINDS: tuple[Any, ...] = ((bool, int, float, numpy.number), (str,), (list, tuple), (dict,), (numpy.ndarray,))
 
 
 def _plain(callback: Any) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import keras
 
 from memfit.adapters.keras.fitting.fitted import FittedModel
 from memfit.adapters.keras.fitting.layer_state import with_statistics
-from memfit.adapters.keras.guarding import oom, variables
+from memfit.adapters.keras.guarding import oom, randomness, variables
 from memfit.adapters.keras.guarding.callback_state import CallbackStates
 from memfit.adapters.keras.guarding.data import Data
 from memfit.adapters.keras.guarding.steps import make_steps
@@ -20,7 +20,9 @@ from memfit.adapters.keras.model import check_model
 from memfit.adapters.keras.planning import loop_factor
 from memfit.core.errors import BadModel
 from memfit.core.guarding import BadCheckpoint, BatchSize, OutOfMemory, Where
+from memfit.core.plain_files import read_plain
 from memfit.core.settings import Settings
+from memfit.core.typed_data import Count, mismatch
 from memfit.core.units import format_size
 
 _VARIABLES, _ARRAYS, _PROGRESS = "variables.safetensors", "arrays.safetensors", "progress.json"
@@ -225,12 +227,23 @@ class KerasLoop:
     def read(self, directory: Path) -> "Resumed":
         """What `write` wrote, but for the variables, which `Resumed.load_variables` loads."""
         try:
-            content = json.loads((directory / _PROGRESS).read_text(encoding="utf-8"))
+            content = json.loads(read_plain(directory / _PROGRESS))
             file = ArrayFile(directory / _ARRAYS)
             plain = Plain({name: file.read(name) for name in file.names()})
-            return Resumed(directory, plain.decode(content["progress"]), content["callbacks"], plain)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BadCheckpoint(f"{directory} holds no checkpoint of a fit: {error}") from error
+            resumed = Resumed(directory, plain.decode(content["progress"]), content["callbacks"], plain)
+            problem = mismatch(resumed.progress, _Progress)
+            if problem:
+                raise BadCheckpoint(f"{directory} holds no checkpoint of a fit: {problem}")
+            for name in ("random", "now"):
+                randomness.check(resumed.progress["data"][name])
+            self.watch_callbacks()
+            if self._states is not None:
+                self._states.check(resumed.callbacks, plain)
+            return resumed
+        except (BadCheckpoint, MemoryError):
+            raise
+        except Exception as error:
+            raise BadCheckpoint(f"{directory} holds no checkpoint of a fit: {error!r}") from error
 
     @property
     def is_built(self) -> bool:
@@ -311,6 +324,30 @@ class KerasLoop:
         if self._fitted is not None:
             self._fitted.undo()
         self.data.close()
+
+
+class _Position(TypedDict):
+    """Where a fit is in its data."""
+
+    seed: Count
+    random: dict[str, Any]
+    now: dict[str, Any]
+    epoch: Count
+    position: int
+    stream: Any
+
+
+class _Progress(TypedDict):
+    """What `write` is given."""
+
+    update: Count
+    epoch: Count
+    batch: Count
+    stopped: bool
+    attempts: dict[str, Any] | None
+    data: _Position
+    history: dict[str, list[Any]]
+    epochs: list[int]
 
 
 class Resumed:

@@ -30,6 +30,18 @@ def states() -> dict[str, Any]:
     return found
 
 
+def check(found: dict[str, Any]) -> None:
+    """Fails where `restore` would, without changing anything."""
+    version, numbers, gauss = found["python"]
+    random.Random(0).setstate((version, tuple(int(number) for number in numbers), gauss))
+    name, keys, position, has_gauss, cached = found["numpy"]
+    numpy.random.RandomState(0).set_state((name, keys, position, has_gauss, cached))
+    if "torch" in found and "torch" in sys.modules:
+        import torch
+
+        torch.Generator().set_state(torch.from_numpy(numpy.ascontiguousarray(found["torch"])))
+
+
 def restore(found: dict[str, Any]) -> None:
     """Goes back to the states that `states` gave."""
     version, numbers, gauss = found["python"]

@@ -8,6 +8,7 @@ and the values: https://github.com/huggingface/safetensors
 import base64
 import json
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import numpy
 
 from memfit.core.guarding import BadCheckpoint
+from memfit.core.plain_files import open_plain
 
 _MAX_HEADER_BYTES = 64 * 2**20
 _CHUNK_BYTES = 16 * 2**20
@@ -97,14 +99,17 @@ class ArrayFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
+                size_bytes = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
-                if not 0 < length <= min(_MAX_HEADER_BYTES, path.stat().st_size - 8):
+                if not 0 < length <= min(_MAX_HEADER_BYTES, size_bytes - 8):
                     raise ValueError("its header has no sensible length")
                 self._header: dict[str, Any] = json.loads(file.read(length))
+            for name, entry in self._header.items():
+                _check(name, entry, size_bytes - 8 - length)
         except OSError as error:
             raise BadCheckpoint(f"{path} can't be read: {error.strerror or error}") from error
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise BadCheckpoint(f"{path} is no safetensors file, or is damaged: {error}") from None
         self._begin = 8 + length
 
@@ -138,6 +143,14 @@ class ArrayFile:
 
             values = values.view(ml_dtypes.bfloat16)
         return values.reshape(entry["shape"])
+
+
+def _check(name: str, entry: dict[str, Any], size_bytes: int) -> None:
+    shape, (start, end) = entry["shape"], entry["data_offsets"]
+    if type(shape) is not list or any(type(n) is not int or n < 0 for n in (*shape, start, end)):
+        raise ValueError(f"{name!r} has a shape or a place that is no number")
+    if end > size_bytes or end - start != math.prod(shape) * _ITEM_BYTES[entry["dtype"]]:
+        raise ValueError(f"{name!r} lies outside of the file, or its size doesn't go with its shape")
 
 
 class Plain:

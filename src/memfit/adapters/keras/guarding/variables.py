@@ -102,9 +102,12 @@ def read(path: Path, model: Any, groups: Sequence[str] = GROUPS) -> None:
                 f"the checkpoint {path.parent} is of another model: it has {len(stored)} {group} variables, and "
                 f"{model.name!r} has {len(found[group])}. Give another folder, or the model that it was made with."
             )
+    checked = []
     for group in groups:
         for index, variable in enumerate(found[group]):
             name = f"{group}.{index}"
+            if name not in file:
+                raise BadCheckpoint(f"the checkpoint {path.parent} lacks {name!r}. Give another folder.")
             dtype, shape = file.describe(name)
             wanted = keras.backend.standardize_dtype(variable.dtype), tuple(int(size) for size in variable.shape)
             if (dtype, shape) != wanted:
@@ -112,4 +115,6 @@ def read(path: Path, model: Any, groups: Sequence[str] = GROUPS) -> None:
                     f"the checkpoint {path.parent} is of another model: {variable.path} is {wanted[0]}{wanted[1]}, and "
                     f"{dtype}{shape} is stored. Give another folder, or the model that it was made with."
                 )
-            variable.assign(file.read(name))
+            checked.append((variable, name))
+    for variable, name in checked:
+        variable.assign(file.read(name))

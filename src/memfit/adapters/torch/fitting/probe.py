@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from memfit.adapters.torch.fitting.weighings import (
     contrasted,
     shortened,
 )
-from memfit.adapters.torch.job import common_first_dimension
+from memfit.adapters.torch.job import common_first_dimension, may_be_samples
 from memfit.adapters.torch.restoration import random_states_kept
 from memfit.adapters.torch.stand_in import map_tensors, tensors_in
 from memfit.core.device import Origin
@@ -53,6 +53,10 @@ _OTHER_SEED = 24_007
 _WHAT_TO_DO = (
     "To split the batch anyway, let the loss function return (loss, weight), where the loss of a batch is the mean of "
     "its parts' losses, weighed by these weights"
+)
+UNKNOWN_LISTS = (
+    "it holds lists of tensors of one shape, which may be samples, and there was no way to try that out on a part. Put "
+    "the tensors of a batch side by side, in one tuple or dictionary"
 )
 
 
@@ -82,6 +86,13 @@ def find_weighting(model: torch.nn.Module, loss: Callable[[Any, Any], Any], batc
         loss: takes the model and a batch, returns the loss.
         batch: any nesting of tensors; at most 8 of its samples are used.
     """
+    found = _found(model, loss, batch)
+    if found.origin is Origin.ASSUMED and may_be_samples(batch):
+        return replace(found, weighting=None, reason=UNKNOWN_LISTS)
+    return found
+
+
+def _found(model: torch.nn.Module, loss: Callable[[Any, Any], Any], batch: Any) -> Found:
     obstacle = _obstacle(model, batch)
     if obstacle:
         return _assumed(obstacle)

@@ -10,14 +10,18 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from memfit.adapters.torch.guarding.sample_order import Indices, Sources, is_warm, open_at
 from memfit.adapters.torch.guarding.snapshot import RandomState
+from memfit.adapters.torch.guarding.state import random_from_tree
+from memfit.adapters.torch.guarding.state_checks import check_generators, check_random
 from memfit.adapters.torch.streaming import CountedLoader, StreamLoader, is_over_stream, is_stream
+from memfit.core.guarding import BadCheckpoint
+from memfit.core.typed_data import Count, mismatch
 
 # How a loader is brought to a position.
 STATEFUL = "stateful"
@@ -32,6 +36,45 @@ AGAIN = "again"
 """Gives its batches again when it is iterated over again."""
 ONCE = "once"
 """A generator or another iterator."""
+
+
+class _Position(TypedDict):
+    """Where a run is in its data."""
+
+    epoch: Count
+    batch: Count
+    is_running: bool
+    told: dict[str, int]
+    begin: dict[str, Any]
+    order: int | None
+    loader: Any
+    now: dict[str, Any]
+    is_exhausted: bool
+
+
+class _Begin(TypedDict):
+    """How an epoch began."""
+
+    kind: str
+    warm: bool
+    length: Count | None
+    sources: "_States"
+
+
+class _States(TypedDict):
+    """What its order was drawn from."""
+
+    random: "_Random"
+    own: dict[str, Any]
+
+
+class _Random(TypedDict):
+    """As `random_tree` makes it."""
+
+    python: Any
+    torch_cpu: Any
+    cuda: list[Any]
+    numpy: Any
 
 
 class Batches:
@@ -96,6 +139,18 @@ class Batches:
         if not self._is_running:
             state["now"] = Sources(loader).read_own()
         return state
+
+    def check(self, state: Any) -> None:
+        """Refuses what can't be a position, for `load`."""
+        problem = mismatch(state, _Position)
+        if not problem and state["is_running"]:
+            problem = mismatch(state["begin"], _Begin)
+        if problem:
+            raise BadCheckpoint(f"the position in the data is none: {problem}")
+        check_generators(state["now"])
+        if state["is_running"]:
+            check_random(random_from_tree(state["begin"]["sources"]["random"]))
+            check_generators(state["begin"]["sources"]["own"])
 
     def load(self, state: dict[str, Any]) -> None:
         """The next epochs begin where `state` was taken; random states are those of then already."""

@@ -7,6 +7,8 @@ as JSON, and the values, row by row: https://github.com/huggingface/safetensors
 """
 
 import json
+import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, BinaryIO
 import torch
 
 from memfit.core.guarding import BadCheckpoint
+from memfit.core.plain_files import open_plain
 
 CHUNK_BYTES = 8 * 2**20
 MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
@@ -89,11 +92,11 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
-                self._stored = _read_header(file, path.stat().st_size)
+            with open_plain(path) as file:
+                self._stored = _read_header(file, os.fstat(file.fileno()).st_size)
         except OSError as error:
             raise BadCheckpoint(f"{path} can't be read: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
             raise BadCheckpoint(f"{path} is no safetensors file, or is damaged: {error}") from None
 
     def __contains__(self, name: str) -> bool:
@@ -119,7 +122,7 @@ class TensorFile:
         """
         stored = self._stored[name]
         buffer = bytearray()
-        with torch.no_grad(), self.path.open("rb") as file:
+        with torch.no_grad(), open_plain(self.path) as file:
             file.seek(stored.start)
             for piece in _pieces(target.detach()):
                 size_bytes = piece.numel() * piece.element_size()
@@ -141,11 +144,13 @@ def _read_header(file: BinaryIO, size_bytes: int) -> dict[str, _Stored]:
     stored = {}
     for name, entry in header.items():
         dtype = _DTYPES[entry["dtype"]]
-        shape = tuple(int(n) for n in entry["shape"])
+        shape = tuple(entry["shape"])
         start, end = entry["data_offsets"]
+        if type(entry["shape"]) is not list or any(type(n) is not int for n in (*shape, start, end)):
+            raise ValueError(f"{name!r} has a shape or a place that is no number")
         if not 0 <= start <= end <= size_bytes - begin or any(n < 0 for n in shape):
             raise ValueError(f"{name!r} lies outside of the file")
-        if end - start != torch.Size(shape).numel() * dtype.itemsize:
+        if end - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name!r} has a size that doesn't go with its shape")
         stored[name] = _Stored(dtype, shape, begin + start, end - start)
     return stored

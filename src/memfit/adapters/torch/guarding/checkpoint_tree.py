@@ -149,7 +149,9 @@ class Decoder:
             return {key: part for key, part in decoded.items() if part is not LEFT_OUT}
         try:
             return self._tagged(tag, value)
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (MemoryError, torch.OutOfMemoryError, BadCheckpoint):
+            raise
+        except Exception as error:
             raise BadCheckpoint(f"the checkpoint holds {tag!r} with something that it can't be: {error}") from None
 
     def _tagged(self, tag: str, value: dict[str, Any]) -> Any:
@@ -194,6 +196,8 @@ class Decoder:
         stride = tag.get("stride")
         if stride is None:
             tensor = torch.empty(shape, dtype=dtype, device=home)
+        elif sum((size - 1) * abs(step) for size, step in zip(shape, stride, strict=True)) > 4 * math.prod(shape):
+            tensor = torch.empty(shape, dtype=dtype, device=home)  # what was a small part of something larger
         else:
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device=home)
         if tensor.numel() and any(step == 0 for step in tensor.stride()):

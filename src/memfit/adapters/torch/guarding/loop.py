@@ -21,6 +21,7 @@ from memfit.adapters.torch.guarding.batches import Batches
 from memfit.adapters.torch.guarding.blocks import blocks
 from memfit.adapters.torch.guarding.ranks import ranks_of
 from memfit.adapters.torch.guarding.transaction import Clipping, Transaction
+from memfit.adapters.torch.job import may_be_samples
 from memfit.core.device import Origin
 from memfit.core.errors import BadBatch, BadModel, BadOptimizer
 from memfit.core.guarding import BatchSize, OutOfMemory
@@ -139,6 +140,8 @@ class TorchLoop:
     def find_weighting(self, loss: Callable[[Any, Any], Any], batch: Any) -> tuple[Weighting | None, str]:
         """(how the losses of micro-batches add up, why they don't); an assumption where it can't be tried out."""
         if self.ranks.communicates:
+            if may_be_samples(batch):
+                return None, probe.UNKNOWN_LISTS
             # How many passes it takes to find out depends on the batch and on time, and all would have to run as many.
             return self.assumed_weighting, "the passes of a sharded model can't be tried out by one process"
         weighting, reason = self._found_weighting(loss, batch)
@@ -153,9 +156,11 @@ class TorchLoop:
         for tried in (batch, batch, part_of(batch, 0, 2)):
             found = self._probed(loss, tried)
             if found is not None:
-                is_assumed = found.origin is Origin.ASSUMED
+                is_assumed = found.origin is Origin.ASSUMED and found.weighting is not None
                 return self.assumed_weighting if is_assumed else found.weighting, found.reason
             oom.release()
+        if may_be_samples(batch):
+            return None, probe.UNKNOWN_LISTS
         return self.assumed_weighting, "there is no memory to try it out"
 
     def _probed(self, loss: Callable[[Any, Any], Any], batch: Any) -> probe.Found | None:
@@ -233,10 +238,26 @@ class TorchLoop:
 
     # Checkpoints.
 
+    def mark(self) -> Any:
+        """The position in the data and the parameters as they are now, to compare with later ones."""
+        versions = [-1 if p.is_inference() else p._version for p in self.model.parameters()]
+        return self.batches.epoch, self.batches.batch, versions
+
+    def is_at(self, mark: Any) -> bool:
+        """Whether no batch was given out and no parameter was changed since then; epochs may have ended."""
+        epoch, batch, versions = self.mark()
+        is_same = (epoch, batch) == mark[:2] or (epoch > mark[0] and batch == 0)
+        return bool(is_same and versions == mark[2])
+
     @property
     def num_ranks(self) -> int:
         """Processes that train the model together."""
         return self.ranks.num_ranks
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the processes can still talk to each other."""
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
 
     def write_state(self, directory: Path, progress: dict[str, Any]) -> None:
         """Writes everything that a resume needs into a directory, together with the other processes."""
@@ -244,13 +265,20 @@ class TorchLoop:
         progress = {**progress, "batches": self.batches.state(), "extra": extra}
         sharded_state.save(directory, **self._parts, progress=progress)
 
-    def read_state(self, directory: Path) -> dict[str, Any]:
-        """Takes over what `write_state` wrote; returns the progress it was given."""
-        progress: dict[str, Any] = sharded_state.load(directory, **self._parts)
+    def read_state(self, directory: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Takes over what `write_state` wrote; returns the progress it was given.
+
+        Args:
+            directory: of the checkpoint.
+            check: may refuse the progress, before anything is changed.
+        """
+
+        def checked(progress: dict[str, Any]) -> None:
+            self.batches.check(progress.get("batches"))
+            check(progress)
+
+        progress: dict[str, Any] = sharded_state.load(directory, **self._parts, extra=self._extra, check=checked)
         self.batches.load(progress["batches"])
-        for name, value in self._extra.items():
-            if name in progress["extra"]:
-                value.load_state_dict(progress["extra"][name])
         return progress
 
     def kept_parameters(self) -> Any:

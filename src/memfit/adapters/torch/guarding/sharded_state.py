@@ -9,6 +9,7 @@ What differs between processes, random states and the position in the data, is i
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from memfit.adapters.torch.guarding import state
 from memfit.adapters.torch.guarding.checkpoint_tensors import TensorFile, write_tensors
 from memfit.adapters.torch.guarding.checkpoint_tree import Decoder, Encoder, named_dtype
 from memfit.adapters.torch.guarding.snapshot import RandomState
+from memfit.adapters.torch.guarding.state_checks import check_random
 from memfit.core.errors import BadInput
 from memfit.core.guarding import BadCheckpoint
+from memfit.core.plain_files import read_plain
 
 FORMAT = "memfit.sharded_state"
 VERSION = 1
@@ -59,11 +62,27 @@ def save(
         _write_own(directory, {"random": state.random_tree(RandomState.now()), "progress": progress or {}})
 
 
-def load(directory: Path, *, model: torch.nn.Module, optimizer: Any = None, **others: Any) -> dict[str, Any]:
+def load(
+    directory: Path,
+    *,
+    model: torch.nn.Module,
+    optimizer: Any = None,
+    extra: dict[str, Any] | None = None,
+    check: Callable[[dict[str, Any]], None] = lambda progress: None,
+    **others: Any,
+) -> dict[str, Any]:
     """Gives all objects the values that they had when `save` wrote them; returns `progress`.
 
     Each process has its own random states and progress back if as many processes read as wrote. Otherwise all take the
     progress of the first, and keep the random states that they have.
+
+    Args:
+        directory: that `save` has written.
+        model: and the others are those that `save` was given, or such as they were.
+        optimizer: the same.
+        extra: further objects by name, whose states are in `progress["extra"]`.
+        check: called with `progress` before anything is changed; may refuse it.
+        others: as for `save`.
 
     Raises:
         BadCheckpoint: the files are of other objects, or damaged. Nothing has changed then.
@@ -75,14 +94,22 @@ def load(directory: Path, *, model: torch.nn.Module, optimizer: Any = None, **ot
                 f"the checkpoint {directory} is of a model that was not sharded, and this one is. Go on with it "
                 "without `fully_shard`, or give another folder for checkpoints."
             )
-        random_state = RandomState.now()
-        progress = state.load(directory, model=model, optimizer=optimizer, **others)
         if _num_ranks() == 1 and not _own_file(directory, 0).exists():
-            return progress
-        random_state.restore()
+            return state.load(directory, model=model, optimizer=optimizer, extra=extra, check=check, **others)
+        random_state, progress = _read_own(directory)
+        check(progress)
+        random_state = random_state or RandomState.now()
+        # The states of further objects are this process's own.
+        state.load(directory, model=model, optimizer=optimizer, **others)
+        with state._refusing(directory):
+            state.put_all(state.extra_states(extra, progress), directory)
     else:
-        _load_shards(directory, model, optimizer, others)
-    return _read_own(directory)
+        random_state, progress = _read_own(directory)
+        check(progress)
+        _load_shards(directory, model, optimizer, others, state.extra_states(extra, progress))
+    if random_state is not None:
+        random_state.restore()
+    return progress
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -105,23 +132,26 @@ def _write_own(directory: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(tree, allow_nan=False), encoding="utf-8")
 
 
-def _read_own(directory: Path) -> dict[str, Any]:
+def _read_own(directory: Path) -> tuple[RandomState | None, dict[str, Any]]:
+    """(random states, None where as many processes don't read as wrote; progress)."""
     tree = _read_json(_own_file(directory, 0))
     is_same = tree.get("num_processes") == _num_ranks()
     path = _own_file(directory, _rank() if is_same else 0)
     tree = _read_json(path)
-    decoder = Decoder(TensorFile(path.with_suffix(".safetensors")))
-    if is_same:
-        state.random_from_tree(decoder.decode(tree["random"])).restore()
-    progress = decoder.decode(tree["progress"])
-    if not isinstance(progress, dict):
-        raise BadCheckpoint(f"{path} holds no progress")
-    return progress
+    with state._refusing(path.parent):
+        decoder = Decoder(TensorFile(path.with_suffix(".safetensors")))
+        random_state = state.random_from_tree(decoder.decode(tree["random"])) if is_same else None
+        if random_state is not None:
+            check_random(random_state)
+        progress = decoder.decode(tree["progress"])
+        if not isinstance(progress, dict):
+            raise BadCheckpoint(f"{path} holds no progress")
+    return random_state, progress
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_plain(path))
     except OSError as error:
         raise BadCheckpoint(f"{path} can't be read: {error.strerror or error}") from error
     except (ValueError, RecursionError):
@@ -152,7 +182,13 @@ def _save_shards(directory: Path, model: torch.nn.Module, optimizer: Any, others
         (directory / _TREE).write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
 
 
-def _load_shards(directory: Path, model: torch.nn.Module, optimizer: Any, others: dict[str, Any]) -> None:
+def _load_shards(
+    directory: Path,
+    model: torch.nn.Module,
+    optimizer: Any,
+    others: dict[str, Any],
+    extra: list[tuple[Any, Any, str]],
+) -> None:
     parts = _read_json(directory / _TREE)
     if parts.get("format") != FORMAT or parts.get("version") != VERSION:
         raise BadCheckpoint(f"{directory / _TREE} has version {parts.get('version')!r}, and {VERSION} was expected")
@@ -173,12 +209,11 @@ def _load_shards(directory: Path, model: torch.nn.Module, optimizer: Any, others
                 copies += _join(directory, name, parts[name], _tensors_of(value), shards, decoder)
             elif value is not None:
                 states[name] = decoder.decode(parts[name]["state"])
+        state.put_all([*extra, *((given[name], value, name) for name, value in states.items())], directory)
     _read_shards(directory / _SHARDS, {**shards, **(update.shards if update is not None else {})})
     with torch.no_grad():
         for live, saved in copies:
             live.copy_(saved)
-    for name, value in states.items():
-        state._put(given[name], value, name, directory)
     # After the scheduler: some set learning rates when they are loaded, and those of the optimizer are the true ones.
     if update is not None:
         update.apply()

@@ -41,13 +41,27 @@ class RandomState:
         cuda = tuple(torch.cuda.get_rng_state_all()) if _has_cuda() else ()
         return cls(random.getstate(), torch.get_rng_state(), cuda, numpy.random.get_state())
 
-    def restore(self) -> None:
-        """Sets all generators back."""
-        random.setstate(self.python)
-        torch.set_rng_state(self.torch_cpu)
-        if self.cuda:
+    def restore(self, but: frozenset[str] = frozenset()) -> None:
+        """Sets all generators back, but for those named."""
+        if "python" not in but:
+            random.setstate(self.python)
+        if "torch_cpu" not in but:
+            torch.set_rng_state(self.torch_cpu)
+        if self.cuda and "cuda" not in but:
             torch.cuda.set_rng_state_all(list(self.cuda))
-        numpy.random.set_state(self.numpy)
+        if "numpy" not in but:
+            numpy.random.set_state(self.numpy)
+
+    def unchanged_since(self, earlier: "RandomState") -> frozenset[str]:
+        """Names of the generators that nobody has drawn from since then."""
+        is_same = {
+            "python": self.python == earlier.python,
+            "torch_cpu": torch.equal(self.torch_cpu, earlier.torch_cpu),
+            "cuda": len(self.cuda) == len(earlier.cuda) and all(map(torch.equal, self.cuda, earlier.cuda)),
+            "numpy": repr(self.numpy[2:]) == repr(earlier.numpy[2:])
+            and numpy.array_equal(self.numpy[1], earlier.numpy[1]),
+        }
+        return frozenset(name for name, same in is_same.items() if same)
 
 
 def _has_cuda() -> bool:

@@ -6,8 +6,9 @@ of another model leaves this one as it was. Values are copied into the tensors t
 and layout; only the state of a fresh optimizer is made anew.
 """
 
+import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,10 @@ import torch
 from memfit.adapters.torch.guarding.checkpoint_tensors import TensorFile, write_tensors
 from memfit.adapters.torch.guarding.checkpoint_tree import Decoder, Encoder, named_dtype, stored_shape
 from memfit.adapters.torch.guarding.snapshot import RandomState
-from memfit.core.errors import BadInput
+from memfit.adapters.torch.guarding.state_checks import check_entries, check_groups, check_like, check_random
+from memfit.core.errors import BadInput, MemfitError
 from memfit.core.guarding import BadCheckpoint
+from memfit.core.plain_files import read_plain
 
 FORMAT = "memfit.state"
 VERSION = 1
@@ -87,8 +90,20 @@ def load(
     scheduler: Any = None,
     scaler: Any = None,
     ema: Any = None,
+    extra: dict[str, Any] | None = None,
+    check: Callable[[dict[str, Any]], None] = lambda progress: None,
 ) -> dict[str, Any]:
     """Gives all objects, and the random states, the values that they had when `save` wrote them; returns `progress`.
+
+    Args:
+        directory: that `save` has written.
+        model: and the others are those that `save` was given, or such as they were.
+        optimizer: the same.
+        scheduler: the same.
+        scaler: the same.
+        ema: the same.
+        extra: further objects by name, whose states are in `progress["extra"]`.
+        check: called with `progress` before anything is changed; may refuse it.
 
     Raises:
         BadCheckpoint: the files are of other objects, or damaged. Nothing has changed then.
@@ -109,22 +124,22 @@ def load(
         rest = Decoder(TensorFile(directory / "rest.safetensors"), _device_of(model))
         small = {name: rest.decode(parts[name]["state"]) for name in _SMALL if name in parts}
         random_state = random_from_tree(small["random"])
+        check_random(random_state)
         if optimizer is not None:
             update = _OptimizerState(directory, parts["optimizer"], optimizer)
-    if scheduler is not None:
-        _put(scheduler, small["scheduler"], "scheduler", directory)
-    if scaler is not None:
-        _put(scaler, small["scaler"], "scaler", directory)
-    if average is not None:
-        _put(ema, average, "ema", directory)
+        progress = small["progress"]
+        if not isinstance(progress, dict):
+            raise BadCheckpoint(f"{directory / _TREE} holds no progress")
+        check(progress)
+        states = [(ema, average, "ema"), *extra_states(extra, progress)]
+        states += [(scheduler, small.get("scheduler"), "scheduler"), (scaler, small.get("scaler"), "scaler")]
+        put_all(states, directory, modules)
     for module in modules:
         module.copy()
     # After the scheduler: some set learning rates when they are loaded, and those of the optimizer are the true ones.
     if update is not None:
         update.apply()
     random_state.restore()
-    progress = small["progress"]
-    assert isinstance(progress, dict)
     return progress
 
 
@@ -151,6 +166,7 @@ class Parameters:
         parts = _read_tree(directory)
         with _refusing(directory):
             checked = _check_module(directory, "model", parts["model"], self._model if model is None else model)
+            checked.load_others()
         checked.copy()
 
     def copy(self, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
@@ -246,12 +262,15 @@ class _CheckedModule:
     copied: list[tuple[str, torch.Tensor]]
     others: dict[str, Any]
 
+    def load_others(self) -> None:
+        """Has the module take over what is no tensor of its own."""
+        if self.others:
+            self.model.load_state_dict(self.others, strict=False)
+
     def copy(self) -> None:
         """Gives the module the values in the file."""
         for name, tensor in self.copied:
             self.file.copy_into(name, tensor)
-        if self.others:
-            self.model.load_state_dict(self.others, strict=False)
 
 
 def _check_module(directory: Path, part: str, saved: dict[str, Any], model: torch.nn.Module) -> _CheckedModule:
@@ -342,6 +361,7 @@ class _OptimizerState:
             return
         self._groups = decoder.decode(saved["state"]["param_groups"])
         self._check_groups(directory)
+        check_groups(self._groups, optimizer, "the optimizer's parameter group")
         self._prepare(saved["state"]["state"])
 
     def apply(self) -> None:
@@ -383,21 +403,24 @@ class _OptimizerState:
     def _prepare(self, saved: Any) -> None:
         """Live tensors that can take over values are noted for that; all others are made and filled."""
         by_number = {
-            number: (parameter, group)
+            number: (parameter, group, kept)
             for group, kept in zip(self._optimizer.param_groups, self._groups, strict=True)
             for parameter, number in zip(group["params"], kept["params"], strict=True)
         }
         pairs = saved["__dict__"] if isinstance(saved, dict) and "__dict__" in saved else list(saved.items())
         for number, entries in pairs:
             if number not in by_number:
+                if type(number) is not str and type(self._optimizer).__module__.startswith("torch.optim"):
+                    raise BadCheckpoint(f"the optimizer's state is of a parameter {number!r}, which there is not")
                 # What an optimizer keeps for no parameter in particular.
                 self._states.append((number, Decoder(self._file).decode(entries)))
                 continue
-            parameter, group = by_number[number]
+            parameter, group, kept = by_number[number]
             if "__dict__" in entries:
                 made = Decoder(self._file, parameter.device).decode(entries)
             else:
                 made = {key: self._entry(key, tag, parameter, group) for key, tag in entries.items()}
+            check_entries(made, parameter, self._optimizer, kept, f"the optimizer's state of parameter {number}")
             self._states.append((parameter, made))
 
     def _entry(self, key: str, tag: Any, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
@@ -449,9 +472,9 @@ def _refusing(directory: Path) -> Iterator[None]:
     """What isn't where it should be in the tree is a damaged checkpoint."""
     try:
         yield
-    except BadCheckpoint:
+    except (MemfitError, MemoryError, torch.OutOfMemoryError):
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except Exception as error:
         raise BadCheckpoint(f"{directory / _TREE} lacks something or holds something else: {error!r}") from error
 
 
@@ -472,11 +495,46 @@ def _state_of(value: Any, part: str) -> Any:
     return value.state_dict()
 
 
-def _put(value: Any, state: Any, part: str, directory: Path) -> None:
+def extra_states(objects: dict[str, Any] | None, progress: dict[str, Any]) -> list[tuple[Any, Any, str]]:
+    """Further objects with their states, for `put_all`."""
+    if not objects:
+        return []
+    states = progress.get("extra")
+    if not isinstance(states, dict):
+        raise BadCheckpoint("the checkpoint holds no states of further objects")
+    return [(value, states[name], name) for name, value in objects.items() if name in states]
+
+
+def put_all(states: list[tuple[Any, Any, str]], directory: Path, modules: Sequence["_CheckedModule"] = ()) -> None:
+    """Has objects take over their states, and modules what is no tensor of theirs: all of them, or none.
+
+    Args:
+        states: object, or None where there is none, state, and what it is called.
+        directory: of the checkpoint.
+        modules: may still refuse theirs.
+    """
+    given = [(value, state, part) for value, state, part in states if value is not None and state is not None]
+    for value, state, part in given:
+        if type(value).__module__.startswith("torch."):
+            check_like(state, value.state_dict(), f"the state of the {part}")
+        for key in ("growth_interval", "_growth_tracker") if part == "scaler" and isinstance(state, dict) else ():
+            if type(state.get(key, 0)) is not int:
+                raise BadCheckpoint(f"the state of the {part}.{key} is no whole number")
+    before = [(value, copy.deepcopy(value.state_dict())) for value, _, part in given if part != "ema"]
     try:
-        value.load_state_dict(state)
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise BadCheckpoint(f"the state of the {part} in {directory} doesn't fit: {error}. {_ADVICE}") from error
+        for value, state, part in given:
+            try:
+                value.load_state_dict(state)
+            except Exception as error:
+                raise BadCheckpoint(
+                    f"the state of the {part} in {directory} doesn't fit: {error}. {_ADVICE}"
+                ) from error
+        for module in modules:
+            module.load_others()
+    except BaseException:
+        for value, state in before:
+            value.load_state_dict(state)
+        raise
 
 
 def _check_class(directory: Path, part: str, saved: dict[str, Any] | None, value: Any) -> None:
@@ -508,12 +566,12 @@ def _write_tree(directory: Path, parts: dict[str, Any]) -> None:
 def _read_tree(directory: Path) -> dict[str, Any]:
     path = directory / _TREE
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_plain(path))
     except OSError as error:
         raise BadCheckpoint(f"{path} can't be read: {error.strerror or error}") from error
     except (ValueError, RecursionError):
         raise BadCheckpoint(f"{path} is no JSON") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT or "model" not in content:
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("model"), dict):
         raise BadCheckpoint(f"{path} isn't the state of a run that memfit wrote")
     if content.get("version") != VERSION:
         raise BadCheckpoint(f"{path} has version {content.get('version')!r}, and this memfit reads version {VERSION}")

@@ -1,9 +1,12 @@
 """One update of the parameters as a transaction: either it happens, or everything is as it was before.
 
 Nothing that lasts changes before the update itself, so an accumulation window that runs out of memory is undone by
-dropping its gradients and setting random states and buffers back. Its batches are kept by reference, each with the
-random state that it began with, and the whole window is run again: gradients that were half added up can't be told
-apart. The update changes parameters in place and can't be undone; `Update` sees to it that it can't fail half-way.
+dropping its gradients and setting random states and buffers back. Its batches are kept by reference, and the whole
+window is run again from the random state that it began with: gradients that were half added up can't be told apart.
+Random numbers go on from batch to batch, for parts of a batch may draw more of them than the batch as a whole, and the
+next one would have begun there; only a generator that the program has drawn from between two batches, such as to
+augment the data, is set to where the second one began. The update changes parameters in place and can't be undone;
+`Update` sees to it that it can't fail half-way.
 """
 
 from collections.abc import Callable
@@ -64,6 +67,10 @@ class Entry:
     weight: float | None = None
     """What its gradients have yet to be divided by, together with those of the others; None: nothing."""
     num_parts: int = 1
+    ended: RandomState | None = None
+    """The random state after its passes, where others may follow in its window."""
+    goes_on: frozenset[str] = frozenset()
+    """Generators that nobody drew from between the batch before and this one."""
     versions: tuple[int, ...] = ()
     """PyTorch's counts of writes to the tensors of the batch."""
 
@@ -192,6 +199,9 @@ class Transaction:
             self._beside.remember(value for value in _held(loss) if isinstance(value, torch.nn.Module))
             self.extra_bytes = self._buffers.size_bytes + self._beside.size_bytes
         entry = Entry(loss, batch, RandomState.now(), passes, versions=_versions(batch))
+        before = self._window.entries[-1].ended if self._window.entries else None
+        if before is not None:
+            entry.goes_on = entry.random_state.unchanged_since(before)
         self._window.entries.append(entry)
         return entry
 
@@ -211,12 +221,14 @@ class Transaction:
             if again:
                 if entry.is_changed():
                     raise CannotFit(_CHANGED_BATCH)
-                entry.random_state.restore()
+                entry.random_state.restore(but=entry.goes_on)
             settings = settings_of(entry.batch)
             self.last_run = entry
             failure = self._voted(self._caught(partial(self._run, entry, settings)))
             if failure is not None:
                 break
+            if self._window.length > 1:
+                entry.ended = RandomState.now()
         self._window.is_stale = failure is not None
         return failure
 

@@ -5,7 +5,7 @@ import pytest
 keras = pytest.importorskip("keras")
 from memfit.adapters.keras.guarding.loop import KerasLoop  # noqa: E402
 from memfit.core.errors import BadModel  # noqa: E402
-from memfit.core.guarding import BatchSize  # noqa: E402
+from memfit.core.guarding import BadCheckpoint, BatchSize  # noqa: E402
 from memfit.core.settings import Settings  # noqa: E402
 from tests.unit.adapters.keras.guarding.models import build, data  # noqa: E402
 
@@ -54,9 +54,14 @@ def test_progress_comes_back(tmp_path):
     model = build()
     loop = looped(model)
     loop.watch_callbacks()
-    loop.write(tmp_path, {"epoch": 3})
+    progress = {"update": 7, "epoch": 3, "batch": 1, "stopped": False, "attempts": None, "history": {}, "epochs": []}
+    progress["data"] = loop.data.position(at_end=False)
+    loop.write(tmp_path, progress)
 
-    assert loop.read(tmp_path).progress == {"epoch": 3}
+    assert loop.read(tmp_path).progress["epoch"] == 3
+    loop.write(tmp_path, {**progress, "batch": "x"})
+    with pytest.raises(BadCheckpoint, match="batch is 'x', and int was expected"):
+        loop.read(tmp_path)
 
 
 def test_what_is_no_model_is_refused():

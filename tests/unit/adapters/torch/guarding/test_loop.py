@@ -88,7 +88,7 @@ def test_state_of_other_objects_goes_along(tmp_path):
     other = Counter()
     other.number = 0
 
-    progress = make(state={"counter": other}).read_state(tmp_path)
+    progress = make(state={"counter": other}).read_state(tmp_path, lambda progress: None)
 
     assert (progress["update"], other.number) == (7, 3)
 

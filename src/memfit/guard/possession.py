@@ -1,0 +1,132 @@
+"""One writer to a folder at a time: among processes by a lock, and inside of one by a register.
+
+The lock is of the kind that belongs to the process alone: workers of a loader that outlive a killed run for some
+seconds must not keep the next one out. Such locks don't keep the process itself out, hence the register, by device and
+inode. A forked process has what is in it from its parent, and none of that is its own.
+"""
+
+import contextlib
+import errno
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+try:
+    import fcntl
+except ImportError:  # Windows: two runs in one folder go unnoticed there
+    fcntl = None  # type: ignore[assignment,unused-ignore]
+
+_LOCK = ".lock"
+# What file systems answer that can't do what was asked, though nothing is wrong.
+UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF, errno.EPERM}
+
+
+class Holder(Protocol):
+    """Who has a folder."""
+
+    def wait(self) -> None:
+        """Finishes what it is writing."""
+
+    def close(self) -> None:
+        """The same, and lets the folder go."""
+
+
+class Possession:
+    """The possession of a folder, for as long as its holder lives or until it is let go.
+
+    Args:
+        path: the folder.
+        holder: who has it.
+        owner: whose it is, such as the optimizer: another holder for the same one takes over.
+    """
+
+    def __init__(self, path: Path, holder: Holder, owner: object = None) -> None:
+        self._path = path
+        self._holder = weakref.ref(holder)
+        self.owner = owner
+        self._process = 0
+        self._release: Callable[[], object] = bool
+        self.is_locked = False
+        """Whether no other process can have the folder now."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process has taken the folder."""
+        return self._process == os.getpid()
+
+    def take(self) -> None:
+        """Makes the folder and takes it.
+
+        Raises:
+            OSError: it can't be made, or somebody else has it (EBUSY).
+        """
+        self._path.mkdir(parents=True, exist_ok=True)
+        if self.is_held:
+            return
+        status = self._path.stat()
+        key = status.st_dev, status.st_ino
+        self._keep_out_others(key)
+        handle = None
+        if fcntl is not None:
+            handle = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+            try:
+                fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    os.close(handle)
+                    raise OSError(
+                        errno.EBUSY, "it is in use by another run that is still alive; give each run its own folder"
+                    ) from None
+        holder = self._holder()
+        assert holder is not None
+        self.is_locked, self._process = handle is not None, os.getpid()
+        _register[key] = weakref.ref(self)
+        self._release = weakref.finalize(holder, _let_go, key, handle, os.getpid())
+
+    def let_go(self) -> None:
+        """Anybody may take the folder."""
+        self._release()
+        self._release, self._process, self.is_locked = bool, 0, False
+
+    def _keep_out_others(self, key: tuple[int, int]) -> None:
+        for _ in range(2):
+            other = _living(key)
+            if other is None:
+                return
+            possession, holder = other
+            holder.wait()
+            if self.owner is not None and possession.owner is self.owner:
+                holder.close()
+                return
+            # A guard that is no longer used may be part of a cycle.
+            del other, possession, holder
+            gc.collect()
+        if _living(key) is not None:
+            raise OSError(
+                errno.EBUSY,
+                "it is in use by another guard of this process. Give each guard a folder of its own, such as "
+                f"{str(self._path / 'first')!r} and {str(self._path / 'second')!r}, or close() the other guard before",
+            )
+
+
+_register: "dict[tuple[int, int], weakref.ref[Possession]]" = {}
+
+
+def _living(key: tuple[int, int]) -> tuple[Possession, Holder] | None:
+    """Who has a folder in this process."""
+    reference = _register.get(key)
+    possession = None if reference is None else reference()
+    holder = None if possession is None or not possession.is_held else possession._holder()
+    return None if possession is None or holder is None else (possession, holder)
+
+
+def _let_go(key: tuple[int, int], handle: int | None, process: int) -> None:
+    if process != os.getpid():
+        return
+    _register.pop(key, None)
+    if handle is not None:
+        with contextlib.suppress(OSError):
+            os.close(handle)
