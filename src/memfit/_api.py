@@ -65,7 +65,8 @@ def estimate(
         model: an `nn.Module`, a callable that builds one (built without memory for its weights), a compiled
             `keras.Model`, a training step of JAX, or a `Job`.
         arguments: loss and batch by their place; what a step of JAX takes, arrays or shapes.
-        loss: takes the model and a batch and returns the scalar loss. Keras has it from `compile`.
+        loss: takes the model and a batch and returns the scalar loss; or a criterion such as `nn.CrossEntropyLoss()`,
+            for a batch (x, y). None where the model returns its loss, and for Keras, which has it from `compile`.
         batch: any nesting of tensors, meta tensors included; (x, y) for Keras.
         optimizer: an instance, a callable that takes parameters, a name such as "adamw", or None.
         device: a name of the catalogue ("rtx-3090"), "cpu", a size ("24GiB"); None means this machine's own GPU.

@@ -91,7 +91,7 @@ def plan(
             JAX, followed by its parameters and batch.
         arguments: loss and batch by their place.
         loss: takes the model and a batch and returns the scalar loss, or (loss, weight), where the weight is the
-            loss's true denominator, such as the number of tokens.
+            loss's true denominator, such as the number of tokens; or as for `estimate`.
         batch: any nesting of tensors; the batch of one update.
         optimizer: an instance, a callable that takes parameters, a name such as "adamw", or None.
         device: as for `estimate`.

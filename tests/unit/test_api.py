@@ -133,7 +133,7 @@ ONES = torch.ones(1, 2)
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        ((LINEAR,), {}, BadInput, "loss is missing: give a function that takes"),
+        ((LINEAR,), {}, BadInput, "loss and batch are missing: give a function that takes"),
         ((LINEAR, 3, ONES), {}, BadInput, "loss must be a function of (model, batch), but int was given"),
         ((7, len, ONES), {}, BadModel, "model must be a torch.nn.Module or a function that builds one, but int"),
         ((lambda: 7, len, ONES), {}, BadModel, "the model callable returned int, not a torch.nn.Module"),
