@@ -23,12 +23,15 @@ from memfit.core import estimate as estimate_results
 from memfit.core.device import Device, Kind
 from memfit.core.dryrun import DryRun, Request
 from memfit.core.errors import BadBatch, BadInput, StepFailed
-from memfit.core.estimate import Estimate
+from memfit.core.estimate import LACKS_PRECISION, Estimate, Note
 from memfit.core.job import Job
 from memfit.core.replay import AllocatorOptions
+from memfit.core.units import format_size
 from memfit.reports import run_text, text
 
 _LARGEST_BATCH = 2**24
+# What a device without bfloat16 does instead.
+_IN_FLOAT16 = {"amp-bf16": "amp-fp16", "bf16": "fp16"}
 
 
 def _write_page(result: Estimate, path: str) -> None:
@@ -80,7 +83,14 @@ def estimate(
     """
     job = as_job(model, arguments, loss, batch, optimizer=optimizer, precision=precision, mode=mode)
     size = None if batch_size is None else checked_batch_size(batch_size)
-    return Estimator(job, resolve(device), allocator or AllocatorOptions(), size).run()
+    target, options = resolve(device), allocator or AllocatorOptions()
+    result = Estimator(job, target, options, size).run()
+    other = _IN_FLOAT16.get(job.precision or "")
+    if other is None or not any(note.code == LACKS_PRECISION for note in result.notes):
+        return result
+    needed = format_size(Estimator(replace(job, precision=other), target, options, size).run().peak_bytes)
+    remark = f"with precision {other} the step needs {needed} (simulated), with {job.precision} "
+    return replace(result, notes=(*result.notes, Note(LACKS_PRECISION, remark + format_size(result.peak_bytes))))
 
 
 @dataclass(frozen=True, slots=True)
