@@ -127,11 +127,10 @@ class Attention:
         self._told.add(dtype)
         with _disable_current_modes():
             # What only decides is on nobody's account.
-            given = (*call.tensors, call.attn_mask)
-            query, key, value, mask = (
-                part if part is None or part.dtype is not dtype else torch.empty_like(part, dtype=torch.float16)
-                for part in given
-            )
+            query, key, value = (torch.empty_like(tensor, dtype=torch.float16) for tensor in call.tensors)
+            mask = call.attn_mask
+            if mask is not None and mask.dtype is dtype:
+                mask = torch.empty_like(mask, dtype=torch.float16)
             in_half = replace(call, query=query, key=key, value=value, attn_mask=mask)
             better = choose_cuda_kernel(in_half, self._capability) != "math"
         have = ".".join(map(str, self._capability))
