@@ -24,7 +24,7 @@ from memfit.core import estimate as estimate_results
 from memfit.core.device import Device, Kind
 from memfit.core.dryrun import DryRun, Request
 from memfit.core.errors import BadBatch, BadInput, StepFailed
-from memfit.core.estimate import Estimate
+from memfit.core.estimate import LACKS_PRECISION, Estimate, Note
 from memfit.core.job import Job
 from memfit.core.progress import announce, doing
 from memfit.core.replay import AllocatorOptions
@@ -45,6 +45,8 @@ _FEW_NEIGHBOURS: Sequence[int] = (1, 2, 4, 8)
 _NEIGHBOURS: Sequence[int] = range(1, 33)
 # Trying out suggestions may take as long as the dry run did, or this long.
 _MIN_TRIAL_SECONDS = 60.0
+# What a device without bfloat16 does instead.
+_IN_FLOAT16 = {"amp-bf16": "amp-fp16", "bf16": "fp16"}
 
 
 def _write_page(result: Estimate, path: str) -> None:
@@ -81,7 +83,8 @@ def estimate(
         model: an `nn.Module`, a callable that builds one (built without memory for its weights), a compiled
             `keras.Model`, a training step of JAX, or a `Job`.
         arguments: loss and batch by their place; what a step of JAX takes, arrays or shapes.
-        loss: takes the model and a batch and returns the scalar loss. Keras has it from `compile`.
+        loss: takes the model and a batch and returns the scalar loss; or a criterion such as `nn.CrossEntropyLoss()`,
+            for a batch (x, y). None where the model returns its loss, and for Keras, which has it from `compile`.
         batch: any nesting of tensors, meta tensors included; (x, y) for Keras.
         optimizer: an instance, a callable that takes parameters, a name such as "adamw", or None.
         device: a name of the catalogue ("rtx-3090"), "cpu", a size ("24GiB"); None means this machine's own GPU.
@@ -95,8 +98,15 @@ def estimate(
     """
     job = as_job(model, arguments, loss, batch, optimizer=optimizer, precision=precision, mode=mode)
     size = None if batch_size is None else checked_batch_size(batch_size)
+    target, options = resolve(device), allocator or AllocatorOptions()
     with doing("estimating"):
-        return Estimator(job, resolve(device), allocator or AllocatorOptions(), size).run()
+        result = Estimator(job, target, options, size).run()
+        other = _IN_FLOAT16.get(job.precision or "")
+        if other is None or not any(note.code == LACKS_PRECISION for note in result.notes):
+            return result
+        needed = format_size(Estimator(replace(job, precision=other), target, options, size).run().peak_bytes)
+    remark = f"with precision {other} the step needs {needed} (simulated), with {job.precision} "
+    return replace(result, notes=(*result.notes, Note(LACKS_PRECISION, remark + format_size(result.peak_bytes))))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -75,11 +75,17 @@ def as_job(model: Any, arguments: tuple[Any, ...], loss: Any, batch: Any, **opti
         return Job(model, None, batch, **given)
     if isinstance(given.get("optimizer"), str):
         given["optimizer"] = named_optimizer(given["optimizer"])
+    if batch is None and loss is not None and not callable(loss):
+        # memfit.estimate(model, batch): the model returns its loss itself.
+        loss, batch = None, loss
     if loss is None:
-        raise BadInput(
-            "loss is missing: give a function that takes (model, batch) and returns the scalar loss. Where the first "
-            "is a training step of JAX, give its arguments as arrays or shapes."
-        )
+        if batch is None:
+            raise BadInput(
+                "loss and batch are missing: give a function that takes (model, batch) and returns the scalar loss, "
+                "and a batch; or the batch alone where the model returns its loss. Where the first is a training step "
+                "of JAX, give its arguments as arrays or shapes."
+            )
+        loss = torch_adapter().as_loss(None)
     return Job(model, loss, batch, **given)
 
 
@@ -127,7 +133,7 @@ def _is_jax_step(model: Any, arguments: tuple[Any, ...]) -> bool:
 
 def framework_of(job: Job) -> str:
     """The framework that runs a job."""
-    if job.loss is not None:
+    if job.loss is not None or (is_torch_module(job.model) and not is_keras_model(job.model)):
         # A model of Keras on PyTorch is a module of PyTorch, too, and a loop of one's own may train it as such.
         return TORCH
     # A turn of a loop in a script with Keras has no model that could be named.

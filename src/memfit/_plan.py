@@ -23,7 +23,7 @@ from memfit._plan_space import Opening
 from memfit._plan_target import AUTO, KEEP, Patience, cheapest, hints, not_considered, target_within
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput, MissingDependency, StepFailed
-from memfit.core.estimate import Estimate
+from memfit.core.estimate import LACKS_PRECISION, Estimate, Note
 from memfit.core.job import AUTOCASTS, PRECISIONS, Job, read_precision
 from memfit.core.plan import Footprint, Plan, PlannedMove, PlanNotFound, Point, Refusal, Seconds, actions
 from memfit.core.progress import doing
@@ -96,7 +96,7 @@ def plan(
             JAX, followed by its parameters and batch.
         arguments: loss and batch by their place.
         loss: takes the model and a batch and returns the scalar loss, or (loss, weight), where the weight is the
-            loss's true denominator, such as the number of tokens.
+            loss's true denominator, such as the number of tokens; or as for `estimate`.
         batch: any nesting of tensors; the batch of one update.
         optimizer: an instance, a callable that takes parameters, a name such as "adamw", or None.
         device: as for `estimate`.
@@ -387,7 +387,7 @@ class _Planner:
             seconds_after=Seconds(chosen.seconds, _origin_of(self._was_timed)),
             front=self._front(search, proof, settings),
             refused=tuple(self._refused),
-            notes=(*before.notes, *self._opening.notes),
+            notes=(*before.notes, *_lacking(proof.estimate, before), *self._opening.notes),
             planned_in_seconds=time.perf_counter() - self._started,
             estimate_before=before,
             estimate_after=proof.estimate,
@@ -510,3 +510,8 @@ def _variant_for(settings: Settings, variants: "tuple[Variant, ...]") -> "Varian
         return [getattr(one.settings, name) == getattr(settings, name) for name in names]
 
     return max(variants, key=likeness)
+
+
+def _lacking(after: Estimate, before: Estimate) -> list[Note]:
+    """What the device lacks for the plan's precision, where the step as it is has another."""
+    return [note for note in after.notes if note.code == LACKS_PRECISION and note not in before.notes]

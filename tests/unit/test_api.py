@@ -16,7 +16,7 @@ from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadBatch, BadInput, BadModel, MissingDependency, StepFailed, UnknownDevice
 from memfit.core.replay import OutOfMemory
 from memfit.core.timeline import Category
-from memfit.core.units import GIB, MIB
+from memfit.core.units import GIB, MIB, format_size
 from tests import jobs
 
 JOBS = [jobs.conv_job, jobs.transformer_job, jobs.contrastive_job]
@@ -134,7 +134,7 @@ ONES = torch.ones(1, 2)
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        ((LINEAR,), {}, BadInput, "loss is missing: give a function that takes"),
+        ((LINEAR,), {}, BadInput, "loss and batch are missing: give a function that takes"),
         ((LINEAR, 3, ONES), {}, BadInput, "loss must be a function of (model, batch), but int was given"),
         ((7, len, ONES), {}, BadModel, "model must be a torch.nn.Module or a function that builds one, but int"),
         ((lambda: 7, len, ONES), {}, BadModel, "the model callable returned int, not a torch.nn.Module"),
@@ -622,3 +622,15 @@ def test_a_device_of_torch_means_this_machine():
     by_name = memfit.estimate(jobs.conv_job(), device="cpu")
 
     assert memfit.estimate(jobs.conv_job(), device=torch.device("cpu")).device == by_name.device
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "told"), [("t4", "amp-bf16", 1), ("t4", "bf16", 1), ("a100-40gb", "bf16", 0)]
+)
+def test_the_other_precision_of_a_device_is_simulated_too(device, precision, told):
+    result = memfit.estimate(LINEAR, lambda model, x: model(x).sum(), ONES, device=device, precision=precision)
+    other = precision.replace("bf16", "fp16")
+    needed = memfit.estimate(LINEAR, lambda model, x: model(x).sum(), ONES, device=device, precision=other)
+    remarks = [note.text for note in result.notes if note.text.startswith(f"with precision {other} the step needs")]
+    assert len(remarks) == told
+    assert all(format_size(needed.peak_bytes) in text for text in remarks)

@@ -333,11 +333,18 @@ class DryRun(Shown):
             return False
         if self.outcome not in _RAN or self.estimate is None or self.estimate.capacity_bytes is None:
             return None
-        return True
+        return None if self.is_off_device else True
+
+    @property
+    def is_off_device(self) -> bool:
+        """Whether the script ran and put nothing on the device."""
+        return self.outcome in _RAN and self.estimate is not None and not self.estimate.timeline.blocks
 
     @property
     def exit_code_of_command(self) -> int:
-        """What `memfit dryrun` returns: 0 fits, 3 does not fit, 4 the script failed, 5 it took no step, 130."""
+        """What `memfit dryrun` returns: 0 fits, 3 does not fit, 4 the script failed, 5 can't be told, 130."""
+        if self.is_off_device:
+            return EXIT_CODES[Outcome.NO_STEP]
         return 3 if self.fits is False else EXIT_CODES[self.outcome]
 
     def to_json(self) -> dict[str, Any]:

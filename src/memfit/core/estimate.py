@@ -51,6 +51,9 @@ class Note:
 AT_MOST = "peak-at-most"
 """Code of the note that tensors at the peak are as large as they can be."""
 
+LACKS_PRECISION = "device-lacks-precision"
+"""Code of the notes on a precision that the device has no fast arithmetic or no lean kernels for."""
+
 # A smaller share of the peak doesn't make it an upper bound.
 _AT_MOST_SHARE = 0.01
 

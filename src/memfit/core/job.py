@@ -42,8 +42,9 @@ class Job(Shown):
     Args:
         model: a module, a callable that builds one (built without memory for its weights), a compiled `keras.Model`,
             or a training step of JAX.
-        loss: takes the model and a batch and returns the scalar loss; None for Keras, which has it from `compile`,
-            and for a step of JAX.
+        loss: takes the model and a batch and returns the scalar loss; or a criterion such as `nn.CrossEntropyLoss()`,
+            for a batch (x, y). None where the model returns its loss, for Keras, which has it from `compile`, and for a
+            step of JAX.
         batch: any nesting of tensors, or a callable that makes one for a given batch size; of a step of JAX, the tuple
             of its arguments.
         optimizer: an instance, a callable that takes parameters, or None.

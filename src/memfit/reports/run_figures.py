@@ -53,6 +53,8 @@ def verdict(run: DryRun) -> str:
     if run.outcome in (Outcome.NO_STEP, Outcome.INTERRUPTED):
         why = f": {printable(run.error)}" if run.error else ""
         return f"{head}, so whether it fits is unknown{why}"
+    if run.is_off_device:
+        return f"{head} and put nothing on the device, so whether it fits is unknown: does it move its model there?"
     peak = f"{head}, peak {_peak(run)}"
     if run.scan is not None and run.scan.fits is False:
         return f"{peak}: fits at step 1; {longest(run.scan)}, does not"

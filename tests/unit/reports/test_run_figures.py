@@ -315,3 +315,10 @@ def test_a_failure_that_the_simulation_may_be_the_reason_of_asks_for_a_report():
     assert "failed, and the simulation may be the reason: IndexError: x" in run_figures.verdict(run)
     assert any("it had read values. If it runs on a GPU, please report" in line for line in run_figures.details(run))
     assert type(run).from_json(run.to_json()).suspicion == run.suspicion
+
+
+def test_a_script_that_puts_nothing_on_the_device_tells_nothing_of_it():
+    run = make_run(estimate=make_run_estimate(timeline=Timeline((), 0)))
+    assert run.fits is None
+    assert run.exit_code_of_command == 5
+    assert "put nothing on the device, so whether it fits is unknown" in run_figures.verdict(run)

@@ -10,13 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.adapters.torch.autocast import Autocast
 from memfit.adapters.torch.interception import Interceptor, call_plain
 from memfit.adapters.torch.shapes import HALVES, Operator
+from memfit.core.estimate import LACKS_PRECISION
 
 # Numbers of torch.nn.attention.SDPBackend, as the order of priority gives them.
 _MATH, _FLASH, _EFFICIENT, _CUDNN = range(4)
+# Flash attention, and the memory-efficient one in bfloat16, begin here.
+_AMPERE = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +80,19 @@ class Attention:
     Args:
         capability: compute capability, (8, 6).
         autocast: casts queries, keys and values first, as CUDA's autocast does.
+        report: takes (code, text) of what the device lacks.
     """
 
-    def __init__(self, capability: tuple[int, int], autocast: Autocast) -> None:
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        autocast: Autocast,
+        report: Callable[[str, str], None] = lambda code, text: None,
+    ) -> None:
         self._capability = capability
         self._autocast = autocast
+        self._report = report
+        self._told: set[torch.dtype] = set()
 
     def interceptors(self) -> dict[str, Interceptor]:
         """The interceptor of `scaled_dot_product_attention`."""
@@ -89,6 +101,8 @@ class Attention:
     def _attend(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
         call = Call(*args, **kwargs).cast(self._autocast)
         kernel = choose_cuda_kernel(call, self._capability)
+        if kernel == "math" and self._capability < _AMPERE:
+            self._compare_devices(call)
         run = self._autocast.suspended_call
         if kernel == "flash":
             return _flash(call)
@@ -104,6 +118,28 @@ class Attention:
                 scale=call.scale,
             )[0]
         return call.run_math(run)
+
+    def _compare_devices(self, call: Call) -> None:
+        """Says once that another device, or another precision on this one, would keep no matrix of scores."""
+        dtype = call.query.dtype
+        if dtype in self._told or choose_cuda_kernel(call, _AMPERE) == "math":
+            return
+        self._told.add(dtype)
+        with _disable_current_modes():
+            # What only decides is on nobody's account.
+            query, key, value = (torch.empty_like(tensor, dtype=torch.float16) for tensor in call.tensors)
+            mask = call.attn_mask
+            if mask is not None and mask.dtype is dtype:
+                mask = torch.empty_like(mask, dtype=torch.float16)
+            in_half = replace(call, query=query, key=key, value=value, attn_mask=mask)
+            better = choose_cuda_kernel(in_half, self._capability) != "math"
+        have = ".".join(map(str, self._capability))
+        self._report(
+            LACKS_PRECISION,
+            f"attention in {str(dtype).removeprefix('torch.')} keeps its whole matrix of scores: kernels that don't "
+            f"are for compute capability 8.0 and later, and the device has {have}"
+            + ("; for float16 (amp-fp16, fp16) it has one" if better else ""),
+        )
 
 
 def choose_cuda_kernel(call: Call, capability: tuple[int, int]) -> str:

@@ -1,5 +1,6 @@
 """The choices of a device, put together: autocast, attention, dropout, recurrent layers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from memfit.adapters.torch.rms_norm import FusedRmsNorm
 from memfit.adapters.torch.shapes import Operator
 
 
-def cuda_interceptors(capability: tuple[int, int], autocast: Autocast) -> dict[str, Interceptor]:
+def cuda_interceptors(
+    capability: tuple[int, int], autocast: Autocast, report: Callable[[str, str], None] = lambda code, text: None
+) -> dict[str, Interceptor]:
     """What a CUDA device decides above autograd."""
     return {
         **autocast.interceptors(),
-        **Attention(capability, autocast).interceptors(),
+        **Attention(capability, autocast, report).interceptors(),
         **Recurrent(autocast).interceptors(),
         "dropout": _native_dropout,
         "rms_norm": FusedRmsNorm(autocast),

@@ -5,20 +5,26 @@ stated here: one small function per operator, each with its source. Nothing is f
 it takes (cuDNN's workspaces), the rule is what its algorithm needs and the docs list it as assumed.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memfit.adapters.torch import recurrent
 from memfit.adapters.torch.cuda_convolution import ConvolutionWorkspace
-from memfit.adapters.torch.fallbacks import Rule
+from memfit.adapters.torch.fallbacks import Report, Rule
 from memfit.adapters.torch.recorder import Recorder
 from memfit.adapters.torch.shapes import Operator, size_bytes
 from memfit.core.device import Device
+from memfit.core.estimate import LACKS_PRECISION
 from memfit.core.timeline import Category, Phase
 from memfit.core.units import KIB, MIB
 
 _GEMMS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_addmm_activation", "linear")
+
+
+# Compute capabilities from which on there is arithmetic in these (CUDA C++ Programming Guide).
+_BFLOAT16, _FLOAT8 = (8, 0), (8, 9)
 
 
 class CudaInternals:
@@ -27,11 +33,16 @@ class CudaInternals:
     Args:
         device: whose kernels.
         recorder: receives workspaces that stay.
+        report: takes (code, text) of what the device lacks.
     """
 
-    def __init__(self, device: Device, recorder: Recorder) -> None:
+    def __init__(
+        self, device: Device, recorder: Recorder, report: Callable[[str, str], None] = lambda code, text: None
+    ) -> None:
         self._capability = device.capability or (8, 0)
         self._recorder = recorder
+        self._report = report
+        self._has_bfloat16 = self._capability >= _BFLOAT16
         self._threads_with_workspace: set[bool] = set()
         self._convolution = ConvolutionWorkspace(self._capability)
 
@@ -58,13 +69,27 @@ class CudaInternals:
         return {
             "aten::_cudnn_rnn": recurrent.forward_rule,
             "aten::_cudnn_rnn_backward": recurrent.backward_rule,
+            "aten::_scaled_mm": self._scaled_product,
         }
+
+    def _scaled_product(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+        if self._capability < _FLOAT8:
+            raise RuntimeError(
+                "torch._scaled_mm (float8) is only supported on CUDA devices of compute capability 8.9 or more, "
+                f"but the simulated one has {capability_name(self._capability)}"
+            )
+        return NotImplemented
 
     def _gemm(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
         """The workspace of cuBLAS: one per thread that multiplies, kept for good (CublasHandlePool.cpp).
 
         The autograd engine runs the backward pass on a thread of its own, hence a second one.
         """
+        if not self._has_bfloat16 and isinstance(out, torch.Tensor) and out.dtype is torch.bfloat16:
+            self._has_bfloat16 = True  # to be told once
+            have = capability_name(self._capability)
+            text = f"the device (compute capability {have}) has no bfloat16 arithmetic and emulates it, slowly"
+            self._report(LACKS_PRECISION, f"{text}; it has that of float16 (amp-fp16, fp16)")
         backward = self._recorder.phase is Phase.BACKWARD
         if backward not in self._threads_with_workspace:
             self._threads_with_workspace.add(backward)
@@ -72,6 +97,11 @@ class CudaInternals:
                 cublas_workspace_bytes(self._capability), "cuBLAS workspace", Category.WORKSPACE
             )
         return []
+
+
+def capability_name(capability: tuple[int, int]) -> str:
+    """A compute capability as people write it, "7.5"."""
+    return ".".join(map(str, capability))
 
 
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:

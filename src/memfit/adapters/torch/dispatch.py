@@ -243,12 +243,12 @@ class SimulatedOperators(TorchDispatchMode):
 
     def _exact(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The true output of an operator that needs values, where they are known."""
-        if self._values is None:
-            return NotImplemented
         if func._schema.name == "aten::_to_copy" and fallbacks.to_host(kwargs):
             dtype = kwargs.get("dtype") or args[0].dtype
-            known = self._values.of(args[0])
+            known = None if self._values is None else self._values.of(args[0])
             return self.readings.host_copy(args[0], dtype) if known is None else known.to(dtype, copy=True)
+        if self._values is None:
+            return NotImplemented
         return self._values.exact(func, args, kwargs)
 
     def _name(self, func: Operator) -> str:

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from memfit.adapters.torch.failures import explained
+from memfit.adapters.torch.loss_function import as_loss
 from memfit.adapters.torch.stand_in import build_without_weights, check_model, map_tensors, tensors_in
 from memfit.adapters.torch.trace import Step, trace, undisturbed
 from memfit.core.device import Device
-from memfit.core.errors import BadBatch, BadInput, BadModel, BadOptimizer, StepFailed
+from memfit.core.errors import BadBatch, BadModel, BadOptimizer, StepFailed
 from memfit.core.estimate import Note
 from memfit.core.job import Job
 from memfit.core.settings import Settings
@@ -64,10 +65,8 @@ class OpenJob:
     """
 
     def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
-        if not callable(job.loss):
-            raise BadInput(f"loss must be a function of (model, batch), but {type(job.loss).__name__} was given.")
         self.job = job
-        self.loss = job.loss
+        self.loss = as_loss(job.loss)
         self.device = device
         self.model = _open_model(job.model)
         if batch_size is not None and batch_size < 1:

@@ -6,6 +6,7 @@ and a weak reference on each tensor's storage says when the last tensor, saved v
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,30 @@ class Recorder:
         for index in list(self._refs):
             if index >= since and self.categories[index] is None:
                 self.categories[index] = category
+
+    def reclassify_copies(self, parameter_sizes: list[int]) -> None:
+        """Says what a copy of a model's weights is for that came from the host as if it were data.
+
+        Args:
+            parameter_sizes: bytes of each parameter; a copy may be twice or half as wide.
+        """
+        given = [
+            index
+            for index in list(self._refs)
+            if self.categories[index] is Category.BATCH and self._phases[index] is Phase.SETUP
+        ]
+        for halves in (2, 1, 4):
+            left = Counter(size * halves // 2 for size in parameter_sizes)
+            copies = []
+            for index in given:
+                if left[self.sizes[index]]:
+                    left[self.sizes[index]] -= 1
+                    copies.append(index)
+            # Data may have the size of one parameter or another, and not of most of them.
+            if copies and 2 * len(copies) >= len(parameter_sizes) and 2 * sum(left.values()) <= len(parameter_sizes):
+                for index in copies:
+                    self.categories[index] = Category.BUFFER
+                return
 
     def category(self, tensor: Any) -> Category | None:
         """What the storage of `tensor` is for; None where that isn't known."""

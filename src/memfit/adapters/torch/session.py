@@ -392,6 +392,10 @@ class Session:
                 self._classify(tensor, Category.OPTIMIZER_STATE, "")
         if self._fitting is not None:
             self._fitting.updated(optimizer)
+        if self.counter.num_steps <= 1:
+            # Such as an exponential moving average of the weights, which no module holds.
+            parameters = [reference() for reference, _ in self._parameters.values()]
+            self.recorder.reclassify_copies([p.numel() * p.element_size() for p in parameters if p is not None])
         # From here until a model is called it is the loop's own work.
         self._enter(Phase.FORWARD)
         self._num_recovered = len(self.failures)

@@ -87,7 +87,7 @@ class Simulation:
         self.look = Look(self.places, self.notes.report, knows_device=scripted)
         self.autocast = Autocast(device_type)
         self.values = KnownValues() if scripted or follows_values else None
-        internals = CudaInternals(device, recorder) if on_cuda else HostInternals()
+        internals = CudaInternals(device, recorder, self.notes.report) if on_cuda else HostInternals()
         self.operators = SimulatedOperators(
             recorder,
             origin,
@@ -102,7 +102,7 @@ class Simulation:
         self._capability = capability = device.capability or (8, 0)
         self._on_cuda = on_cuda
         self._interceptors = (
-            choices.cuda_interceptors(capability, self.autocast)
+            choices.cuda_interceptors(capability, self.autocast, self.notes.report)
             if on_cuda
             else choices.host_interceptors(self.autocast)
         )

@@ -6,8 +6,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memfit.adapters.torch.attention import Call, choose_cuda_kernel
 from memfit.core.errors import StepFailed
+from memfit.core.estimate import LACKS_PRECISION
 from memfit.core.timeline import Category, Phase
-from tests.unit.adapters.torch.builders import AMPERE, HOST, cuda, forward_blocks, kept_bytes, made_in, run
+from tests.unit.adapters.torch.builders import AMPERE, HOST, cuda, forward_blocks, kept_bytes, made_in, observe, run
 
 # No power of two, so that no other tensor is as large as a matrix of scores.
 BATCH, HEADS, LENGTH, HEAD = 2, 4, 80, 32
@@ -293,3 +294,25 @@ def test_a_layer_of_the_framework_attends_by_the_same_rules():
     # THEN no block is as large as the scores of 3 x 2 heads
     scores = {3 * 2 * 80 * 80 * size for size in (2, 4)}
     assert [b for b in traced.timeline.blocks if b.size_bytes in scores] == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "told"),
+    [
+        ((7, 5), torch.bfloat16, True),
+        ((7, 5), torch.float16, False),
+        ((8, 6), torch.bfloat16, False),
+        # No device has a lean kernel for it.
+        ((7, 5), torch.float64, False),
+    ],
+)
+def test_attention_that_another_precision_would_make_lean_says_so(capability, dtype, told):
+    query = torch.empty(1, 2, 64, 32, dtype=dtype)
+
+    _, traced = observe(lambda q: F.scaled_dot_product_attention(q, q, q).shape, query, device=cuda(*capability))
+
+    found = [note.text for note in traced.notes if note.code == LACKS_PRECISION and "matrix of scores" in note.text]
+    assert len(found) == told
+    assert all("for float16 (amp-fp16, fp16) it has one" in text for text in found)
+    # Finding out takes no memory of the device.
+    assert not [block for block in forward_blocks(traced) if block.op.endswith("empty_like")]

@@ -1,9 +1,13 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from memfit.adapters.torch.cuda_kernels import cublas_workspace_bytes
+from memfit.core.errors import StepFailed
+from memfit.core.estimate import LACKS_PRECISION
 from memfit.core.timeline import Category, Phase
 from memfit.core.units import KIB, MIB
 from tests.unit.adapters.torch.builders import cuda, forward_blocks, made_in, observe, run
@@ -94,3 +98,43 @@ def test_a_mask_becomes_indices():
 
     # One int64 per element and dimension for reading and for writing many values; filling needs none.
     assert workspaces(forward_blocks(traced)) == [4 * 8 * 2 * 8, 4 * 8 * 2 * 8]
+
+
+class Product(nn.Module):
+    """One product in its own dtype."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 8, dtype=dtype))
+
+    def forward(self, data):
+        return data.to(self.weight.dtype) @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "lacks"),
+    [
+        ((7, 5), torch.bfloat16, True),
+        ((7, 5), torch.float16, False),
+        ((7, 0), torch.bfloat16, True),
+        ((8, 0), torch.bfloat16, False),
+    ],
+)
+def test_bfloat16_that_a_device_emulates_is_told_once(capability, dtype, lacks):
+    # Twice: shapes are remembered from one trace to the next, and what is said must not depend on that.
+    for _ in range(2):
+        traced = run(Product(dtype), torch.empty(4, 8), device=cuda(*capability))
+        told = [note.text for note in traced.notes if note.code == LACKS_PRECISION]
+        assert len(told) == lacks
+    assert all("float16" in text for text in told)
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 6), True), ((8, 9), False), ((9, 0), False)])
+def test_float8_products_need_a_device_that_has_them(capability, refused):
+    def product(left, right, scale):
+        return torch._scaled_mm(left, right.t(), scale, scale, out_dtype=torch.bfloat16).shape
+
+    given = [torch.empty(16, 16).to(torch.float8_e4m3fn) for _ in range(2)]
+    expected = pytest.raises(StepFailed, match=r"compute capability 8\.9") if refused else nullcontext()
+    with expected:
+        observe(product, *given, torch.ones(1), device=cuda(*capability))

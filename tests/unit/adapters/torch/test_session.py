@@ -876,3 +876,33 @@ def test_the_work_of_the_last_whole_step_is_seen():
     assert {phase for _, phase, _ in products[2:]} == {Phase.BACKWARD}
     assert any(one.phase is Phase.OPTIMIZER for one in work)
     assert max(one.moved_bytes for one in work) < 1000 * 8 * 4
+
+
+@pytest.mark.parametrize("average", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_a_copy_of_the_weights_is_no_input(average):
+    # GIVEN an average of the weights that no module holds, made on the host and moved
+    with running() as session:
+        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32))
+        copies = [parameter.detach().clone().to(average) for parameter in model.parameters()]
+        model.cuda()
+        copies = [copy.cuda() for copy in copies]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = torch.rand(4, 64).cuda()
+        model(batch).sum().backward()
+        optimizer.step()
+        in_batch = sum(block.size_bytes for block in made(session, category=Category.BATCH))
+        kept = sum(block.size_bytes for block in made(session, category=Category.BUFFER))
+    assert kept == sum(copy.numel() * copy.element_size() for copy in copies)
+    assert in_batch == batch.numel() * 4
+
+
+def test_data_of_the_size_of_one_weight_stay_input():
+    with running() as session:
+        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32))
+        data = torch.rand(128, 64).cuda()
+        model.cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(data).sum().backward()
+        optimizer.step()
+        sizes = [block.size_bytes for block in made(session, category=Category.BATCH)]
+    assert sizes == [128 * 64 * 4]

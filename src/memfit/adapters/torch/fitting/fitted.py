@@ -22,6 +22,7 @@ from memfit.adapters.torch.fitting.optimizers import fit_optimizer
 from memfit.adapters.torch.fitting.recomputation import recompute
 from memfit.adapters.torch.fitting.tensor_memory import simulated
 from memfit.adapters.torch.job import common_first_dimension
+from memfit.adapters.torch.loss_function import as_loss
 from memfit.adapters.torch.precisions import AUTOCAST
 from memfit.adapters.torch.stand_in import map_tensors
 from memfit.core.env import allocator_settings, set_allocator_settings
@@ -268,7 +269,7 @@ class Fitted:
         """
         part = self._prepared(part)
         with self._autocast(), _chunked(self.settings.cross_entropy_chunks):
-            value = loss(self.model, part)
+            value = as_loss(loss)(self.model, part)
         given: float | None = None
         if isinstance(value, tuple) and len(value) == 2:
             value, weight = value

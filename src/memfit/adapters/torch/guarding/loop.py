@@ -22,6 +22,7 @@ from memfit.adapters.torch.guarding.blocks import blocks
 from memfit.adapters.torch.guarding.ranks import ranks_of
 from memfit.adapters.torch.guarding.transaction import Clipping, Transaction
 from memfit.adapters.torch.job import may_be_samples
+from memfit.adapters.torch.loss_function import as_loss
 from memfit.core.device import Origin
 from memfit.core.errors import BadBatch, BadModel, BadOptimizer
 from memfit.core.guarding import BatchSize, OutOfMemory
@@ -170,7 +171,7 @@ class TorchLoop:
         def watched(model: Any, part: Any) -> Any:
             nonlocal ran_out
             try:
-                return loss(model, part)
+                return as_loss(loss)(model, part)
             except Exception as error:
                 ran_out = ran_out or oom.recognise(error) is not None
                 raise
