@@ -21,9 +21,8 @@ def main(request_path: str) -> int:
         return _run_until_fit(request)
     # TorchScript runs as the Python it is made from; PyTorch reads this when it is imported.
     os.environ["PYTORCH_JIT"] = "0"
-    if request.count > 1:
-        # DistributedDataParallel has no clock for shape-only tensors, and says so in C++.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # DistributedDataParallel has no clock for shape-only tensors, and says so in C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if request.settings is not None and request.settings.expandable_segments:
         given = env.allocator_settings()
         os.environ["PYTORCH_ALLOC_CONF"] = f"{given},expandable_segments:True" if given else "expandable_segments:True"

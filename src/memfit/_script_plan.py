@@ -98,9 +98,9 @@ def plan_script(
     allowed = _allowed(allow, precision)
     # Refused here rather than by the script's process.
     parse_options(env.allocator_settings())
-    from memfit.runs.target import check_module, check_script
+    from memfit.runs.target import find_target
 
-    (check_module if module else check_script)(name)
+    name = find_target(name, module=module)
     require_torch()
     request = Request(name, module, tuple(map(str, arguments)), target, count, steps, unlimited=True, watch=True)
     return _ScriptPlanner(request, allowed, quiet_output=quiet_output, started=started).run()

@@ -1,12 +1,29 @@
-"""Whether there is a script or module to run, told before a process is started for it."""
+"""The script or module to run, found before a process is started for it."""
 
 import importlib.util
 import os
+import shutil
 import sys
+import sysconfig
 import tokenize
 from importlib.machinery import ModuleSpec, PathFinder
 
 from memfit.core.errors import BadTarget
+
+
+def find_target(name: str, *, module: bool) -> str:
+    """The module, or the path of the script, that a name means; refuses one that Python can't run.
+
+    A bare name that is no file here may be that of an installed program of Python, such as `torchrun`.
+    """
+    if module:
+        check_module(name)
+        return name
+    if not os.path.exists(name) and name == os.path.basename(name):
+        # That of this environment, whether or not it is active in the shell.
+        name = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name) or name
+    check_script(name)
+    return name
 
 
 def check_script(path: str) -> None:

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from memfit.core.errors import BadTarget
-from memfit.runs.target import check_module, check_script
+from memfit.runs.target import check_module, check_script, find_target
 
 
 @pytest.fixture
@@ -82,3 +82,25 @@ def test_a_loaded_module_without_a_spec_is_no_problem(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "made_up", types.ModuleType("made_up"))
     with pytest.raises(BadTarget, match="there is no module 'made_up'"):
         check_module("made_up")
+
+
+def test_a_bare_name_may_be_that_of_an_installed_program(folder, monkeypatch):
+    # GIVEN a program of Python that pip has put on the path
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "launch").write_text("#!/usr/bin/env python\nprint(1)\n")
+    (programs / "launch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+
+    assert find_target("launch", module=False) == str(programs / "launch")
+    # A file of that name that is here comes first, and a path is nothing else.
+    assert find_target("train", module=False) == "train"
+    with pytest.raises(BadTarget, match=r"there is no file '\./launch'"):
+        find_target("./launch", module=False)
+    assert find_target("package.train", module=True) == "package.train"
+
+
+@pytest.mark.parametrize("module", [True, False])
+def test_a_target_that_is_not_there(folder, module):
+    with pytest.raises(BadTarget, match="there is no"):
+        find_target("made_up", module=module)

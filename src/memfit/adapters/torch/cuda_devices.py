@@ -95,7 +95,8 @@ class CudaDevices:
 
     def __init__(self, device: Device, count: int) -> None:
         self.device = device
-        self._installed = count
+        self.installed = count
+        """How many there are, hidden ones included."""
         self._current = threading.local()
         self._process_id = os.getpid()
         # A machine without a GPU may hide all devices from the start; only what the program sets means anything.
@@ -111,10 +112,10 @@ class CudaDevices:
         """How many the program can see: it may have hidden some with CUDA_VISIBLE_DEVICES."""
         visible = os.environ.get(_VISIBLE)
         if visible is None or visible == self._visible_before:
-            return self._installed
+            return self.installed
         names = [name.strip() for name in visible.split(",")]
         shown = next((place for place, name in enumerate(names) if not name or name.startswith("-")), len(names))
-        return min(shown, self._installed)
+        return min(shown, self.installed)
 
     @property
     def current(self) -> int:

@@ -167,16 +167,7 @@ def _spawn(report: Callable[[str, str], None]) -> list[Replacement]:
         fn(0, *args)
         return None if join else _Finished()
 
-    found = [
+    return [
         Replacement(torch.multiprocessing, "spawn", start),
         Replacement(torch.multiprocessing, "start_processes", start),
     ]
-    if dist.is_available():
-        from torch.distributed.launcher.api import elastic_launch
-
-        def launch(self: Any, /, *args: Any) -> dict[int, Any]:
-            report(SPAWNED, "of the processes that were to be launched the first was run, in this process")
-            return {0: self._entrypoint(*args)}
-
-        found.append(Replacement(elastic_launch, "__call__", launch))
-    return found

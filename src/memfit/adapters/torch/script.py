@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from types import TracebackType
 
 import torch
 
@@ -22,6 +23,7 @@ from memfit.adapters.torch.cuda_memory import DeviceMemory
 from memfit.adapters.torch.exit_functions import ExitFunctions
 from memfit.adapters.torch.fitting.from_outside import FromOutside
 from memfit.adapters.torch.imports import on_import
+from memfit.adapters.torch.launchers import Program
 from memfit.adapters.torch.loaders import Loaders
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS
 from memfit.adapters.torch.processes import Processes
@@ -75,6 +77,10 @@ class ScriptRun:
             num_ranks=request.count,
         )
 
+        self._program = Program(request.script, request.module, request.arguments)
+        # What ended a script in the place of its launcher, before the launcher's frames were added.
+        self._in_place: tuple[BaseException, TracebackType | None] | None = None
+        self.session.launchers.run = self._run_in_place
         self._processes = Processes(report)
         self._exit_functions = ExitFunctions()
         self._started = time.perf_counter()
@@ -101,24 +107,37 @@ class ScriptRun:
                 self._run_script()
             except BaseException as raised:
                 error = raised
-                if not isinstance(raised, SystemExit) and not self.session.counter.has_ended:
-                    _print_traceback(raised)
-                elif isinstance(raised, SystemExit) and isinstance(raised.code, str):
-                    print(raised.code, file=sys.stderr)
+            if self._in_place is not None:
+                # A launcher makes something of its own of what ended the script.
+                error = self._in_place[0].with_traceback(self._in_place[1])
+            if error is not None:
+                if not isinstance(error, SystemExit) and not self.session.counter.has_ended:
+                    _print_traceback(error)
+                elif isinstance(error, SystemExit) and isinstance(error.code, str):
+                    print(error.code, file=sys.stderr)
             self._exit_functions.run()
         self._checkpoints.finish()
         return self._result(error, time.perf_counter() - started)
 
     def _run_script(self) -> None:
-        request = self._request
-        if request.module:
-            sys.argv = [request.script, *request.arguments]
+        program = self._program
+        sys.argv = [program.script, *program.arguments]
+        if program.module:
             sys.path.insert(0, os.getcwd())
-            runpy.run_module(request.script, run_name="__main__", alter_sys=True)
+            runpy.run_module(program.script, run_name="__main__", alter_sys=True)
         else:
-            sys.argv = [request.script, *request.arguments]
-            sys.path.insert(0, os.path.dirname(os.path.abspath(request.script)))
-            runpy.run_path(request.script, run_name="__main__")
+            sys.path.insert(0, os.path.dirname(os.path.abspath(program.script)))
+            runpy.run_path(program.script, run_name="__main__")
+
+    def _run_in_place(self, program: Program) -> None:
+        """Runs what a launcher was to start in the place of the launcher."""
+        self._program = program
+        self.session.replace_late(self._checkpoints.of_ranks())
+        try:
+            self._run_script()
+        except BaseException as error:
+            self._in_place = error, error.__traceback__
+            raise
 
     def _result(self, error: BaseException | None, seconds: float) -> DryRun:
         request, session = self._request, self.session
@@ -126,13 +145,15 @@ class ScriptRun:
         outcome, exit_code = self._outcome(error, num_steps)
         survived = outcome in (Outcome.COMPLETED, Outcome.ENDED, Outcome.NO_STEP)
         return DryRun(
-            script=request.script,
-            arguments=request.arguments,
-            estimate=session.estimate(os.path.basename(request.script), seconds, died=outcome is Outcome.OUT_OF_MEMORY),
+            script=self._program.script,
+            arguments=self._program.arguments,
+            estimate=session.estimate(
+                os.path.basename(self._program.script), seconds, died=outcome is Outcome.OUT_OF_MEMORY
+            ),
             outcome=outcome,
             num_steps=num_steps,
             steps_wanted=request.steps,
-            num_devices=request.count,
+            num_devices=session.devices.installed,
             failures=tuple(session.marked_failures(survived=survived)),
             error=self._error(outcome, error),
             exit_code=exit_code,
