@@ -269,7 +269,7 @@ class _ScriptPlanner:
         known, origin = self._speed.is_known, Origin.ASSUMED
         as_it_is = self._speed.step(_as_it_is())
         return Plan(
-            subject=os.path.basename(self._request.script),
+            subject=os.path.basename(self._run.script),
             device=self._request.device,
             budget_bytes=self._budget,
             batch_size=self._seen.batch_size,
@@ -385,7 +385,7 @@ class _ScriptPlanner:
 
     def _not_found(self, proof: _Proof) -> PlanNotFound:
         needs = proof.estimate.peak_bytes
-        subject = os.path.basename(self._request.script)
+        subject = os.path.basename(self._run.script)
         lines = [
             f"no plan fits {subject} into {format_size(self._budget)}; the smallest needs {format_size(needs)}.",
         ]

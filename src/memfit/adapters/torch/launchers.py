@@ -121,7 +121,9 @@ class Launchers:
 
         def launch(self: Any, /, *args: Any) -> dict[int, Any]:
             given = macros.substitute(list(args), "0")
-            with launchers._told(int(self._config.nproc_per_node), launched_environment(self._config)):
+            told = launched_environment(self._config)
+            launchers._begin(int(self._config.nproc_per_node), int(told["WORLD_SIZE"]))
+            with _environment(told):
                 if callable(self._entrypoint):
                     return {0: self._entrypoint(*given)}
                 launchers.run(program_of([self._entrypoint, *given]))
@@ -139,7 +141,7 @@ class Launchers:
 
         def prepare_simple_launcher_cmd_env(args: Any) -> NoReturn:
             words, told = plain(args)
-            with self._told(1, told):
+            with _environment(told):
                 self.run(program_of(words))
             sys.exit(0)
 
@@ -157,20 +159,22 @@ class Launchers:
             Replacement(argparse.ArgumentParser, "parse_known_args", parse_known_args),
         ]
 
-    @contextmanager
-    def _told(self, num_devices: int, told: Mapping[str, str]) -> Iterator[None]:
+    def _begin(self, num_devices: int, num_ranks: int) -> None:
         self._has_devices(num_devices)
-        num_ranks = int(told.get("WORLD_SIZE", 1))
         if num_ranks > 1:
             text = f"of {num_ranks} processes that were to be launched the first was run, in this process"
             self._report(SPAWNED, text)
-        before = dict(os.environ)
-        os.environ.update(told)
-        try:
-            yield
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+
+
+@contextmanager
+def _environment(told: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _refuse(program: Program) -> NoReturn:

@@ -20,7 +20,8 @@ parser.add_argument("--lr", type=float)
 parser.add_argument("--local-rank", type=int)
 arguments = parser.parse_args()
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
-print(__name__, arguments.lr, arguments.local_rank, *(os.environ.get(name) for name in names), torch.cuda.device_count())
+told = [os.environ.get(name) for name in names]
+print(__name__, arguments.lr, arguments.local_rank, *told, torch.cuda.device_count())
 if "RANK" in os.environ:
     dist.init_process_group("nccl")
 model = torch.nn.Linear(64, 64).cuda()
@@ -54,8 +55,10 @@ def launched(tmp_path_factory):
         ("torch.distributed.run", "--standalone --nproc-per-node 1 train.py --lr 1", "1.0 None 0 0 1 1 None 1", 1),
         ("torch.distributed.run", "--nnodes 2 --nproc-per-node 4 -m train --lr 1", "1.0 None 0 0 8 4 None 4", 4),
         ("torch.distributed.launch", "--nproc_per_node 2 train.py --lr 1", "1.0 0 0 0 2 2 None 2", 2),
-        ("accelerate.commands.launch", "--num_processes 2 --mixed_precision bf16 train.py --lr 1", "1.0 None 0 0 2 2 bf16 2", 2),
-        ("accelerate.commands.launch", "--num_processes 1 --mixed_precision fp16 train.py --lr 1", "1.0 None None None None None fp16 1", 1),
+        ("accelerate.commands.launch",
+         "--num_processes 2 --mixed_precision bf16 train.py --lr 1", "1.0 None 0 0 2 2 bf16 2", 2),
+        ("accelerate.commands.launch",
+         "--num_processes 1 --mixed_precision fp16 train.py --lr 1", "1.0 None None None None None fp16 1", 1),
     ],
     ids=["torchrun", "standalone", "nodes-and-module", "launch", "accelerate-two", "accelerate-one"],
 )  # fmt: skip
