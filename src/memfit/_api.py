@@ -267,7 +267,7 @@ def _advised(run: DryRun, too_large: Estimate) -> DryRun:
         too_large.timeline,
         too_large.replay,
         run.allocator,
-        context_bytes=too_large.context_bytes,
+        context_bytes=too_large.context_bytes + too_large.other_bytes,
         num_parameters=too_large.num_parameters,
         num_devices=run.num_devices,
     )

@@ -6,12 +6,19 @@ Puts the parts together on the other side of `memfit.runs`: the device's memory,
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from memfit import _interrupts
 from memfit.allocator import memory_of
+from memfit.allocator.shared import SharedDevice, can_share
 from memfit.core import env
 from memfit.core.dryrun import DryRun, Request
+from memfit.runs.shared_runs import DEVICE
+
+if TYPE_CHECKING:
+    from memfit.adapters.torch.script import ScriptRun
 
 
 def main(request_path: str) -> int:
@@ -26,12 +33,12 @@ def main(request_path: str) -> int:
     if request.settings is not None and request.settings.expandable_segments:
         given = env.allocator_settings()
         os.environ["PYTORCH_ALLOC_CONF"] = f"{given},expandable_segments:True" if given else "expandable_segments:True"
-    from memfit.adapters.torch.script import ScriptRun
+    from memfit.adapters.torch.processes import following
 
-    run = ScriptRun(request, *memory_of(request.device, unlimited=request.unlimited))
+    run = _script_run(request, request_path, "")
 
     def write(result: DryRun) -> None:
-        _write(request, {**result.to_json(), "loader_ordinal": run.loaders.training})
+        _write(request.result_path, {**result.to_json(), "loader_ordinal": run.loaders.training})
 
     def leave(result: DryRun) -> None:
         write(result)
@@ -39,23 +46,62 @@ def main(request_path: str) -> int:
         os._exit(0)
 
     run.leave_with(leave)
-    result = run.run()
+    _interrupts.raise_again()
+    try:
+        with following(request_path) if can_share() else nullcontext():
+            result = run.run()
+    except KeyboardInterrupt:
+        # Before or after the script.
+        return 130
+    finally:
+        _interrupts.end_at_once()
     write(result)
     return result.exit_code or 0
+
+
+_followed: list["ScriptRun"] = []
+
+
+def follow(request_path: str) -> None:
+    """Simulates the device of a request in this process too, which the request's script has started."""
+    request = Request.from_json(Path(request_path).read_text(encoding="utf-8"))
+    run = _script_run(request, request_path, " ".join(map(os.path.basename, sys.argv[:1])) or "a process")
+    run.follow(run.write_process)
+    _followed.append(run)
+
+
+def _script_run(request: Request, request_path: str, name: str) -> "ScriptRun":
+    from memfit.adapters.torch.script import ScriptRun
+
+    memory, configure = memory_of(request.device, unlimited=request.unlimited)
+    shared = None
+    if can_share():
+        usable = None if request.unlimited else request.device.usable_bytes
+        path = os.path.join(os.path.dirname(request_path), DEVICE)
+        shared = SharedDevice(path, usable, request.device.context_bytes or 0, name)
+        memory.share(shared)
+    run = ScriptRun(request, memory, configure, shared)
+    folder = os.path.dirname(request_path)
+    run.write_process = lambda result: _write(os.path.join(folder, f"process-{os.getpid()}.json"), result.to_json())
+    return run
 
 
 def _run_until_fit(request: Request) -> int:
     from memfit._keras_script import KerasScriptRun
 
-    result = KerasScriptRun(request).run()
-    _write(request, result.to_json())
+    _interrupts.raise_again()
+    try:
+        result = KerasScriptRun(request).run()
+    except KeyboardInterrupt:
+        return 130
+    _write(request.result_path, result.to_json())
     return result.exit_code or 0
 
 
-def _write(request: Request, data: dict[str, Any]) -> None:
-    temporary = Path(request.result_path + ".tmp")
+def _write(path: str, data: dict[str, Any]) -> None:
+    temporary = Path(path + ".tmp")
     temporary.write_text(json.dumps(data), encoding="utf-8")
-    temporary.replace(request.result_path)
+    temporary.replace(path)
 
 
 if __name__ == "__main__":

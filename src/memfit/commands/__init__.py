@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
+from memfit import _interrupts
 from memfit.core.errors import MemfitError
 
 EXIT_FITS = 0
@@ -77,6 +78,18 @@ def _version() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
+    try:
+        _interrupts.raise_again()
+        return _main(arguments)
+    except KeyboardInterrupt:
+        print("memfit: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    finally:
+        # The interpreter's own end may be interrupted, too.
+        _interrupts.end_at_once()
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = build_parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -91,9 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MemfitError as error:
         print(f"memfit: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("memfit: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader went away, as in `memfit devices | head`: the rest goes nowhere, and the interpreter's own last
         # flush has nothing to complain about.

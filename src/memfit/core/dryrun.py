@@ -75,6 +75,7 @@ class Failure:
         step: number of the step, from 1; 0 is set-up.
         by_category: live bytes at that moment.
         handled: whether the script caught the error and went on.
+        other_bytes: what other processes held on the device at that moment.
     """
 
     message: str
@@ -90,6 +91,7 @@ class Failure:
     step: int
     by_category: dict[str, int] = field(default_factory=dict)
     handled: bool = False
+    other_bytes: int = 0
 
     @property
     def out_of_memory(self) -> OutOfMemory:
@@ -267,6 +269,8 @@ class DryRun:
         seconds: how long all runs took.
         allocator: settings of the allocator that were in force.
         seen: what else the run showed of the program; None where nobody asked.
+        processes: what each process of the script held on the device when all together held most, where there are
+            several; by name, in the order in which they began.
     """
 
     script: str
@@ -285,6 +289,7 @@ class DryRun:
     seconds: float = 0.0
     allocator: AllocatorOptions = field(default_factory=AllocatorOptions)
     seen: Seen | None = None
+    processes: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return reporters.describe(self)
@@ -347,6 +352,7 @@ class DryRun:
             "allocator": asdict(self.allocator),
             "estimate": None if self.estimate is None else self.estimate.to_json(),
             **({} if self.seen is None else {"seen": self.seen.to_json()}),
+            "processes": self.processes,
         }
 
     @classmethod
@@ -376,6 +382,7 @@ class DryRun:
                 seconds=float(data["seconds"]),
                 allocator=AllocatorOptions(**data["allocator"]),
                 seen=Seen.from_json(data["seen"]) if "seen" in data else None,
+                processes=dict(data.get("processes", {})),
             )
         except BadFile:
             raise

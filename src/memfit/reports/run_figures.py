@@ -4,7 +4,7 @@ A report is a verdict, a few lines below it, and parts. Text, terminal and page 
 """
 
 from memfit.core.dryrun import Advice, DryRun, Failure, Outcome, Scan
-from memfit.core.estimate import CACHED, CONTEXT, Estimate, Note
+from memfit.core.estimate import CACHED, CONTEXT, OTHER_PROCESSES, Estimate, Note
 from memfit.core.timeline import Phase
 from memfit.core.units import format_size
 from memfit.reports import figures
@@ -114,7 +114,8 @@ def free_bytes(run: DryRun, failure: Failure) -> int | None:
     estimate = run.estimate
     if estimate is None or estimate.capacity_bytes is None:
         return None
-    return max(0, estimate.capacity_bytes - estimate.context_bytes - failure.reserved_bytes)
+    held_bytes = estimate.context_bytes + failure.reserved_bytes + failure.other_bytes
+    return max(0, estimate.capacity_bytes - held_bytes)
 
 
 def need(estimate: Estimate) -> str:
@@ -135,7 +136,7 @@ def parts(run: DryRun) -> list[Part]:
     if estimate is not None and estimate.timeline.blocks:
         title = f"Figures and their origin ({figures.parameters(estimate)} parameters)"
         found.append(Part(title, lines=tuple(_figure(f) for f in run_figures(run))))
-    found += [_redirected_part(run), Part("Notes", lines=tuple(note_lines(run)))]
+    found += [_processes_part(run), _redirected_part(run), Part("Notes", lines=tuple(note_lines(run)))]
     return [part for part in found if part.holds_something]
 
 
@@ -159,7 +160,7 @@ def failure_groups(run: DryRun, failure: Failure) -> dict[str, int]:
     """What held the device's memory when an allocation failed, with what the allocator and the context take."""
     held = sum(failure.by_category.values())
     context = 0 if run.estimate is None else run.estimate.context_bytes
-    rest = {CACHED: failure.reserved_bytes - held, CONTEXT: context}
+    rest = {CACHED: failure.reserved_bytes - held, CONTEXT: context, OTHER_PROCESSES: failure.other_bytes}
     return failure.by_category | {name: size for name, size in rest.items() if size > 0}
 
 
@@ -297,6 +298,12 @@ def _advice_part(run: DryRun) -> Part:
 def _figure(figure: figures.Figure) -> str:
     origin = f"  {figure.origin}" if figure.origin else ""
     return f"{figure.label:<34}{figure.value:>20}{origin}"
+
+
+def _processes_part(run: DryRun) -> Part:
+    total = sum(run.processes.values())
+    rows = tuple(figures.rows({printable(name): size for name, size in run.processes.items()}, total))
+    return Part("Held by each process at the device's peak (simulated)", rows=rows)
 
 
 def _redirected_part(run: DryRun) -> Part:

@@ -13,14 +13,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memfit import _interrupts
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import BadFile
 from memfit.runs import processes
+from memfit.runs.shared_runs import combined
 
 COMMAND = (sys.executable, "-m", "memfit._child")
 """What is started, with the path of the request added."""
@@ -75,14 +77,15 @@ def run_child(
         request_path, result_path = Path(folder, "request.json"), Path(folder, "result.json")
         request_path.write_text(json.dumps(replace(request, result_path=str(result_path)).to_json()), encoding="utf-8")
         try:
-            return_code = _run([*(command or COMMAND), str(request_path)], stdout_to_stderr, silent)
+            words = [*(command or COMMAND), str(request_path)]
+            return_code = _run(words, stdout_to_stderr, silent, is_ours="memfit._child" in words)
         except KeyboardInterrupt:
             known = _read(result_path)
             if known is None:
                 raise
             raise Interrupted(replace(DryRun.from_json(known), outcome=Outcome.INTERRUPTED)) from None
-        data = _read(result_path)
-        return data if data is not None else _crash(request, return_code).to_json()
+        data = _read(result_path) or _crash(request, return_code).to_json()
+        return {**data, **combined(DryRun.from_json(data), Path(folder)).to_json()}
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -94,7 +97,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return dict(data)
 
 
-def _run(command: list[str], stdout_to_stderr: bool, silent: bool) -> int:
+def _run(command: list[str], stdout_to_stderr: bool, silent: bool, *, is_ours: bool) -> int:
     """Return code of the command; negative for a signal."""
     # What we have printed so far comes before what the script prints.
     sys.stdout.flush()
@@ -105,14 +108,16 @@ def _run(command: list[str], stdout_to_stderr: bool, silent: bool) -> int:
     # Whoever has the terminal's attention gets its keys. A script in a group of its own could not read from the
     # terminal, and needs no message from us when Ctrl-C is pressed there.
     shares_terminal = not silent and processes.is_terminal(0)
-    with subprocess.Popen(
-        command,
-        stdin=nowhere if silent else None,
-        stdout=nowhere if silent else 2 if stdout_to_stderr else None,
-        stderr=nowhere if silent else None,
-        env=environment,
-        process_group=None if shares_terminal or not hasattr(os, "killpg") else 0,
-    ) as process:
+    with _interrupts.waiting() if is_ours else nullcontext():
+        started = subprocess.Popen(
+            command,
+            stdin=nowhere if silent else None,
+            stdout=nowhere if silent else 2 if stdout_to_stderr else None,
+            stderr=nowhere if silent else None,
+            env=environment,
+            process_group=None if shares_terminal or not hasattr(os, "killpg") else 0,
+        )
+    with started as process:
         try:
             return process.wait()
         except BaseException as error:
@@ -131,6 +136,8 @@ def _stop(process: subprocess.Popen[bytes], error: BaseException, shares_termina
         # Not in time, or asked for a second time.
         pass
     finally:
+        # Also what has left the group, or is in ours.
+        processes.kill_all([process.pid])
         processes.send(process, getattr(signal, "SIGKILL", signal.SIGTERM), to_group=not shares_terminal)
         process.wait()
 

@@ -147,6 +147,10 @@ class CudaDevices:
             raise AssertionError(f"Invalid device id. {self._hint(index)}")
         return DeviceProperties(self.device, index)
 
+    def stay(self) -> None:
+        """This process, which was forked off before anything was on the device, may use it."""
+        self._process_id = os.getpid()
+
     def is_forked(self) -> bool:
         """Whether this is a child process of the simulation: CUDA can't be used in those."""
         return os.getpid() != self._process_id

@@ -4,6 +4,7 @@ The script is run as Python would run it: as `__main__`, with its own arguments 
 Whatever it does, what has been seen until then is told.
 """
 
+import atexit
 import importlib.util
 import os
 import random
@@ -11,7 +12,8 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 
@@ -26,8 +28,9 @@ from memfit.adapters.torch.imports import on_import
 from memfit.adapters.torch.launchers import Program
 from memfit.adapters.torch.loaders import Loaders
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS
-from memfit.adapters.torch.processes import Processes
-from memfit.adapters.torch.session import Session
+from memfit.adapters.torch.processes import Processes, SharedDevice, interrupt_when_idle
+from memfit.adapters.torch.session import Session, leave
+from memfit.adapters.torch.shared_tensors import sharing
 from memfit.adapters.torch.steps import EndOfRun
 from memfit.adapters.torch.torchvision_operators import define_missing_operators
 from memfit.core.dryrun import DryRun, Outcome, Request, Scan, Seen
@@ -41,6 +44,7 @@ class ScriptRun:
         memory: what the device can give.
         configure: called before the first allocation, when the script has had its chance to set the allocator, with
             what takes a sentence about each setting that isn't simulated.
+        shared: the device as it is shared with processes that the script starts; None: they see none.
     """
 
     def __init__(
@@ -48,8 +52,10 @@ class ScriptRun:
         request: Request,
         memory: DeviceMemory,
         configure: Callable[[Callable[[str], None]], None] = lambda report: None,
+        shared: SharedDevice | None = None,
     ) -> None:
         self._request = request
+        self._shared = shared
         self._fitting = None if request.settings is None else FromOutside(request.settings)
         self.loaders = Loaders(
             request.scan,
@@ -62,7 +68,7 @@ class ScriptRun:
             memory,
             count=request.count,
             steps=request.steps,
-            settled=self.loaders.settle,
+            settled=self._settle,
             configure=configure,
             fitting=self._fitting,
             watch=request.watch,
@@ -81,27 +87,96 @@ class ScriptRun:
         # What ended a script in the place of its launcher, before the launcher's frames were added.
         self._in_place: tuple[BaseException, TracebackType | None] | None = None
         self.session.launchers.run = self._run_in_place
-        self._processes = Processes(report)
+        self._processes = Processes(report, are_simulated=shared is not None)
+        self._processes.leave = leave
+        self._processes.first_started = self._watch_processes
+        self.session.on_fork = self._stay
         self._exit_functions = ExitFunctions()
+        self.write_process: Callable[[DryRun], None] = lambda result: None
+        """Writes the result of a process that was forked off."""
         self._started = time.perf_counter()
+        self._until_end = ExitStack()
 
     def leave_with(self, leave: Callable[[DryRun], None]) -> None:
         """`leave` ends the process where the script catches every exception, its own end included."""
         self.session.counter.ignored = lambda: leave(self._result(EndOfRun(), time.perf_counter() - self._started))
 
-    def run(self) -> DryRun:
-        """Runs the script and says how it went."""
-        started = time.perf_counter()
-        error: BaseException | None = None
+    def follow(self, write: Callable[[DryRun], None]) -> None:
+        """Simulates from now on in this process, which a script has started; `write` is given its result."""
+        ended = False
+
+        def end(error: BaseException | None) -> None:
+            nonlocal ended
+            if not ended:
+                ended = True
+                self._end_process(error, write)
+
+        def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            plain_hook(kind, error, trace)
+            end(error)
+
+        plain_hook, sys.excepthook = sys.excepthook, failed
+        # Before what the program registers, and so after it.
+        atexit.register(end, None)
+        self._processes.ended = end
+        # Until the process ends.
+        self._until_end.enter_context(self._simulated())
+
+    def _end_process(self, error: BaseException | None, write: Callable[[DryRun], None]) -> None:
+        if self.session.counter.has_ended:
+            error = EndOfRun()
+        result = self._result(error, time.perf_counter() - self._started)
+        if result.num_steps or result.failures or (result.estimate is not None and result.estimate.timeline.blocks):
+            write(result)
+        if self._shared is not None:
+            self._shared.note(result.num_steps, self.session.recorder.num_ticks, self.session.counter.has_ended)
+            self._shared.end()
+
+    def _stay(self) -> bool:
+        """Whether this process, which was just forked off, goes on with the device: CUDA allows it before its use."""
+        if self._shared is None or not self._processes.forking or self.session.recorder.num_ticks:
+            return False
+        self._shared = shared = self._shared.again(self._processes.forking)
+        self.session.memory.share(shared)
+        self.session.devices.stay()
+        self._processes.ended = lambda error: self._end_process(error, self.write_process)
+        return True
+
+    def _watch_processes(self) -> None:
+        def end() -> None:
+            self.session.counter.has_ended = True
+
+        if self._shared is not None:
+            interrupt_when_idle(self._shared.have_taken_steps, end)
+
+    def _settle(self) -> None:
+        self.loaders.settle()
+        if self._shared is not None:
+            self._shared.note(self.session.counter.num_steps, self.session.recorder.num_ticks, has_ended=False)
+
+    @contextmanager
+    def _simulated(self) -> Iterator[None]:
         answers = [
             *self.loaders.replacements(),
             *self._checkpoints.replacements(),
             *self._processes.replacements(),
             *self._exit_functions.replacements(),
         ]
+        simulation = self.session.simulation
+        with (
+            on_import({"torchvision": define_missing_operators}, {}),
+            sharing(simulation.places.is_simulated, self.session.recorder.add_foreign),
+            self.session.running(answers),
+        ):
+            yield
+
+    def run(self) -> DryRun:
+        """Runs the script and says how it went."""
+        started = time.perf_counter()
+        error: BaseException | None = None
         for name, value in distributed.environment(self._request.count).items():
             os.environ.setdefault(name, value)
-        with on_import({"torchvision": define_missing_operators}, {}), self.session.running(answers):
+        with self._simulated():
             _seed()
             try:
                 self._run_script()
@@ -111,10 +186,12 @@ class ScriptRun:
                 # A launcher makes something of its own of what ended the script.
                 error = self._in_place[0].with_traceback(self._in_place[1])
             if error is not None:
-                if not isinstance(error, SystemExit) and not self.session.counter.has_ended:
+                if isinstance(error, Exception) and not self.session.counter.has_ended:
                     _print_traceback(error)
                 elif isinstance(error, SystemExit) and isinstance(error.code, str):
                     print(error.code, file=sys.stderr)
+            if isinstance(error, EndOfRun) or self.session.counter.has_ended or isinstance(error, KeyboardInterrupt):
+                self._processes.finish()
             self._exit_functions.run()
         self._checkpoints.finish()
         return self._result(error, time.perf_counter() - started)
@@ -185,7 +262,7 @@ class ScriptRun:
         return Outcome.FAILED, exit_code
 
     def _error(self, outcome: Outcome, error: BaseException | None) -> str:
-        if outcome is Outcome.NO_STEP and self._processes.num_started:
+        if outcome is Outcome.NO_STEP and self._processes.num_started and self._shared is None:
             return (
                 "it started other processes, and what those do on the device is not simulated. "
                 "Let it train in its own process, with --count for several devices"

@@ -93,6 +93,8 @@ class Session:
         self.on_update: Callable[[Any], None] = lambda optimizer: None
         self._num_parameters = 0
         self._updating = False
+        self.on_fork: Callable[[], bool] = lambda: False
+        """Called in a process that was forked off; whether it stays in the simulation."""
         self._one_backward = threading.RLock()
         self._backward_threads: set[int] = set()
         # What is replaced in libraries that the program imports later.
@@ -120,7 +122,7 @@ class Session:
             unsimulated.FLEX_ATTENTION: self._replace_flex_attention,
             ACCELERATE: lambda module: self.replace_late(self.launchers.of_accelerate(module)),
         }
-        with ONE_AT_A_TIME, eager(), _left_in_children(), self._watching(), on_import({}, imported):
+        with ONE_AT_A_TIME, eager(), _left_in_children(self), self._watching(), on_import({}, imported):
             report = self.simulation.notes.report
             given = cuda_replacements(self.devices, self.memory, report, self.simulation.look)
             given += distributed_replacements(self.devices.installed, report, self._gathered)
@@ -456,6 +458,7 @@ class Session:
                 phase=self.recorder.phase,
                 step=self.recorder.step,
                 by_category=self.recorder.live_bytes(),
+                other_bytes=self.memory.others_bytes,
             )
         )
         return torch.OutOfMemoryError(message)
@@ -474,26 +477,30 @@ def _host_parts() -> dict[str, int]:
 
 
 _at_fork_registered = False
-_active = 0
+_active: list[Session] = []
 
 
 @contextmanager
-def _left_in_children() -> Iterator[None]:
+def _left_in_children(session: Session) -> Iterator[None]:
     """Processes forked off meanwhile, such as a loader's workers, leave the simulation at once."""
-    global _at_fork_registered, _active
+    global _at_fork_registered
     if not _at_fork_registered and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_leave)
+        os.register_at_fork(after_in_child=_forked)
         _at_fork_registered = True
-    _active += 1
+    _active.append(session)
     try:
         yield
     finally:
-        _active -= 1
+        _active.remove(session)
 
 
-def _leave() -> None:
-    if not _active:
-        return
+def _forked() -> None:
+    if _active and not _active[-1].on_fork():
+        leave()
+
+
+def leave() -> None:
+    """Nothing is simulated in this thread any more."""
     while torch._C._len_torch_function_stack():
         torch._C._pop_torch_function_stack()
     while torch._C._len_torch_dispatch_stack():

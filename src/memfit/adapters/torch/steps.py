@@ -68,6 +68,7 @@ class StepCounter:
     def begin_backward(self) -> None:
         """A backward pass is about to begin; ends the run where it would be one more than wanted."""
         if not self.has_optimizer and self._num_by_hand >= self._wanted:
+            self.has_ended = True
             raise EndOfRun
 
     def end_backward(self) -> None:

@@ -135,5 +135,5 @@ def test_a_launcher_that_is_called_by_the_program_runs_the_first_in_place():
             elastic_launch(config, sys.executable)("train.py")
 
     assert (results, seen) == ({0: "done"}, [("hello", "2", 2, 2)])
-    assert codes(session) == ["processes-not-spawned"]
+    assert set(codes(session)) == {"processes-not-spawned"}
     assert dict(os.environ) == before

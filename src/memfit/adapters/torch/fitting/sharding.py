@@ -284,7 +284,7 @@ def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, 
 class _UnaskedMemory:
     """Memory of a device whose statistics nobody asks for: the trace has its own record."""
 
-    allocated_bytes = reserved_bytes = num_segments = num_retries = 0
+    allocated_bytes = reserved_bytes = num_segments = num_retries = others_bytes = 0
     limit_bytes: int | None = None
     options = AllocatorOptions()
 
@@ -297,6 +297,9 @@ class _UnaskedMemory:
 
     def empty_cache(self) -> None:
         """Nothing to empty."""
+
+    def share(self, device: Any) -> None:
+        """Nobody else is there."""
 
     def limit(self, limit_bytes: int | None) -> None:
         """Without effect: a trace needs what it needs."""
