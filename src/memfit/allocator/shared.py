@@ -18,7 +18,8 @@ from memfit.allocator.pool import Block, Pool
 
 _MAX_ROWS = 256
 _NAME_BYTES = 64
-_HEAD = struct.Struct("<qq")
+# Rows, peak of all, processes that were started and are to come.
+_HEAD = struct.Struct("<qqq")
 # Process, held now, held at the device's peak, own peak, steps, events on the device, whether it has taken all its
 # steps, name.
 _ROW = struct.Struct(f"<qqqqqqq{_NAME_BYTES}s")
@@ -78,10 +79,10 @@ class SharedDevice:
             if os.fstat(self._file).st_size < _SIZE:
                 os.ftruncate(self._file, _SIZE)
             self._memory = mmap.mmap(self._file, _SIZE)
-            num_rows, peak_bytes = _HEAD.unpack_from(self._memory, 0)
+            num_rows, peak_bytes, num_expected = _HEAD.unpack_from(self._memory, 0)
             # One too many shares the last row: its figures are lost, the script goes on.
             self._row = min(num_rows, _MAX_ROWS - 1)
-            _HEAD.pack_into(self._memory, 0, self._row + 1, peak_bytes)
+            _HEAD.pack_into(self._memory, 0, self._row + 1, peak_bytes, max(0, num_expected - 1))
             self._write(self._row, Share(os.getpid(), name=name))
 
     def again(self, name: str) -> "SharedDevice":
@@ -98,7 +99,9 @@ class SharedDevice:
                 room = min(room, self._usable_bytes - self._context_bytes - others)
             source.capacity_bytes = room
             block = source.take(pool, size_bytes)
-            self._hold(source.reserved, rows)
+            if source.reserved:
+                # Where not even the context had room, nothing is held.
+                self._hold(source.reserved, rows)
             return block
 
     def hold(self, reserved_bytes: int) -> None:
@@ -120,6 +123,21 @@ class SharedDevice:
             share.pid = share.held_bytes = 0
             self._write(self._row, share)
 
+    def expect(self, number: int) -> None:
+        """So many more processes have been started that will share the device; negative: fewer are to come."""
+        with self._locked():
+            num_rows, peak_bytes, num_expected = _HEAD.unpack_from(self._memory, 0)
+            _HEAD.pack_into(self._memory, 0, num_rows, peak_bytes, max(0, num_expected + number))
+
+    def others(self) -> tuple[int, int, int]:
+        """(processes to come, those at work beside this one and the script itself, a sign of their progress)."""
+        with self._locked():
+            rows = self._living()
+            num_rows, _, num_expected = _HEAD.unpack_from(self._memory, 0)
+        at_work = [share for row, share in rows if row not in (0, self._row) and share.pid and not share.has_ended]
+        sign = num_rows + sum(share.num_steps + share.num_events + share.peak_bytes for _, share in rows)
+        return num_expected, len(at_work), sign
+
     def others_bytes(self) -> int:
         """What the other processes hold."""
         with self._locked():
@@ -136,11 +154,11 @@ class SharedDevice:
         own.held_bytes = reserved_bytes + self._context_bytes
         own.peak_bytes = max(own.peak_bytes, own.held_bytes)
         total = sum(share.held_bytes for _, share in rows)
-        num_rows, peak_bytes = _HEAD.unpack_from(self._memory, 0)
+        num_rows, peak_bytes, num_expected = _HEAD.unpack_from(self._memory, 0)
         if total <= peak_bytes:
             self._write(self._row, own)
             return
-        _HEAD.pack_into(self._memory, 0, num_rows, total)
+        _HEAD.pack_into(self._memory, 0, num_rows, total, num_expected)
         for row, share in rows:
             share.at_peak_bytes = share.held_bytes
             self._write(row, share)
@@ -187,7 +205,7 @@ def read_shares(path: str) -> tuple[int, list[Share]]:
         return 0, []
     if len(content) < _SIZE:
         return 0, []
-    num_rows, peak_bytes = _HEAD.unpack_from(content, 0)
+    num_rows, peak_bytes, _ = _HEAD.unpack_from(content, 0)
     return peak_bytes, [_read_row(content, row) for row in range(num_rows)]
 
 

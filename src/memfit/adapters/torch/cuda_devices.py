@@ -97,6 +97,8 @@ class CudaDevices:
         self.device = device
         self.installed = count
         """How many there are, hidden ones included."""
+        self.assumed = 0
+        """How many are taken to be there when the program names one."""
         self._current = threading.local()
         self._process_id = os.getpid()
         # A machine without a GPU may hide all devices from the start; only what the program sets means anything.
@@ -137,13 +139,13 @@ class CudaDevices:
 
     def check(self, index: int) -> None:
         """Raises what CUDA raises for a device that isn't there."""
-        if not 0 <= index < self.count:
+        if not 0 <= index < max(self.count, self.assumed):
             error = getattr(torch, "AcceleratorError", RuntimeError)
             raise error(f"CUDA error: invalid device ordinal\n{self._hint(index)}")
 
     def properties(self, index: int) -> DeviceProperties:
         """What one device can do."""
-        if not 0 <= index < self.count:
+        if not 0 <= index < max(self.count, self.assumed):
             raise AssertionError(f"Invalid device id. {self._hint(index)}")
         return DeviceProperties(self.device, index)
 

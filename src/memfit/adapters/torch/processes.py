@@ -55,6 +55,8 @@ if sys.prefix == {prefix!r}:
 '''
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.2
+# How long a process that has taken its steps waits for others: with something seen of them, and before they are there.
+_QUIET_SECONDS, _START_SECONDS, _MOST_SECONDS = 3.0, 30.0, 120.0
 # How long a script may do nothing at all after its processes have taken their steps.
 _IDLE_SECONDS = 10.0
 
@@ -71,8 +73,11 @@ class SharedDevice(Protocol):
     def end(self) -> None:
         """This process holds nothing any more."""
 
-    def others_bytes(self) -> int:
-        """What the other processes hold."""
+    def expect(self, number: int) -> None:
+        """So many more processes have been started that will share the device."""
+
+    def others(self) -> tuple[int, int, int]:
+        """(processes to come, those that are at work, a sign of their progress)."""
 
     def have_taken_steps(self) -> bool:
         """Whether there are processes that took steps, and all of those have taken all they were to."""
@@ -118,8 +123,8 @@ class Processes:
         """Called in a process of the script's own, with its name, before it does its work."""
         self.ended: Callable[[BaseException | None], None] = lambda error: None
         """Called there when it has done its work, with what ended it."""
-        self.first_started: Callable[[], None] = lambda: None
-        """Called when the first process is started."""
+        self.started: Callable[[], None] = lambda: None
+        """Called when a process is about to be started."""
 
     def replacements(self) -> list[Replacement]:
         """Stands in front of the two ways in which Python starts processes, and of the beginning of one."""
@@ -178,8 +183,8 @@ class Processes:
         self.num_started += 1
         if not self._are_simulated:
             self._report(NOT_SIMULATED, f"{what} was started: what it does on the device is not simulated")
-        elif self.num_started == 1:
-            self.first_started()
+        else:
+            self.started()
 
     def finish(self) -> None:
         """Ends the processes that are left of a script that was ended: they may wait for it for ever."""
@@ -218,6 +223,24 @@ def interrupt_when_idle(has_nothing_to_do: Callable[[], bool], end: Callable[[],
             signal.pthread_kill(main, signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True, name="memfit-idle").start()
+
+
+def wait_for_others(device: SharedDevice) -> None:
+    """Keeps what this process holds until those that were started beside it have taken their steps, too.
+
+    Without a dry run all of them would train for hours, side by side. Here a process is done before another has begun.
+    """
+    begun = since = time.monotonic()
+    last = -1
+    while time.monotonic() - begun < _MOST_SECONDS:
+        to_come, at_work, sign = device.others()
+        if not to_come and not at_work:
+            return
+        if sign != last:
+            last, since = sign, time.monotonic()
+        if time.monotonic() - since > (_START_SECONDS if to_come else _QUIET_SECONDS):
+            return
+        time.sleep(_POLL_SECONDS)
 
 
 def _is_worker(process: Any) -> bool:

@@ -28,12 +28,15 @@ from memfit.adapters.torch.imports import on_import
 from memfit.adapters.torch.launchers import Program
 from memfit.adapters.torch.loaders import Loaders
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS
-from memfit.adapters.torch.processes import Processes, SharedDevice, interrupt_when_idle
+from memfit.adapters.torch.processes import Processes, SharedDevice, interrupt_when_idle, wait_for_others
 from memfit.adapters.torch.session import Session, leave
 from memfit.adapters.torch.shared_tensors import sharing
 from memfit.adapters.torch.steps import EndOfRun
 from memfit.adapters.torch.torchvision_operators import define_missing_operators
 from memfit.core.dryrun import DryRun, Outcome, Request, Scan, Seen
+
+# Devices that a process of the script may name, however many are simulated: one for each process.
+_MANY = 1024
 
 
 class ScriptRun:
@@ -89,7 +92,7 @@ class ScriptRun:
         self.session.launchers.run = self._run_in_place
         self._processes = Processes(report, are_simulated=shared is not None)
         self._processes.leave = leave
-        self._processes.first_started = self._watch_processes
+        self._processes.started = self._process_started
         self.session.on_fork = self._stay
         self._exit_functions = ExitFunctions()
         self.write_process: Callable[[DryRun], None] = lambda result: None
@@ -120,6 +123,7 @@ class ScriptRun:
         atexit.register(end, None)
         self._processes.ended = end
         # Until the process ends.
+        self.session.devices.assumed = _MANY
         self._until_end.enter_context(self._simulated())
 
     def _end_process(self, error: BaseException | None, write: Callable[[DryRun], None]) -> None:
@@ -130,24 +134,32 @@ class ScriptRun:
             write(result)
         if self._shared is not None:
             self._shared.note(result.num_steps, self.session.recorder.num_ticks, self.session.counter.has_ended)
+            if self.session.counter.has_ended:
+                wait_for_others(self._shared)
             self._shared.end()
 
     def _stay(self) -> bool:
         """Whether this process, which was just forked off, goes on with the device: CUDA allows it before its use."""
-        if self._shared is None or not self._processes.forking or self.session.recorder.num_ticks:
+        if self._shared is None or not self._processes.forking:
             return False
         self._shared = shared = self._shared.again(self._processes.forking)
+        if self.session.recorder.num_ticks:
+            shared.end()
+            return False
+        self.session.devices.assumed = _MANY
         self.session.memory.share(shared)
         self.session.devices.stay()
         self._processes.ended = lambda error: self._end_process(error, self.write_process)
         return True
 
-    def _watch_processes(self) -> None:
+    def _process_started(self) -> None:
         def end() -> None:
             self.session.counter.has_ended = True
 
         if self._shared is not None:
-            interrupt_when_idle(self._shared.have_taken_steps, end)
+            self._shared.expect(1)
+            if self._processes.num_started == 1:
+                interrupt_when_idle(self._shared.have_taken_steps, end)
 
     def _settle(self) -> None:
         self.loaders.settle()
@@ -156,11 +168,13 @@ class ScriptRun:
 
     @contextmanager
     def _simulated(self) -> Iterator[None]:
+        report = self.session.simulation.notes.report
         answers = [
             *self.loaders.replacements(),
             *self._checkpoints.replacements(),
             *self._processes.replacements(),
             *self._exit_functions.replacements(),
+            *([] if self._shared is None else distributed.spawn_replacements(report, self.session.devices)),
         ]
         simulation = self.session.simulation
         with (
@@ -190,8 +204,11 @@ class ScriptRun:
                     _print_traceback(error)
                 elif isinstance(error, SystemExit) and isinstance(error.code, str):
                     print(error.code, file=sys.stderr)
-            if isinstance(error, EndOfRun) or self.session.counter.has_ended or isinstance(error, KeyboardInterrupt):
-                self._processes.finish()
+            if self._processes.num_started:
+                if self._shared is not None and isinstance(error, EndOfRun):
+                    wait_for_others(self._shared)
+                if self.session.counter.has_ended or isinstance(error, KeyboardInterrupt):
+                    self._processes.finish()
             self._exit_functions.run()
         self._checkpoints.finish()
         return self._result(error, time.perf_counter() - started)
