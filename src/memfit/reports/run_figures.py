@@ -42,6 +42,8 @@ def verdict(run: DryRun) -> str:
     head = f"{script} on {target}: {_progress(run)}"
     if run.outcome is Outcome.FAILED:
         return f"{head} failed for a reason of its own: {printable(run.error) or exit_code(run)}"
+    if run.outcome is Outcome.NO_STEP and not run.error and _fits_until_then(run) is not None:
+        return f"{head}, peak {_peak(run)}: {figures.answer(_fits_until_then(run))} as far as it went"
     if run.outcome in (Outcome.NO_STEP, Outcome.INTERRUPTED):
         why = f": {printable(run.error)}" if run.error else ""
         return f"{head}, so whether it fits is unknown{why}"
@@ -49,6 +51,11 @@ def verdict(run: DryRun) -> str:
     if run.scan is not None and run.scan.fits is False:
         return f"{peak}: fits at step 1; {longest(run.scan)}, does not"
     return f"{peak}: {figures.answer(run.fits)}"
+
+
+def _fits_until_then(run: DryRun) -> bool | None:
+    """Whether what a script without a step did runs on the device; None where it did nothing there."""
+    return run.estimate.fits if run.estimate is not None and run.estimate.timeline.blocks else None
 
 
 def answer(run: DryRun) -> str:
@@ -69,7 +76,9 @@ def details(run: DryRun) -> list[str]:
     estimate = run.estimate
     if run.num_devices > 1:
         lines.append("all figures are those of one device")
-    if not is_whole(run) and estimate is not None and estimate.timeline.blocks:
+    if run.outcome is Outcome.NO_STEP and not run.error and _fits_until_then(run) is not None:
+        lines.append("training was not seen: gradients and an optimizer's state, if there are any, are not in it")
+    elif not is_whole(run) and estimate is not None and estimate.timeline.blocks:
         lines.append(f"until then: peak {_peak(run)} (simulated)")
     caught = [failure for failure in run.failures if failure.handled]
     if caught:
@@ -301,6 +310,8 @@ def _figure(figure: figures.Figure) -> str:
 
 
 def _processes_part(run: DryRun) -> Part:
+    if len(run.processes) < 2:
+        return Part("")
     total = sum(run.processes.values())
     rows = tuple(figures.rows({printable(name): size for name, size in run.processes.items()}, total))
     return Part("Held by each process at the device's peak (simulated)", rows=rows)

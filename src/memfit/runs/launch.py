@@ -5,6 +5,7 @@ handed a request in a file and leaves its result in another. Its output goes whe
 ends, the parent has an answer: what the child wrote, or a crash with the signal's name.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,13 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from memfit import _interrupts
+from memfit.allocator.shared import Share, read_shares
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import BadFile
+from memfit.core.units import format_size
 from memfit.runs import processes
-from memfit.runs.shared_runs import combined
+from memfit.runs.shared_runs import DEVICE, combined
 
 COMMAND = (sys.executable, "-m", "memfit._child")
 """What is started, with the path of the request added."""
+
+# Seconds after which a run without a step says what it is doing; the last again and again.
+_MOMENTS = (10.0, 30.0, 60.0)
 
 # How long a script that is told to end may take to do so.
 _GRACE_SECONDS = 10.0
@@ -119,10 +126,37 @@ def _run(command: list[str], stdout_to_stderr: bool, silent: bool, *, is_ours: b
         )
     with started as process:
         try:
-            return process.wait()
+            return _wait(process, Path(command[-1]).parent / DEVICE)
         except BaseException as error:
             _stop(process, error, shares_terminal)
             raise
+
+
+def _wait(process: subprocess.Popen[bytes], device: Path) -> int:
+    """Waits for the process, and says from time to time how far it is, as long as there is no step."""
+    started = time.monotonic()
+    for moment in itertools.chain(_MOMENTS, itertools.count(2 * _MOMENTS[-1], _MOMENTS[-1])):
+        try:
+            return process.wait(max(0.0, started + moment - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            text = progress(*read_shares(str(device)))
+            if text:
+                print(f"memfit: {text} after {moment:.0f} s", file=sys.stderr, flush=True)
+    raise AssertionError("time has ended")
+
+
+def progress(peak_bytes: int, shares: list[Share]) -> str:
+    """What a run that has taken no step yet is doing; "" for one that has.
+
+    >>> progress(0, [])
+    'still importing PyTorch'
+    """
+    if not shares:
+        return "still importing PyTorch"
+    if any(share.num_steps for share in shares):
+        return ""
+    held = f"peak so far {format_size(peak_bytes)}" if peak_bytes else "nothing on the device yet"
+    return f"the script runs, no optimizer step yet, {held},"
 
 
 def _stop(process: subprocess.Popen[bytes], error: BaseException, shares_terminal: bool) -> None:

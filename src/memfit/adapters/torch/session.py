@@ -246,6 +246,8 @@ class Session:
             notes.append(Note("workspace-dropped", _WORKSPACE_DROPPED))
         if not timeline.blocks:
             notes.append(Note("nothing-on-device", "nothing was put on the device"))
+        if self.counter.counts_passes:
+            notes.append(Note(BY_HAND, "no optimizer and no update of a parameter was seen: backward passes are steps"))
         if seen.num_retries:
             notes.append(Note("cache-released", _CACHE_RELEASED))
         return Estimate(
@@ -337,16 +339,14 @@ class Session:
         self.recorder.enter(phase, self.step)
 
     def _begin_backward(self, *, accumulates: bool) -> None:
-        if accumulates:
-            self.counter.begin_backward()
+        self.counter.begin_backward()
         if self._fitting is not None:
             self._fitting.left()
         self.recorder.classify_live(self._first_block, Category.ACTIVATION)
         self._enter(Phase.BACKWARD)
 
     def _end_backward(self, *, accumulates: bool) -> None:
-        if accumulates:
-            self.counter.end_backward()
+        self.counter.end_backward()
         self._backward_threads.add(threading.get_ident())
         if len(self._backward_threads) > 1:
             # Gradients of another thread's model may go while they are looked at.

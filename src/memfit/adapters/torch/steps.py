@@ -3,7 +3,7 @@
 A step is one call of an optimizer's `step`. Where a script has several optimizers (a GAN, an actor and a critic) all
 must have taken the number wanted; one that is never used must not keep the run going for ever, so that five times the
 number by any of them ends it too. A script that updates its parameters by hand has no optimizer: there the first
-change of a parameter after a backward pass is a step.
+change of a parameter after a backward pass is a step, and where no such change is seen each backward pass is one.
 """
 
 import _thread
@@ -48,6 +48,7 @@ class StepCounter:
         self._taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._most = 0
         self._num_by_hand = 0
+        self._num_backward = 0
         self._has_new_gradients = False
         self.has_optimizer = False
         self.has_ended = False
@@ -57,8 +58,13 @@ class StepCounter:
 
     @property
     def num_steps(self) -> int:
-        """Steps taken: by the busiest optimizer, or updates by hand."""
-        return self._most if self.has_optimizer else self._num_by_hand
+        """Steps taken: by the busiest optimizer, updates by hand, or backward passes where neither is seen."""
+        return self._most if self.has_optimizer else self._num_by_hand or self._num_backward
+
+    @property
+    def counts_passes(self) -> bool:
+        """Whether backward passes are taken for steps, for want of anything better."""
+        return not self.has_optimizer and not self._num_by_hand and self._num_backward > 0
 
     def made(self, optimizer: Any) -> None:
         """An optimizer was made."""
@@ -67,13 +73,17 @@ class StepCounter:
 
     def begin_backward(self) -> None:
         """A backward pass is about to begin; ends the run where it would be one more than wanted."""
-        if not self.has_optimizer and self._num_by_hand >= self._wanted:
+        if self.has_optimizer:
+            return
+        # Passes may add up to one update, which is not seen where the program makes new tensors of its parameters.
+        if self._num_by_hand >= self._wanted or self._num_backward >= _PATIENCE * self._wanted > self._num_by_hand:
             self.has_ended = True
             raise EndOfRun
 
     def end_backward(self) -> None:
         """A backward pass has ended."""
         self._has_new_gradients = True
+        self._num_backward += 1
 
     def updated_by_hand(self) -> None:
         """The program has changed a parameter itself; the first time after a backward pass, that is a step."""
