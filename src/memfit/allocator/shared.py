@@ -99,9 +99,7 @@ class SharedDevice:
                 room = min(room, self._usable_bytes - self._context_bytes - others)
             source.capacity_bytes = room
             block = source.take(pool, size_bytes)
-            if source.reserved:
-                # Where not even the context had room, nothing is held.
-                self._hold(source.reserved, rows)
+            self._hold(source.reserved, rows)
             return block
 
     def hold(self, reserved_bytes: int) -> None:
@@ -151,6 +149,9 @@ class SharedDevice:
 
     def _hold(self, reserved_bytes: int, rows: "list[tuple[int, Share]]") -> None:
         own = rows[self._row][1]
+        if not reserved_bytes and not own.held_bytes:
+            # It never got anything: not even its context is there.
+            return
         own.held_bytes = reserved_bytes + self._context_bytes
         own.peak_bytes = max(own.peak_bytes, own.held_bytes)
         total = sum(share.held_bytes for _, share in rows)

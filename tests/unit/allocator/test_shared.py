@@ -48,8 +48,8 @@ def test_what_one_holds_another_can_not_have(device, expandable):
 
 
 def test_the_peak_is_what_all_held_at_once(device):
-    first, one = process(device, "parent")
-    second, two = process(device, "child")
+    first, _ = process(device, "parent")
+    second, _ = process(device, "child")
     block = first.malloc(40 * MIB)
     first.free(block)
     first.empty_cache()

@@ -235,7 +235,7 @@ class ScriptRun:
 
     def _result(self, error: BaseException | None, seconds: float) -> DryRun:
         request, session = self._request, self.session
-        num_steps = session.counter.num_steps
+        num_steps = session.counter.num_steps or session.counter.num_passes
         outcome, exit_code = self._outcome(error, num_steps)
         survived = outcome in (Outcome.COMPLETED, Outcome.ENDED, Outcome.NO_STEP)
         return DryRun(

@@ -246,7 +246,7 @@ class Session:
             notes.append(Note("workspace-dropped", _WORKSPACE_DROPPED))
         if not timeline.blocks:
             notes.append(Note("nothing-on-device", "nothing was put on the device"))
-        if self.counter.counts_passes:
+        if self.counter.num_passes:
             notes.append(Note(BY_HAND, "no optimizer and no update of a parameter was seen: backward passes are steps"))
         if seen.num_retries:
             notes.append(Note("cache-released", _CACHE_RELEASED))

@@ -58,13 +58,13 @@ class StepCounter:
 
     @property
     def num_steps(self) -> int:
-        """Steps taken: by the busiest optimizer, updates by hand, or backward passes where neither is seen."""
-        return self._most if self.has_optimizer else self._num_by_hand or self._num_backward
+        """Steps taken: by the busiest optimizer, or updates by hand."""
+        return self._most if self.has_optimizer else self._num_by_hand
 
     @property
-    def counts_passes(self) -> bool:
-        """Whether backward passes are taken for steps, for want of anything better."""
-        return not self.has_optimizer and not self._num_by_hand and self._num_backward > 0
+    def num_passes(self) -> int:
+        """Backward passes of a program that has shown neither an optimizer nor an update: its steps, in the end."""
+        return 0 if self.has_optimizer or self._num_by_hand else self._num_backward
 
     def made(self, optimizer: Any) -> None:
         """An optimizer was made."""
