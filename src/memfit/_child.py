@@ -6,19 +6,24 @@ Puts the parts together on the other side of `memfit.runs`: the device's memory,
 import json
 import os
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from memfit import _interrupts
 from memfit.allocator import memory_of
 from memfit.allocator.shared import SharedDevice, can_share
 from memfit.core import env
 from memfit.core.dryrun import DryRun, Request
+from memfit.runs import processes
 from memfit.runs.shared_runs import DEVICE
 
 if TYPE_CHECKING:
     from memfit.adapters.torch.script import ScriptRun
+
+# How long the interpreter may take to end when the result has been written.
+_ENDING_SECONDS = 10.0
 
 
 def main(request_path: str) -> int:
@@ -104,5 +109,18 @@ def _write(path: str, data: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
+def _end(code: int) -> NoReturn:
+    """Ends the process, also where the interpreter's own end waits for processes that the script has left behind."""
+
+    def leave() -> None:
+        processes.end_descendants(os.getpid(), 0.0)
+        os._exit(code)
+
+    timer = threading.Timer(_ENDING_SECONDS, leave)
+    timer.daemon = True
+    timer.start()
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    _end(main(sys.argv[1]))

@@ -211,8 +211,8 @@ def read_shares(path: str) -> tuple[int, list[Share]]:
 
 
 def _read_row(content: Any, row: int) -> Share:
-    *numbers, has_ended, name = _ROW.unpack_from(content, _HEAD.size + row * _ROW.size)
-    return Share(*numbers, bool(has_ended), name.rstrip(b"\0").decode(errors="replace"))
+    pid, held, at_peak, peak, steps, events, has_ended, name = _ROW.unpack_from(content, _HEAD.size + row * _ROW.size)
+    return Share(pid, held, at_peak, peak, steps, events, bool(has_ended), name.rstrip(b"\0").decode(errors="replace"))
 
 
 def _is_gone(pid: int) -> bool:

@@ -90,7 +90,7 @@ def run_child(
             known = _read(result_path)
             if known is None:
                 raise
-            raise Interrupted(replace(DryRun.from_json(known), outcome=Outcome.INTERRUPTED)) from None
+            raise Interrupted(replace(DryRun.from_json(known), outcome=Outcome.INTERRUPTED, error="")) from None
         data = _read(result_path) or _crash(request, return_code).to_json()
         return {**data, **combined(DryRun.from_json(data), Path(folder)).to_json()}
 

@@ -47,6 +47,9 @@ def follow(module):
     if os.environ.get({variable!r}):
         from memfit._child import follow
         follow(os.environ[{variable!r}])
+plain_hook = sys.excepthook
+# Of an interruption the one who was interrupted tells.
+sys.excepthook = lambda kind, error, trace: None if kind is KeyboardInterrupt else plain_hook(kind, error, trace)
 if sys.prefix == {prefix!r}:
     spec = importlib.util.spec_from_file_location("_memfit_imports", {imports!r})
     module = importlib.util.module_from_spec(spec)
@@ -155,6 +158,9 @@ class Processes:
             def run() -> None:
                 try:
                     plain_run()
+                except KeyboardInterrupt:
+                    # The one who was interrupted tells; a process of its own would print a traceback.
+                    sys.exit(130)
                 except BaseException as error:
                     errors.append(error)
                     raise

@@ -10,6 +10,7 @@ import os
 import random
 import runpy
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -37,6 +38,8 @@ from memfit.core.dryrun import DryRun, Outcome, Request, Scan, Seen
 
 # Devices that a process of the script may name, however many are simulated: one for each process.
 _MANY = 1024
+# How long a script that has ended may take to clear up, after it has waited for its processes.
+_CLEARING_SECONDS = 150.0
 
 
 class ScriptRun:
@@ -99,9 +102,11 @@ class ScriptRun:
         """Writes the result of a process that was forked off."""
         self._started = time.perf_counter()
         self._until_end = ExitStack()
+        self._leave: Callable[[DryRun], None] | None = None
 
     def leave_with(self, leave: Callable[[DryRun], None]) -> None:
         """`leave` ends the process where the script catches every exception, its own end included."""
+        self._leave = leave
         self.session.counter.ignored = lambda: leave(self._result(EndOfRun(), time.perf_counter() - self._started))
 
     def follow(self, write: Callable[[DryRun], None]) -> None:
@@ -204,14 +209,35 @@ class ScriptRun:
                     _print_traceback(error)
                 elif isinstance(error, SystemExit) and isinstance(error.code, str):
                     print(error.code, file=sys.stderr)
-            if self._processes.num_started:
-                if self._shared is not None and isinstance(error, EndOfRun):
-                    wait_for_others(self._shared)
-                if self.session.counter.has_ended or isinstance(error, KeyboardInterrupt):
-                    self._processes.finish()
-            self._exit_functions.run()
+            with self._bounded(error):
+                self._clear_up(error)
         self._checkpoints.finish()
         return self._result(error, time.perf_counter() - started)
+
+    @contextmanager
+    def _bounded(self, error: BaseException | None) -> Iterator[None]:
+        """Leaves with what is known where clearing up after the script doesn't end: threads and processes may not."""
+        if self._leave is None:
+            yield
+            return
+        leave = self._leave
+        timer = threading.Timer(
+            _CLEARING_SECONDS, lambda: leave(self._result(error, time.perf_counter() - self._started))
+        )
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _clear_up(self, error: BaseException | None) -> None:
+        if self._processes.num_started:
+            if self._shared is not None and isinstance(error, EndOfRun):
+                wait_for_others(self._shared)
+            if self.session.counter.has_ended or isinstance(error, KeyboardInterrupt):
+                self._processes.finish()
+        self._exit_functions.run()
 
     def _run_script(self) -> None:
         program = self._program
