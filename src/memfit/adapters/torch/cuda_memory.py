@@ -31,9 +31,12 @@ class DeviceMemory(Protocol):
     num_segments: int
     num_retries: int
     limit_bytes: int | None
-    others_bytes: int
 
     options: AllocatorOptions
+
+    @property
+    def others_bytes(self) -> int:
+        """What other processes hold on the device."""
 
     def malloc(self, size_bytes: int) -> Any:
         """A block, or None when the device is full."""

@@ -22,7 +22,8 @@ from memfit.adapters.torch.replacement import Replacement
 
 _GROUP_BACKENDS = ("nccl", "gloo", "mpi", "ucc", "cpu:gloo,cuda:nccl")
 # As they are without a stand-in.
-_SPAWN, _START_PROCESSES = torch.multiprocessing.spawn, torch.multiprocessing.start_processes
+_SPAWN: Callable[..., Any] = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+_START_PROCESSES: Callable[..., Any] = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
 SPAWNED = "processes-not-spawned"
 SIMULATED_RANK = "one-rank"
 

@@ -114,7 +114,7 @@ class Launchers:
         """What to put in place of torchrun's."""
         if not torch.distributed.is_available():
             return []
-        from torch.distributed.elastic.utils import macros
+        from torch.distributed.elastic.utils.api import macros
         from torch.distributed.launcher.api import elastic_launch
 
         launchers = self

@@ -133,7 +133,7 @@ class Session:
     def has_devices(self, count: int) -> None:
         """There are at least so many devices, as the program's launcher says."""
         self.devices.installed = max(count, self.devices.installed)
-        torch.cuda.default_generators = generators(self.devices.installed)
+        vars(torch.cuda)["default_generators"] = generators(self.devices.installed)
 
     @contextmanager
     def visiting(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ def sharing(is_simulated: Callable[[torch.Tensor], bool], received: Callable[[An
     """
     global _received
     reducers: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-    kinds = [kind for kind in (torch.Tensor, torch.nn.Parameter) if kind in reducers]
+    kinds: list[type] = [kind for kind in (torch.Tensor, torch.nn.Parameter) if kind in reducers]
     before = {kind: reducers[kind] for kind in kinds}
     plain_received, _received = _received, received
 
