@@ -3,6 +3,8 @@
 `import memfit` is light: no framework is loaded until a verb needs one, nor what only a training run needs.
 """
 
+from memfit import _interrupts  # noqa: F401  # isort: skip - before anything that takes time
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

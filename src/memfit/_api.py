@@ -283,8 +283,9 @@ def dryrun(
     from memfit.runs.devices import has_devices
     from memfit.runs.keras_scripts import keras_backend
     from memfit.runs.sequence import dry_run, read_run
-    from memfit.runs.target import check_module, check_script
+    from memfit.runs.target import find_target
 
+    name = find_target(name, module=module)
     backend = keras_backend(name, module=module)
     target = resolve("cpu" if device is None and backend and not has_devices() else device)
     # Keras on PyTorch runs on the simulated device like any other script of PyTorch.
@@ -296,7 +297,6 @@ def dryrun(
         )
     # Refused here rather than by the script's process.
     parse_options(env.allocator_settings())
-    (check_module if module else check_script)(name)
     if not until_fit:
         require_torch()
     folder = "" if checkpoint_folder is None else os.path.abspath(checkpoint_folder)
@@ -348,7 +348,8 @@ def _advised(run: DryRun, too_large: "TooLarge") -> DryRun:
         seen.fusable,
         autocast_of(estimate.device),
     )
-    found = advise(situation, estimate.replay, context_bytes=estimate.context_bytes, peak_with=tried)
+    context_bytes = estimate.context_bytes + estimate.other_bytes
+    found = advise(situation, estimate.replay, context_bytes=context_bytes, peak_with=tried)
     return replace(run, advice=found)
 
 

@@ -11,7 +11,7 @@ from memfit.core.units import parse_size
 from memfit.reports.page import write_supervised_page
 from memfit.reports.supervised_text import format_supervised
 from memfit.runs.supervise import Supervisor, Task
-from memfit.runs.target import check_budget, check_module, check_script
+from memfit.runs.target import check_budget, find_target
 
 supervised.reporters.use(format_supervised, write_supervised_page)
 
@@ -55,7 +55,7 @@ def run(
     if retries < 0:
         raise BadInput(f"retries must be at least 0, but {retries} was given.")
     budget_bytes = None if budget is None else parse_size(budget)
-    (check_module if module else check_script)(name)
+    name = find_target(name, module=module)
     if budget_bytes is not None:
         check_budget(budget_bytes)
     task = Task(

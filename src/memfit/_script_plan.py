@@ -109,9 +109,9 @@ def plan_script(
     allowed = _allowed(allow, precision)
     # Refused here rather than by the script's process.
     parse_options(env.allocator_settings())
-    from memfit.runs.target import check_module, check_script
+    from memfit.runs.target import find_target
 
-    (check_module if module else check_script)(name)
+    name = find_target(name, module=module)
     require_torch()
     request = Request(name, module, tuple(map(str, arguments)), target, count, steps, unlimited=True, watch=True)
     return _ScriptPlanner(request, allowed, patience, quiet_output=quiet_output, started=started).run()
@@ -275,7 +275,7 @@ class _ScriptPlanner:
         known, origin = self._speed.is_known, Origin.ASSUMED
         as_it_is = self._speed.step(AS_IT_IS)
         return Plan(
-            subject=os.path.basename(self._request.script),
+            subject=os.path.basename(self._run.script),
             device=self._request.device,
             budget_bytes=self._budget,
             batch_size=self._seen.batch_size,
@@ -398,7 +398,7 @@ class _ScriptPlanner:
 
     def _not_found(self, proof: _Proof) -> PlanNotFound:
         needs = proof.estimate.peak_bytes
-        subject = os.path.basename(self._request.script)
+        subject = os.path.basename(self._run.script)
         lines = [
             f"no plan fits {subject} into {format_size(self._budget)}; the smallest needs {format_size(needs)} "
             f"({(Origin.SIMULATED if proof.is_whole else Origin.ASSUMED).value}).",

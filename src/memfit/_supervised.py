@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from memfit import _interrupts
 from memfit.adapters.torch import imports
 from memfit.catalogue.host import cgroup_limit_bytes
 from memfit.core.guarding import BrokenUpdate, CannotFit, OutOfMemory, Where
@@ -46,6 +47,7 @@ def main(request_path: str, descriptor: str | None = None) -> None:
     early = {name: lambda: said.extend(_flags(request)) for name in ("tensorflow", "jax")}
     late = {"torch": lambda module: _install(request), "keras": lambda module: _install_keras(module, said)}
     imports.watch_imports(late, before=early)
+    _interrupts.raise_again()
     run_script(request)
 
 

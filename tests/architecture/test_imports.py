@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "memfit"
 # Lowest row first. A part imports from lower rows and from itself, never from its own row's other parts.
 # `memfit` is the package's own `__init__`: the public API, which commands use and nothing below them does.
 ROWS = (
+    ("_interrupts",),
     ("core",),
     ("adapters", "allocator", "catalogue"),
     ("planner", "guard", "monitor", "data", "doctor", "shrink", "cloud", "runs"),

@@ -7,11 +7,12 @@ is full. Both use the same `CachingAllocator`; this module adds what such a prog
 
 import threading
 from collections import deque
-from typing import final
+from typing import cast, final
 
-from memfit.allocator.caching import CachingAllocator
+from memfit.allocator.caching import CachingAllocator, Source
 from memfit.allocator.pool import FREE, IN_USE, UNMAPPED, Block, Pool
 from memfit.allocator.rounding import MIN_BLOCK_BYTES, NO_LIMIT, SMALL_BYTES, round_size, segment_size
+from memfit.allocator.shared import SharedDevice, SharedSource
 from memfit.allocator.statistics import Level, PoolStatistics
 from memfit.core.replay import AllocatorOptions
 
@@ -43,6 +44,7 @@ class LiveAllocator:
         "_num_taken_before",
         "_oversize",
         "_oversize_segments",
+        "_shared",
         "_small",
         "_tracks_splits",
         "_waiting",
@@ -71,14 +73,31 @@ class LiveAllocator:
         self.num_segments = self.num_retries = self.num_failures = 0
         self._num_syncs = self._num_retries_before = 0
         self._num_taken = self._num_taken_before = self._num_returned_before = 0
+        self._shared: SharedDevice | None = None
         self._set_up(options)
 
     def _set_up(self, options: AllocatorOptions) -> None:
         self.options = options
         self._allocator = CachingAllocator(options, self.capacity_bytes)
+        if self._shared is not None:
+            self._allocator.source = cast(Source, SharedSource(self._allocator.source, self._shared))
         self._divisions = options.roundup_power2_divisions
         # Upstream leaves expandable segments out, because wholly free pages can always be returned.
         self._tracks_splits = not options.expandable_segments
+
+    def share(self, device: SharedDevice | None) -> None:
+        """From now on the device's memory is shared with other processes; None: no longer."""
+        with self._lock:
+            self._shared = device
+            self.limit(self.limit_bytes)
+            plain = getattr(self._allocator.source, "plain", self._allocator.source)
+            plain.capacity_bytes = self._allocator.source.capacity_bytes
+            self._allocator.source = plain if device is None else cast(Source, SharedSource(plain, device))
+
+    @property
+    def others_bytes(self) -> int:
+        """What other processes hold on the device."""
+        return 0 if self._shared is None else self._shared.others_bytes()
 
     def configure(self, options: AllocatorOptions) -> bool:
         """Takes other settings, as PyTorch does until the first allocation; False when it is too late."""

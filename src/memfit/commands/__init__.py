@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from memfit import _interrupts
 from memfit.commands import output
 from memfit.commands.parser import Parser, UsageError, add_aliases, nearest_options
 from memfit.core.errors import MemfitError
@@ -97,6 +98,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["help"]:
         given = [*given[1:], "--help"]
+    try:
+        _interrupts.raise_again()
+        return _main(given)
+    except KeyboardInterrupt:
+        return output.print_error(KeyboardInterrupt("interrupted"), EXIT_INTERRUPTED, as_json="--json" in given)
+    finally:
+        # The interpreter's own end may be interrupted, too.
+        _interrupts.end_at_once()
+
+
+def _main(given: list[str]) -> int:
     # Where arguments can't be parsed, this is all that is known of what was asked for.
     as_json = "--json" in given
     try:
@@ -112,8 +124,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(EXIT_BAD_USAGE) from None
     except MemfitError as error:
         return output.print_error(error, error.exit_code, as_json=as_json)
-    except KeyboardInterrupt:
-        return output.print_error(KeyboardInterrupt("interrupted"), EXIT_INTERRUPTED, as_json=as_json)
     except BrokenPipeError:
         # The reader went away, as in `memfit devices | head`: the rest goes nowhere, and the interpreter's own last
         # flush has nothing to complain about.

@@ -77,6 +77,7 @@ class Failure:
         step: number of the step, from 1; 0 is set-up.
         by_category: live bytes at that moment.
         handled: whether the script caught the error and went on.
+        other_bytes: what other processes held on the device at that moment.
     """
 
     message: str
@@ -92,6 +93,7 @@ class Failure:
     step: int
     by_category: dict[str, int] = field(default_factory=dict)
     handled: bool = False
+    other_bytes: int = 0
 
     @property
     def out_of_memory(self) -> OutOfMemory:
@@ -280,6 +282,8 @@ class DryRun(Shown):
         seen: what else the run showed of the program; None where nobody asked.
         suspicion: why the simulation, and not the script, may be the reason of its failure, or "".
         module: whether `script` is the name of a module, as for `python -m`.
+        processes: what each process of the script held on the device when all together held most, where there are
+            several; by name, in the order in which they began.
     """
 
     script: str
@@ -300,6 +304,7 @@ class DryRun(Shown):
     seen: Seen | None = None
     suspicion: str = ""
     module: bool = False
+    processes: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return reporters.describe(self)
@@ -372,6 +377,7 @@ class DryRun(Shown):
             "estimate": None if self.estimate is None else self.estimate.to_json(),
             **({} if self.seen is None else {"seen": self.seen.to_json()}),
             **({"suspicion": self.suspicion} if self.suspicion else {}),
+            "processes": self.processes,
         }
 
     @classmethod
@@ -403,6 +409,7 @@ class DryRun(Shown):
                 seen=Seen.from_json(data["seen"]) if "seen" in data else None,
                 suspicion=str(data.get("suspicion", "")),
                 module=bool(data.get("module", False)),
+                processes=dict(data.get("processes", {})),
             )
             checked(replace(run, estimate=None), "a dry run")
             return run

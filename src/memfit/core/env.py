@@ -5,6 +5,9 @@ import os
 RUN_REQUEST = "MEMFIT_RUN"
 """Set by `memfit run` for the script it starts: the path of the file with what this attempt is to be."""
 
+SIMULATION = "MEMFIT_SIMULATION"
+"""Set in a dry run for the processes that the script starts: the path of the file with what is simulated."""
+
 
 def allocator_settings() -> str:
     """The settings of PyTorch's caching allocator, in PyTorch's own syntax; the newer name counts first."""

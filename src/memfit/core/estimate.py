@@ -21,6 +21,7 @@ FORMAT_VERSION = 1
 DRY_RUN = "dry run"
 """The mode of an estimate that is the record of a whole program."""
 CONTEXT = "CUDA context"
+OTHER_PROCESSES = "other processes"
 CACHED = "allocator rounding, cache and fragmentation"
 ROOT_MODULE = "(model)"
 UNKNOWN_SOURCE = "(framework)"
@@ -110,6 +111,7 @@ class Estimate(Shown):
         num_parameters: elements of all parameters.
         state_bytes: parameters, buffers, gradients and optimizer state, each in full, by category.
         seconds: how long the estimate took.
+        other_bytes: what other processes held on the device when all together held most; the timeline is that of one.
     """
 
     subject: str
@@ -127,6 +129,7 @@ class Estimate(Shown):
     num_parameters: int = 0
     state_bytes: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    other_bytes: int = 0
     rescale: "Callable[[int], Estimate] | None" = field(default=None, compare=False, repr=False)
     """Answers for another batch size; set by the one who traced, gone after a round trip through JSON."""
 
@@ -174,8 +177,8 @@ class Estimate(Shown):
 
     @property
     def peak_bytes(self) -> int:
-        """What the device must provide: reserved memory and the CUDA context."""
-        return self.reserved_peak_bytes + self.context_bytes
+        """What the device must provide: reserved memory, the CUDA context, and what other processes hold."""
+        return self.reserved_peak_bytes + self.context_bytes + self.other_bytes
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -200,7 +203,11 @@ class Estimate(Shown):
         """Where every byte of the peak goes."""
         tick, timeline = self.peak_tick, self.timeline
         live_bytes = sum(block.size_bytes for block in timeline.live_at(tick))
-        rest = {CACHED: self.reserved_peak_bytes - live_bytes, CONTEXT: self.context_bytes}
+        rest = {
+            CACHED: self.reserved_peak_bytes - live_bytes,
+            CONTEXT: self.context_bytes,
+            OTHER_PROCESSES: self.other_bytes,
+        }
         rest = {name: size for name, size in rest.items() if size}
         return Breakdown(
             by_category=timeline.breakdown(tick, lambda b: str(b.category)) | rest,
@@ -259,6 +266,7 @@ class Estimate(Shown):
             "num_parameters": self.num_parameters,
             "state_bytes": self.state_bytes,
             "seconds": self.seconds,
+            "other_bytes": self.other_bytes,
             "origin": {
                 "peak_bytes": Origin.SIMULATED.value,
                 "capacity_bytes": self.device.usable_origin.value,
@@ -293,6 +301,7 @@ class Estimate(Shown):
                 num_parameters=int(data["num_parameters"]),
                 state_bytes={str(name): int(size) for name, size in data["state_bytes"].items()},
                 seconds=float(data["seconds"]),
+                other_bytes=int(data.get("other_bytes", 0)),
             )
             # The timeline, which may be long, has been looked at.
             checked(replace(estimate, timeline=Timeline((), 0)), "an estimate")

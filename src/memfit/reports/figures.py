@@ -7,12 +7,12 @@ from, so those are worked out once, here, from the estimate alone.
 from dataclasses import dataclass
 
 from memfit.core.device import Device, Kind, Origin
-from memfit.core.estimate import CACHED, CONTEXT, DRY_RUN, Estimate
+from memfit.core.estimate import CACHED, CONTEXT, DRY_RUN, OTHER_PROCESSES, Estimate
 from memfit.core.printing import printable as printable
 from memfit.core.timeline import Category
 from memfit.core.units import format_size
 
-OVERHEADS = (CACHED, CONTEXT)
+OVERHEADS = (CACHED, CONTEXT, OTHER_PROCESSES)
 """Rows of a breakdown that belong to no block of the timeline."""
 
 UNKNOWN = "unknown"

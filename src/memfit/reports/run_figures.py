@@ -6,7 +6,7 @@ A report is a verdict, a few lines below it, and parts. Text, terminal and page 
 import shlex
 
 from memfit.core.dryrun import Advice, DryRun, Failure, Outcome, Scan
-from memfit.core.estimate import CACHED, CONTEXT, Estimate, Note
+from memfit.core.estimate import CACHED, CONTEXT, OTHER_PROCESSES, Estimate, Note
 from memfit.core.timeline import Phase
 from memfit.core.units import format_size
 from memfit.reports import figures
@@ -50,6 +50,8 @@ def verdict(run: DryRun) -> str:
     if run.outcome is Outcome.FAILED:
         reason = ", and the simulation may be the reason" if run.suspicion else " for a reason of its own"
         return f"{head} failed{reason}: {printable(run.error) or exit_code(run)}"
+    if run.outcome is Outcome.NO_STEP and not run.error and _fits_until_then(run) is not None:
+        return f"{head}, peak {_peak(run)}: {figures.answer(_fits_until_then(run))} as far as it went"
     if run.outcome in (Outcome.NO_STEP, Outcome.INTERRUPTED):
         why = f": {printable(run.error)}" if run.error else ""
         return f"{head}, so whether it fits is unknown{why}"
@@ -59,6 +61,11 @@ def verdict(run: DryRun) -> str:
     if run.scan is not None and run.scan.fits is False:
         return f"{peak}: fits at step 1; {longest(run.scan)}, does not"
     return f"{peak}: {figures.answer(run.fits)}"
+
+
+def _fits_until_then(run: DryRun) -> bool | None:
+    """Whether what a script without a step did runs on the device; None where it did nothing there."""
+    return run.estimate.fits if run.estimate is not None and run.estimate.timeline.blocks else None
 
 
 def answer(run: DryRun) -> str:
@@ -79,7 +86,9 @@ def details(run: DryRun) -> list[str]:
     estimate = run.estimate
     if run.num_devices > 1:
         lines.append("all figures are those of one device")
-    if not is_whole(run) and estimate is not None and estimate.timeline.blocks:
+    if run.outcome is Outcome.NO_STEP and not run.error and _fits_until_then(run) is not None:
+        lines.append("training was not seen: gradients and an optimizer's state, if there are any, are not in it")
+    elif not is_whole(run) and estimate is not None and estimate.timeline.blocks:
         lines.append(f"until then: peak {_peak(run)} (simulated)")
     if run.suspicion:
         lines.append(f"{printable(run.suspicion)}. {_REPORT}")
@@ -126,7 +135,8 @@ def free_bytes(run: DryRun, failure: Failure) -> int | None:
     estimate = run.estimate
     if estimate is None or estimate.capacity_bytes is None:
         return None
-    return max(0, estimate.capacity_bytes - estimate.context_bytes - failure.reserved_bytes)
+    held_bytes = estimate.context_bytes + failure.reserved_bytes + failure.other_bytes
+    return max(0, estimate.capacity_bytes - held_bytes)
 
 
 def need(estimate: Estimate) -> str:
@@ -147,7 +157,7 @@ def parts(run: DryRun) -> list[Part]:
     if estimate is not None and estimate.timeline.blocks:
         title = f"Figures and their origin ({figures.parameters(estimate)} parameters)"
         found.append(Part(title, lines=tuple(_figure(f) for f in run_figures(run))))
-    found += [_redirected_part(run), Part("Notes", lines=tuple(note_lines(run)))]
+    found += [_processes_part(run), _redirected_part(run), Part("Notes", lines=tuple(note_lines(run)))]
     return [part for part in found if part.holds_something]
 
 
@@ -171,7 +181,7 @@ def failure_groups(run: DryRun, failure: Failure) -> dict[str, int]:
     """What held the device's memory when an allocation failed, with what the allocator and the context take."""
     held = sum(failure.by_category.values())
     context = 0 if run.estimate is None else run.estimate.context_bytes
-    rest = {CACHED: failure.reserved_bytes - held, CONTEXT: context}
+    rest = {CACHED: failure.reserved_bytes - held, CONTEXT: context, OTHER_PROCESSES: failure.other_bytes}
     return failure.by_category | {name: size for name, size in rest.items() if size > 0}
 
 
@@ -324,6 +334,14 @@ def _advice_part(run: DryRun) -> Part:
 def _figure(figure: figures.Figure) -> str:
     origin = f"  {figure.origin}" if figure.origin else ""
     return f"{figure.label:<34}{figure.value:>20}{origin}"
+
+
+def _processes_part(run: DryRun) -> Part:
+    if len(run.processes) < 2:
+        return Part("")
+    total = sum(run.processes.values())
+    rows = tuple(figures.rows({printable(name): size for name, size in run.processes.items()}, total))
+    return Part("Held by each process at the device's peak (simulated)", rows=rows)
 
 
 def _redirected_part(run: DryRun) -> Part:

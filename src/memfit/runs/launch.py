@@ -5,6 +5,7 @@ handed a request in a file and leaves its result in another. Its output goes whe
 ends, the parent has an answer: what the child wrote, or a crash with the signal's name.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -12,20 +13,28 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memfit import _interrupts
+from memfit.allocator.shared import Share, read_shares
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import BadFile
-from memfit.core.progress import doing
+from memfit.core.progress import announce, doing
+from memfit.core.units import format_size
 from memfit.runs import processes
+from memfit.runs.shared_runs import DEVICE, combined
 from memfit.runs.written_files import collect
 
 COMMAND = (sys.executable, "-m", "memfit._child")
 """What is started, with the path of the request added."""
+
+# Seconds after which a run without a step says what it is doing; the last again and again.
+_MOMENTS = (10.0, 30.0, 60.0)
 
 # How long a script that is told to end may take to do so.
 _GRACE_SECONDS = 10.0
@@ -88,11 +97,10 @@ def run_child(
         )
         request_path.write_text(json.dumps(asked.to_json()), encoding="utf-8")
         try:
+            words = [*(command or COMMAND), str(request_path)]
             # What the script prints is progress enough.
             with doing("running the script") if silent else nullcontext():
-                return_code = _run(
-                    [*(command or COMMAND), str(request_path)], stdout_to_stderr, silent, timeout_seconds
-                )
+                return_code = _run(words, stdout_to_stderr, silent, timeout_seconds, is_ours="memfit._child" in words)
         except subprocess.TimeoutExpired:
             return _crash(request, -getattr(signal, "SIGALRM", signal.SIGTERM)).to_json()
         except KeyboardInterrupt:
@@ -100,9 +108,10 @@ def run_child(
             if known is None:
                 raise
             known = _with_files(known, folder, kept)
-            raise Interrupted(replace(DryRun.from_json(known), outcome=Outcome.INTERRUPTED)) from None
-        data = _read(result_path)
-        return _with_files(data if data is not None else _crash(request, return_code).to_json(), folder, kept)
+            raise Interrupted(replace(DryRun.from_json(known), outcome=Outcome.INTERRUPTED, error="")) from None
+        data = _read(result_path) or _crash(request, return_code).to_json()
+        data = {**data, **combined(DryRun.from_json(data), Path(folder)).to_json()}
+        return _with_files(data, folder, kept)
 
 
 @contextmanager
@@ -130,7 +139,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     return dict(data)
 
 
-def _run(command: list[str], stdout_to_stderr: bool, silent: bool, timeout_seconds: float | None = None) -> int:
+def _run(
+    command: list[str], stdout_to_stderr: bool, silent: bool, timeout_seconds: float | None = None, *, is_ours: bool
+) -> int:
     """Return code of the command; negative for a signal."""
     # What we have printed so far comes before what the script prints.
     sys.stdout.flush()
@@ -141,19 +152,50 @@ def _run(command: list[str], stdout_to_stderr: bool, silent: bool, timeout_secon
     # Whoever has the terminal's attention gets its keys. A script in a group of its own could not read from the
     # terminal, and needs no message from us when Ctrl-C is pressed there.
     shares_terminal = not silent and processes.is_terminal(0)
-    with subprocess.Popen(
-        command,
-        stdin=nowhere if silent else None,
-        stdout=nowhere if silent else 2 if stdout_to_stderr else None,
-        stderr=nowhere if silent else None,
-        env=environment,
-        process_group=None if shares_terminal or not hasattr(os, "killpg") else 0,
-    ) as process:
+    with _interrupts.waiting() if is_ours else nullcontext():
+        started = subprocess.Popen(
+            command,
+            stdin=nowhere if silent else None,
+            stdout=nowhere if silent else 2 if stdout_to_stderr else None,
+            stderr=nowhere if silent else None,
+            env=environment,
+            process_group=None if shares_terminal or not hasattr(os, "killpg") else 0,
+        )
+    with started as process:
         try:
-            return process.wait(timeout_seconds)
+            if silent:
+                return process.wait(timeout_seconds)
+            return _wait(process, Path(command[-1]).parent / DEVICE)
         except BaseException as error:
             _stop(process, error, shares_terminal)
             raise
+
+
+def _wait(process: subprocess.Popen[bytes], device: Path) -> int:
+    """Waits for the process, and says from time to time how far it is, as long as there is no step."""
+    started = time.monotonic()
+    for moment in itertools.chain(_MOMENTS, itertools.count(2 * _MOMENTS[-1], _MOMENTS[-1])):
+        try:
+            return process.wait(max(0.0, started + moment - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            text = progress(*read_shares(str(device)))
+            if text:
+                announce(f"{text} after {moment:.0f} s")
+    raise AssertionError("time has ended")
+
+
+def progress(peak_bytes: int, shares: list[Share]) -> str:
+    """What a run that has taken no step yet is doing; "" for one that has.
+
+    >>> progress(0, [])
+    'still importing PyTorch'
+    """
+    if not shares:
+        return "still importing PyTorch"
+    if any(share.num_steps for share in shares):
+        return ""
+    held = f"peak so far {format_size(peak_bytes)}" if peak_bytes else "nothing on the device yet"
+    return f"the script runs, no optimizer step yet, {held},"
 
 
 def _stop(process: subprocess.Popen[bytes], error: BaseException, shares_terminal: bool) -> None:
@@ -167,6 +209,8 @@ def _stop(process: subprocess.Popen[bytes], error: BaseException, shares_termina
         # Not in time, or asked for a second time.
         pass
     finally:
+        # Also what has left the group, or is in ours.
+        processes.kill_all([process.pid])
         processes.send(process, getattr(signal, "SIGKILL", signal.SIGTERM), to_group=not shares_terminal)
         process.wait()
 

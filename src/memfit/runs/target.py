@@ -1,9 +1,11 @@
-"""Whether there is a script or module to run, and memory enough to start it, told before a process is started."""
+"""The script or module to run, found before a process is started for it, and whether there is memory enough to start it."""
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tokenize
 from importlib.machinery import ModuleSpec, PathFinder
 
@@ -50,6 +52,21 @@ def _interpreter_bytes() -> int:
         return int(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         return 0
+
+
+def find_target(name: str, *, module: bool) -> str:
+    """The module, or the path of the script, that a name means; refuses one that Python can't run.
+
+    A bare name that is no file here may be that of an installed program of Python, such as `torchrun`.
+    """
+    if module:
+        check_module(name)
+        return name
+    if not os.path.exists(name) and name == os.path.basename(name):
+        # That of this environment, whether or not it is active in the shell.
+        name = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name) or name
+    check_script(name)
+    return name
 
 
 def check_script(path: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.units import GIB, MIB
 from memfit.runs import target
-from memfit.runs.target import check_module, check_script
+from memfit.runs.target import check_module, check_script, find_target
 
 
 @pytest.fixture
@@ -108,3 +108,25 @@ def test_where_it_can_not_be_measured_no_budget_is_refused(monkeypatch):
     monkeypatch.setattr(target.sys, "executable", "/no/such/python")
 
     target.check_budget(1024)
+
+
+def test_a_bare_name_may_be_that_of_an_installed_program(folder, monkeypatch):
+    # GIVEN a program of Python that pip has put on the path
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "launch").write_text("#!/usr/bin/env python\nprint(1)\n")
+    (programs / "launch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+
+    assert find_target("launch", module=False) == str(programs / "launch")
+    # A file of that name that is here comes first, and a path is nothing else.
+    assert find_target("train", module=False) == "train"
+    with pytest.raises(BadTarget, match=r"there is no file '\./launch'"):
+        find_target("./launch", module=False)
+    assert find_target("package.train", module=True) == "package.train"
+
+
+@pytest.mark.parametrize("module", [True, False])
+def test_a_target_that_is_not_there(folder, module):
+    with pytest.raises(BadTarget, match="there is no"):
+        find_target("made_up", module=module)

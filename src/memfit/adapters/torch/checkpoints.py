@@ -94,8 +94,12 @@ class Checkpoints:
             *self._of_h5py(),
             *(self._of_numpy() if self.are_private else []),
             *self._of_scripts(),
-            *(self._distributed.replacements() if self._num_ranks > 1 else []),
+            *(self.of_ranks() if self._num_ranks > 1 else []),
         ]
+
+    def of_ranks(self) -> list[Replacement]:
+        """What one of several ranks needs beside those."""
+        return self._distributed.replacements()
 
     def finish(self) -> None:
         """Removes what the script's checkpoints left behind beside the user's; to be called after the dry run."""

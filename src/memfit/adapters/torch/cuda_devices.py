@@ -95,7 +95,10 @@ class CudaDevices:
 
     def __init__(self, device: Device, count: int) -> None:
         self.device = device
-        self._installed = count
+        self.installed = count
+        """How many there are, hidden ones included."""
+        self.assumed = 0
+        """How many are taken to be there when the program names one."""
         self._current = threading.local()
         self._process_id = os.getpid()
         # A machine without a GPU may hide all devices from the start; only what the program sets means anything.
@@ -111,10 +114,10 @@ class CudaDevices:
         """How many the program can see: it may have hidden some with CUDA_VISIBLE_DEVICES."""
         visible = os.environ.get(_VISIBLE)
         if visible is None or visible == self._visible_before:
-            return self._installed
+            return self.installed
         names = [name.strip() for name in visible.split(",")]
         shown = next((place for place, name in enumerate(names) if not name or name.startswith("-")), len(names))
-        return min(shown, self._installed)
+        return min(shown, self.installed)
 
     @property
     def current(self) -> int:
@@ -136,15 +139,19 @@ class CudaDevices:
 
     def check(self, index: int) -> None:
         """Raises what CUDA raises for a device that isn't there."""
-        if not 0 <= index < self.count:
+        if not 0 <= index < max(self.count, self.assumed):
             error = getattr(torch, "AcceleratorError", RuntimeError)
             raise error(f"CUDA error: invalid device ordinal\n{self._hint(index)}")
 
     def properties(self, index: int) -> DeviceProperties:
         """What one device can do."""
-        if not 0 <= index < self.count:
+        if not 0 <= index < max(self.count, self.assumed):
             raise AssertionError(f"Invalid device id. {self._hint(index)}")
         return DeviceProperties(self.device, index)
+
+    def stay(self) -> None:
+        """This process, which was forked off before anything was on the device, may use it."""
+        self._process_id = os.getpid()
 
     def is_forked(self) -> bool:
         """Whether this is a child process of the simulation: CUDA can't be used in those."""

@@ -34,6 +34,10 @@ class DeviceMemory(Protocol):
 
     options: AllocatorOptions
 
+    @property
+    def others_bytes(self) -> int:
+        """What other processes hold on the device."""
+
     def malloc(self, size_bytes: int) -> Any:
         """A block, or None when the device is full."""
 
@@ -42,6 +46,9 @@ class DeviceMemory(Protocol):
 
     def empty_cache(self) -> None:
         """Returns whatever isn't in use."""
+
+    def share(self, device: Any) -> None:
+        """Shares the device with other processes."""
 
     def limit(self, limit_bytes: int | None) -> None:
         """Allows the process only this much."""
@@ -110,7 +117,7 @@ def out_of_memory_message(
     return (
         f"CUDA out of memory. Tried to allocate {format_bytes(memory.device_request_bytes(requested_bytes))}. "
         f"GPU {index} has a total capacity of {format_bytes(total_bytes(device))} "
-        f"of which {format_bytes(free_bytes(device, reserved_bytes))} is free. {process}{allowed}"
+        f"of which {format_bytes(free_bytes(device, reserved_bytes + memory.others_bytes))} is free. {process}{allowed}"
         f"Of the allocated memory {format_bytes(allocated_bytes)} is allocated by PyTorch, "
         f"and {format_bytes(reserved_bytes - allocated_bytes)} is reserved by PyTorch but unallocated. "
         "If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
@@ -152,7 +159,8 @@ class CudaMemory:
         index = self._devices.current if index is None else index
         self._devices.check(index)
         device = self._devices.device
-        return free_bytes(device, self._memory.reserved_bytes if index == 0 else 0), total_bytes(device)
+        held_bytes = self._memory.reserved_bytes + self._memory.others_bytes
+        return free_bytes(device, held_bytes if index == 0 else 0), total_bytes(device)
 
     def snapshot(self, *arguments: Any) -> dict[str, Any]:
         """The segments and their blocks, without history."""

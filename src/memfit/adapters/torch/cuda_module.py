@@ -17,22 +17,19 @@ from memfit.adapters.torch.cuda_random import random_replacements
 from memfit.adapters.torch.cuda_streams import stream_replacements
 from memfit.adapters.torch.cuda_types import type_replacements
 from memfit.adapters.torch.replacement import Replacement
-from memfit.core.device import Device
 
 
 def cuda_replacements(
-    device: Device, count: int, memory: DeviceMemory, report: Callable[[str, str], None], look: Any = None
+    devices: CudaDevices, memory: DeviceMemory, report: Callable[[str, str], None], look: Any = None
 ) -> list[Replacement]:
     """What makes PyTorch take this machine for one with CUDA devices.
 
     Args:
-        device: their kind.
-        count: how many PyTorch finds.
+        devices: which ones PyTorch finds.
         memory: that of the first; the others are empty.
         report: takes (code, text) of each assumption made.
         look: shows tensors as on the device; learns which devices there are, and the default that the program chooses.
     """
-    devices = CudaDevices(device, count)
     shown_by = SimpleNamespace(default_device=None, default_type_is_cuda=False) if look is None else look
     shown_by.check_index = devices.check
     shown = CudaMemory(devices, memory, report)
@@ -40,7 +37,7 @@ def cuda_replacements(
         *devices.replacements(),
         *shown.replacements(),
         *stream_replacements(devices, report),
-        *random_replacements(devices, count),
+        *random_replacements(devices, devices.count),
         *type_replacements(shown_by),
         *library_replacements(devices, shown.info),
         *address_replacements(),

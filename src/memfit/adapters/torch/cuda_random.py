@@ -107,6 +107,11 @@ def is_simulated_generator(value: Any) -> bool:
     return isinstance(value, SimulatedGenerator)
 
 
+def generators(count: int) -> tuple[SimulatedGenerator, ...]:
+    """One for each device."""
+    return tuple(SimulatedGenerator(index) for index in range(count))
+
+
 def random_replacements(devices: CudaDevices, count: int) -> list[Replacement]:
     """The default generators, and `torch.Generator` with a device.
 
@@ -134,5 +139,5 @@ def random_replacements(devices: CudaDevices, count: int) -> list[Replacement]:
     stand_in: Any = Either("Generator", (plain,), {"__module__": "torch", "__doc__": plain.__doc__})
     return [
         Replacement(torch, "Generator", stand_in),
-        Replacement(torch.cuda, "default_generators", tuple(SimulatedGenerator(index) for index in range(count))),
+        Replacement(torch.cuda, "default_generators", generators(count)),
     ]

@@ -6,6 +6,8 @@ run as they are, with their own buckets and unsharded parameters.
 """
 
 import copy
+import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +17,13 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
+from memfit.adapters.torch.cuda_devices import CudaDevices
 from memfit.adapters.torch.replacement import Replacement
 
 _GROUP_BACKENDS = ("nccl", "gloo", "mpi", "ucc", "cpu:gloo,cuda:nccl")
+# As they are without a stand-in.
+_SPAWN: Callable[..., Any] = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+_START_PROCESSES: Callable[..., Any] = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
 SPAWNED = "processes-not-spawned"
 SIMULATED_RANK = "one-rank"
 
@@ -51,7 +57,7 @@ def distributed_replacements(
         has_gradients: called with each buffer in which gradients are gathered for the other ranks.
     """
     if not dist.is_available():
-        return _spawn(report)
+        return spawn_replacements(report)
     # Meshes of devices have copies of their own.
     owners = (dist, dist.distributed_c10d, dist.device_mesh)
     stand_ins = {
@@ -71,7 +77,7 @@ def distributed_replacements(
     module = torch.nn.parallel.distributed
     return [
         *found,
-        *_spawn(report),
+        *spawn_replacements(report),
         Replacement(module, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),
         Replacement(dist.ProcessGroup, "monitored_barrier", lambda *args, **kwargs: None),
         Replacement(DistributedDataParallel, "__init__", _init_data_parallel(has_gradients)),
@@ -159,24 +165,41 @@ class _Finished:
         return True
 
 
-def _spawn(report: Callable[[str, str], None]) -> list[Replacement]:
-    """The ways in which a program starts a process for each device: the first is run, in this one."""
+def spawn_replacements(report: Callable[[str, str], None], devices: CudaDevices | None = None) -> list[Replacement]:
+    """The ways in which a program starts a process for each device: the first is run, in this one.
+
+    Args:
+        report: takes (code, text) of each assumption made.
+        devices: those there are. Of more processes than that several share a device: they are started, unless they
+            form a process group, for which each needs a device of its own. None: none is ever started.
+    """
 
     def start(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any) -> _Finished | None:
         report(SPAWNED, f"of {nprocs} processes that were to be spawned the first was run, in this process")
         fn(0, *args)
         return None if join else _Finished()
 
-    found = [
-        Replacement(torch.multiprocessing, "spawn", start),
-        Replacement(torch.multiprocessing, "start_processes", start),
+    def starting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        if devices is None:
+            return start
+
+        @functools.wraps(plain)
+        def start_or_run(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **options: Any) -> Any:
+            shares = nprocs > devices.count and not _forms_group(fn)
+            return (plain if shares else start)(fn, args, nprocs, *rest, **options)
+
+        return start_or_run
+
+    return [
+        Replacement(torch.multiprocessing, "spawn", starting(_SPAWN)),
+        Replacement(torch.multiprocessing, "start_processes", starting(_START_PROCESSES)),
     ]
-    if dist.is_available():
-        from torch.distributed.launcher.api import elastic_launch
 
-        def launch(self: Any, /, *args: Any) -> dict[int, Any]:
-            report(SPAWNED, "of the processes that were to be launched the first was run, in this process")
-            return {0: self._entrypoint(*args)}
 
-        found.append(Replacement(elastic_launch, "__call__", launch))
-    return found
+def _forms_group(function: Any) -> bool:
+    """Whether what is to be spawned makes a process group, told from its module's text; True where there is none."""
+    try:
+        text = inspect.getsource(inspect.getmodule(function))  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return True
+    return not inspect.isfunction(function) or "init_process_group" in text

@@ -57,6 +57,11 @@ class Places:
         known = None if storage is None else self._marked.get(storage._cdata)
         return self.device if known is None else known[0]
 
+    def is_simulated(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on a simulated device."""
+        with torch._C.DisableTorchFunction():
+            return tensor.is_meta and self.of(tensor).type == "cuda"
+
     def has(self, storage: Any) -> bool:
         """Whether a shape-only storage is not on the simulated device."""
         return storage._cdata in self._marked

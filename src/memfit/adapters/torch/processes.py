@@ -1,48 +1,176 @@
-"""Processes that the script starts: they are real, but the simulated device is not theirs.
+"""Processes that the script starts: they share the simulated device with it.
 
-Loader workers have nothing to do with the device and are left alone. Any other process is noted: what it puts on the
-device is not in the report, and a forked or spawned one finds no device at all.
+A process that is forked off goes on in the simulation, unless the device was in use already, as CUDA has it. Any other
+Python is told through its environment: a `sitecustomize` waits there until PyTorch is imported, and begins a
+simulation of the same device. Loader workers have nothing to do with the device and leave it at once. Each process
+leaves a result in a file, and what it holds in that of the device (`memfit.allocator.shared`).
 """
 
+import contextlib
+import multiprocessing
 import multiprocessing.process
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import _utils
 
+from memfit.adapters.torch import imports
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS, INSTALLED_FOLDERS
 from memfit.adapters.torch.replacement import Replacement
+from memfit.core import env
 
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 NOT_SIMULATED = "process-not-simulated"
+RESULTS = "process-*.json"
+"""Names of the files that processes leave beside the request."""
+
+_HOOK = '''\
+"""Lets a process of a script that memfit dry-runs see the simulated device, once it imports PyTorch."""
+import importlib.machinery, importlib.util, os, sys
+here = os.path.dirname(os.path.abspath(__file__))
+others = [folder for folder in sys.path if os.path.abspath(folder or ".") != here]
+spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+if spec is not None and spec.loader is not None:
+    # The one that would have been found without us.
+    sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["sitecustomize"])
+def follow(module):
+    if os.environ.get({variable!r}):
+        from memfit._child import follow
+        follow(os.environ[{variable!r}])
+plain_hook = sys.excepthook
+# Of an interruption the one who was interrupted tells.
+sys.excepthook = lambda kind, error, trace: None if kind is KeyboardInterrupt else plain_hook(kind, error, trace)
+if sys.prefix == {prefix!r}:
+    spec = importlib.util.spec_from_file_location("_memfit_imports", {imports!r})
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.watch_imports({{"torch": follow}})
+'''
+_GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.2
+# How long a process that has taken its steps waits for others: with something seen of them, and before they are there.
+_QUIET_SECONDS, _START_SECONDS, _MOST_SECONDS = 3.0, 30.0, 120.0
+# How long a script may do nothing at all after its processes have taken their steps.
+_IDLE_SECONDS = 10.0
+
+
+class SharedDevice(Protocol):
+    """A device that several processes share: `memfit.allocator.SharedDevice`."""
+
+    def again(self, name: str) -> "SharedDevice":
+        """The same for a process that was forked off."""
+
+    def note(self, num_steps: int, num_events: int, has_ended: bool) -> None:
+        """Tells how far this process is."""
+
+    def end(self) -> None:
+        """This process holds nothing any more."""
+
+    def expect(self, number: int) -> None:
+        """So many more processes have been started that will share the device."""
+
+    def others(self) -> tuple[int, int, int]:
+        """(processes to come, those that are at work, a sign of their progress)."""
+
+    def have_taken_steps(self) -> bool:
+        """Whether there are processes that took steps, and all of those have taken all they were to."""
+
+
+@contextlib.contextmanager
+def following(request_path: str) -> Iterator[None]:
+    """Every Python that is started meanwhile, by whatever way, follows the request, too."""
+    folder = Path(request_path).parent / "hook"
+    folder.mkdir(exist_ok=True)
+    text = _HOOK.format(variable=env.SIMULATION, prefix=sys.prefix, imports=imports.__file__)
+    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(folder) if not path else f"{folder}{os.pathsep}{path}"
+    os.environ[env.SIMULATION] = request_path
+    try:
+        yield
+    finally:
+        os.environ.pop(env.SIMULATION, None)
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
 
 
 class Processes:
-    """Hears of processes that the script starts.
+    """Hears of processes that the script starts, and of the end of the one that this is.
 
     Args:
-        report: takes (code, text) of each.
+        report: takes (code, text) of each that isn't simulated.
+        are_simulated: whether they are.
     """
 
-    def __init__(self, report: Callable[[str, str], None]) -> None:
+    def __init__(self, report: Callable[[str, str], None], *, are_simulated: bool = False) -> None:
         self._report = report
+        self._are_simulated = are_simulated
         self.num_started = 0
+        self.forking = ""
+        """Name of the process that is being started and is to stay in the simulation where it is forked off."""
+        self.leave: Callable[[], None] = lambda: None
+        """Called in a process that turns out to be a loader's worker."""
+        self.began: Callable[[str], None] = lambda name: None
+        """Called in a process of the script's own, with its name, before it does its work."""
+        self.ended: Callable[[BaseException | None], None] = lambda error: None
+        """Called there when it has done its work, with what ended it."""
+        self.started: Callable[[], None] = lambda: None
+        """Called when a process is about to be started."""
 
     def replacements(self) -> list[Replacement]:
-        """Stands in front of the two ways in which Python starts processes."""
+        """Stands in front of the two ways in which Python starts processes, and of the beginning of one."""
         plain_start = multiprocessing.process.BaseProcess.start
+        plain_bootstrap: Any = multiprocessing.process.BaseProcess._bootstrap  # type: ignore[attr-defined]
         plain_popen = subprocess.Popen.__init__
         processes = self
 
         def start(self: Any, /) -> None:
-            if getattr(self, "_target", None) is not _utils.worker._worker_loop:
-                processes._note(f"process {self.name!r}")
-            plain_start(self)
+            if _is_worker(self):
+                with _unfollowed():
+                    plain_start(self)
+                return
+            processes._note(f"process {self.name!r}")
+            processes.forking = self.name if processes._are_simulated else ""
+            try:
+                plain_start(self)
+            finally:
+                processes.forking = ""
+
+        def bootstrap(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if _is_worker(self):
+                processes.leave()
+                return plain_bootstrap(self, *args, **kwargs)
+            errors: list[BaseException] = []
+            plain_run = self.run
+
+            def run() -> None:
+                try:
+                    plain_run()
+                except KeyboardInterrupt:
+                    # The one who was interrupted tells; a process of its own would print a traceback.
+                    sys.exit(130)
+                except BaseException as error:
+                    errors.append(error)
+                    raise
+
+            self.run = run
+            processes.began(self.name)
+            try:
+                return plain_bootstrap(self, *args, **kwargs)
+            finally:
+                processes.ended(errors[0] if errors else None)
 
         def popen(self: Any, /, *args: Any, **kwargs: Any) -> None:
             command = args[0] if args else kwargs.get("args")
@@ -53,12 +181,87 @@ class Processes:
 
         return [
             Replacement(multiprocessing.process.BaseProcess, "start", start),
+            Replacement(multiprocessing.process.BaseProcess, "_bootstrap", bootstrap),
             Replacement(subprocess.Popen, "__init__", popen),
         ]
 
     def _note(self, what: str) -> None:
         self.num_started += 1
-        self._report(NOT_SIMULATED, f"{what} was started: what it does on the device is not simulated")
+        if not self._are_simulated:
+            self._report(NOT_SIMULATED, f"{what} was started: what it does on the device is not simulated")
+        else:
+            self.started()
+
+    def finish(self) -> None:
+        """Ends the processes that are left of a script that was ended: they may wait for it for ever."""
+        left = [process for process in multiprocessing.active_children() if not _is_worker(process)]
+        for process in left:
+            process.terminate()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for process in left:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join(_GRACE_SECONDS)
+
+
+def interrupt_when_idle(has_nothing_to_do: Callable[[], bool], end: Callable[[], None]) -> None:
+    """Ends a script that waits for processes which have taken all their steps, by a thread of its own.
+
+    Args:
+        has_nothing_to_do: whether the steps have been taken.
+        end: called before the main thread is interrupted.
+    """
+    main = threading.main_thread().ident
+
+    def watch() -> None:
+        since, used = time.monotonic(), time.process_time()
+        while True:
+            time.sleep(_POLL_SECONDS)
+            now, now_used = time.monotonic(), time.process_time()
+            # This thread, and whoever polls, take a little themselves.
+            if now_used - used > 0.2 * (now - since) or not has_nothing_to_do():
+                since, used = now, now_used
+            elif now - since > _IDLE_SECONDS:
+                break
+        end()
+        if main is not None and hasattr(signal, "pthread_kill"):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True, name="memfit-idle").start()
+
+
+def wait_for_others(device: SharedDevice) -> None:
+    """Keeps what this process holds until those that were started beside it have taken their steps, too.
+
+    Without a dry run all of them would train for hours, side by side. Here a process is done before another has begun.
+    """
+    begun = since = time.monotonic()
+    last = -1
+    while time.monotonic() - begun < _MOST_SECONDS:
+        to_come, at_work, sign = device.others()
+        if not to_come and not at_work:
+            return
+        if sign != last:
+            last, since = sign, time.monotonic()
+        if time.monotonic() - since > (_START_SECONDS if to_come else _QUIET_SECONDS):
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_worker(process: Any) -> bool:
+    return getattr(process, "_target", None) is _utils.worker._worker_loop
+
+
+@contextlib.contextmanager
+def _unfollowed() -> Iterator[None]:
+    """A process that is started meanwhile sees no device, and isn't slowed by a simulation."""
+    before = os.environ.pop(env.SIMULATION, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[env.SIMULATION] = before
 
 
 def _asked_by_user() -> bool:

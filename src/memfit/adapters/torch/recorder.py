@@ -48,6 +48,7 @@ class Recorder:
         """Blocks that nothing ever frees."""
         self._refs: dict[int, _StorageRef] = {}
         self._index_of: dict[int, int] = {}
+        self._foreign: dict[int, weakref.ref[Any]] = {}
         self.on_enter: Callable[[Phase, int], None] | None = None
         """Called with each phase and step, before it begins."""
 
@@ -65,7 +66,7 @@ class Recorder:
 
     def _add_storage(self, storage: Any, op: str, category: Category | None) -> int | None:
         key = storage._cdata
-        if key in self._index_of:
+        if key in self._index_of or key in self._foreign:
             return None
         size_bytes = storage.nbytes()
         if not size_bytes:
@@ -76,6 +77,11 @@ class Recorder:
         self._refs[index] = reference
         self._index_of[key] = index
         return index
+
+    def add_foreign(self, storage: Any) -> None:
+        """A storage that another process holds, which counts there."""
+        key = storage._cdata
+        self._foreign[key] = weakref.ref(storage, lambda reference: self._foreign.pop(key, None))
 
     def add_named(self, tensor: Any, op: str, category: Category, origin: tuple[str, str]) -> None:
         """Like `add`, for a tensor whose module is known beforehand."""

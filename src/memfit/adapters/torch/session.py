@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import ModuleType
@@ -20,13 +20,16 @@ from torch.utils._python_dispatch import _pop_mode
 
 from memfit.adapters.torch import interception, keras_optimizers, unsimulated
 from memfit.adapters.torch.checkpoints import Checkpoints
+from memfit.adapters.torch.cuda_devices import CudaDevices
 from memfit.adapters.torch.cuda_memory import DeviceMemory, out_of_memory_message
 from memfit.adapters.torch.cuda_module import cuda_replacements
+from memfit.adapters.torch.cuda_random import generators
 from memfit.adapters.torch.distributed import distributed_replacements
 from memfit.adapters.torch.fitting.from_outside import FromOutside, has_fused_kernel
 from memfit.adapters.torch.fitting.work import WorkLog
 from memfit.adapters.torch.imports import on_import
 from memfit.adapters.torch.large_weights import LargeWeights
+from memfit.adapters.torch.launchers import ACCELERATE, Launchers
 from memfit.adapters.torch.live_recorder import LiveRecorder
 from memfit.adapters.torch.origin import OriginTracker
 from memfit.adapters.torch.replacement import Replacement, replaced
@@ -82,7 +85,7 @@ class Session:
         self.failures: list[Failure] = []
         self.seen = Seen()
         self._fitting = fitting
-        self._count = count
+        self.devices = CudaDevices(device, count)
         self._settled = settled
         self._first_block = 0
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
@@ -90,6 +93,8 @@ class Session:
         self.on_update: Callable[[Any], None] = lambda optimizer: None
         self._num_parameters = 0
         self._updating = False
+        self.on_fork: Callable[[], bool] = lambda: False
+        """Called in a process that was forked off; whether it stays in the simulation."""
         self._one_backward = threading.RLock()
         self._backward_threads: set[int] = set()
         # What is replaced in libraries that the program imports later.
@@ -101,6 +106,7 @@ class Session:
         self.simulation.look.on_parameter = self._moved
         self.simulation.look.is_large_weight = LargeWeights(self.simulation.notes.report)
         self.simulation.around_backward = self._in_backward
+        self.launchers = Launchers(self.has_devices, self.simulation.notes.report)
         self.counter = StepCounter(steps, self._begin_update, self._end_update, self.simulation.is_on)
         self.simulation.operators.on_write = self._written
         self._work = WorkLog()
@@ -114,13 +120,20 @@ class Session:
             keras_optimizers.MODULE: self._watch_keras,
             unsimulated.EXTENSIONS: self._refuse_extensions,
             unsimulated.FLEX_ATTENTION: self._replace_flex_attention,
+            ACCELERATE: lambda module: self.replace_late(self.launchers.of_accelerate(module)),
         }
-        with ONE_AT_A_TIME, eager(), _left_in_children(), self._watching(), on_import({}, imported):
+        with ONE_AT_A_TIME, eager(), _left_in_children(self), self._watching(), on_import({}, imported):
             report = self.simulation.notes.report
-            given = cuda_replacements(self.device, self._count, self.memory, report, self.simulation.look)
-            given += distributed_replacements(self._count, report, self._gathered)
+            given = cuda_replacements(self.devices, self.memory, report, self.simulation.look)
+            given += distributed_replacements(self.devices.installed, report, self._gathered)
+            given += self.launchers.replacements()
             with self.simulation.running([*given, *self._answers(), *answers]):
                 yield
+
+    def has_devices(self, count: int) -> None:
+        """There are at least so many devices, as the program's launcher says."""
+        self.devices.installed = max(count, self.devices.installed)
+        vars(torch.cuda)["default_generators"] = generators(self.devices.installed)
 
     @contextmanager
     def visiting(self) -> Iterator[None]:
@@ -234,6 +247,8 @@ class Session:
         if not timeline.blocks:
             notes.append(Note("nothing-on-device", "nothing was put on the device"))
         notes += at_most_notes(timeline)
+        if self.counter.num_passes:
+            notes.append(Note(BY_HAND, "no optimizer and no update of a parameter was seen: backward passes are steps"))
         if seen.num_retries:
             notes.append(Note("cache-released", _CACHE_RELEASED))
         return Estimate(
@@ -325,16 +340,14 @@ class Session:
         self.recorder.enter(phase, self.step)
 
     def _begin_backward(self, *, accumulates: bool) -> None:
-        if accumulates:
-            self.counter.begin_backward()
+        self.counter.begin_backward()
         if self._fitting is not None:
             self._fitting.left()
         self.recorder.classify_live(self._first_block, Category.ACTIVATION)
         self._enter(Phase.BACKWARD)
 
     def _end_backward(self, *, accumulates: bool) -> None:
-        if accumulates:
-            self.counter.end_backward()
+        self.counter.end_backward()
         self._backward_threads.add(threading.get_ident())
         if len(self._backward_threads) > 1:
             # Gradients of another thread's model may go while they are looked at.
@@ -372,16 +385,20 @@ class Session:
             fusable = has_fused_kernel(optimizer) and (self.seen.fusable or not known)
             self.seen = replace(self.seen, optimizers=(*known, type(optimizer).__name__), fusable=fusable)
 
+    def replace_late(self, replacements: Iterable[Replacement]) -> None:
+        """Puts more in place, for the rest of the session."""
+        self._late.enter_context(replaced(replacements))
+
     def _watch_keras(self, module: ModuleType) -> None:
         given = keras_optimizers.update_replacements(module, self.counter.begin_step, self.counter.end_step)
-        self._late.enter_context(replaced(given))
+        self.replace_late(given)
 
     def _refuse_extensions(self, module: ModuleType) -> None:
-        self._late.enter_context(replaced(unsimulated.extension_replacements(module)))
+        self.replace_late(unsimulated.extension_replacements(module))
 
     def _replace_flex_attention(self, module: ModuleType) -> None:
         report = self.simulation.notes.report
-        self._late.enter_context(replaced(unsimulated.flex_replacements(module, report)))
+        self.replace_late(unsimulated.flex_replacements(module, report))
 
     def _end_update(self, optimizer: Any) -> None:
         self._updating = False
@@ -446,6 +463,7 @@ class Session:
                 phase=self.recorder.phase,
                 step=self.recorder.step,
                 by_category=self.recorder.live_bytes(),
+                other_bytes=self.memory.others_bytes,
             )
         )
         return torch.OutOfMemoryError(message)
@@ -464,26 +482,30 @@ def _host_parts() -> dict[str, int]:
 
 
 _at_fork_registered = False
-_active = 0
+_active: list[Session] = []
 
 
 @contextmanager
-def _left_in_children() -> Iterator[None]:
+def _left_in_children(session: Session) -> Iterator[None]:
     """Processes forked off meanwhile, such as a loader's workers, leave the simulation at once."""
-    global _at_fork_registered, _active
+    global _at_fork_registered
     if not _at_fork_registered and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_leave)
+        os.register_at_fork(after_in_child=_forked)
         _at_fork_registered = True
-    _active += 1
+    _active.append(session)
     try:
         yield
     finally:
-        _active -= 1
+        _active.remove(session)
 
 
-def _leave() -> None:
-    if not _active:
-        return
+def _forked() -> None:
+    if _active and not _active[-1].on_fork():
+        leave()
+
+
+def leave() -> None:
+    """Nothing is simulated in this thread any more."""
     while torch._C._len_torch_function_stack():
         torch._C._pop_torch_function_stack()
     while torch._C._len_torch_dispatch_stack():

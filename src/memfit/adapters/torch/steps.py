@@ -3,7 +3,7 @@
 A step is one call of an optimizer's `step`. Where a script has several optimizers (a GAN, an actor and a critic) all
 must have taken the number wanted; one that is never used must not keep the run going for ever, so that five times the
 number by any of them ends it too. A script that updates its parameters by hand has no optimizer: there the first
-change of a parameter after a backward pass is a step.
+change of a parameter after a backward pass is a step, and where no such change is seen each backward pass is one.
 """
 
 import _thread
@@ -48,6 +48,7 @@ class StepCounter:
         self._taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._most = 0
         self._num_by_hand = 0
+        self._num_backward = 0
         self._has_new_gradients = False
         self.has_optimizer = False
         self.has_ended = False
@@ -60,6 +61,11 @@ class StepCounter:
         """Steps taken: by the busiest optimizer, or updates by hand."""
         return self._most if self.has_optimizer else self._num_by_hand
 
+    @property
+    def num_passes(self) -> int:
+        """Backward passes of a program that has shown neither an optimizer nor an update: its steps, in the end."""
+        return 0 if self.has_optimizer or self._num_by_hand else self._num_backward
+
     def made(self, optimizer: Any) -> None:
         """An optimizer was made."""
         self.has_optimizer = True
@@ -67,12 +73,17 @@ class StepCounter:
 
     def begin_backward(self) -> None:
         """A backward pass is about to begin; ends the run where it would be one more than wanted."""
-        if not self.has_optimizer and self._num_by_hand >= self._wanted:
+        if self.has_optimizer:
+            return
+        # Passes may add up to one update, which is not seen where the program makes new tensors of its parameters.
+        if self._num_by_hand >= self._wanted or self._num_backward >= _PATIENCE * self._wanted > self._num_by_hand:
+            self.has_ended = True
             raise EndOfRun
 
     def end_backward(self) -> None:
         """A backward pass has ended."""
         self._has_new_gradients = True
+        self._num_backward += 1
 
     def updated_by_hand(self) -> None:
         """The program has changed a parameter itself; the first time after a backward pass, that is a step."""

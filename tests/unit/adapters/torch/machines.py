@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from memfit.adapters.torch.cuda_devices import CudaDevices
 from memfit.adapters.torch.cuda_module import cuda_replacements
 from memfit.adapters.torch.replacement import replaced
 from memfit.allocator import LiveAllocator
@@ -44,7 +45,7 @@ def machine(device: Device = T4, count: int = 1) -> Iterator[Machine]:
     capacity = None if usable is None else usable - (device.context_bytes or 0)
     found = Machine(LiveAllocator(AllocatorOptions(), capacity))
     report = lambda code, text: found.notes.append((code, text))  # noqa: E731
-    with replaced(cuda_replacements(device, count, found.memory, report, found.look)):
+    with replaced(cuda_replacements(CudaDevices(device, count), found.memory, report, found.look)):
         yield found
 
 

@@ -7,6 +7,7 @@ import sys
 import torch
 from torch import nn
 
+from memfit.adapters.torch.cuda_devices import CudaDevices
 from memfit.adapters.torch.cuda_module import cuda_replacements
 from memfit.adapters.torch.replacement import Replacement
 from memfit.allocator import LiveAllocator
@@ -15,7 +16,7 @@ from tests.unit.adapters.torch.machines import T4, machine
 
 
 def listed() -> list[Replacement]:
-    return cuda_replacements(T4, 1, LiveAllocator(AllocatorOptions(), None), lambda code, text: None)
+    return cuda_replacements(CudaDevices(T4, 1), LiveAllocator(AllocatorOptions(), None), lambda code, text: None)
 
 
 def test_nothing_is_replaced_by_asking_for_the_list():

@@ -8,7 +8,6 @@ import torch.multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.adapters.torch.distributed import distributed_replacements, environment
@@ -227,21 +226,6 @@ def test_a_process_that_would_be_spawned_is_run_in_place(name):
     assert seen == [(0, "hello"), 0]
     assert (ended, joined) == (None, (True, []))
     assert set(codes(session)) == {"processes-not-spawned"}
-
-
-def test_a_launcher_that_is_called_by_the_program_runs_the_first_in_place():
-    seen = []
-
-    def work(word):
-        seen.append((word, dist.is_available()))
-        return "done"
-
-    with running(count=2) as session:
-        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2)
-        results = elastic_launch(config, work)("hello")
-
-    assert (results, seen) == ({0: "done"}, [("hello", True)])
-    assert codes(session) == ["processes-not-spawned"]
 
 
 def test_an_error_of_the_process_that_was_run_in_place_is_the_programs_own():

@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from memfit.adapters.torch import processes as module
 from memfit.adapters.torch.processes import NOT_SIMULATED, Processes
 from memfit.adapters.torch.replacement import replaced
+from memfit.catalogue import find_device
+from memfit.core.dryrun import DryRun, Outcome, Request
+from memfit.runs.launch import run_child
 
 
 @pytest.fixture
@@ -69,3 +73,86 @@ def test_what_a_library_starts_is_not():
         names["ask"]([sys.executable, "-c", "pass"])
 
     assert made.num_started == 0
+
+
+class Others:
+    """A device on which others are at work."""
+
+    def __init__(self, *states):
+        self._states = list(states)
+
+    def others(self):
+        return self._states.pop(0) if len(self._states) > 1 else self._states[0]
+
+
+def test_a_process_waits_for_those_beside_it_while_they_get_on(monkeypatch):
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.0)
+    others = Others((1, 0, 0), (0, 1, 1), (0, 1, 2), (0, 0, 3))
+    module.wait_for_others(others)
+
+    assert others.others() == (0, 0, 3)
+    # One that never gets on is not waited for.
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.0)
+    module.wait_for_others(Others((0, 1, 1)))
+
+
+def test_processes_that_are_left_are_ended():
+    made = Processes(pytest.fail, are_simulated=True)
+    process = multiprocessing.get_context("fork").Process(target=_wait)
+    process.start()
+    made.finish()
+
+    assert process.exitcode == -15
+
+
+def _wait():
+    import time
+
+    time.sleep(600)
+
+
+HOGWILD = """
+import sys
+import torch
+import torch.multiprocessing as mp
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def train(rank, model):
+    model = model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(50):
+        optimizer.zero_grad()
+        model(torch.randn(8, 1024).to(device)).sum().backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    mp.set_start_method(sys.argv[1])
+    model = torch.nn.Linear(1024, 1024)
+    if sys.argv[1] != "fork":
+        model = model.to(device).share_memory()
+    processes = [mp.Process(target=train, args=(rank, model)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_share_the_device(tmp_path, method):
+    # GIVEN a script whose two processes train on one device
+    (tmp_path / "train.py").write_text(HOGWILD)
+    t4 = find_device("t4")
+    data = run_child(Request(str(tmp_path / "train.py"), False, (method,), t4), silent=True)
+    run = DryRun.from_json(data)
+
+    # THEN both took their steps, and the peak is what all held at once; a model that is shared counts once
+    assert (run.outcome, run.num_steps, run.error) == (Outcome.COMPLETED, 3, "")
+    assert run.estimate.peak_bytes == sum(run.processes.values()) > 2 * t4.context_bytes
+    assert len(run.processes) == (2 if method == "fork" else 3)
+    first, second, *_ = sorted(run.processes.values(), reverse=True)
+    assert first == second == run.estimate.reserved_peak_bytes + t4.context_bytes

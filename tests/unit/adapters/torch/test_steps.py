@@ -226,3 +226,20 @@ def test_a_step_in_another_thread_ends_the_main_one(watched, interruptible):
     thread.join()
     assert raised == [SystemExit]
     assert counter.has_ended
+
+
+def test_without_an_optimizer_or_a_visible_update_passes_are_the_steps(watched):
+    # GIVEN a program whose updates make new tensors, which nobody sees
+    counter = watched(2)
+    for _ in range(10):
+        counter.begin_backward()
+        counter.end_backward()
+
+    # THEN its backward passes are its steps, and there is an end to them
+    assert (counter.num_steps, counter.num_passes) == (0, 10)
+    with pytest.raises(EndOfRun):
+        counter.begin_backward()
+    assert counter.has_ended
+    # WHEN an update is seen after all, those are the steps
+    counter.updated_by_hand()
+    assert (counter.num_steps, counter.num_passes) == (1, 0)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from memfit.adapters.torch.cuda_devices import CudaDevices
 from memfit.adapters.torch.cuda_module import cuda_replacements
 from memfit.adapters.torch.distributed import distributed_replacements
 from memfit.adapters.torch.recorder import Recorder
@@ -268,7 +269,7 @@ def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, 
     report = simulation.notes.report
     given = [*distributed_replacements(count, report), _resize(simulation, recorder)]
     if device.kind is Kind.CUDA:
-        given += cuda_replacements(device, count, _UnaskedMemory(), report, simulation.look)
+        given += cuda_replacements(CudaDevices(device, count), _UnaskedMemory(), report, simulation.look)
     simulation.look.know_host()
     with replaced(given), warnings.catch_warnings():
         # Hooks on views matter to values, and there are none: whoever runs the step is told by PyTorch.
@@ -283,7 +284,7 @@ def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, 
 class _UnaskedMemory:
     """Memory of a device whose statistics nobody asks for: the trace has its own record."""
 
-    allocated_bytes = reserved_bytes = num_segments = num_retries = 0
+    allocated_bytes = reserved_bytes = num_segments = num_retries = others_bytes = 0
     limit_bytes: int | None = None
     options = AllocatorOptions()
 
@@ -296,6 +297,9 @@ class _UnaskedMemory:
 
     def empty_cache(self) -> None:
         """Nothing to empty."""
+
+    def share(self, device: Any) -> None:
+        """Nobody else is there."""
 
     def limit(self, limit_bytes: int | None) -> None:
         """Without effect: a trace needs what it needs."""

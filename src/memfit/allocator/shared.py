@@ -1,0 +1,269 @@
+"""A device that several processes share: what each of them holds, in a file that all of them have mapped.
+
+Each process has an allocator and a CUDA context of its own; the memory they take is the device's. The kernel gives up
+the lock of a process that dies, and what such a process held is the device's again. There is one row per process,
+written by that process alone.
+"""
+
+import contextlib
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.allocator.caching import Source
+from memfit.allocator.pool import Block, Pool
+
+_MAX_ROWS = 256
+_NAME_BYTES = 64
+# Rows, peak of all, processes that were started and are to come.
+_HEAD = struct.Struct("<qqq")
+# Process, held now, held at the device's peak, own peak, steps, events on the device, whether it has taken all its
+# steps, name.
+_ROW = struct.Struct(f"<qqqqqqq{_NAME_BYTES}s")
+_SIZE = _HEAD.size + _MAX_ROWS * _ROW.size
+
+
+@dataclass(slots=True)
+class Share:
+    """What one process has of the device.
+
+    Args:
+        pid: the process; 0 when it has ended.
+        held_bytes: what it holds, its CUDA context included.
+        at_peak_bytes: what it held when all of them together held most.
+        peak_bytes: the most that it has held.
+        num_steps: optimizer steps that it has taken.
+        num_events: allocations and frees, which tell that it is alive.
+        has_ended: whether it has taken all the steps that were wanted.
+        name: what the program calls it.
+    """
+
+    pid: int
+    held_bytes: int = 0
+    at_peak_bytes: int = 0
+    peak_bytes: int = 0
+    num_steps: int = 0
+    num_events: int = 0
+    has_ended: bool = False
+    name: str = ""
+
+
+def can_share() -> bool:
+    """Whether this system has the locks that sharing needs."""
+    try:
+        import fcntl  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class SharedDevice:
+    """The device as one of its processes sees it.
+
+    Args:
+        path: of the file, which is made where it isn't there.
+        usable_bytes: what the device can give to all; None: no limit.
+        context_bytes: what a process takes before its first tensor.
+        name: what the program calls this process.
+    """
+
+    def __init__(self, path: str, usable_bytes: int | None, context_bytes: int, name: str = "") -> None:
+        import mmap
+
+        self._path, self._usable_bytes, self._context_bytes = path, usable_bytes, context_bytes
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with self._locked():
+            if os.fstat(self._file).st_size < _SIZE:
+                os.ftruncate(self._file, _SIZE)
+            self._memory = mmap.mmap(self._file, _SIZE)
+            num_rows, peak_bytes, num_expected = _HEAD.unpack_from(self._memory, 0)
+            # One too many shares the last row: its figures are lost, the script goes on.
+            self._row = min(num_rows, _MAX_ROWS - 1)
+            _HEAD.pack_into(self._memory, 0, self._row + 1, peak_bytes, max(0, num_expected - 1))
+            self._write(self._row, Share(os.getpid(), name=name))
+
+    def again(self, name: str) -> "SharedDevice":
+        """The same device for a process that was forked off: a lock that is inherited locks nobody out."""
+        return SharedDevice(self._path, self._usable_bytes, self._context_bytes, name)
+
+    def take(self, source: Source, pool: Pool, size_bytes: int, limit_bytes: int) -> Block | None:
+        """What `source` can take of the device beside the other processes, within what this one is allowed."""
+        with self._locked():
+            rows = self._living()
+            room = limit_bytes
+            if self._usable_bytes is not None:
+                others = sum(share.held_bytes for row, share in rows if row != self._row)
+                room = min(room, self._usable_bytes - self._context_bytes - others)
+            source.capacity_bytes = room
+            block = source.take(pool, size_bytes)
+            self._hold(source.reserved, rows)
+            return block
+
+    def hold(self, reserved_bytes: int) -> None:
+        """This process has returned something."""
+        with self._locked():
+            self._hold(reserved_bytes, self._living())
+
+    def note(self, num_steps: int, num_events: int, has_ended: bool) -> None:
+        """Tells how far this process is."""
+        with self._locked():
+            share = self._read(self._row)
+            share.num_steps, share.num_events, share.has_ended = num_steps, num_events, has_ended
+            self._write(self._row, share)
+
+    def end(self) -> None:
+        """This process holds nothing any more."""
+        with self._locked():
+            share = self._read(self._row)
+            share.pid = share.held_bytes = 0
+            self._write(self._row, share)
+
+    def expect(self, number: int) -> None:
+        """So many more processes have been started that will share the device; negative: fewer are to come."""
+        with self._locked():
+            num_rows, peak_bytes, num_expected = _HEAD.unpack_from(self._memory, 0)
+            _HEAD.pack_into(self._memory, 0, num_rows, peak_bytes, max(0, num_expected + number))
+
+    def others(self) -> tuple[int, int, int]:
+        """(processes to come, those at work beside this one and the script itself, a sign of their progress)."""
+        with self._locked():
+            rows = self._living()
+            num_rows, _, num_expected = _HEAD.unpack_from(self._memory, 0)
+        at_work = [share for row, share in rows if row not in (0, self._row) and share.pid and not share.has_ended]
+        sign = num_rows + sum(share.num_steps + share.num_events + share.peak_bytes for _, share in rows)
+        return num_expected, len(at_work), sign
+
+    def others_bytes(self) -> int:
+        """What the other processes hold."""
+        with self._locked():
+            return sum(share.held_bytes for row, share in self._living() if row != self._row)
+
+    def have_taken_steps(self) -> bool:
+        """Whether there are processes that took steps, and all of those have taken all they were to, or are gone."""
+        with self._locked():
+            stepping = [share for _, share in self._living() if share.num_steps]
+        return bool(stepping) and all(share.has_ended or not share.pid for share in stepping)
+
+    def _hold(self, reserved_bytes: int, rows: "list[tuple[int, Share]]") -> None:
+        own = rows[self._row][1]
+        if not reserved_bytes and not own.held_bytes:
+            # It never got anything: not even its context is there.
+            return
+        own.held_bytes = reserved_bytes + self._context_bytes
+        own.peak_bytes = max(own.peak_bytes, own.held_bytes)
+        total = sum(share.held_bytes for _, share in rows)
+        num_rows, peak_bytes, num_expected = _HEAD.unpack_from(self._memory, 0)
+        if total <= peak_bytes:
+            self._write(self._row, own)
+            return
+        _HEAD.pack_into(self._memory, 0, num_rows, total, num_expected)
+        for row, share in rows:
+            share.at_peak_bytes = share.held_bytes
+            self._write(row, share)
+
+    def _living(self) -> list[tuple[int, Share]]:
+        """The rows of processes that are still there; one that is gone without a word holds nothing."""
+        found = []
+        for row in range(_HEAD.unpack_from(self._memory, 0)[0]):
+            share = self._read(row)
+            if row != self._row and share.held_bytes and _is_gone(share.pid):
+                share.pid = share.held_bytes = 0
+                self._write(row, share)
+            found.append((row, share))
+        return found
+
+    def _read(self, row: int) -> Share:
+        return _read_row(self._memory, row)
+
+    def _write(self, row: int, share: Share) -> None:
+        name = share.name.encode(errors="replace")[:_NAME_BYTES]
+        numbers = (share.pid, share.held_bytes, share.at_peak_bytes, share.peak_bytes)
+        progress = (share.num_steps, share.num_events, int(share.has_ended))
+        _ROW.pack_into(self._memory, _HEAD.size + row * _ROW.size, *numbers, *progress, name)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        import fcntl
+
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def read_shares(path: str) -> tuple[int, list[Share]]:
+    """(the most that all processes have held at once, each process in the order in which they began).
+
+    For one who has no part in the device; (0, []) where there is no such file.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError:
+        return 0, []
+    if len(content) < _SIZE:
+        return 0, []
+    num_rows, peak_bytes, _ = _HEAD.unpack_from(content, 0)
+    return peak_bytes, [_read_row(content, row) for row in range(num_rows)]
+
+
+def _read_row(content: Any, row: int) -> Share:
+    pid, held, at_peak, peak, steps, events, has_ended, name = _ROW.unpack_from(content, _HEAD.size + row * _ROW.size)
+    return Share(pid, held, at_peak, peak, steps, events, bool(has_ended), name.rstrip(b"\0").decode(errors="replace"))
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process has ended, be it waited for or not."""
+    try:
+        os.kill(pid, 0)
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return text.rsplit(")", 1)[-1].split()[0] in "ZX"
+
+
+class SharedSource:
+    """Takes segments of a device that others take from, too.
+
+    Args:
+        source: the segments of this process.
+        device: what they are taken from.
+    """
+
+    def __init__(self, source: Source, device: SharedDevice) -> None:
+        self.plain = source
+        """Those segments, as they are without the others."""
+        self._device = device
+        self.capacity_bytes = source.capacity_bytes
+        """What this process allows itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def take(self, pool: Pool, size_bytes: int) -> Block | None:
+        """New memory; None when the device is full."""
+        return self._device.take(self.plain, pool, size_bytes, self.capacity_bytes)
+
+    def release_cached(self, pool: Pool) -> None:
+        """Returns what isn't in use."""
+        self.plain.release_cached(pool)
+        self._device.hold(self.plain.reserved)
+
+    def release_oversize(self, pool: Pool, size_bytes: int) -> bool:
+        """Returns enough oversize blocks for a request; True when enough were."""
+        released = self.plain.release_oversize(pool, size_bytes)
+        if released:
+            self._device.hold(self.plain.reserved)
+        return released
+
+    def collect_garbage(self, large: Pool) -> None:
+        """Returns what has been unused for long."""
+        before = self.plain.reserved
+        self.plain.collect_garbage(large)
+        if self.plain.reserved != before:
+            self._device.hold(self.plain.reserved)

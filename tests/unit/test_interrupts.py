@@ -1,0 +1,83 @@
+"""Each in a process of its own, because handlers of signals are the process's."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memfit import _interrupts
+
+SOURCES = str(Path(__file__).parents[2] / "src")
+
+
+def run(*words):
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, timeout=120)
+    return done.returncode, done.stderr
+
+
+# Stands for an import that takes long: the first module that the package loads is interrupted.
+INTERRUPTED = """
+import os, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "memfit._api":
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(1000):
+                pass
+sys.meta_path.insert(0, Finder())
+sys.orig_argv = {orig!r}
+sys.argv = {argv!r}
+import memfit
+"""
+
+
+@pytest.mark.parametrize(
+    ("orig", "argv", "said"),
+    [
+        (["python", "/bin/memfit", "devices"], ["/bin/memfit", "devices"], "memfit: interrupted\n"),
+        (["python", "-m", "memfit", "devices"], ["-m", "devices"], "memfit: interrupted\n"),
+        (["python", "-m", "memfit._child", "request"], ["-m", "request"], ""),
+    ],
+    ids=["command", "module", "child"],
+)
+def test_imports_that_are_interrupted_show_no_traceback(orig, argv, said):
+    assert run("-c", INTERRUPTED.format(orig=orig, argv=argv)) == (130, said)
+
+
+def test_a_program_that_uses_memfit_keeps_its_own_ways():
+    code, shown = run("-c", INTERRUPTED.format(orig=["python", "train.py"], argv=["train.py"]))
+
+    assert code == -signal.SIGINT
+    assert "KeyboardInterrupt" in shown
+
+
+def test_an_interruption_waits_for_the_process_that_is_being_started(monkeypatch):
+    # GIVEN that Ctrl-C raises in this process
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        with _interrupts.waiting():
+            os.kill(os.getpid(), signal.SIGINT)
+            while_waiting = list(seen)
+            inherited = run("-c", "import signal; print(signal.pthread_sigmask(0, []), file=__import__('sys').stderr)")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    assert (while_waiting, seen) == ([], [signal.SIGINT])
+    assert "SIGINT" in inherited[1]
+
+
+def test_it_can_be_raised_again(monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "memfit"])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        _interrupts.end_at_once()
+        quiet = signal.getsignal(signal.SIGINT)
+        _interrupts.raise_again()
+        assert quiet is not signal.default_int_handler is signal.getsignal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
