@@ -6,6 +6,7 @@ goes into the result. The framework is handed in, so that all this works, and is
 """
 
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from memfit.core.shown import Shown
 from memfit.core.units import format_size
 from memfit.guard.space import Space, described_point, key_of
 from memfit.guard.trials import Outcome, Record, Trials, best_of
+
+# What a process that was killed leaves of a file that it was writing.
+_LEFT = re.compile(r"\.trial-\d{4,}\.safetensors\.\d+\.tmp")
 
 RAISE, SKIP = "raise", "skip"
 
@@ -219,8 +223,11 @@ class Loop:
     def _tidy(self, results: Trials) -> None:
         """Removes parameters that are no longer those of the best trial, and what a killed process left of a file."""
         best = best_of(results.records, maximize=self.maximize)
+        # Other files in the folder, whatever their names, are somebody else's.
+        known = {f"trial-{record.number:04d}.safetensors" for record in results.records}
         for path in (*self.folder.glob("trial-*.safetensors"), *self.folder.glob(".trial-*.tmp")):
-            if best is None or path.name != best.weights:
+            is_own = path.name in known or _LEFT.fullmatch(path.name) is not None
+            if is_own and (best is None or path.name != best.weights):
                 path.unlink(missing_ok=True)
 
     def _result(self, points: list[dict[str, Any]], results: Trials) -> Search:

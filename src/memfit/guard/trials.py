@@ -68,8 +68,12 @@ class Trials:
         self.records: list[Record] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not resume:
-                self._path.unlink(missing_ok=True)
+            if not resume and self._path.exists():
+                with open(self._path, "rb") as file:
+                    first = file.readline(1 << 20).decode("utf-8", errors="replace")
+                if first and _parsed(self._path, 1, first).get("format") != FORMAT:
+                    raise BadFile(f"{str(self._path)!r} is no file of a search, and stays. Give another folder.")
+                self._path.unlink()
             self._read(header)
         except OSError as error:
             raise BadFile(

@@ -161,7 +161,7 @@ def test_what_was_written_by_a_trial_that_never_ended_is_removed(tmp_path):
     with pytest.raises(SystemExit):
         run(tmp_path, killed)
     assert (tmp_path / "trial-0000.safetensors").exists()
-    (tmp_path / ".trial-0000.safetensors.x.tmp").write_text("half")
+    (tmp_path / ".trial-0000.safetensors.123.tmp").write_text("half")
 
     assert run(tmp_path, score_of).load_best({}) == {"x": 1}
     assert len(list(tmp_path.iterdir())) == 2
@@ -241,3 +241,12 @@ def test_the_table_and_its_json(tmp_path):
     data = json.loads(json.dumps(found.to_json()))
     assert data["best"]["parameters"] == {"x": 1}
     assert [trial["outcome"] for trial in data["trials"]] == ["finished"] * 4
+
+
+def test_files_of_others_stay_in_the_folder(tmp_path):
+    others = ["trial-of-mine.safetensors", "trial-9999.safetensors", ".trial-notes.tmp"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    run(tmp_path, score_of)
+
+    assert all((tmp_path / name).read_text() == "mine" for name in others)

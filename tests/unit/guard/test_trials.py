@@ -85,3 +85,12 @@ def test_best():
     assert best_of(records, maximize=False).number == 1
     assert best_of(records, maximize=True).number == 0
     assert best_of(records[3:], maximize=True) is None
+
+
+def test_a_file_of_somebody_else_is_not_removed(tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"mine": 1}\n')
+
+    for resume in (False, True):
+        with pytest.raises(BadFile):
+            Trials(tmp_path, {"seed": 1}, resume=resume)
+    assert (tmp_path / "results.jsonl").read_text() == '{"mine": 1}\n'
