@@ -171,6 +171,7 @@ def _compiled(
 
     program = Program(_program(function))
     layout, run = program.layout, None if on_gpu else program.on_host(num_threads=_num_inner_threads())
+
     def phase(name: str) -> Phase | None:
         return phase_of(name, optimizers) if name and not name.startswith("XLA_") else None
 
