@@ -213,7 +213,7 @@ class Estimate(Shown):
             by_category=timeline.breakdown(tick, lambda b: str(b.category)) | rest,
             by_module=timeline.breakdown(tick, lambda b: b.module or ROOT_MODULE) | rest,
             by_op=timeline.breakdown(tick, lambda b: b.op) | rest,
-            by_source=timeline.breakdown(tick, lambda b: b.source or UNKNOWN_SOURCE) | rest,
+            by_source=timeline.breakdown(tick, _source_of(timeline)) | rest,
         )
 
     @cached_property
@@ -310,6 +310,13 @@ class Estimate(Shown):
             raise
         except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
             raise BadFile(f"not an estimate written by memfit: {type(error).__name__}: {error}") from None
+
+
+def _source_of(timeline: Timeline) -> Callable[[Block], str]:
+    """The line of code of a block; its layer where the model is made of the framework's layers alone."""
+    if any(block.source for block in timeline.blocks):
+        return lambda block: block.source or UNKNOWN_SOURCE
+    return lambda block: f"(framework) in {block.module}" if block.module else UNKNOWN_SOURCE
 
 
 def read_device(data: dict[str, Any]) -> Device:

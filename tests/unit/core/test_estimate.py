@@ -7,9 +7,9 @@ import pytest
 from memfit.core import estimate as module
 from memfit.core.device import Origin
 from memfit.core.errors import BadFile, BadInput
-from memfit.core.estimate import CACHED, CONTEXT, Estimate, HostMemory
+from memfit.core.estimate import CACHED, CONTEXT, Estimate, HostMemory, _source_of
 from memfit.core.reporters import Reporters
-from memfit.core.timeline import Timeline
+from memfit.core.timeline import Block, Category, Phase, Timeline
 from memfit.core.units import MIB
 from tests.unit.reports.builders import MYSTERY, RTX_3090, make_estimate, make_failed_estimate
 
@@ -186,3 +186,16 @@ def test_reporters_are_used(reporters):
     assert str(make_estimate()) == "about ResNet"
     make_estimate().report("memory.html")
     assert written == ["memory.html"]
+
+
+def test_layers_stand_for_lines_where_no_block_has_one():
+    def named(source):
+        blocks = (
+            Block(8, 0, None, Category.ACTIVATION, Phase.FORWARD, "conv", "op"),
+            Block(4, 1, None, Category.ACTIVATION, Phase.FORWARD, "", "op", source),
+        )
+        timeline = Timeline(blocks, 2)
+        return timeline.breakdown(1, _source_of(timeline))
+
+    assert named("") == {"(framework) in conv": 8, "(framework)": 4}
+    assert named("train.py:3") == {"(framework)": 8, "train.py:3": 4}

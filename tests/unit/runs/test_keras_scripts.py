@@ -27,6 +27,7 @@ def backend(tmp_path, monkeypatch):
         "import numpy\nimport tensorflow as tf",
         "def main():\n    from tensorflow import keras",
         "import keras.layers",
+        "import jax, numpy as np, keras, optax",
     ],
 )
 def test_scripts_of_keras_are_known_by_what_they_import(backend, text):

@@ -12,6 +12,8 @@ from memfit.core.timeline import Phase
 
 _NUMBERED = re.compile(r"(.*)_\d+")
 _BACKWARD = ("gradient_tape/", "gradients/")
+# A tape adds up the gradients of what is used more than once outside of all scopes.
+_SUM = re.compile(r"AddN(?:_\d+)?")
 
 
 def phase_of(name: str, optimizers: Iterable[str] = ()) -> Phase:
@@ -21,7 +23,7 @@ def phase_of(name: str, optimizers: Iterable[str] = ()) -> Phase:
         name: the operator's, with its scopes.
         optimizers: scopes of the optimizers.
     """
-    if any(scope in name for scope in _BACKWARD):
+    if any(scope in name for scope in _BACKWARD) or _SUM.fullmatch(name):
         return Phase.BACKWARD
     first = name.partition("/")[0]
     return Phase.OPTIMIZER if any(_is_scope(first, name) for name in optimizers) else Phase.FORWARD

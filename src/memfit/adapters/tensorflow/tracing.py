@@ -16,12 +16,14 @@ from memfit.adapters.tensorflow.liveness import Executor, Lived
 from memfit.adapters.tensorflow.memory import Buffer
 from memfit.adapters.tensorflow.nodes import Graph, tensor_bytes
 from memfit.adapters.tensorflow.scopes import Scopes, phase_of
+from memfit.adapters.xla.buffers import turn_of
 from memfit.adapters.xla.program import Program, num_processors
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import Note
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 
 _VARIABLE = "variable "
+_ZEROS = frozenset({"Const", "Fill", "ZerosLike"})
 # How often a step is gone through once more, with operators that take a little more or less time, and how many
 # operators may run for that: a second's worth.
 _MOST_ORDERS = 9
@@ -90,7 +92,7 @@ def trace_step(
     """
     known = list(variables)
     if jit_compile:
-        return _compiled(function, known, layers, on_gpu=on_gpu)
+        return _compiled(function, known, optimizers, layers, on_gpu=on_gpu)
     graph = graph_of(function, on_gpu=on_gpu, onednn=_onednn())
     held = _held(function, graph, known)
     given: dict[str, Any] = {
@@ -154,7 +156,9 @@ def _variable_bytes(entry: StepVariable) -> int:
     return tensor_bytes(tuple(entry.variable.shape), item_bytes(entry.variable.dtype))
 
 
-def _compiled(function: Any, variables: list[StepVariable], layers: Sequence[str], *, on_gpu: bool) -> TracedStep:
+def _compiled(
+    function: Any, variables: list[StepVariable], optimizers: Sequence[str], layers: Sequence[str], *, on_gpu: bool
+) -> TracedStep:
     """What XLA lays out for the whole step."""
     by_handle = {id(entry.variable.handle): entry for entry in variables}
     captured = _captured(function)
@@ -167,7 +171,11 @@ def _compiled(function: Any, variables: list[StepVariable], layers: Sequence[str
 
     program = Program(_program(function))
     layout, run = program.layout, None if on_gpu else program.on_host(num_threads=_num_inner_threads())
-    timeline = _named(program.timeline(describe, run=run), layers)
+
+    def phase(name: str) -> Phase | None:
+        return phase_of(name, optimizers) if name and not name.startswith("XLA_") else None
+
+    timeline = _named(program.timeline(describe, run=run, phase_of=phase), layers)
     used = {id(entry) for entry in inputs if entry is not None}
     # Those that the step doesn't touch live all the same.
     rest = [entry for entry in variables if id(entry) not in used and _variable_bytes(entry)]
@@ -241,7 +249,7 @@ def _timeline(
     for buffer in lived.buffers:
         op = graph.nodes[buffer.node].op if buffer.node >= 0 else ""
         phase = phases[buffer.node] if buffer.node >= 0 else Phase.SETUP
-        category = _category(buffer, phases, backward)
+        category = _category(buffer, op, phases, backward)
         module = scopes.module_of(names[buffer.node]) if buffer.node >= 0 else ""
         if buffer.variable.startswith(_VARIABLE):
             entry = variables[int(buffer.variable.removeprefix(_VARIABLE))]
@@ -250,11 +258,13 @@ def _timeline(
     return Timeline(tuple(blocks), lived.num_ticks, marks)
 
 
-def _category(buffer: Buffer, phases: list[Phase], backward: int) -> Category:
+def _category(buffer: Buffer, op: str, phases: list[Phase], backward: int) -> Category:
     if buffer.node < 0:
         return Category.BATCH
     phase = phases[buffer.node]
-    if phase is Phase.FORWARD and (buffer.end is None or buffer.end > backward):
+    # Parts of the backward pass that need nothing of it run ahead, and keep what they make until it comes.
+    is_ahead = phase is Phase.BACKWARD and buffer.start < backward and op not in _ZEROS
+    if (phase is Phase.FORWARD or is_ahead) and (buffer.end is None or buffer.end > backward):
         return Category.ACTIVATION
     if phase is Phase.BACKWARD and phases[buffer.last] is Phase.OPTIMIZER:
         return Category.GRADIENT
@@ -262,13 +272,13 @@ def _category(buffer: Buffer, phases: list[Phase], backward: int) -> Category:
 
 
 def _marks(lived: Lived, phases: list[Phase]) -> tuple[Mark, ...]:
-    """Where phases begin: operators of several run at once, so the first large block of the backward pass counts."""
-    made = [buffer for buffer in lived.buffers if buffer.node >= 0]
+    """Where phases begin; operators of several run at once."""
+    made = sorted((buffer for buffer in lived.buffers if buffer.node >= 0), key=lambda buffer: buffer.start)
     if not made:
         return ()
     marks = [Mark(made[0].start, Phase.FORWARD, 1)]
-    largest = max(buffer.size for buffer in made)
-    backward = [b.start for b in made if phases[b.node] is Phase.BACKWARD and b.size * 100 >= largest]
+    turn = turn_of((phases[buffer.node], buffer.size) for buffer in made)
+    backward = [buffer.start for buffer in made[turn:] if phases[buffer.node] is Phase.BACKWARD]
     if backward:
         marks.append(Mark(min(backward), Phase.BACKWARD, 1))
         after = [b.start for b in made if phases[b.node] is Phase.OPTIMIZER and b.start > max(backward)]

@@ -1,11 +1,11 @@
 """Blocks of a program that XLA compiled: which buffer lives from where to where, and what it is for."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.adapters.xla.hlo import Instruction, Module
 from memfit.adapters.xla.liveness import Buffer, Lives, Value
-from memfit.adapters.xla.origin import Origin, Origins
+from memfit.adapters.xla.origin import Origin, Origins, PhaseOf
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 
 Describe = Callable[[int], tuple[Category, str]]
@@ -21,6 +21,7 @@ def timeline_of(
     describe: Describe,
     describe_result: Describe | None = None,
     scratch: Sequence[tuple[int, int, int]] = (),
+    phase_of: PhaseOf | None = None,
 ) -> Timeline:
     """Every buffer of a program.
 
@@ -30,8 +31,9 @@ def timeline_of(
         describe: takes the number of an argument, gives (category, dotted path of the layer).
         describe_result: the same for each leaf of the result that takes no argument's place.
         scratch: (when a kernel takes memory of its own, when it has given all of it back, bytes).
+        phase_of: how names of operations tell parts of the step, see `Origins`.
     """
-    return _Writer(lives, Origins(module), describe, describe_result, sorted(scratch)).timeline()
+    return _Writer(lives, Origins(module, phase_of), describe, describe_result, sorted(scratch)).timeline()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class _Writer:
         self._describe = describe
         self._describe_result = describe_result
         self._named_after = self._names_from_readers()
+        # When the backward pass begins.
+        self._turned = lives.num_times + 1
         self._phases = self._phases_by_time()
         self._results = {place: number for number, place in reversed(list(enumerate(lives.results)))}
         # XLA copies an argument whose place the result takes too early.
@@ -186,12 +190,15 @@ class _Writer:
         return self._phases[min(time, len(self._phases) - 1)]
 
     def _category(self, run: _Run, phase: Phase) -> Category:
-        last = self._phase(max(value.end for value in run.values))
-        if phase is Phase.FORWARD and last is Phase.BACKWARD:
+        last = max(value.end for value in run.values)
+        # Kernels for the backward pass, turned around ahead of it, have a weight's shape too.
+        is_weight = tuple(sorted(run.values[0].instruction.shape.dimensions)) in self._weights
+        # XLA runs parts of the backward pass ahead and fuses its last parts with the update: names alone don't tell.
+        is_kept = run.start < self._turned <= last and not is_weight
+        if is_kept or (phase is Phase.FORWARD and self._phase(last) is Phase.BACKWARD):
             return Category.ACTIVATION
         readers = {self._phase(time) for value in run.values for time, _, _ in value.users}
-        dimensions = run.values[0].instruction.shape.dimensions
-        if phase is Phase.BACKWARD and Phase.OPTIMIZER in readers and tuple(sorted(dimensions)) in self._weights:
+        if phase is Phase.BACKWARD and Phase.OPTIMIZER in readers and is_weight:
             return Category.GRADIENT
         return Category.TEMPORARY
 
@@ -201,7 +208,7 @@ class _Writer:
         found = [self._origin(instruction).phase for instruction in order]
         if Phase.BACKWARD not in found:
             return [Phase.FORWARD] * max(1, len(found))
-        turn = self._turn(found)
+        turn = self._turned = self._turn(found)
         end = _end_of_backward(found)
         phases: list[Phase] = []
         for time, phase in enumerate(found):
@@ -216,17 +223,12 @@ class _Writer:
         return phases
 
     def _turn(self, found: list[Phase | None]) -> int:
-        """When the backward pass begins; XLA runs the odd instruction, such as zeros to add to, ahead of its pass."""
-        most, best, sum_so_far = 0, 0, 0
-        # TensorFlow names the backward pass alone: what comes before it is the forward pass.
+        """When the backward pass begins."""
+        # Names that tell the backward pass alone: what comes before it is the forward pass.
         other = None if Phase.FORWARD in found else Phase.FORWARD
-        for time, phase in enumerate(found[: _end_of_backward(found)]):
-            size = self._lives.order[time].shape.size_bytes
-            phase = phase or other
-            sum_so_far += size if phase is Phase.FORWARD else -size if phase is Phase.BACKWARD else 0
-            if sum_so_far > most:
-                most, best = sum_so_far, time + 1
-        return min(best, len(found) - 1)
+        ahead = found[: _end_of_backward(found)]
+        sizes = (self._lives.order[time].shape.size_bytes for time in range(len(ahead)))
+        return min(turn_of(zip((phase or other for phase in ahead), sizes, strict=True)), len(found) - 1)
 
     def _marks(self, ticks: dict[int, int]) -> tuple[Mark, ...]:
         marks = [Mark(0, Phase.SETUP, 0), Mark(ticks[0], Phase.FORWARD, 1)]
@@ -235,6 +237,19 @@ class _Writer:
             turn = min(self._turn(list(self._phases)), end)
             marks += [Mark(ticks[turn], Phase.BACKWARD, 1), Mark(ticks[end], Phase.OPTIMIZER, 1)]
         return tuple(marks)
+
+
+def turn_of(made: Iterable[tuple[Phase | None, int]]) -> int:
+    """How many of the (phase, bytes) that a step makes one after the other come before its backward pass.
+
+    The odd one of the backward pass, such as zeros to add to, is made ahead of it: most bytes decide.
+    """
+    most, best, sum_so_far = 0, 0, 0
+    for number, (phase, size) in enumerate(made, 1):
+        sum_so_far += size if phase is Phase.FORWARD else -size if phase is Phase.BACKWARD else 0
+        if sum_so_far > most:
+            most, best = sum_so_far, number
+    return best
 
 
 def _end_of_backward(phases: Sequence[Phase | None]) -> int:

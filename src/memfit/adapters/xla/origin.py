@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from memfit.adapters.xla.hlo import Instruction, Module
@@ -46,11 +47,21 @@ class Origin:
     is_named: bool = True
 
 
-class Origins:
-    """Knows the origin of each instruction of a program."""
+PhaseOf = Callable[[str], Phase | None]
+"""The part of a step that an operation belongs to, from its name; None where the name doesn't say."""
 
-    def __init__(self, module: Module) -> None:
+
+class Origins:
+    """Knows the origin of each instruction of a program.
+
+    Args:
+        module: the program.
+        phases: how its framework's names tell parts of a step; JAX's names by default.
+    """
+
+    def __init__(self, module: Module, phases: PhaseOf | None = None) -> None:
         self._module = module
+        self._phase_of = phases or phase_of
         self._known: dict[str, Origin] = {}
         self._sources: dict[tuple[tuple[str, int], ...], str] = {}
         self._roots = sorted(
@@ -67,16 +78,21 @@ class Origins:
             else:
                 op = f"{primitive} ({instruction.opcode})"
             self._known[instruction.name] = Origin(
-                phase_of(named.op_name), path, op, self._source(named.source), bool(named.op_name)
+                self._phase_of(named.op_name), path, op, self._source(named.source), bool(named.op_name)
             )
         return self._known[instruction.name]
 
     def _named(self, instruction: Instruction) -> Instruction:
-        """The instruction, or of a fused one that has no name the last inside that does."""
+        """The instruction, or of a fused one that has no name the last inside that does.
+
+        Constants don't count unless there is nothing else: XLA shares one, with the name of its first place.
+        """
         if instruction.op_name or "calls" not in instruction.called:
             return instruction
         inside = self._module.computations[instruction.called["calls"]].instructions
-        return next((inner for inner in reversed(inside) if inner.op_name and inner.opcode != "parameter"), instruction)
+        inside = tuple(inner for inner in inside if inner.opcode not in ("parameter", "constant"))
+        computed = tuple(inner for inner in inside if inner.opcode != "broadcast")
+        return next((inner for inner in reversed(computed or inside) if inner.op_name), instruction)
 
     def _source(self, stack: tuple[tuple[str, int], ...]) -> str:
         if stack not in self._sources:

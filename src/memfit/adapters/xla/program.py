@@ -10,6 +10,7 @@ from memfit.adapters.xla.host_run import several_runs
 from memfit.adapters.xla.host_thunks import thunks_of
 from memfit.adapters.xla.layout import Layout, lay_out
 from memfit.adapters.xla.liveness import Lives, lives_of
+from memfit.adapters.xla.origin import PhaseOf
 from memfit.adapters.xla.placement import Placement
 from memfit.core.timeline import Timeline
 
@@ -98,11 +99,15 @@ class Program:
         return missing <= _MOST_MISSING * (found + missing)
 
     def timeline(
-        self, describe: Describe, describe_result: Describe | None = None, run: HostRun | None = None
+        self,
+        describe: Describe,
+        describe_result: Describe | None = None,
+        run: HostRun | None = None,
+        phase_of: PhaseOf | None = None,
     ) -> Timeline:
         """Every buffer, with what kernels take for themselves in a run on the CPU; see `timeline_of`."""
         scratch = () if run is None else run.scratch
-        return timeline_of(self.module, self.lives, describe, describe_result, scratch)
+        return timeline_of(self.module, self.lives, describe, describe_result, scratch, phase_of)
 
 
 def num_processors() -> int:

@@ -105,3 +105,14 @@ def test_a_batch_without_samples_has_no_other_size():
 def test_a_batch_size_is_at_least_one():
     with pytest.raises(BadBatch, match="a batch size must be at least 1, but 0 was given"):
         open_batch(arrays(), 0)
+
+
+def test_a_training_step_of_its_own_takes_any_form():
+    batch = ((np.zeros((12, 3)), np.zeros(12)), (np.zeros((4, 3)), np.zeros(4)), np.zeros(2), np.zeros(2))
+    with pytest.raises(BadBatch):
+        read(batch)
+
+    found = read(batch, any_form=True)
+
+    assert found.batch_size is None
+    assert [spec.shape[0] for spec in found.specs()] == [12, 12, 4, 4, 2, 2]

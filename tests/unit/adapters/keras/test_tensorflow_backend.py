@@ -54,6 +54,31 @@ found |= {
     "compiles": [compiles_on(model, gpu, None), compiles_on(model, cpu, None), compiles_on(eager, gpu, None)],
 }
 
+class Coder(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.encoder = keras.Sequential([keras.layers.Dense(4)], name="encoder")
+        self.decoder = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)], name="decoder")
+
+    def compile(self, first, second):
+        super().compile()
+        self.first, self.second = first, second
+
+    def train_step(self, data):
+        import tensorflow as tf
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean((self.decoder(self.encoder(data)) - data) ** 2)
+        for optimizer, part in ((self.first, self.encoder), (self.second, self.decoder)):
+            optimizer.apply(tape.gradient(loss, part.trainable_weights), part.trainable_weights)
+        return {"loss": loss}
+
+coder = Coder()
+coder.compile(keras.optimizers.Adam(), keras.optimizers.SGD(momentum=0.9))
+own = [trace(coder, read(batch[0]), device, training=True) for device in (cpu, gpu)]
+found["own"] = [{str(category): size for category, size in one.state_bytes.items()} for one in own]
+found["own phases"] = [sorted({str(b.phase) for b in one.timeline.blocks}) for one in own]
+found["own built"] = [coder.first.built, coder.second.built, len(coder.encoder.variables)]
+
 def broken(data):
     raise TypeError("not\\n  like this")
 
@@ -94,5 +119,13 @@ def test_a_step_is_traced_into_a_graph():
     assert found["refused parameters"] == size
     assert found["jit_compile"] == [False, False]
     assert found["compiles"] == [True, False, False]
+    # A model without call() and layers that only its own step builds; only the optimizers that it uses have state.
+    size = 4 * (8 * 4 + 4 + 4 * 8 + 8)
+    state = 2 * 4 * (8 * 4 + 4) + 4 * (4 * 8 + 8)
+    for own in found["own"]:
+        assert own["parameter"] == own["gradient"] == size
+        assert state <= own["optimizer state"] <= state + 32
+    assert found["own phases"] == [["backward", "forward", "optimizer", "setup"]] * 2
+    assert found["own built"] == [False, False, 0]
     assert "the step failed while TensorFlow traced it" in found["message"]
     assert "not like this" in found["message"]

@@ -8,9 +8,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from memfit.adapters.keras.batch import read
+from memfit.adapters.keras.job import open_job
 from memfit.adapters.keras.torch_backend import trace
 from memfit.catalogue import find_device
 from memfit.core.errors import StepFailed
+from memfit.core.job import Job
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Phase
 
@@ -189,3 +191,57 @@ def test_a_compiled_step_is_said_to_be_counted_as_it_is():
     model.jit_compile = True
 
     assert "jit-compile" in {note.code for note in traced((model, batch)).notes}
+
+
+class Coder(keras.Model):
+    """A model without `call`, whose step updates its parts by an optimizer each."""
+
+    def __init__(self, *, built=True):
+        super().__init__()
+        self.encoder = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)], name="encoder")
+        self.decoder = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)], name="decoder")
+        self.tracked = keras.metrics.Mean(name="loss")
+        self.built = built
+
+    def compile(self, first, second):
+        super().compile()
+        self.first, self.second = first, second
+
+    @property
+    def metrics(self):
+        return [self.tracked]
+
+    def train_step(self, data):
+        loss = keras.ops.mean(keras.ops.square(self.decoder(self.encoder(data)) - data))
+        self.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for optimizer, part in ((self.first, self.encoder), (self.second, self.decoder)):
+                weights = part.trainable_weights
+                optimizer.apply([weight.value.grad for weight in weights], weights)
+        self.tracked.update_state(loss)
+        return {"loss": self.tracked.result()}
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("batch", [np.zeros((16, 8), "float32"), (np.zeros((16, 8), "float32"),)])
+def test_a_model_with_its_own_step_and_no_call(built, batch):
+    model = Coder(built=built)
+    model.compile(keras.optimizers.Adam(), keras.optimizers.SGD(momentum=0.9))
+
+    found = open_job(Job(model, None, batch), find_device("cpu")).trace(None)
+
+    encoder, decoder = 4 * (8 * 4 + 4), 4 * (4 * 8 + 8)
+    assert found.state_bytes[Category.PARAMETER] == found.state_bytes[Category.GRADIENT] == encoder + decoder
+    assert found.state_bytes[Category.OPTIMIZER_STATE] >= 2 * encoder + decoder
+    assert not model.first.built
+    assert model.built is built
+
+
+def test_parts_that_nothing_can_build_are_named():
+    model = Coder()
+    model.head = keras.layers.Dense(2, name="head")
+    model.compile(keras.optimizers.Adam(), keras.optimizers.SGD())
+
+    with pytest.raises(StepFailed, match=r"no call\(\).*head"):
+        open_job(Job(model, None, np.zeros((16, 8), "float32")), find_device("cpu")).trace(None)

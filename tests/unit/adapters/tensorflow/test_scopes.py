@@ -41,3 +41,8 @@ LAYERS = ["conv2d", "conv2d_1", "block", "block.dense"]
 )
 def test_layers_are_found_under_numbered_scopes(names, name, layer):
     assert Scopes(LAYERS, names).module_of(name) == layer
+
+
+def test_a_sum_of_gradients_is_part_of_the_backward_pass():
+    assert phase_of("AddN_3") is Phase.BACKWARD
+    assert phase_of("network/AddN_3/inner") is Phase.FORWARD

@@ -1,6 +1,6 @@
 """Blocks of a compiled program."""
 
-from memfit.adapters.xla.buffers import timeline_of
+from memfit.adapters.xla.buffers import timeline_of, turn_of
 from memfit.adapters.xla.hlo import parse
 from memfit.adapters.xla.layout import lay_out
 from memfit.adapters.xla.liveness import lives_of
@@ -12,10 +12,10 @@ def describe(number):
     return (Category.PARAMETER, "layer1") if number == 0 else (Category.BATCH, "")
 
 
-def made(text, describe_result=None, scratch=()) -> Timeline:
+def made(text, describe_result=None, scratch=(), phase_of=None) -> Timeline:
     """The timeline of a program."""
     module = parse(text)
-    return timeline_of(module, lives_of(module), describe, describe_result, scratch)
+    return timeline_of(module, lives_of(module), describe, describe_result, scratch, phase_of)
 
 
 def test_blocks_say_what_they_are_for():
@@ -115,3 +115,26 @@ def test_kernels_on_the_host_take_memory_of_their_own():
     assert [block.size_bytes for block in workspaces] == [500, 70]
     assert [block.op for block in workspaces] == ["dot_general (dot)", "mul (cosine)"]
     assert not [block for block in plain.blocks if block.category is Category.WORKSPACE]
+
+
+def test_updates_between_parts_of_the_backward_pass_are_no_forward_pass():
+    """XLA updates a weight as soon as it has its gradient: in bytes, most of a step may look like its beginning."""
+    forward, backward, update = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
+
+    assert turn_of([(forward, 8), (backward, 1), (forward, 8), (backward, 4), (update, 90), (backward, 1)]) == 3
+    assert turn_of([(forward, 8), (None, 90), (backward, 4), (forward, 2)]) == 1
+
+
+def test_a_framework_may_tell_phases_by_names_of_its_own():
+    text = STEP.replace("transpose(jvp(layer1))", "back").replace("jvp(", "plain(")
+
+    def phase_of(name):
+        if "back/" in name:
+            return Phase.BACKWARD
+        return Phase.OPTIMIZER if name.endswith("sub") else Phase.FORWARD if name else None
+
+    found = {(block.op, block.category) for block in made(text, phase_of=phase_of).blocks}
+
+    assert ("tanh", Category.ACTIVATION) in found
+    assert ("dot_general (dot)", Category.GRADIENT) in found
+    assert ("tanh", Category.ACTIVATION) not in {(block.op, block.category) for block in made(text).blocks}

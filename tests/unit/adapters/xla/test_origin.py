@@ -45,3 +45,17 @@ def test_fusions_are_named_after_what_is_inside(monkeypatch):
 
     assert origin.op == "sub (fusion)"
     assert origin.source == "train.py:12"
+
+
+def test_constants_which_programs_share_name_no_fusion():
+    text = STEP.replace('calls=%fused, metadata={op_name="jit(step)/sub" stack_frame_id=1}', "calls=%fused")
+    lines = []
+    for line in text.splitlines():
+        if " subtract(" in line:
+            line = line.partition(", metadata=")[0]
+            lines.append('  %shared = f32[] constant(0), metadata={op_name="jit(step)/elsewhere/mean"}')
+        lines.append(line)
+    module = parse("\n".join(lines))
+    fusion = next(i for i in module.entry.instructions if i.opcode == "fusion")
+
+    assert "elsewhere" not in Origins(module).of(fusion).module
