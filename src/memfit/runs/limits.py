@@ -202,7 +202,8 @@ class FollowingLimit:
         if recent[0][0] > now - self._settled_seconds:
             return 0
         least = min(size for _, size in recent)
-        return least - least % _RESERVED_STEP_BYTES
+        # A container's limit varies anyway, and has no byte to spare.
+        return least if self._budget_bytes is None else least - least % _RESERVED_STEP_BYTES
 
     def is_exceeded_by(self, held: Held, room: Room | None = None) -> bool:
         """Whether the process has used more than it may, which only what was left out of the limit makes possible."""

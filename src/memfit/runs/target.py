@@ -1,4 +1,4 @@
-"""The script or module to run, found before a process is started for it, and whether there is memory enough to start it."""
+"""The script or module to run, found before a process is started for it, and whether memory is enough to start it."""
 
 import importlib.util
 import os

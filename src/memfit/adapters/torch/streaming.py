@@ -369,11 +369,9 @@ def _forget_workers(batches: Any) -> None:
 
     Names of PyTorch 1.13 to 2.13; where they are gone, its handler of SIGCHLD raises its own error as before.
     """
-    with contextlib.suppress(ImportError, AttributeError, TypeError, ValueError):
-        from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type: ignore[attr-defined]
-
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
         if batches._worker_pids_set:
-            _remove_worker_pids(id(batches))
+            torch._C._remove_worker_pids(id(batches))
             batches._worker_pids_set = False
 
 
