@@ -55,7 +55,7 @@ def test_what_fits_is_left_alone():
 def test_batch_norm_is_split_only_where_that_is_allowed():
     model, batch = make(layers.BatchNormalization(name="norm"))
     whole = memfit.estimate(model, batch=batch, device="cpu").peak_bytes
-    with pytest.raises(PlanNotFound, match=r"Try to allow approximate \(micro-batches\)") as refused:
+    with pytest.raises(PlanNotFound, match=r"Try to allow approximate \(micro-batch\)") as refused:
         plan(model, batch, whole * 8 // 10)
     assert any("'norm'" in one.reason for one in refused.value.smallest.refused)
     found = plan(model, batch, whole * 8 // 10, allow=["rounding", "approximate"])
