@@ -59,7 +59,7 @@ TITLE = "NVIDIA GeForce RTX 3090"
         ),
         (
             make_run(outcome=Outcome.NO_STEP, num_steps=0),
-            f"train.py on {TITLE}: ended without an optimizer step, so whether it fits is unknown",
+            f"train.py on {TITLE}: ended without an optimizer step, peak 1.13 GiB of 23.7 GiB: fits as far as it went",
         ),
         (
             make_run(outcome=Outcome.INTERRUPTED, num_steps=2),
@@ -147,7 +147,7 @@ def test_errors_that_were_caught_are_told():
     assert "2 times" in run_figures.details(make_run(failures=(caught, caught)))[0]
 
 
-@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.NO_STEP, Outcome.INTERRUPTED])
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.INTERRUPTED])
 def test_a_run_that_broke_off_has_a_partial_report(outcome):
     run = make_run(outcome=outcome)
 
@@ -322,3 +322,17 @@ def test_a_script_that_puts_nothing_on_the_device_tells_nothing_of_it():
     assert run.fits is None
     assert run.exit_code_of_command == 5
     assert "put nothing on the device, so whether it fits is unknown" in run_figures.verdict(run)
+
+
+def test_a_run_without_a_step_has_its_peak_and_says_what_is_missing():
+    run = make_run(outcome=Outcome.NO_STEP, num_steps=0)
+
+    assert run_figures.details(run)[0].startswith("training was not seen")
+
+
+def test_each_process_has_its_part():
+    run = make_run(processes={"the script itself": 2**20, "Process-1": 3 * 2**20})
+    titles = {part.title: part.rows for part in run_figures.parts(run)}
+
+    assert len(titles["Held by each process at the device's peak (simulated)"]) == 2
+    assert not any("each process" in part.title for part in run_figures.parts(make_run(processes={"a": 1})))

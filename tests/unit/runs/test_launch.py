@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from memfit.allocator.shared import Share
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.runs import launch
 from memfit.runs.launch import run_child
@@ -312,3 +313,15 @@ def test_ctrl_c_in_the_terminal_reaches_the_script_once(tmp_path):
         time.sleep(0.02)
     # One of the script, one of its worker; both write to the terminal at once, and may write into each other's words.
     assert 1 <= shown.count("KeyboardInterrupt") <= 2
+
+
+def test_a_run_without_a_step_says_what_it_is_doing(monkeypatch, capfd):
+    # GIVEN a process that takes longer than the first moment
+    monkeypatch.setattr(launch, "_MOMENTS", (0.0, 0.05, 600.0))
+    launch._run([sys.executable, "-c", "import time; time.sleep(2)", "x"], False, False, is_ours=False)
+
+    assert "memfit: still importing PyTorch after 0 s\n" in capfd.readouterr().err
+    share = Share(1)
+    assert launch.progress(0, [share]) == "the script runs, no optimizer step yet, nothing on the device yet,"
+    assert "peak so far 1.00 MiB" in launch.progress(2**20, [share])
+    assert launch.progress(2**20, [Share(1, num_steps=1)]) == ""
