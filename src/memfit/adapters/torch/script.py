@@ -298,7 +298,7 @@ class ScriptRun:
             seconds=seconds,
             allocator=session.memory.options,
             seen=self._seen(),
-            module=request.module,
+            module=self._program.module,
         )
 
     def _seen(self) -> Seen | None:
