@@ -30,9 +30,7 @@ from memfit.core import env
 
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 NOT_SIMULATED = "process-not-simulated"
-RESULTS = "process-*.json"
-"""Names of the files that processes leave beside the request."""
-
+ENDED_IDLE = "script-ended-idle"
 _HOOK = '''\
 """Lets a process of a script that memfit dry-runs see the simulated device, once it imports PyTorch."""
 import importlib.machinery, importlib.util, os, sys
@@ -60,8 +58,9 @@ _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 # How long a process that has taken its steps waits for others: with something seen of them, and before they are there.
 _QUIET_SECONDS, _START_SECONDS, _MOST_SECONDS = 3.0, 30.0, 120.0
-# How long a script may do nothing at all after its processes have taken their steps.
-_IDLE_SECONDS = 10.0
+# How long a script may do nothing at all after its processes have taken their steps: where it waits in one of Python's
+# or a library's functions (for a queue, a pipe, a process), and where its own code does, such as in time.sleep.
+_IDLE_SECONDS, _OWN_IDLE_SECONDS = 10.0, 60.0
 
 
 class SharedDevice(Protocol):
@@ -122,10 +121,8 @@ class Processes:
         """Name of the process that is being started and is to stay in the simulation where it is forked off."""
         self.leave: Callable[[], None] = lambda: None
         """Called in a process that turns out to be a loader's worker."""
-        self.began: Callable[[str], None] = lambda name: None
-        """Called in a process of the script's own, with its name, before it does its work."""
         self.ended: Callable[[BaseException | None], None] = lambda error: None
-        """Called there when it has done its work, with what ended it."""
+        """Called in a process of the script's own when it has done its work, with what ended it."""
         self.started: Callable[[], None] = lambda: None
         """Called when a process is about to be started."""
 
@@ -166,7 +163,6 @@ class Processes:
                     raise
 
             self.run = run
-            processes.began(self.name)
             try:
                 return plain_bootstrap(self, *args, **kwargs)
             finally:
@@ -222,13 +218,20 @@ def interrupt_when_idle(has_nothing_to_do: Callable[[], bool], end: Callable[[],
             # This thread, and whoever polls, take a little themselves.
             if now_used - used > 0.2 * (now - since) or not has_nothing_to_do():
                 since, used = now, now_used
-            elif now - since > _IDLE_SECONDS:
+            elif now - since > (_OWN_IDLE_SECONDS if _is_in_own_code(main) else _IDLE_SECONDS):
                 break
         end()
         if main is not None and hasattr(signal, "pthread_kill"):
             signal.pthread_kill(main, signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True, name="memfit-idle").start()
+
+
+def _is_in_own_code(thread: int | None) -> bool:
+    """Whether a thread is in the user's own code, and not in a function of Python's or of a library that it called."""
+    frame = sys._current_frames().get(thread or 0)
+    path = "" if frame is None else frame.f_code.co_filename
+    return frame is not None and not path.startswith((*HIDDEN_FOLDERS, *INSTALLED_FOLDERS, "<"))
 
 
 def wait_for_others(device: SharedDevice) -> None:

@@ -31,7 +31,13 @@ from memfit.adapters.torch.imports import on_import
 from memfit.adapters.torch.launchers import Program
 from memfit.adapters.torch.loaders import Loaders
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS
-from memfit.adapters.torch.processes import Processes, SharedDevice, interrupt_when_idle, wait_for_others
+from memfit.adapters.torch.processes import (
+    ENDED_IDLE,
+    Processes,
+    SharedDevice,
+    interrupt_when_idle,
+    wait_for_others,
+)
 from memfit.adapters.torch.session import Session, leave
 from memfit.adapters.torch.shared_tensors import sharing
 from memfit.adapters.torch.steps import EndOfRun
@@ -175,6 +181,8 @@ class ScriptRun:
     def _process_started(self) -> None:
         def end() -> None:
             self.session.counter.has_ended = True
+            text = "it did nothing after its processes had taken their steps, and was ended: what follows was not run"
+            self.session.simulation.notes.report(ENDED_IDLE, text)
 
         if self._shared is not None:
             self._shared.expect(1)

@@ -1,7 +1,9 @@
 import multiprocessing
+import queue
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,21 @@ def test_what_a_library_starts_is_not():
         names["ask"]([sys.executable, "-c", "pass"])
 
     assert made.num_started == 0
+
+
+def test_a_script_that_waits_for_what_will_not_come_is_ended_and_one_that_sleeps_is_not(monkeypatch):
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_IDLE_SECONDS", 0.05)
+    ended = []
+    module.interrupt_when_idle(lambda: True, lambda: ended.append(True))
+
+    # GIVEN code of the user's own that takes its time
+    time.sleep(0.5)
+    assert not ended
+    # WHEN it waits for somebody else
+    with pytest.raises(KeyboardInterrupt):
+        queue.Queue().get(timeout=60)
+    assert ended
 
 
 class Others:
