@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -116,6 +117,7 @@ class Processes:
     def __init__(self, report: Callable[[str, str], None], *, are_simulated: bool = False) -> None:
         self._report = report
         self._are_simulated = are_simulated
+        self._commands: weakref.WeakSet[subprocess.Popen[Any]] = weakref.WeakSet()
         self.num_started = 0
         self.forking = ""
         """Name of the process that is being started and is to stay in the simulation where it is forked off."""
@@ -171,9 +173,12 @@ class Processes:
         def popen(self: Any, /, *args: Any, **kwargs: Any) -> None:
             command = args[0] if args else kwargs.get("args")
             words = command if isinstance(command, str) else " ".join(map(str, command or ()))
-            if "python" in words and _asked_by_user():
+            is_python = "python" in words and _asked_by_user()
+            if is_python:
                 processes._note(f"command {words[:80]!r}")
             plain_popen(self, *args, **kwargs)
+            if is_python:
+                processes._commands.add(self)
 
         return [
             Replacement(multiprocessing.process.BaseProcess, "start", start),
@@ -187,6 +192,12 @@ class Processes:
             self._report(NOT_SIMULATED, f"{what} was started: what it does on the device is not simulated")
         else:
             self.started()
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether one of those that this process has started hasn't ended."""
+        is_process = any(not _is_worker(process) for process in multiprocessing.active_children())
+        return is_process or any(command.poll() is None for command in list(self._commands))
 
     def finish(self) -> None:
         """Ends the processes that are left of a script that was ended: they may wait for it for ever."""
@@ -234,15 +245,20 @@ def _is_in_own_code(thread: int | None) -> bool:
     return frame is not None and not path.startswith((*HIDDEN_FOLDERS, *INSTALLED_FOLDERS, "<"))
 
 
-def wait_for_others(device: SharedDevice) -> None:
+def wait_for_others(device: SharedDevice, may_come: Callable[[], bool] = lambda: True) -> None:
     """Keeps what this process holds until those that were started beside it have taken their steps, too.
 
     Without a dry run all of them would train for hours, side by side. Here a process is done before another has begun.
+
+    Args:
+        device: what they share.
+        may_come: whether there are processes that could still come to use it: most commands never do.
     """
     begun = since = time.monotonic()
     last = -1
     while time.monotonic() - begun < _MOST_SECONDS:
         to_come, at_work, sign = device.others()
+        to_come = to_come if may_come() else 0
         if not to_come and not at_work:
             return
         if sign != last:

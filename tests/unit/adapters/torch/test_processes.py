@@ -102,6 +102,18 @@ class Others:
         return self._states.pop(0) if len(self._states) > 1 else self._states[0]
 
 
+def test_what_has_ended_is_not_waited_for(processes, monkeypatch):
+    monkeypatch.setattr(module, "_START_SECONDS", 1e9)
+    monkeypatch.setattr(module, "_MOST_SECONDS", 1e9)
+    assert not processes.are_alive
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as command:
+        assert processes.are_alive
+        command.communicate(b"\n")
+
+    # It would wait for ever.
+    module.wait_for_others(Others((1, 0, 0)), lambda: processes.are_alive)
+
+
 def test_a_process_waits_for_those_beside_it_while_they_get_on(monkeypatch):
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.0)
     others = Others((1, 0, 0), (0, 1, 1), (0, 1, 2), (0, 0, 3))
