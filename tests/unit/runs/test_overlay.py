@@ -175,14 +175,14 @@ def test_a_view_that_fails_at_its_last_step_leaves_nothing_that_says_files_are_k
 
 def test_disks_below_run_are_kept_apart_and_talk_among_programs_is_not(monkeypatch, tmp_path):
     monkeypatch.setattr(os.path, "isdir", lambda path: True)
-    view = overlay._View(str(tmp_path), (), ["/dev/shm/work", "/dev/shm", "/run/media/me/disk/project", "/home/me"])
+    view = overlay._View(str(tmp_path), (), ["/dev/shm/work", "/dev/shm", "/run/media/me/disk/project", "/srv/project"])
     rows = [
         ("/run/media/me/disk", "ext4", False),
         ("/run/media/me/camera", "vfat", True),
         ("/run/user/1000/doc", "fuse.portal", False),
         ("/run", "tmpfs", False),
         ("/dev/shm", "tmpfs", False),
-        ("/home", "ext4", False),
+        ("/srv", "ext4", False),
     ]
     view._mounts = {path: overlay._Mount(path, kind, is_read_only) for path, kind, is_read_only in rows}
 
