@@ -120,7 +120,7 @@ def _script_run(request: Request, request_path: str, name: str) -> "ScriptRun":
         memory.share(shared)
     folder = os.path.dirname(request_path)
     # Processes that the script starts are in the view of files that the first one has entered.
-    private_files = os.path.exists(os.path.join(folder, overlay.LAYERS))
+    private_files = any(os.path.exists(os.path.join(layer, overlay.LAYERS)) for layer in request.layers[:1])
     run = ScriptRun(request, memory, configure, shared, private_files=private_files)
     run.write_process = lambda result: _write(os.path.join(folder, f"process-{os.getpid()}.json"), result.to_json())
     return run

@@ -1,9 +1,9 @@
 """The command line: one module per subcommand, which parses, calls the public API and hands the result to a reporter.
 
 Exit codes: 0 it fits (or the command did its work, or nothing was asked for and help was shown), 1 a fault of memfit's
-own, 2 bad usage or bad input, 3 it does not fit, 4 a script
-that was run failed for a reason of its own, 5 it ended without an optimizer step, 130 interrupted. `run` returns
-the script's own exit code, 3 where memory ran out and nothing is left to try, or 128 and the number of a signal.
+own, 2 bad usage or bad input, 3 it does not fit, 4 a script that was run failed, 5 it ended without an optimizer step
+or put nothing on the device, 130 interrupted. `run` returns the script's own exit code, 3 where memory ran out and
+nothing is left to try, or 128 and the number of a signal.
 """
 
 import argparse
@@ -101,8 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _interrupts.raise_again()
         return _main(given)
-    except KeyboardInterrupt:
-        return output.print_error(KeyboardInterrupt("interrupted"), EXIT_INTERRUPTED, as_json="--json" in given)
     finally:
         # The interpreter's own end may be interrupted, too.
         _interrupts.end_at_once()
@@ -124,6 +122,8 @@ def _main(given: list[str]) -> int:
         raise SystemExit(EXIT_BAD_USAGE) from None
     except MemfitError as error:
         return output.print_error(error, error.exit_code, as_json=as_json)
+    except KeyboardInterrupt:
+        return output.print_error(KeyboardInterrupt("interrupted"), EXIT_INTERRUPTED, as_json=as_json)
     except BrokenPipeError:
         # The reader went away, as in `memfit devices | head`: the rest goes nowhere, and the interpreter's own last
         # flush has nothing to complain about.

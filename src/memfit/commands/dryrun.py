@@ -9,7 +9,7 @@ Everything after SCRIPT, or after the name of the module, belongs to the script.
 which PyTorch sees the device; host tensors, data and output are real, tensors on the device have shapes and no
 values. Files that it writes, changes or removes are its own: yours stay as they are.
 
-Exit codes: 0 fits, 3 does not fit, 4 the script failed for a reason of its own, 5 it took no optimizer step,
+Exit codes: 0 fits, 3 does not fit, 4 the script failed, 5 it took no optimizer step or put nothing on the device,
 2 bad usage or input, 130 interrupted
 """
 

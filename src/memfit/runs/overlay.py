@@ -42,6 +42,8 @@ _LIVE_KINDS = {
     *("fusectl", "hugetlbfs", "mqueue", "nsfs", "proc", "pstore", "rpc_pipefs", "securityfs", "selinuxfs", "sysfs"),
     "tracefs",
 }
+# What is in memory, and what a desktop shows of the files of others.
+_PASSING_KINDS = {"tmpfs", "ramfs", "fuse.gvfsd-fuse", "fuse.portal"}
 # Renaming a folder of the lower layer takes attributes that only root may set.
 _OPTIONS_OF_ROOT = ("index=off,redirect_dir=on,volatile", "index=off,redirect_dir=on")
 _OPTIONS = ("index=off,userxattr,volatile", "index=off,userxattr")
@@ -53,6 +55,11 @@ class _Mount:
     path: str
     kind: str
     is_read_only: bool
+
+    @property
+    def is_disk(self) -> bool:
+        """Whether what is written there stays, and can be written at all."""
+        return not self.is_read_only and self.kind not in _LIVE_KINDS | _PASSING_KINDS
 
 
 def enter(folders: Sequence[str], *, shared: Sequence[str] = (), written: Sequence[str] = ()) -> tuple[str, list[str]]:
@@ -113,9 +120,9 @@ class _View:
     def __init__(self, folder: str, shared: Sequence[str], written: Sequence[str]) -> None:
         self._folder = os.path.realpath(folder)
         self._written = [os.path.realpath(path) for path in (*written, tempfile.gettempdir()) if os.path.isdir(path)]
-        live = [path for path in _LIVE if not os.path.islink(path)]
+        self._live = [path for path in _LIVE if os.path.isdir(path) and not os.path.islink(path)]
         shared = sorted({os.path.realpath(path) for path in shared})
-        self._shared = [path for path in (*live, *shared, self._folder) if os.path.isdir(path)]
+        self._shared = [path for path in (*shared, self._folder) if os.path.isdir(path)]
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._is_root = False
         self._root = ""
@@ -138,13 +145,18 @@ class _View:
         # Folders before those in them.
         for path in sorted(self._mounts, key=lambda path: (path != "/", path.count("/"))):
             self._show(self._mounts[path])
+        for path in self._live:
+            self._bind(path)
+        for path in self._kept_among_live():
+            self._lay_over(path)
         for path in (*self._shared, *_sockets()):
             self._bind(path)
-        Path(self._folder, LAYERS).write_text(json.dumps(self._layers), encoding="utf-8")
         os.chdir(self._root)
         self._call("pivot_root", b".", b".")
         self._call("umount2", b".", _DETACH)
         os.chdir(working)
+        # Whoever finds it takes it that files are kept apart, so that it comes last.
+        Path(self._folder, LAYERS).write_text(json.dumps(self._layers), encoding="utf-8")
         if not self._is_root:
             self._drop_capabilities()
         return self._read_only
@@ -169,6 +181,14 @@ class _View:
             self._lay_over(path)
         else:
             self._bind(path, read_only=True)
+
+    def _kept_among_live(self) -> list[str]:
+        """Folders of the user's that are no talk among programs: disks below /run/media, a script in /dev/shm."""
+        disks = [mount.path for mount in self._mounts.values() if mount.is_disk and _is_live(mount.path)]
+        written = [path for path in self._written if _is_live(path) and path not in self._mounts]
+        found = sorted({path for path in (*disks, *written) if os.path.isdir(path)}, key=lambda path: path.count("/"))
+        # A layer over a folder covers those in it, as far as those are on the same disk.
+        return [p for p in found if p in disks or not any(is_within(p, other) and p != other for other in found)]
 
     def _lay_over(self, path: str) -> None:
         """Shows a folder with a layer of its own, or entry by entry where that can't be."""

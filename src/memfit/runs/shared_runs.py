@@ -35,14 +35,15 @@ def combined(run: DryRun, folder: Path) -> DryRun:
     if fatal is not None and (run.outcome is not Outcome.COMPLETED or not run.num_steps):
         # Whatever became of the others, the one that died is the one to look at.
         largest = run = replace(fatal, script=run.script, arguments=run.arguments, redirected=run.redirected)
-    failures = [other.error for other in others if other.outcome is Outcome.FAILED]
-    outcome, error = _outcome(run, others, failures)
-    estimate = _estimate(largest, run, peak_bytes, failures if not error else ())
+    failed = [other for other in others if other.outcome is Outcome.FAILED]
+    outcome, error, suspicion = _outcome(run, others, failed)
+    estimate = _estimate(largest, run, peak_bytes, [other.error for other in failed] if not error else ())
     return replace(
         run,
         estimate=estimate,
         outcome=outcome,
         error=error,
+        suspicion=suspicion,
         num_steps=max(run.num_steps, *(other.num_steps for other in others), 0),
         failures=largest.failures if fatal is not None else (*run.failures, *(f for o in others for f in o.failures)),
         redirected={path: place for one in (*others, run) for path, place in one.redirected.items()},
@@ -64,17 +65,18 @@ def _own_peak(run: DryRun) -> int:
     return 0 if run.estimate is None else run.estimate.peak_bytes
 
 
-def _outcome(run: DryRun, others: list[DryRun], failures: list[str]) -> tuple[Outcome, str]:
+def _outcome(run: DryRun, others: list[DryRun], failed: list[DryRun]) -> tuple[Outcome, str, str]:
+    """(how it ended, the error, why the simulation may be its reason)."""
     if run.outcome not in _ENDED or run.outcome is Outcome.COMPLETED:
-        return run.outcome, run.error
+        return run.outcome, run.error, run.suspicion
     outcomes = {other.outcome for other in others}
-    if failures and not run.num_steps:
-        return Outcome.FAILED, f"in a process that it started: {failures[0]}"
+    if failed and not run.num_steps:
+        return Outcome.FAILED, f"in a process that it started: {failed[0].error}", failed[0].suspicion
     if Outcome.COMPLETED in outcomes:
-        return Outcome.COMPLETED, ""
+        return Outcome.COMPLETED, "", ""
     if run.outcome is Outcome.ENDED or Outcome.ENDED in outcomes:
-        return Outcome.ENDED, ""
-    return run.outcome, run.error
+        return Outcome.ENDED, "", ""
+    return run.outcome, run.error, run.suspicion
 
 
 def _estimate(largest: DryRun, run: DryRun, peak_bytes: int, failures: Iterable[str]) -> Estimate | None:

@@ -5,10 +5,10 @@ import json
 import os
 import shutil
 import stat
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from memfit.core.progress import announce
 from memfit.runs.overlay import LAYERS
 
 # Python's own, which say nothing of the script.
@@ -37,7 +37,7 @@ def collect(folder: Path, kept: str = "") -> dict[str, str]:
             places[path] = str(there)
         except OSError as error:
             places[path] = ""
-            print(f"memfit: {path} can't be kept as {there}: {error.strerror or error}", file=sys.stderr)
+            announce(f"{path} can't be kept as {there}: {error.strerror or error}")
     return places
 
 

@@ -154,6 +154,11 @@ def test_interruptions_and_faults_are_json_too(monkeypatch, capsys):
         "exit_code": 130,
     }
 
+    # What follows the script is the script's own.
+    monkeypatch.setattr("memfit.commands.run.run", fail(KeyboardInterrupt()))
+    assert commands.main(["run", "train.py", "--json"]) == 130
+    assert capsys.readouterr().out == ""
+
     monkeypatch.setattr("memfit.commands.devices.run", fail(ZeroDivisionError("x")))
     with pytest.raises(ZeroDivisionError):
         commands.main(["devices", "--json"])

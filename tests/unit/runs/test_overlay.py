@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -19,9 +20,10 @@ only_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="vi
 
 
 @pytest.fixture
-def users(tmp_path):
-    """A folder of the user's with models, data and folders in it."""
-    folder = tmp_path / "the user's, with: odd\\ name"
+def users(tmp_path, request):
+    """A folder of the user's with models, data and folders in it, on a disk or in shared memory."""
+    in_memory = tempfile.mkdtemp(dir="/dev/shm") if getattr(request, "param", "disk") == "memory" else None
+    folder = Path(in_memory or tmp_path) / "the user's, with: odd\\ name"
     for name in (*(f"a{n}.pt" for n in range(16)), "runs/a.pt", "older/a.pt", "folder/a.pt", "cache/old"):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +32,9 @@ def users(tmp_path):
     connection.execute("create table numbers (number)")
     connection.commit()
     connection.close()
-    return folder
+    yield folder
+    if in_memory:
+        shutil.rmtree(in_memory)
 
 
 @pytest.fixture
@@ -56,6 +60,7 @@ def contents(folder):
 
 
 @only_linux
+@pytest.mark.parametrize("users", ["disk", "memory"], indirect=True)
 @pytest.mark.parametrize("rights", ["own", "weak"])
 def test_nothing_that_is_written_in_a_view_reaches_the_users_files(users, tmp_path, listening, rights):
     # GIVEN files of the user's, for root and for somebody who may mount nothing
@@ -150,6 +155,38 @@ def test_a_view_that_fails_is_tried_by_another_process(monkeypatch, tmp_path):
 
     reason, read_only = overlay.enter([str(tmp_path)])
     assert (reason, read_only) == ("[Errno 1] Operation not permitted: 'unshare'", [])
+
+
+@only_linux
+def test_a_view_that_fails_at_its_last_step_leaves_nothing_that_says_files_are_kept_apart(monkeypatch, tmp_path):
+    plain = overlay._View._call
+
+    def fail(view, function, *arguments, **options):
+        if function == "pivot_root":
+            raise OSError(22, "Invalid argument", function)
+        plain(view, function, *arguments, **options)
+
+    monkeypatch.setattr(overlay._View, "_call", fail)
+
+    reason, _ = overlay.enter([str(tmp_path)])
+    assert reason
+    assert not (tmp_path / overlay.LAYERS).exists()
+
+
+def test_disks_below_run_are_kept_apart_and_talk_among_programs_is_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(os.path, "isdir", lambda path: True)
+    view = overlay._View(str(tmp_path), (), ["/dev/shm/work", "/dev/shm", "/run/media/me/disk/project", "/srv/project"])
+    rows = [
+        ("/run/media/me/disk", "ext4", False),
+        ("/run/media/me/camera", "vfat", True),
+        ("/run/user/1000/doc", "fuse.portal", False),
+        ("/run", "tmpfs", False),
+        ("/dev/shm", "tmpfs", False),
+        ("/srv", "ext4", False),
+    ]
+    view._mounts = {path: overlay._Mount(path, kind, is_read_only) for path, kind, is_read_only in rows}
+
+    assert sorted(view._kept_among_live()) == ["/dev/shm/work", "/run/media/me/disk"]
 
 
 @only_linux

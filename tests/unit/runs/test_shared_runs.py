@@ -97,6 +97,15 @@ def test_how_it_went(left, script, others, outcome, error):
     assert (result.outcome, result.error) == (outcome, error)
 
 
+def test_why_the_simulation_may_be_the_reason_of_a_failure_is_that_of_the_process(left):
+    failed = run(Outcome.FAILED, error="ValueError", suspicion="it had read values")
+    held = left(failed, held=(0, PEAK))
+
+    assert combined(run(Outcome.NO_STEP), held).suspicion == "it had read values"
+    assert combined(run(Outcome.COMPLETED, 3), held).suspicion == ""
+    assert combined(run(Outcome.FAILED, error="own", suspicion="own"), held).suspicion == "own"
+
+
 def test_a_failure_beside_a_script_that_went_on_is_noted(left):
     result = combined(run(Outcome.COMPLETED, 3), left(run(Outcome.FAILED, error="ValueError"), held=(0, PEAK)))
 

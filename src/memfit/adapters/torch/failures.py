@@ -1,5 +1,6 @@
 """Failures of the user's own step, told in one message with the user's own line."""
 
+import linecache
 import os
 import re
 import textwrap
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS, SourceNames
+from memfit.adapters.torch.value_flow import may_reach
 from memfit.core.errors import BadLoss, MemfitError, StepFailed
 
 _MAX_CHARACTERS = 300
@@ -80,11 +82,24 @@ def suspicion(error: BaseException, stand_ins: Iterable[str]) -> str:
     if isinstance(error, RuntimeError | ValueError | TypeError | BufferError) and _SHAPE_ONLY.search(str(error)):
         return "PyTorch can't do this with tensors that have a shape and no values, which memfit simulates with"
     if isinstance(error, _ABOUT_VALUES):
-        names = SourceNames()
-        files = {names.short(frame.filename) for frame in frames}
-        read = [source for source in stand_ins if source.rpartition(":")[0] in files]
+        read = _read_before(frames, stand_ins)
         if read:
-            return f"it had read values that stand in for the device's ({read[-1]})"
+            return f"it had read values that stand in for the device's ({read})"
+    return ""
+
+
+def _read_before(frames: Iterable[traceback.FrameSummary], stand_ins: Iterable[str]) -> str:
+    """The last line at which a value was read that may decide what the failing lines do, or ""."""
+    names = SourceNames()
+    failing: dict[str, set[int]] = {}
+    for frame in frames:
+        failing.setdefault(frame.filename, set()).add(frame.lineno or 0)
+    files = {names.short(path): path for path in failing}
+    for source in reversed(list(stand_ins)):
+        name, _, line = source.rpartition(":")
+        path = files.get(name)
+        if path and line.isdigit() and may_reach("".join(linecache.getlines(path)), [int(line)], failing[path]):
+            return source
     return ""
 
 

@@ -19,6 +19,7 @@ from memfit.core.errors import BadBatch, BadInput, BadLoss
 LossFunction = Callable[[Any, Any], Any]
 
 _TARGETS = ("labels", "label", "targets", "target", "y", "y_true", "tgt", "truth", "gt")
+_MODELS = ("model", "net", "network", "module", "m")
 _EXPECTED = (
     "Give a function of (model, batch) that returns the scalar loss; a criterion such as nn.CrossEntropyLoss() with a "
     "batch (x, y); or none for a model that returns its loss, as `.loss` or as a scalar"
@@ -97,7 +98,7 @@ def _is_criterion(loss: Any) -> bool:
         names = list(inspect.signature(loss).parameters)
     except (TypeError, ValueError):
         return False
-    return len(names) > 1 and names[1].lower() in _TARGETS
+    return len(names) > 1 and names[1].lower() in _TARGETS and names[0].lower() not in _MODELS
 
 
 def _name(loss: Any) -> str:

@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -30,9 +31,7 @@ from memfit.core import env
 
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 NOT_SIMULATED = "process-not-simulated"
-RESULTS = "process-*.json"
-"""Names of the files that processes leave beside the request."""
-
+ENDED_IDLE = "script-ended-idle"
 _HOOK = '''\
 """Lets a process of a script that memfit dry-runs see the simulated device, once it imports PyTorch."""
 import importlib.machinery, importlib.util, os, sys
@@ -60,8 +59,9 @@ _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 # How long a process that has taken its steps waits for others: with something seen of them, and before they are there.
 _QUIET_SECONDS, _START_SECONDS, _MOST_SECONDS = 3.0, 30.0, 120.0
-# How long a script may do nothing at all after its processes have taken their steps.
-_IDLE_SECONDS = 10.0
+# How long a script may do nothing at all after its processes have taken their steps: where it waits in one of Python's
+# or a library's functions (for a queue, a pipe, a process), and where its own code does, such as in time.sleep.
+_IDLE_SECONDS, _OWN_IDLE_SECONDS = 10.0, 60.0
 
 
 class SharedDevice(Protocol):
@@ -117,15 +117,14 @@ class Processes:
     def __init__(self, report: Callable[[str, str], None], *, are_simulated: bool = False) -> None:
         self._report = report
         self._are_simulated = are_simulated
+        self._commands: weakref.WeakSet[subprocess.Popen[Any]] = weakref.WeakSet()
         self.num_started = 0
         self.forking = ""
         """Name of the process that is being started and is to stay in the simulation where it is forked off."""
         self.leave: Callable[[], None] = lambda: None
         """Called in a process that turns out to be a loader's worker."""
-        self.began: Callable[[str], None] = lambda name: None
-        """Called in a process of the script's own, with its name, before it does its work."""
         self.ended: Callable[[BaseException | None], None] = lambda error: None
-        """Called there when it has done its work, with what ended it."""
+        """Called in a process of the script's own when it has done its work, with what ended it."""
         self.started: Callable[[], None] = lambda: None
         """Called when a process is about to be started."""
 
@@ -166,7 +165,6 @@ class Processes:
                     raise
 
             self.run = run
-            processes.began(self.name)
             try:
                 return plain_bootstrap(self, *args, **kwargs)
             finally:
@@ -175,9 +173,12 @@ class Processes:
         def popen(self: Any, /, *args: Any, **kwargs: Any) -> None:
             command = args[0] if args else kwargs.get("args")
             words = command if isinstance(command, str) else " ".join(map(str, command or ()))
-            if "python" in words and _asked_by_user():
+            is_python = "python" in words and _asked_by_user()
+            if is_python:
                 processes._note(f"command {words[:80]!r}")
             plain_popen(self, *args, **kwargs)
+            if is_python:
+                processes._commands.add(self)
 
         return [
             Replacement(multiprocessing.process.BaseProcess, "start", start),
@@ -191,6 +192,12 @@ class Processes:
             self._report(NOT_SIMULATED, f"{what} was started: what it does on the device is not simulated")
         else:
             self.started()
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether one of those that this process has started hasn't ended."""
+        is_process = any(not _is_worker(process) for process in multiprocessing.active_children())
+        return is_process or any(command.poll() is None for command in list(self._commands))
 
     def finish(self) -> None:
         """Ends the processes that are left of a script that was ended: they may wait for it for ever."""
@@ -222,7 +229,7 @@ def interrupt_when_idle(has_nothing_to_do: Callable[[], bool], end: Callable[[],
             # This thread, and whoever polls, take a little themselves.
             if now_used - used > 0.2 * (now - since) or not has_nothing_to_do():
                 since, used = now, now_used
-            elif now - since > _IDLE_SECONDS:
+            elif now - since > (_OWN_IDLE_SECONDS if _is_in_own_code(main) else _IDLE_SECONDS):
                 break
         end()
         if main is not None and hasattr(signal, "pthread_kill"):
@@ -231,15 +238,27 @@ def interrupt_when_idle(has_nothing_to_do: Callable[[], bool], end: Callable[[],
     threading.Thread(target=watch, daemon=True, name="memfit-idle").start()
 
 
-def wait_for_others(device: SharedDevice) -> None:
+def _is_in_own_code(thread: int | None) -> bool:
+    """Whether a thread is in the user's own code, and not in a function of Python's or of a library that it called."""
+    frame = sys._current_frames().get(thread or 0)
+    path = "" if frame is None else frame.f_code.co_filename
+    return frame is not None and not path.startswith((*HIDDEN_FOLDERS, *INSTALLED_FOLDERS, "<"))
+
+
+def wait_for_others(device: SharedDevice, may_come: Callable[[], bool] = lambda: True) -> None:
     """Keeps what this process holds until those that were started beside it have taken their steps, too.
 
     Without a dry run all of them would train for hours, side by side. Here a process is done before another has begun.
+
+    Args:
+        device: what they share.
+        may_come: whether there are processes that could still come to use it: most commands never do.
     """
     begun = since = time.monotonic()
     last = -1
     while time.monotonic() - begun < _MOST_SECONDS:
         to_come, at_work, sign = device.others()
+        to_come = to_come if may_come() else 0
         if not to_come and not at_work:
             return
         if sign != last:

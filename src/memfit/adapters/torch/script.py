@@ -31,7 +31,13 @@ from memfit.adapters.torch.imports import on_import
 from memfit.adapters.torch.launchers import Program
 from memfit.adapters.torch.loaders import Loaders
 from memfit.adapters.torch.origin import HIDDEN_FOLDERS
-from memfit.adapters.torch.processes import Processes, SharedDevice, interrupt_when_idle, wait_for_others
+from memfit.adapters.torch.processes import (
+    ENDED_IDLE,
+    Processes,
+    SharedDevice,
+    interrupt_when_idle,
+    wait_for_others,
+)
 from memfit.adapters.torch.session import Session, leave
 from memfit.adapters.torch.shared_tensors import sharing
 from memfit.adapters.torch.steps import EndOfRun
@@ -175,6 +181,8 @@ class ScriptRun:
     def _process_started(self) -> None:
         def end() -> None:
             self.session.counter.has_ended = True
+            text = "it did nothing after its processes had taken their steps, and was ended: what follows was not run"
+            self.session.simulation.notes.report(ENDED_IDLE, text)
 
         if self._shared is not None:
             self._shared.expect(1)
@@ -249,7 +257,7 @@ class ScriptRun:
     def _clear_up(self, error: BaseException | None) -> None:
         if self._processes.num_started:
             if self._shared is not None and isinstance(error, EndOfRun):
-                wait_for_others(self._shared)
+                wait_for_others(self._shared, lambda: self._processes.are_alive)
             if self.session.counter.has_ended or isinstance(error, KeyboardInterrupt):
                 self._processes.finish()
         self._exit_functions.run()
@@ -298,7 +306,7 @@ class ScriptRun:
             seconds=seconds,
             allocator=session.memory.options,
             seen=self._seen(),
-            module=request.module,
+            module=self._program.module,
         )
 
     def _seen(self) -> Seen | None:

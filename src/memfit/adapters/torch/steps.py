@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 _PATIENCE = 5
+# Before it makes its optimizer, a program may take passes for another end: an attack, scores for pruning.
+_PATIENCE_OF_PASSES = 20
 
 
 class EndOfRun(SystemExit):
@@ -76,7 +78,8 @@ class StepCounter:
         if self.has_optimizer:
             return
         # Passes may add up to one update, which is not seen where the program makes new tensors of its parameters.
-        if self._num_by_hand >= self._wanted or self._num_backward >= _PATIENCE * self._wanted > self._num_by_hand:
+        most = _PATIENCE_OF_PASSES * self._wanted
+        if self._num_by_hand >= self._wanted or (self._num_backward >= most and not self._num_by_hand):
             self.has_ended = True
             raise EndOfRun
 

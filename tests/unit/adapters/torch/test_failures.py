@@ -186,12 +186,23 @@ def test_the_scripts_own_failures_are_not(work):
     assert suspected(work) == ""
 
 
+def take_first(values, error=None):
+    found = list(values)
+    for value in found:
+        print(value)
+    raise error or IndexError(found)
+
+
 def test_values_that_stand_in_are_suspected_where_the_failing_code_read_them():
-    read, elsewhere = f"{SourceNames().short(__file__)}:3", "other.py:3"
-    assert read in suspected(lambda: raise_it(IndexError("empty")), [elsewhere, read])
-    assert suspected(lambda: raise_it(IndexError("empty")), [elsewhere]) == ""
+    name, first = SourceNames().short(__file__), line_of(take_first)
+    read, shown, elsewhere = f"{name}:{first}", f"{name}:{first + 2}", f"other.py:{first}"
+
+    assert read in suspected(lambda: take_first([]), [elsewhere, read, shown])
+    assert suspected(lambda: take_first([]), [elsewhere]) == ""
+    # What was read is only shown.
+    assert suspected(lambda: take_first([]), [shown]) == ""
     # An error that no value is the reason of.
-    assert suspected(lambda: raise_it(OSError("disk")), [read]) == ""
+    assert suspected(lambda: take_first([], OSError("disk")), [read]) == ""
 
 
 def test_an_error_in_our_own_code_is_suspected(monkeypatch):

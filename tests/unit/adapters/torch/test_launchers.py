@@ -70,6 +70,7 @@ def test_the_script_of_a_launcher_runs_in_place(launched, module, line, printed,
     # The report is the script's.
     assert os.path.basename(child.run.script) in ("train.py", "train")
     assert child.run.arguments[-2] == "--lr"
+    assert child.run.module == ("-m" in line.split())
 
 
 def test_an_error_of_the_script_is_shown_without_the_launchers_frames(launched):

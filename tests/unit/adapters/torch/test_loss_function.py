@@ -89,6 +89,13 @@ def test_a_criterion_needs_a_target(batch):
         as_loss(nn.CrossEntropyLoss())(MODEL, batch)
 
 
+def test_a_function_of_a_model_is_none_however_its_batch_is_called():
+    def loss(net, y):
+        return F.cross_entropy(net(y[0]), y[1])
+
+    assert torch.equal(as_loss(loss)(MODEL, (X, Y)), EXPECTED)
+
+
 def test_what_is_no_function_is_refused():
     with pytest.raises(BadInput, match=r"function of \(model, batch\), but str was given.*criterion"):
         as_loss("mse")

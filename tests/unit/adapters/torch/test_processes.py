@@ -1,7 +1,9 @@
 import multiprocessing
+import queue
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,21 @@ def test_what_a_library_starts_is_not():
     assert made.num_started == 0
 
 
+def test_a_script_that_waits_for_what_will_not_come_is_ended_and_one_that_sleeps_is_not(monkeypatch):
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_IDLE_SECONDS", 0.05)
+    ended = []
+    module.interrupt_when_idle(lambda: True, lambda: ended.append(True))
+
+    # GIVEN code of the user's own that takes its time
+    time.sleep(0.5)
+    assert not ended
+    # WHEN it waits for somebody else
+    with pytest.raises(KeyboardInterrupt):
+        queue.Queue().get(timeout=60)
+    assert ended
+
+
 class Others:
     """A device on which others are at work."""
 
@@ -83,6 +100,18 @@ class Others:
 
     def others(self):
         return self._states.pop(0) if len(self._states) > 1 else self._states[0]
+
+
+def test_what_has_ended_is_not_waited_for(processes, monkeypatch):
+    monkeypatch.setattr(module, "_START_SECONDS", 1e9)
+    monkeypatch.setattr(module, "_MOST_SECONDS", 1e9)
+    assert not processes.are_alive
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as command:
+        assert processes.are_alive
+        command.communicate(b"\n")
+
+    # It would wait for ever.
+    module.wait_for_others(Others((1, 0, 0)), lambda: processes.are_alive)
 
 
 def test_a_process_waits_for_those_beside_it_while_they_get_on(monkeypatch):

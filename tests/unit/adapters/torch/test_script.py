@@ -358,8 +358,12 @@ def test_a_check_that_fails_after_values_were_read_says_what_may_be_the_reason(h
 
 @pytest.mark.parametrize(
     "script",
-    [READS.format(check="raise RuntimeError('mine')"), "raise ValueError('mine')\n"],
-    ids=["an error of another kind", "nothing was read"],
+    [
+        READS.format(check="raise RuntimeError('mine')"),
+        READS.format(check="print(found)\nprint({}['missing'])"),
+        "raise ValueError('mine')\n",
+    ],
+    ids=["an error of another kind", "an error elsewhere", "nothing was read"],
 )
 def test_other_failures_say_nothing_of_values(here, script):
     result, _ = here(script)

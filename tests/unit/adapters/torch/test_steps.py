@@ -231,12 +231,12 @@ def test_a_step_in_another_thread_ends_the_main_one(watched, interruptible):
 def test_without_an_optimizer_or_a_visible_update_passes_are_the_steps(watched):
     # GIVEN a program whose updates make new tensors, which nobody sees
     counter = watched(2)
-    for _ in range(10):
+    for _ in range(40):
         counter.begin_backward()
         counter.end_backward()
 
     # THEN its backward passes are its steps, and there is an end to them
-    assert (counter.num_steps, counter.num_passes) == (0, 10)
+    assert (counter.num_steps, counter.num_passes) == (0, 40)
     with pytest.raises(EndOfRun):
         counter.begin_backward()
     assert counter.has_ended
