@@ -35,8 +35,10 @@ _KEPT_FLAGS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 _DETACH = 2
 _CAPABILITIES = 0x20080522
 
-# There programs talk to the kernel and to each other; nothing of it outlives the system's run.
+# There programs talk to the kernel and to each other; nothing of it outlives the system's run. Disks may be mounted
+# there too, as desktops do below /run/media, and what is in memory alone is told from them by its kind.
 _LIVE = ("/dev", "/proc", "/sys", "/run", "/var/run")
+_IN_MEMORY = ("tmpfs", "ramfs")
 _LIVE_KINDS = {
     *("autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs", "efivarfs"),
     *("fusectl", "hugetlbfs", "mqueue", "nsfs", "proc", "pstore", "rpc_pipefs", "securityfs", "selinuxfs", "sysfs"),
@@ -113,9 +115,9 @@ class _View:
     def __init__(self, folder: str, shared: Sequence[str], written: Sequence[str]) -> None:
         self._folder = os.path.realpath(folder)
         self._written = [os.path.realpath(path) for path in (*written, tempfile.gettempdir()) if os.path.isdir(path)]
-        live = [path for path in _LIVE if not os.path.islink(path)]
+        self._live = [path for path in _LIVE if os.path.isdir(path) and not os.path.islink(path)]
         shared = sorted({os.path.realpath(path) for path in shared})
-        self._shared = [path for path in (*live, *shared, self._folder) if os.path.isdir(path)]
+        self._shared = [path for path in (*shared, self._folder) if os.path.isdir(path)]
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._is_root = False
         self._root = ""
@@ -136,8 +138,11 @@ class _View:
         os.makedirs(self._root)
         os.chdir(place)
         # Folders before those in them.
-        for path in sorted(self._mounts, key=lambda path: (path != "/", path.count("/"))):
-            self._show(self._mounts[path])
+        for path in sorted({*self._mounts, *self._live}, key=lambda path: (path != "/", path.count("/"))):
+            if path in self._live:
+                self._bind(path)
+            else:
+                self._show(self._mounts[path])
         for path in (*self._shared, *_sockets()):
             self._bind(path)
         Path(self._folder, LAYERS).write_text(json.dumps(self._layers), encoding="utf-8")
@@ -160,7 +165,7 @@ class _View:
 
     def _show(self, mount: _Mount) -> None:
         path = mount.path
-        is_live = mount.kind in _LIVE_KINDS or _is_live(path)
+        is_live = mount.kind in _LIVE_KINDS or (mount.kind in _IN_MEMORY and _is_live(path))
         if path != "/" and (is_live or mount.is_read_only):
             # A mount that is shown as it is shows those below it as well.
             if os.stat(path).st_dev != os.stat(self._at(path)).st_dev:
@@ -235,7 +240,7 @@ class _View:
         elif entry.is_dir():
             place.mkdir()
             self._make_alike(place, entry.path)
-            if entry.path not in self._mounts:
+            if entry.path not in self._mounts and entry.path not in self._live:
                 self._lay_over(entry.path)
         elif entry.is_file() and status.st_size <= _MAX_COPIED_BYTES and os.access(entry.path, os.R_OK):
             shutil.copy2(entry.path, place)
