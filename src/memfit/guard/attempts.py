@@ -341,8 +341,8 @@ def _check(findings: Any) -> None:
     ):
         problem = "trial has not its two numbers"
     try:
-        if not problem:
-            Settings.from_json(findings["base"])
+        if not problem and Settings.from_json(findings["base"]).step_in_backward:
+            problem = "base.step_in_backward, which can't be undone, is no guard's"
     except (MemfitError, KeyError, TypeError, ValueError) as error:
         problem = str(error)
     if problem:

@@ -377,7 +377,7 @@ class Folder:
 
         What has just been written is whole, and never goes.
         """
-        self._sweep()
+        self._sweep(written)
         older = sorted(pair for pair in self._whole() if pair[1].name != written)
         for _, path in older[: max(0, len(older) - self.keep + 1)]:
             with contextlib.suppress(OSError, Damaged, BadCheckpoint):
@@ -394,10 +394,15 @@ class Folder:
                     whole.append((manifest.number, path))
         return whole
 
-    def _sweep(self) -> bool:
-        """Removes damaged checkpoints and what dead writers left; whether there were any. What isn't known stays."""
+    def _sweep(self, written: str = "") -> bool:
+        """Removes damaged checkpoints and what dead writers left; whether there were any. What isn't known stays.
+
+        What has just been written stays too, whatever a file system that is shared shows of it so soon.
+        """
         swept = False
         for path in self._finished():
+            if path.name == written:
+                continue
             with contextlib.suppress(OSError, NotOurs, BadCheckpoint):
                 manifest = read(path)
                 try:

@@ -155,9 +155,22 @@ class Supervisor:
         ending = kills.explain(evidence)
         attempt = self._finished(number, configuration, ending, started, seen.peak, events)
         self._attempts.append(replace(attempt, swapped_bytes=seen.swapped_bytes))
+        self._note_excess()
         if not ending.cause.is_memory or signals.ask_to_end:
             return None
         return self._next(events, place / TRACEBACK)
+
+    def _note_excess(self) -> None:
+        """Says that the last attempt went beyond its budget by what the system has no limit for."""
+        budget, peak = self._host_budget(), self._attempts[-1].peak
+        held = 0 if peak is None else peak.held_bytes or 0
+        if budget is None or held <= budget + limits.margin(budget) or self._attempts[-1].ending.cause.is_memory:
+            return
+        self._notes.append(
+            f"a process of the script held {format_size(held)}, more than its budget of {format_size(budget)}: memory "
+            "that can be shared with other processes has no limit here"
+        )
+        self._announce(self._notes[-1])
 
     def _keep_traceback(self, path: Path) -> None:
         """Puts the traceback of the last attempt where it outlives us, and says where, unless it was shown."""

@@ -262,6 +262,26 @@ def test_what_cannot_be_read_is_neither_passed_over_nor_removed(folder, said, mo
     assert not failing
 
 
+def test_what_was_just_written_stays_whatever_is_seen_of_it(folder, monkeypatch):
+    # GIVEN a file system that doesn't show what has just got its name
+    plain = os.lstat
+
+    def late(path, **options):
+        if Path(path).name == "model.bin" and Path(path).parent.name == "step-000000002":
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return plain(path, **options)
+
+    write(folder, 1)
+    monkeypatch.setattr(plain_files.os, "lstat", late)
+
+    # WHEN it is looked through after the writing
+    write(folder, 2)
+    monkeypatch.undo()
+
+    # THEN nothing of it was taken for damage
+    assert folder.latest().step == 2
+
+
 # Failures to write.
 
 

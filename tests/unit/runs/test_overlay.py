@@ -140,6 +140,46 @@ def test_without_a_layer_for_the_working_folder_there_is_no_view(tmp_path):
     assert refused(tmp_path, "in it") == [f"[Errno 22] filesystem not supported: {str(tmp_path / 'mounted')!r} []"]
 
 
+DISK_AMONG_LIVE_FOLDERS = """
+import ctypes, os, sys
+folder = sys.argv[1]
+sys.path.insert(0, sys.argv[2])
+from memfit.runs import overlay
+overlay._LIVE = (*overlay._LIVE, folder + "/live")
+libc = ctypes.CDLL(None)
+assert libc.unshare(0x20000) == 0
+assert libc.mount(b"none", b"/", None, ctypes.c_ulong(16384 | 1 << 18), None) == 0
+source, place = (f"{folder}/{name}".encode() for name in ("disk", "live/disk"))
+assert libc.mount(source, place, None, ctypes.c_ulong(4096), None) == 0
+print(*overlay.enter([folder + "/layers"], written=["/"]))
+for name in ("live/note", "live/disk/model"):
+    with open(f"{folder}/{name}", "w") as file:
+        file.write("script's")
+"""
+
+
+@only_linux
+def test_disks_that_are_mounted_among_live_folders_are_the_users(tmp_path):
+    # GIVEN a disk in a folder such as /run, as desktops mount them
+    for name in ("layers", "live/disk", "disk"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "disk/model").write_text("user's")
+    around = [mount for mount in overlay._mounts() if overlay.is_within(str(tmp_path), mount.path)]
+    if max(around, key=lambda mount: len(mount.path)).kind in ("tmpfs", "ramfs"):
+        pytest.skip("there is no disk here")
+
+    # WHEN a script in a view writes to both
+    words = [str(tmp_path), str(Path(overlay.__file__).parents[2])]
+    command = [sys.executable, "-c", DISK_AMONG_LIVE_FOLDERS, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if "AssertionError" in done.stderr or not done.stdout.startswith(" ["):
+        pytest.skip(f"this system gives no view: {done.stdout}{done.stderr}")
+
+    # THEN the folder is real and the disk is what it was
+    assert (done.returncode, (tmp_path / "live/note").read_text()) == (0, "script's")
+    assert (tmp_path / "disk/model").read_text() == "user's"
+
+
 def test_other_systems_have_no_views(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "platform", "darwin")
 

@@ -313,6 +313,16 @@ def test_a_script_that_uses_what_it_reserved_is_stopped_beyond_its_budget(superv
     assert (run.outcome, run.exit_code) == (Outcome.OUT_OF_MEMORY, 3)
 
 
+def test_shared_memory_beyond_a_budget_is_told(supervised):
+    text = "import mmap, time\nheld = mmap.mmap(-1, 400 << 20)\n"
+    text += "for start in range(0, 400 << 20, 4096):\n    held[start] = 1\ntime.sleep(1)\n"
+    run, said = supervised(text, budget_bytes=200 * MIB)
+
+    assert run.outcome is Outcome.COMPLETED
+    assert "more than its budget of 200.0 MiB" in said[0]
+    assert (run.notes, len(said)) == ((said[0],), 1)
+
+
 def test_a_strange_error_of_a_library_that_got_no_address_space_is_tried_again(supervised):
     text = RESERVES.split("held")[0] + "import time; time.sleep(0.2)\nif not {attempt}: raise TypeError('NoneType')"
     text = text.replace("{attempt}", "__import__('memfit.core.run_events').core.run_events.current().attempt - 1")

@@ -19,7 +19,14 @@ import torch
 from memfit.adapters.torch.guarding.checkpoint_tensors import TensorFile, write_tensors
 from memfit.adapters.torch.guarding.checkpoint_tree import Decoder, Encoder, named_dtype, stored_shape
 from memfit.adapters.torch.guarding.snapshot import RandomState
-from memfit.adapters.torch.guarding.state_checks import check_entries, check_groups, check_like, check_random
+from memfit.adapters.torch.guarding.state_checks import (
+    check_entries,
+    check_groups,
+    check_like,
+    check_random,
+    check_scaler,
+    check_scheduler,
+)
 from memfit.core.errors import BadInput, MemfitError
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.plain_files import read_plain
@@ -517,9 +524,10 @@ def put_all(states: list[tuple[Any, Any, str]], directory: Path, modules: Sequen
     for value, state, part in given:
         if type(value).__module__.startswith("torch."):
             check_like(state, value.state_dict(), f"the state of the {part}")
-        for key in ("growth_interval", "_growth_tracker") if part == "scaler" and isinstance(state, dict) else ():
-            if type(state.get(key, 0)) is not int:
-                raise BadCheckpoint(f"the state of the {part}.{key} is no whole number")
+        if part == "scaler" and isinstance(state, dict):
+            check_scaler(state, f"the state of the {part}")
+        if part == "scheduler" and isinstance(state, dict):
+            check_scheduler(state, value, f"the state of the {part}")
     before = [(value, copy.deepcopy(value.state_dict())) for value, _, part in given if part != "ema"]
     try:
         for value, state, part in given:

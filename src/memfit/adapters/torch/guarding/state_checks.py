@@ -8,8 +8,10 @@ out on generators of their own; states of optimizers and schedulers are compared
 import copy
 import inspect
 import random
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -107,6 +109,36 @@ def check_like(saved: Any, live: Any, where: str) -> None:
         is_right = True
     if not is_right:
         raise BadCheckpoint(f"{where} is a {type(saved).__name__}, and a {type(live).__name__} is here")
+
+
+def check_scaler(state: Mapping[str, Any], where: str) -> None:
+    """Refuses the state of a gradient scaler that could not scale by it."""
+    for key in ("growth_interval", "_growth_tracker"):
+        if type(state.get(key, 0)) is not int:
+            raise BadCheckpoint(f"{where}.{key} is no whole number")
+    _tried(f"{where}.scale", lambda: torch.full((), float(state.get("scale", 1.0)), dtype=torch.float32))
+
+
+def check_scheduler(state: Mapping[str, Any], scheduler: Any, where: str) -> None:
+    """Refuses the state of a scheduler of PyTorch that fails at the next step by it, tried on a copy."""
+    kind, plain = type(scheduler), torch.optim.lr_scheduler.LRScheduler
+    # Others hold schedulers, functions or metrics; what a copy does may be seen by the original.
+    is_plain = kind.__module__ == plain.__module__ and isinstance(scheduler, plain)
+    if not is_plain or (kind.step, kind.load_state_dict) != (plain.step, plain.load_state_dict):
+        return
+    tried = copy.copy(scheduler)
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in tried.optimizer.param_groups]
+    tried.optimizer = SimpleNamespace(param_groups=copy.deepcopy(groups), step=None)
+    vars(tried).update(copy.deepcopy(dict(state)))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tried.step()
+    except ValueError:
+        # The last step has been taken.
+        return
+    except Exception as error:
+        raise BadCheckpoint(f"{where} can't be one: {error!r}") from None
 
 
 def _is_number(value: Any) -> bool:

@@ -123,6 +123,57 @@ def test_one_wrong_value_in_each_place(checkpoint):
     assert num_refused > 2 * num_taken
 
 
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        (("scheduler", "state", "step_size"), 0),
+        (("scaler", "state", "scale"), 1e300),
+        (("progress", "state", "attempts", "base", "step_in_backward"), True),
+    ],
+    ids=["step_size", "scale", "step_in_backward"],
+)
+def test_values_of_the_right_kind_that_no_step_can_be_taken_with(checkpoint, path, wrong):
+    tree = json.loads((checkpoint / "state.json").read_bytes())
+    forge(checkpoint, "state.json", json.dumps(changed(tree, path, wrong)).encode())
+    objects, _, guard = make(checkpoint.parent)
+    before = snapshot(objects)
+
+    with pytest.raises(BadCheckpoint):
+        guard()
+    assert snapshot(objects) == before
+
+
+def schedulers():
+    kinds = torch.optim.lr_scheduler
+    return {
+        "step": lambda optimizer: kinds.StepLR(optimizer, 2),
+        "one cycle": lambda optimizer: kinds.OneCycleLR(optimizer, 0.1, total_steps=2),
+        "lambda": lambda optimizer: kinds.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+        "cyclic": lambda optimizer: kinds.CyclicLR(optimizer, 0.1, 0.2, cycle_momentum=False),
+        "cosine": lambda optimizer: kinds.CosineAnnealingLR(optimizer, 2),
+        "plateau": kinds.ReduceLROnPlateau,
+        "sequence": lambda optimizer: kinds.SequentialLR(
+            optimizer, [kinds.ConstantLR(optimizer), kinds.ExponentialLR(optimizer, 0.9)], [1]
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", schedulers())
+def test_states_of_schedulers_are_tried_out_on_copies(name):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    scheduler = schedulers()[name](optimizer)
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step(*([1.0] if name == "plateau" else []))
+    saved = copy.deepcopy(scheduler.state_dict())
+
+    # Also the last state that a schedule has, and without a trace.
+    state_checks.check_scheduler(saved, scheduler, "the state")
+
+    assert scheduler.state_dict() == saved
+    assert scheduler.optimizer is optimizer
+
+
 @pytest.mark.slow
 def test_every_wrong_value(checkpoint):
     fuzz(checkpoint, lambda number: WRONG, goes_on=False)
