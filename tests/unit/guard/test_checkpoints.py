@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -449,7 +450,8 @@ def run_in_mount(tmp_path, options, code):
     """Runs code in a process that sees a file system of its own, with `path` in it; skips where that isn't possible."""
     mount = tmp_path / "mount"
     mount.mkdir()
-    script = f"mount -t tmpfs -o {options} none {mount} || exit 77; {sys.executable} -c '{code}' {mount}"
+    python = shlex.join([sys.executable, "-c", code, str(mount)])
+    script = f"mount -t tmpfs -o {options} none {shlex.quote(str(mount))} || exit 77; {python}"
     if shutil.which("unshare") is None:
         pytest.skip("no unshare, so no file system of its own")
     done = subprocess.run(
