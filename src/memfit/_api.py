@@ -28,10 +28,8 @@ from memfit.core.estimate import LACKS_PRECISION, Estimate, Note
 from memfit.core.job import Job
 from memfit.core.progress import announce, doing
 from memfit.core.replay import AllocatorOptions
-from memfit.core.settings import Settings
 from memfit.core.shown import Shown
 from memfit.core.units import format_size
-from memfit.planner.moves import label
 from memfit.reports import batches, run_text, text
 
 if TYPE_CHECKING:
@@ -324,19 +322,20 @@ def dryrun(
 def _advised(run: DryRun, too_large: "TooLarge") -> DryRun:
     """The run with what could be changed about its step, tried on the script itself as far as time allows."""
     from memfit.planner import advise
-    from memfit.planner.move import Situation
+    from memfit.planner.move import Move, Situation
     from memfit.runs.sequence import peak_with
 
     began = time.perf_counter()
     seconds = max(_MIN_TRIAL_SECONDS, run.seconds)
     estimate, seen = too_large.estimate, too_large.seen
 
-    def tried(settings: Settings) -> int | None:
+    def tried(move: Move) -> int | None:
         left = seconds - (time.perf_counter() - began)
         if left <= 0:
             return None
-        announce(f"running the script with a change that may help ({label(settings)}), to see what it needs then")
-        return peak_with(too_large, settings, max(1, run.num_steps), left)
+        announce(f"running the script with a change that may help ({move.title}), to see what it needs then")
+        assert move.settings is not None
+        return peak_with(too_large, move.settings, max(1, run.num_steps), left, accumulates=move.accumulates)
 
     situation = Situation(
         estimate.timeline,

@@ -68,7 +68,10 @@ class ScriptRun:
     ) -> None:
         self._request = request
         self._shared = shared
-        self._fitting = None if request.settings is None else FromOutside(request.settings)
+        self._fitting = None
+        if request.settings is not None:
+            together = {} if request.accumulates else {"micro_batches": 1}
+            self._fitting = FromOutside(replace(request.settings, **together))
         parts = 1 if request.settings is None else request.settings.micro_batches
         self.loaders = Loaders(
             request.scan,
