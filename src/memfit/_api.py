@@ -41,8 +41,8 @@ _SAFE_SHARE = 0.97
 # Sizes so much smaller are looked at before one is called safe; all of the next where that takes no trace.
 _FEW_NEIGHBOURS: Sequence[int] = (1, 2, 4, 8)
 _NEIGHBOURS: Sequence[int] = range(1, 33)
-# Trying out suggestions may take as long as the dry run did, or this long.
-_MIN_TRIAL_SECONDS = 60.0
+# Trying out suggestions may take twice as long as the dry run did, or this long.
+_MIN_TRIAL_SECONDS = 120.0
 # What a device without bfloat16 does instead.
 _IN_FLOAT16 = {"amp-bf16": "amp-fp16", "bf16": "fp16"}
 
@@ -326,7 +326,7 @@ def _advised(run: DryRun, too_large: "TooLarge") -> DryRun:
     from memfit.runs.sequence import peak_with
 
     began = time.perf_counter()
-    seconds = max(_MIN_TRIAL_SECONDS, run.seconds)
+    seconds = max(_MIN_TRIAL_SECONDS, 2 * run.seconds)
     estimate, seen = too_large.estimate, too_large.seen
 
     def tried(move: Move) -> int | None:

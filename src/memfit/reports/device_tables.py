@@ -6,11 +6,11 @@ Everything about one device is in its own report; here stand the figures that pe
 from collections.abc import Sequence
 
 from memfit.core.device import Device
-from memfit.core.estimate import Estimate, Note
+from memfit.core.estimate import Estimate
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.units import format_size
 from memfit.reports import figures, plan_figures
-from memfit.reports.parts import HARMLESS, Grid, Line, Part, note_line, sum_up
+from memfit.reports.parts import Grid, Line, Part, notes_of
 
 
 def estimates(results: Sequence[Estimate]) -> tuple[str, list[Part]]:
@@ -28,7 +28,7 @@ def estimates(results: Sequence[Estimate]) -> tuple[str, list[Part]]:
         for result in results
     ]
     grid = Grid(("device", ">needed (simulated)", ">usable", ">of usable", ">fits"), tuple(lines))
-    notes = _notes([(result.device, result.notes) for result in results])
+    notes = notes_of([(figures.device_title(result.device), result.notes) for result in results])
     return figures.headline(results[0]), [Part("Devices", grid=grid), *notes]
 
 
@@ -49,7 +49,7 @@ def batches(subject: str, found: Sequence[tuple[int | None, int | None, Estimate
     ]
     # Where nothing fits, what is needed is that of the smallest size tried.
     grid = Grid(("device", ">safe batch size", ">limit", ">needed (simulated)", ">usable", ">of usable"), tuple(lines))
-    notes = _notes([(estimate.device, estimate.notes) for _, _, estimate in found])
+    notes = notes_of([(figures.device_title(estimate.device), estimate.notes) for _, _, estimate in found])
     return figures.printable(f"{subject}: largest batch size"), [Part("Devices", grid=grid), *notes]
 
 
@@ -59,20 +59,8 @@ def plans(found: Sequence[tuple[Device, Plan | PlanNotFound]]) -> tuple[str, lis
     lines = [Line((figures.device_title(device), *_plan_cells(result))) for device, result in found]
     grid = Grid(("device", ">peak (simulated)", ">budget", ">fits", ">time", ">slowdown", "moves"), tuple(lines))
     known = [(device, _plan_of(result)) for device, result in found]
-    notes = _notes([(device, () if plan is None else plan.notes) for device, plan in known])
+    notes = notes_of([(figures.device_title(device), () if plan is None else plan.notes) for device, plan in known])
     return figures.printable(f"{subject or 'the step'}: plans"), [Part("Devices", grid=grid), *notes]
-
-
-def _notes(found: Sequence[tuple[Device, Sequence[Note]]]) -> list[Part]:
-    """What is to be known about the figures, once where it holds for all devices and with their names otherwise."""
-    holds_on: dict[str, list[str]] = {}
-    for device, notes in found:
-        shown = [note_line(note) for note in notes if note.code != HARMLESS]
-        for line in dict.fromkeys([*shown, sum_up(notes)]):
-            if line:
-                holds_on.setdefault(line, []).append(figures.device_title(device))
-    lines = [line if len(on) == len(found) else f"{', '.join(on)}: {line}" for line, on in holds_on.items()]
-    return [Part("Notes", lines=tuple(lines))] if lines else []
 
 
 def _plan_cells(found: Plan | PlanNotFound) -> tuple[str, ...]:
