@@ -70,8 +70,8 @@ class ScriptRun:
         self._shared = shared
         self._fitting = None
         if request.settings is not None:
-            together = {} if request.accumulates else {"micro_batches": 1}
-            self._fitting = FromOutside(replace(request.settings, **together))
+            accumulated = request.settings.micro_batches if request.accumulates else 1
+            self._fitting = FromOutside(replace(request.settings, micro_batches=accumulated))
         parts = 1 if request.settings is None else request.settings.micro_batches
         self.loaders = Loaders(
             request.scan,
