@@ -28,10 +28,8 @@ from memfit.core.estimate import LACKS_PRECISION, Estimate, Note
 from memfit.core.job import Job
 from memfit.core.progress import announce, doing
 from memfit.core.replay import AllocatorOptions
-from memfit.core.settings import Settings
 from memfit.core.shown import Shown
 from memfit.core.units import format_size
-from memfit.planner.moves import label
 from memfit.reports import batches, run_text, text
 
 if TYPE_CHECKING:
@@ -43,8 +41,8 @@ _SAFE_SHARE = 0.97
 # Sizes so much smaller are looked at before one is called safe; all of the next where that takes no trace.
 _FEW_NEIGHBOURS: Sequence[int] = (1, 2, 4, 8)
 _NEIGHBOURS: Sequence[int] = range(1, 33)
-# Trying out suggestions may take as long as the dry run did, or this long.
-_MIN_TRIAL_SECONDS = 60.0
+# Trying out suggestions may take twice as long as the dry run did, or this long.
+_MIN_TRIAL_SECONDS = 120.0
 # What a device without bfloat16 does instead.
 _IN_FLOAT16 = {"amp-bf16": "amp-fp16", "bf16": "fp16"}
 
@@ -324,19 +322,20 @@ def dryrun(
 def _advised(run: DryRun, too_large: "TooLarge") -> DryRun:
     """The run with what could be changed about its step, tried on the script itself as far as time allows."""
     from memfit.planner import advise
-    from memfit.planner.move import Situation
+    from memfit.planner.move import Move, Situation
     from memfit.runs.sequence import peak_with
 
     began = time.perf_counter()
-    seconds = max(_MIN_TRIAL_SECONDS, run.seconds)
+    seconds = max(_MIN_TRIAL_SECONDS, 2 * run.seconds)
     estimate, seen = too_large.estimate, too_large.seen
 
-    def tried(settings: Settings) -> int | None:
+    def tried(move: Move) -> int | None:
         left = seconds - (time.perf_counter() - began)
         if left <= 0:
             return None
-        announce(f"running the script with a change that may help ({label(settings)}), to see what it needs then")
-        return peak_with(too_large, settings, max(1, run.num_steps), left)
+        announce(f"running the script with a change that may help ({move.title}), to see what it needs then")
+        assert move.settings is not None
+        return peak_with(too_large, move.settings, max(1, run.num_steps), left, accumulates=move.accumulates)
 
     situation = Situation(
         estimate.timeline,

@@ -49,6 +49,10 @@ def as_job(model: Any, arguments: tuple[Any, ...], loss: Any, batch: Any, **opti
         options: of the job; those that are None are left as they are.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(model, str):
+        raise BadInput(
+            f"a model was expected, but the text {model!r} was given. For a name: memfit.named_job({model!r})."
+        )
     if not isinstance(model, Job) and not is_keras_model(model) and _is_jax_step(model, arguments):
         if loss is not None or (batch is not None and arguments):
             raise BadInput("a step of JAX takes its arguments one after the other: memfit.estimate(step, *arguments).")

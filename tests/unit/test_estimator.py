@@ -79,6 +79,8 @@ def test_a_fitted_estimate_has_no_other_batch_size(job):
 def test_a_job_and_its_parts_exclude_each_other(job):
     with pytest.raises(BadInput, match="either a Job or a model"):
         as_job(job, (loss,), None, None)
+    with pytest.raises(BadInput, match=r"For a name: memfit.named_job\('hf:gpt2'\)"):
+        as_job("hf:gpt2", (), None, None)
     with pytest.raises(BadInput, match="loss and batch are missing"):
         as_job(job.model, (), None, None)
 

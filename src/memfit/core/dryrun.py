@@ -439,6 +439,7 @@ class Request:
         batch_lines: lines at which a script without a loader copies its batches to the device.
         batch_size: samples of a batch; None when not known.
         settings: how the script's steps are to be run, as far as that can be changed from outside; None: as they are.
+        accumulates: whether the micro-batches of the settings make up one update; each makes one of its own otherwise.
         watch: tell what else the run shows of the program, the work of its operators included.
         until_fit: run the script, which trains with Keras, until its first `fit`, and estimate a step of that.
         writable: folders in which what the script writes is real.
@@ -460,6 +461,7 @@ class Request:
     batch_lines: tuple[str, ...] = ()
     batch_size: int | None = None
     settings: Settings | None = None
+    accumulates: bool = True
     watch: bool = False
     until_fit: bool = False
     writable: tuple[str, ...] = ()

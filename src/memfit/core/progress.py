@@ -5,6 +5,8 @@ can see it, a terminal or a notebook, and is gone when the outermost part is don
 never touches standard output, and nothing is redirected: a program's own output is its own affair.
 """
 
+import os
+import shutil
 import sys
 import threading
 import time
@@ -20,6 +22,15 @@ QUICK_SECONDS = 2.0
 _REFRESH_SECONDS = 0.25
 _FRAMES = "|/-\\"
 _MAX_COLUMNS = 100
+
+
+def _columns(stream: TextIO) -> int:
+    """How long a line may be: the last column is left free, where some terminals wrap already."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        columns = 0
+    return min(_MAX_COLUMNS, (columns or shutil.get_terminal_size().columns) - 1)
 
 
 class _Shown(threading.local):
@@ -102,7 +113,11 @@ class _Line:
             seconds = time.monotonic() - self._began
             frame = _FRAMES[int(seconds / _REFRESH_SECONDS) % len(_FRAMES)]
             taken = f"{int(seconds) // 60}:{int(seconds) % 60:02}"
-            self._write(f"{frame} memfit: {printable(self.text)} ({taken})"[:_MAX_COLUMNS])
+            # A line that wraps could not be written over, and each turn would add another.
+            room = _columns(self._stream) - len(f"{frame} memfit:  ({taken})")
+            text = printable(self.text)
+            text = text if len(text) <= room else f"{text[: max(0, room - 3)]}..."
+            self._write(f"{frame} memfit: {text} ({taken})")
 
     def _write(self, line: str) -> None:
         with self._lock:

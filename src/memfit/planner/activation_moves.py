@@ -39,12 +39,53 @@ _NARROWED = (
 )
 
 
+HALF = "halve the batch"
+"""An update after each half."""
+
+HALF_TWICE = "halve the batch and accumulate gradients over two"
+"""One update for both halves."""
+
+
+def halve_batch(situation: Situation) -> Move | None:
+    """Half as many samples for each update: everything that grows with the batch halves."""
+    timeline = _halved(situation, accumulates=False)
+    if timeline is None:
+        return None
+    return Move(
+        HALF,
+        Keeps.CHANGES,
+        "half the samples in each batch, an update after each",
+        Origin.ASSUMED,
+        timeline,
+        situation.options,
+        replace(AS_IT_IS, micro_batches=2),
+        accumulates=False,
+    )
+
+
 def halve_micro_batch(situation: Situation) -> Move | None:
     """Half of each batch at a time, two backward passes for each update.
 
-    Everything that grows with the batch halves. In return the gradients of the first half are there while the second
-    runs, so that each step's gradients begin with its first forward pass.
+    Beside what halves, the gradients of the first half are there while the second runs, so that each step's gradients
+    begin with its first forward pass.
     """
+    timeline = _halved(situation, accumulates=True)
+    if timeline is None:
+        return None
+    statistics = has_batch_norm(situation.timeline)
+    note = "; statistics of batch norm are then those of half a batch" if statistics else ""
+    return Move(
+        HALF_TWICE,
+        Keeps.CHANGES if statistics else Keeps.ROUNDING,
+        f"half the samples in each batch, (loss / 2).backward(), optimizer.step() every second batch{note}",
+        Origin.ASSUMED,
+        timeline,
+        situation.options,
+        replace(AS_IT_IS, micro_batches=2),
+    )
+
+
+def _halved(situation: Situation, *, accumulates: bool) -> Timeline | None:
     timeline = situation.timeline
     spans, shaped = Spans(timeline), parameter_sizes(timeline)
     if situation.batch_size == 1 or not any(block.category is Category.ACTIVATION for block in timeline.blocks):
@@ -52,7 +93,7 @@ def halve_micro_batch(situation: Situation) -> Move | None:
     moved = []
     for life in lives(timeline):
         block = life.block
-        if block.category is Category.GRADIENT:
+        if block.category is Category.GRADIENT and accumulates:
             moved.append(_accumulated(life, spans))
         elif block.category is Category.BATCH or (
             of_the_graph(block) and block.size_bytes not in shaped.get(block.module, ())
@@ -60,17 +101,7 @@ def halve_micro_batch(situation: Situation) -> Move | None:
             moved.append(resized(life, -(-block.size_bytes // 2)))
         else:
             moved.append(life)
-    statistics = has_batch_norm(timeline)
-    note = "; statistics of batch norm are then those of half a batch" if statistics else ""
-    return Move(
-        "halve the micro-batch and accumulate twice",
-        Keeps.CHANGES if statistics else Keeps.ROUNDING,
-        f"half the samples in each batch, (loss / 2).backward(), optimizer.step() every second batch{note}",
-        Origin.ASSUMED,
-        rebuild(moved, timeline.marks),
-        situation.options,
-        replace(AS_IT_IS, micro_batches=2),
-    )
+    return rebuild(moved, timeline.marks)
 
 
 def _accumulated(life: Life, spans: Spans) -> Life:

@@ -6,7 +6,6 @@ from memfit.allocator import replay as replay_timeline
 from memfit.core.device import Origin
 from memfit.core.dryrun import Advice
 from memfit.core.replay import Replay
-from memfit.core.settings import Settings
 from memfit.planner import activation_moves, lifetime_moves, state_moves
 from memfit.planner.move import Move, Situation
 
@@ -14,6 +13,7 @@ MIN_SHARE = 0.01
 """Of the peak: what saves less is not worth a line."""
 
 MOVES: tuple[Callable[[Situation], Move | None], ...] = (
+    activation_moves.halve_batch,
     activation_moves.halve_micro_batch,
     activation_moves.checkpoint_units,
     activation_moves.autocast,
@@ -33,16 +33,16 @@ def advise(
     limit: int = 3,
     *,
     context_bytes: int = 0,
-    peak_with: Callable[[Settings], int | None] = lambda settings: None,
+    peak_with: Callable[[Move], int | None] = lambda move: None,
 ) -> tuple[Advice, ...]:
     """The changes that would save most at the peak, each taken alone, best first.
 
     Args:
         situation: the whole step, as an unlimited device would run it.
         replay: what that device made of it.
-        limit: at most so many.
+        limit: at most so many; half a batch, in one update or two, counts once.
         context_bytes: memory of the CUDA context, which nothing saves.
-        peak_with: what the device must provide when the step is run with settings in force; None where that can't be
+        peak_with: what the device must provide when the step is run with a move in force; None where that can't be
             found out, so that what was computed is all there is.
     """
     # Both sides of each difference come from the same replay, so that what the run did beside the timeline, such as
@@ -60,18 +60,34 @@ def advise(
             saves = min(saves, live - move.timeline.peak()[1])
         computed.append((saves, move))
     computed.sort(key=lambda pair: (-pair[0], pair[1].title))
-    found: list[Advice] = []
+    found: dict[str, Advice] = {}
+    counted: set[object] = set()
     for saves, move in computed:
-        if len(found) == limit or not _is_worth(saves, most):
-            break
-        run = None if move.settings is None else peak_with(move.settings)
+        # The ways to run half a batch have the same settings.
+        kind = move.settings or move.title
+        if not _is_worth(saves, most) or (kind not in counted and len(counted) == limit):
+            continue
+        run = None if move.settings is None else peak_with(move)
         # A run has the last word, also where the move turns out to save nothing.
         saves = saves if run is None else most + context_bytes - run
         if _is_worth(saves, most):
             origin = move.origin if run is None else Origin.SIMULATED
-            found.append(Advice(move.title, saves, most + context_bytes - saves, move.keeps, move.how, origin))
-    found.sort(key=lambda advice: (-advice.saves_bytes, advice.title))
-    return tuple(found)
+            counted.add(kind)
+            found[move.title] = Advice(move.title, saves, most + context_bytes - saves, move.keeps, move.how, origin)
+    _choose_halves(found, MIN_SHARE * most)
+    return tuple(sorted(found.values(), key=lambda advice: (-advice.saves_bytes, advice.title)))
+
+
+def _choose_halves(found: dict[str, Advice], little_bytes: float) -> None:
+    """Leaves one way to run half a batch where two tell no more, or where only one was run."""
+    plain, accumulated = found.get(activation_moves.HALF), found.get(activation_moves.HALF_TWICE)
+    if plain is None or accumulated is None:
+        return
+    if plain.origin is not accumulated.origin:
+        del found[(plain if accumulated.origin is Origin.SIMULATED else accumulated).title]
+    elif abs(plain.saves_bytes - accumulated.saves_bytes) < little_bytes:
+        # Accumulating costs next to nothing here, and keeps the batch.
+        del found[plain.title]
 
 
 def _is_worth(saves_bytes: int, peak_bytes: int) -> bool:

@@ -50,6 +50,7 @@ class Move:
         options: of its allocator after the change.
         settings: the change as a run of the script can have it in force; None where that takes another script, or where
             a replay of the same events tells as much.
+        accumulates: whether the micro-batches of the settings make up one update.
     """
 
     title: str
@@ -59,3 +60,4 @@ class Move:
     timeline: Timeline
     options: AllocatorOptions
     settings: Settings | None = None
+    accumulates: bool = True

@@ -10,7 +10,7 @@ from memfit.core.estimate import Estimate
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.units import format_size
 from memfit.reports import figures, plan_figures
-from memfit.reports.parts import Grid, Line, Part
+from memfit.reports.parts import Grid, Line, Part, notes_of
 
 
 def estimates(results: Sequence[Estimate]) -> tuple[str, list[Part]]:
@@ -28,7 +28,8 @@ def estimates(results: Sequence[Estimate]) -> tuple[str, list[Part]]:
         for result in results
     ]
     grid = Grid(("device", ">needed (simulated)", ">usable", ">of usable", ">fits"), tuple(lines))
-    return figures.headline(results[0]), [Part("Devices", grid=grid)]
+    notes = notes_of([(figures.device_title(result.device), result.notes) for result in results])
+    return figures.headline(results[0]), [Part("Devices", grid=grid), *notes]
 
 
 def batches(subject: str, found: Sequence[tuple[int | None, int | None, Estimate]]) -> tuple[str, list[Part]]:
@@ -48,7 +49,8 @@ def batches(subject: str, found: Sequence[tuple[int | None, int | None, Estimate
     ]
     # Where nothing fits, what is needed is that of the smallest size tried.
     grid = Grid(("device", ">safe batch size", ">limit", ">needed (simulated)", ">usable", ">of usable"), tuple(lines))
-    return figures.printable(f"{subject}: largest batch size"), [Part("Devices", grid=grid)]
+    notes = notes_of([(figures.device_title(estimate.device), estimate.notes) for _, _, estimate in found])
+    return figures.printable(f"{subject}: largest batch size"), [Part("Devices", grid=grid), *notes]
 
 
 def plans(found: Sequence[tuple[Device, Plan | PlanNotFound]]) -> tuple[str, list[Part]]:
@@ -56,7 +58,9 @@ def plans(found: Sequence[tuple[Device, Plan | PlanNotFound]]) -> tuple[str, lis
     subject = next((_plan_of(plan).subject for _, plan in found if _plan_of(plan) is not None), "")  # type: ignore[union-attr]
     lines = [Line((figures.device_title(device), *_plan_cells(result))) for device, result in found]
     grid = Grid(("device", ">peak (simulated)", ">budget", ">fits", ">time", ">slowdown", "moves"), tuple(lines))
-    return figures.printable(f"{subject or 'the step'}: plans"), [Part("Devices", grid=grid)]
+    known = [(device, _plan_of(result)) for device, result in found]
+    notes = notes_of([(figures.device_title(device), () if plan is None else plan.notes) for device, plan in known])
+    return figures.printable(f"{subject or 'the step'}: plans"), [Part("Devices", grid=grid), *notes]
 
 
 def _plan_cells(found: Plan | PlanNotFound) -> tuple[str, ...]:

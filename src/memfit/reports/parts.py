@@ -5,7 +5,7 @@ A part holds rows of a breakdown, a table, or lines of text. What is said is dec
 """
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from memfit.core.estimate import Note
@@ -113,6 +113,17 @@ def sum_up(notes: Iterable[Note]) -> str:
     places = f": {listed(sources)}" if sources else ""
     values = "1 value was" if len(found) == 1 else f"{len(found)} values were"
     return f"{values} read from the device and replaced by a stand-in, which changes no size by itself{places}"
+
+
+def notes_of(found: Sequence[tuple[str, Sequence[Note]]]) -> list[Part]:
+    """The notes of several results by name: once where one holds for all of them, with their names otherwise."""
+    holds_for: dict[str, list[str]] = {}
+    for name, notes in found:
+        shown = [note_line(note) for note in notes if note.code != HARMLESS]
+        for line in filter(None, dict.fromkeys([*shown, sum_up(notes)])):
+            holds_for.setdefault(line, []).append(name)
+    lines = [line if len(names) == len(found) else f"{', '.join(names)}: {line}" for line, names in holds_for.items()]
+    return [Part("Notes", lines=tuple(lines))] if lines else []
 
 
 def listed(names: list[str]) -> str:

@@ -15,7 +15,7 @@ from memfit.core.units import format_size
 from memfit.reports import batches, figures
 from memfit.reports.figures import UNKNOWN, Row
 from memfit.reports.fitting_table import FittingTable
-from memfit.reports.parts import Grid, Part
+from memfit.reports.parts import Grid, Part, notes_of
 from memfit.reports.text import NUM_TOP, format_estimate
 
 if TYPE_CHECKING:
@@ -112,7 +112,13 @@ def render_comparison(estimates: Sequence[Estimate]) -> "RenderableType":
     if others:
         rows.append([Text("peak against the first"), "-", *(_saving(first, other) for other in others)])
     titles = ("", *(figures.printable(estimate.subject) for estimate in estimates))
-    return Group(Text("Comparison", style="bold"), FittingTable(titles, rows))
+    devices = [figures.device_title(estimate.device) for estimate in estimates]
+    names = devices if len(set(devices)) == len(devices) else titles[1:]
+    parts: list[RenderableType] = [Text("Comparison", style="bold"), FittingTable(titles, rows)]
+    for part in notes_of([(name, estimate.notes) for name, estimate in zip(names, estimates, strict=True)]):
+        parts.append(Text(f"\n{part.title}", style="bold"))
+        parts += [_indented(Text(line)) for line in part.lines]
+    return Group(*parts)
 
 
 def render_devices(devices: Sequence[Device]) -> "RenderableType":

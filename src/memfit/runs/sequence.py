@@ -94,17 +94,28 @@ def run_with(
         num_steps: optimizer steps that the plain run took.
         timeout_seconds: how long it may take.
     """
-    steps = request.steps if settings.micro_batches == 1 else min(_STEPS_OF_PARTS, request.steps)
+    many = settings.micro_batches > 1 and request.accumulates
+    steps = min(_STEPS_OF_PARTS, request.steps) if many else request.steps
     wanted = replace(request, settings=settings, watch=False, steps=steps, unlimited=True)
     run = DryRun.from_json(run_child(wanted, silent=True, timeout_seconds=timeout_seconds))
     return None if settings.micro_batches > 1 and run.num_steps < min(steps, num_steps) else run
 
 
-def peak_with(found: TooLarge, settings: Settings, num_steps: int, timeout_seconds: float) -> int | None:
-    """What the device must provide for a script with settings in force; None where that can't be found out."""
+def peak_with(
+    found: TooLarge, settings: Settings, num_steps: int, timeout_seconds: float, *, accumulates: bool = True
+) -> int | None:
+    """What the device must provide for a script with settings in force; None where that can't be found out.
+
+    Args:
+        found: the run as it is.
+        settings: what is to be in force.
+        num_steps: optimizer steps that the plain run took.
+        timeout_seconds: how long it may take.
+        accumulates: whether micro-batches make up one update; each makes one of its own otherwise.
+    """
     if settings.micro_batches > 1 and not found.request.splits:
         return None
-    run = run_with(found.request, settings, num_steps, timeout_seconds)
+    run = run_with(replace(found.request, accumulates=accumulates), settings, num_steps, timeout_seconds)
     if run is None or run.outcome not in _RAN or run.estimate is None:
         return None
     recomputed = () if run.seen is None else run.seen.recomputed

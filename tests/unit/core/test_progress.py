@@ -51,6 +51,16 @@ def test_what_is_done_is_said_and_gone_afterwards(monkeypatch, at_once, capsys):
     assert not any(thread.name == "memfit-progress" for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_the_line_fits_the_terminal(monkeypatch, at_once, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = terminal_of(monkeypatch)
+    with doing("tracing " + "a long name " * 20):
+        assert shown_within(terminal, "... (0:0")
+
+    assert max(map(len, terminal.getvalue().split("\r"))) < columns
+
+
 def test_what_is_quick_leaves_no_trace(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)

@@ -1,7 +1,9 @@
 import dataclasses
 
+from memfit.core.estimate import Note
 from memfit.core.plan import PlanNotFound
-from memfit.reports import device_tables
+from memfit.reports import device_tables, figures
+from memfit.reports.parts import HARMLESS
 from tests.unit.reports.builders import MYSTERY, RTX_3090, make_estimate, make_failed_estimate
 from tests.unit.reports.plan_builders import make_plan, make_small_plan
 
@@ -39,3 +41,36 @@ def test_plans_name_their_moves_and_what_is_missing():
     assert good[-1].startswith("4 micro-batches of 8 samples")
     assert (bad[3], bad[-1][:43]) == ("no", "nothing that is allowed fits; the smallest:")
     assert unknown[1:] == ("unknown", "unknown", "no", "unknown", "unknown", "no plan fits.")
+
+
+LACKS = Note("device-lacks-precision", "bf16 is slow here")
+EVERYWHERE = Note("data-dependent-shape", "upper bound used", "train.py:8")
+READ = Note(HARMLESS, "a value")
+
+
+def test_notes_say_on_which_device_they_hold():
+    plain = dataclasses.replace(make_estimate(), notes=(EVERYWHERE,))
+    old = dataclasses.replace(make_estimate(device=MYSTERY), notes=(EVERYWHERE, LACKS, LACKS))
+    lines = (
+        "data-dependent shape at train.py:8: upper bound used",
+        "Mystery: device lacks precision: bf16 is slow here",
+    )
+
+    for _, parts in (
+        device_tables.estimates([plain, old]),
+        device_tables.batches("ResNet", [(8, 9, plain), (8, 9, old)]),
+        device_tables.plans(
+            [
+                (RTX_3090, dataclasses.replace(make_plan(), notes=plain.notes)),
+                (MYSTERY, PlanNotFound("no plan", dataclasses.replace(make_plan(), notes=old.notes))),
+            ]
+        ),
+    ):
+        assert [part.title for part in parts] == ["Devices", "Notes"]
+        assert parts[1].lines == tuple(line.replace("Mystery", figures.device_title(MYSTERY)) for line in lines)
+
+
+def test_values_that_were_read_are_summed_up():
+    _, parts = device_tables.estimates([dataclasses.replace(make_estimate(), notes=(READ, READ))])
+
+    assert [line.split(" read")[0] for line in parts[1].lines] == ["2 values were"]

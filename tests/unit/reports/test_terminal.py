@@ -10,6 +10,7 @@ from memfit.core.errors import BadInput, MissingDependency
 from memfit.core.estimate import Note
 from memfit.core.timeline import Category, Phase
 from memfit.core.units import GIB, MIB
+from memfit.reports import figures
 from memfit.reports.terminal import (
     print_estimate,
     render_comparison,
@@ -117,6 +118,13 @@ def test_comparison_of_a_larger_one_says_so():
     rows = lines_of(draw(render_comparison([make_estimate(make_timeline(scale=MIB // 2)), make_estimate()])))
 
     assert rows["peak against the first"] == ["-", "+420.0 MiB (+56.8%)"]
+
+
+def test_a_comparison_has_the_notes_with_their_device():
+    noted = dataclasses.replace(make_estimate(device=MYSTERY), notes=(Note("device-lacks-precision", "no bfloat16"),))
+    text = draw(render_comparison([dataclasses.replace(make_estimate(), notes=()), noted]))
+
+    assert f"{figures.device_title(MYSTERY)}: device lacks precision: no bfloat16" in text
 
 
 def test_comparison_of_nothing_is_refused():

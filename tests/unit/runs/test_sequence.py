@@ -107,6 +107,12 @@ def test_a_change_is_tried_on_the_script_itself(child):
     assert peak_with(splits, halves, 2, 60.0) == make_run_estimate(SMALL).peak_bytes
     asked = child()[-1]
     assert (asked["unlimited"], asked["steps"], asked["settings"]["micro_batches"]) == (True, 2, 2)
+    assert asked["accumulates"] is True
+
+    # Half a batch for each update takes as many steps as the script's own run.
+    assert peak_with(splits, halves, 3, 60.0, accumulates=False) == make_run_estimate(SMALL).peak_bytes
+    asked = child()[-1]
+    assert (asked["accumulates"], asked["steps"]) == (False, 3)
 
 
 def test_a_change_that_was_not_in_force_tells_nothing(child):

@@ -5,6 +5,7 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +35,23 @@ class _Loader(importlib.abc.Loader):
         return getattr(self._plain, name)
 
 
+class _Imported(importlib.abc.Loader):
+    """Gives a module that was imported while it was looked for: its code must not run twice."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spec.loader if self._spec else None, name)
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(
         self, before: Mapping[str, Callable[[], None]], after: Mapping[str, Callable[[ModuleType], None]]
@@ -45,6 +63,12 @@ class _Finder(importlib.abc.MetaPathFinder):
         early = self._before.pop(name, None)
         if early is not None:
             early()
+            module = sys.modules.get(name)
+            if module is not None and module.__spec__ is not None:
+                # The import goes on with the specification that the module has by now.
+                module.__spec__, loader = copy(module.__spec__), _Imported(module)
+                module.__spec__.loader = loader
+                return module.__spec__
         # Libraries ask whether others are there without importing them, so that this may be one of many times.
         late = None if name in sys.modules else self._after.get(name)
         if late is None:

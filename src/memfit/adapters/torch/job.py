@@ -166,7 +166,8 @@ def check_batch(batch: Any) -> None:
     if not tensors:
         raise BadBatch(
             f"the batch holds no tensor ({type(batch).__name__} was given); give the tensors one step works on, "
-            "alone or in tuples, lists, dictionaries or dataclasses."
+            "alone or in tuples, lists, dictionaries or dataclasses: of a loader, next(iter(loader)); of NumPy arrays, "
+            "torch.from_numpy(array)."
         )
     # Empty tensors beside others are fine: an image without boxes.
     if common_first_dimension(batch) == 0 or all(tensor.numel() == 0 for tensor in tensors):

@@ -32,6 +32,8 @@ def as_loss(loss: Any) -> LossFunction:
         return own_loss
     if not callable(loss):
         raise BadInput(f"loss must be a function of (model, batch), but {type(loss).__name__} was given. {_EXPECTED}.")
+    if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
+        raise BadInput(f"loss is the class {loss.__name__}; give an object of it: {loss.__name__}().")
     if _is_criterion(loss):
         return functools.partial(_compared, loss)
     made: LossFunction = loss
@@ -40,6 +42,15 @@ def as_loss(loss: Any) -> LossFunction:
 
 def own_loss(model: Any, batch: Any) -> Any:
     """The loss that the model returns itself."""
+    if isinstance(model, torch.nn.Module) and isinstance(batch, tuple | list):
+        try:
+            inspect.signature(model.forward).bind(*batch)
+        except TypeError as error:
+            name = type(model).__name__
+            raise BadLoss(
+                f"no loss was given, and {name} does not take the {len(batch)} parts of the batch ({error}). "
+                f"{_EXPECTED}."
+            ) from None
     output = _called(model, batch)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, tuple | list) and output:

@@ -74,7 +74,10 @@ class ScriptRun:
     ) -> None:
         self._request = request
         self._shared = shared
-        self._fitting = None if request.settings is None else FromOutside(request.settings)
+        self._fitting = None
+        if request.settings is not None:
+            accumulated = request.settings.micro_batches if request.accumulates else 1
+            self._fitting = FromOutside(replace(request.settings, micro_batches=accumulated))
         parts = 1 if request.settings is None else request.settings.micro_batches
         self.loaders = Loaders(
             request.scan,

@@ -1,4 +1,6 @@
+import builtins
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 
@@ -28,6 +30,25 @@ def test_an_action_before_the_import(package):
         importlib.import_module(package)
 
     assert heard == [False]
+
+
+def test_an_action_that_imports_the_module_itself(package, tmp_path):
+    # GIVEN code that must not run twice, such as the registration of operators
+    (tmp_path / package / "__init__.py").write_text(
+        "import builtins\nbuiltins.runs = getattr(builtins, 'runs', 0) + 1\n"
+    )
+    made = []
+    try:
+        with on_import({package: lambda: made.append(importlib.import_module(package))}, {}):
+            module = importlib.import_module(package)
+        runs = builtins.runs
+    finally:
+        vars(builtins).pop("runs", None)
+
+    assert runs == 1
+    assert made == [module]
+    assert module.__spec__.origin == module.__file__
+    assert isinstance(module.__spec__.loader, importlib.machinery.SourceFileLoader)
 
 
 def test_an_action_after_the_import(package):

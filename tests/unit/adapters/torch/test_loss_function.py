@@ -101,6 +101,16 @@ def test_what_is_no_function_is_refused():
         as_loss("mse")
 
 
+def test_a_class_of_losses_is_none():
+    with pytest.raises(BadInput, match=r"the class CrossEntropyLoss; give an object of it: CrossEntropyLoss\(\)"):
+        as_loss(nn.CrossEntropyLoss)
+
+
+def test_a_pair_without_a_loss_says_what_is_missing():
+    with pytest.raises(BadLoss, match=r"no loss was given, and Sequential does not take the 2 parts.*CrossEntropyLoss"):
+        as_loss(None)(nn.Sequential(nn.Linear(2, 2)), (torch.zeros(1, 2), torch.zeros(1)))
+
+
 def test_estimate_plan_and_fitted_step_take_them():
     model, batch = OwnLoss(FORMS["attribute"]), {"x": X, "labels": Y}
     own = memfit.estimate(model, batch=batch, device="t4").peak_bytes

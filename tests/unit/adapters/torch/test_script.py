@@ -647,6 +647,11 @@ def test_batches_of_a_loop_without_a_loader_are_split_where_they_are_copied(here
     assert peak <= most <= peak + gradients
     assert [str(mark.phase) for mark in quarter.estimate.timeline.marks].count("backward") == 8
 
+    # AND with an update for each quarter, exactly what the script needs that is given a quarter
+    settings = Settings(set_to_none=False, micro_batches=4)
+    each, _ = here(TRAIN, "4096", settings=settings, accumulates=False, **given)
+    assert (each.num_steps, each.estimate.peak_bytes) == (2, alone.estimate.peak_bytes)
+
 
 AUTOCAST = TRAIN.replace("loss = nn", 'with torch.autocast("cuda"):\n        loss = nn')
 
