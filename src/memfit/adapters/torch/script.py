@@ -249,7 +249,7 @@ class ScriptRun:
     def _clear_up(self, error: BaseException | None) -> None:
         if self._processes.num_started:
             if self._shared is not None and isinstance(error, EndOfRun):
-                wait_for_others(self._shared)
+                wait_for_others(self._shared, self._processes.num_alive)
             if self.session.counter.has_ended or isinstance(error, KeyboardInterrupt):
                 self._processes.finish()
         self._exit_functions.run()

@@ -96,6 +96,23 @@ def test_a_process_waits_for_those_beside_it_while_they_get_on(monkeypatch):
     module.wait_for_others(Others((0, 1, 1)))
 
 
+def test_processes_that_ended_are_not_to_come(monkeypatch):
+    monkeypatch.setattr(module, "_START_SECONDS", 1e9)
+    monkeypatch.setattr(module, "_MOST_SECONDS", 1e9)
+    made = Processes(pytest.fail, are_simulated=True)
+    with replaced(made.replacements()):
+        process = multiprocessing.get_context("fork").Process(target=_wait)
+        process.start()
+        # This one never imports PyTorch, so that it never comes.
+        subprocess.run([sys.executable, "-S", "-c", ""], check=True)
+
+    assert (made.num_started, made.num_alive()) == (2, 1)
+    process.kill()
+    module.wait_for_others(Others((2, 0, 0)), made.num_alive)
+    process.join()
+    assert made.num_alive() == 0
+
+
 def test_processes_that_are_left_are_ended():
     made = Processes(pytest.fail, are_simulated=True)
     process = multiprocessing.get_context("fork").Process(target=_wait)
