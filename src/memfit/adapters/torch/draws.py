@@ -60,7 +60,7 @@ class Draws:
             self._draw(chosen, num_classes, per_row)
 
     def _look_up(self, args: tuple[Any, ...], out: torch.Tensor) -> None:
-        """Numbers of the samples that chosen rows belong to, as the nodes of a graph that pooling keeps: of all samples.
+        """Numbers of the samples that chosen rows belong to, as the nodes that a graph's pooling keeps: of all samples.
 
         How many samples there are is read from the largest number. Other tables stay unknown: what is chosen from
         those may decide sizes, which have upper bounds.
