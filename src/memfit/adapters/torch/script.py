@@ -153,7 +153,8 @@ class ScriptRun:
         if result.num_steps or result.failures or (result.estimate is not None and result.estimate.timeline.blocks):
             write(result)
         if self._shared is not None:
-            self._shared.note(result.num_steps, self.session.recorder.num_ticks, self.session.counter.has_ended)
+            is_done = self.session.counter.has_ended or bool(result.failures)
+            self._shared.note(result.num_steps, self.session.recorder.num_ticks, is_done)
             if self.session.counter.has_ended:
                 wait_for_others(self._shared)
             self._shared.end()
