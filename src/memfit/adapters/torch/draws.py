@@ -72,7 +72,8 @@ class Draws:
         if known is None or self._values.of(out) is not None:
             return
         with torch._C.DisableTorchFunction():
-            if known[0] != 0 or known[-1] == 0 or bool((known.diff() < 0).any()):
+            # Fewer may be the levels of a detector, whose sizes are upper bounds.
+            if known[0] != 0 or known[-1] < _SMALL_CHOICE or bool((known.diff() < 0).any()):
                 return
             chosen = torch.linspace(0, len(known) - 1, out.numel(), dtype=torch.float64).round().long()
             self._values.learn(out, known[chosen].view(out.shape))
