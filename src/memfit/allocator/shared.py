@@ -37,7 +37,7 @@ class Share:
         peak_bytes: the most that it has held.
         num_steps: optimizer steps that it has taken.
         num_events: allocations and frees, which tell that it is alive.
-        has_ended: whether it has taken all the steps that were wanted.
+        has_ended: whether it has taken all the steps that were wanted, or failed.
         name: what the program calls it.
     """
 
@@ -142,9 +142,18 @@ class SharedDevice:
             return sum(share.held_bytes for row, share in self._living() if row != self._row)
 
     def have_taken_steps(self) -> bool:
-        """Whether there are processes that took steps, and all of those have taken all they were to, or are gone."""
+        """Whether there are processes that took steps, and all of those have taken all they were to, or are gone.
+
+        One that failed takes none any more: where all have, whoever waits for them waits for ever.
+        """
         with self._locked():
-            stepping = [share for _, share in self._living() if share.num_steps]
+            rows = self._living()
+            num_expected = _HEAD.unpack_from(self._memory, 0)[2]
+        stepping = [share for _, share in rows if share.num_steps]
+        if not stepping and not num_expected:
+            stepping = [share for row, share in rows if row != self._row]
+            if not any(share.has_ended for share in stepping):
+                return False
         return bool(stepping) and all(share.has_ended or not share.pid for share in stepping)
 
     def _hold(self, reserved_bytes: int, rows: "list[tuple[int, Share]]") -> None:

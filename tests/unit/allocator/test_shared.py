@@ -139,6 +139,30 @@ def test_who_is_to_come_and_who_is_at_work(device):
     assert script.others()[:2] == (0, 0)
 
 
+def test_processes_that_all_failed_before_a_step_are_not_waited_for(device):
+    _, script = process(device, "script")
+    _, first = process(device)
+    first.note(0, 5, has_ended=True)
+    first.end()
+    assert script.have_taken_steps()
+
+    # Others may still do the work.
+    _, second = process(device)
+    assert not script.have_taken_steps()
+    second.end()
+    script.expect(1)
+    assert not script.have_taken_steps()
+
+
+def test_processes_that_ended_well_may_be_followed_by_anything(device):
+    _, script = process(device, "script")
+    _, child = process(device)
+    child.note(0, 5, has_ended=False)
+    child.end()
+
+    assert not script.have_taken_steps()
+
+
 def test_a_process_that_was_forked_off_has_a_row_of_its_own(device):
     _, script = process(device, "script")
     script.again("child").note(1, 1, has_ended=True)

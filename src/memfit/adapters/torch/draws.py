@@ -46,6 +46,9 @@ class Draws:
 
     def follow(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Gives `out` values where `func` chooses classes by numbers that are not known."""
+        if func in _LOOKUPS:
+            self._look_up(args, out)
+            return
         choice = _CHOICES.get(func)
         found = None if choice is None else choice(args, kwargs, out)
         if found is None:
@@ -55,6 +58,26 @@ class Draws:
             return
         if self._values.of(chosen) is None:
             self._draw(chosen, num_classes, per_row)
+
+    def _look_up(self, args: tuple[Any, ...], out: torch.Tensor) -> None:
+        """Numbers of the samples that chosen rows belong to, as the nodes that a graph's pooling keeps: of all samples.
+
+        How many samples there are is read from the largest number. Other tables stay unknown: what is chosen from
+        those may decide sizes, which have upper bounds.
+        """
+        table = args[0]
+        if table.dim() != 1 or table.dtype is not torch.int64 or not 0 < out.numel() <= _MOST_VALUES or not out.is_meta:
+            return
+        known = self._values.of(table)
+        if known is None or self._values.of(out) is not None:
+            return
+        with torch._C.DisableTorchFunction():
+            # Fewer may be the levels of a detector, whose sizes are upper bounds.
+            if known[0] != 0 or known[-1] < _SMALL_CHOICE or bool((known.diff() < 0).any()):
+                return
+            chosen = torch.linspace(0, len(known) - 1, out.numel(), dtype=torch.float64).round().long()
+            self._values.learn(out, known[chosen].view(out.shape))
+        self._report(MADE_UP, "rows that the model's values choose were taken from all samples alike")
 
     def _draw(self, chosen: torch.Tensor, num_classes: int, per_row: int) -> None:
         low, width = (0, num_classes) if num_classes < _SMALL_CHOICE else (num_classes // 4, num_classes // 2)
@@ -118,6 +141,7 @@ def _gather(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Choice:
     return (out, num_classes, max(1, int(out.shape[-1]))) if _is_choice(num_classes) else None
 
 
+_LOOKUPS: frozenset[Operator] = frozenset((_ATEN.index.Tensor, _ATEN.index_select.default))
 _CHOICES: dict[Operator, Callable[[tuple[Any, ...], dict[str, Any], Any], _Choice]] = {
     _ATEN.multinomial.default: _multinomial,
     _ATEN.argmax.default: _argmax,

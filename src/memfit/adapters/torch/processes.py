@@ -16,7 +16,6 @@ import sys
 import sysconfig
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -117,8 +116,9 @@ class Processes:
     def __init__(self, report: Callable[[str, str], None], *, are_simulated: bool = False) -> None:
         self._report = report
         self._are_simulated = are_simulated
-        self._commands: weakref.WeakSet[subprocess.Popen[Any]] = weakref.WeakSet()
         self.num_started = 0
+        self._pids: list[tuple[int, int]] = []
+        """Those that were started, each behind the process that started it."""
         self.forking = ""
         """Name of the process that is being started and is to stay in the simulation where it is forked off."""
         self.leave: Callable[[], None] = lambda: None
@@ -146,6 +146,7 @@ class Processes:
                 plain_start(self)
             finally:
                 processes.forking = ""
+            processes._pids.append((os.getpid(), self.pid))
 
         def bootstrap(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             if _is_worker(self):
@@ -173,12 +174,12 @@ class Processes:
         def popen(self: Any, /, *args: Any, **kwargs: Any) -> None:
             command = args[0] if args else kwargs.get("args")
             words = command if isinstance(command, str) else " ".join(map(str, command or ()))
-            is_python = "python" in words and _asked_by_user()
-            if is_python:
+            is_followed = "python" in words and _asked_by_user()
+            if is_followed:
                 processes._note(f"command {words[:80]!r}")
             plain_popen(self, *args, **kwargs)
-            if is_python:
-                processes._commands.add(self)
+            if is_followed:
+                processes._pids.append((os.getpid(), self.pid))
 
         return [
             Replacement(multiprocessing.process.BaseProcess, "start", start),
@@ -193,11 +194,9 @@ class Processes:
         else:
             self.started()
 
-    @property
-    def are_alive(self) -> bool:
-        """Whether one of those that this process has started hasn't ended."""
-        is_process = any(not _is_worker(process) for process in multiprocessing.active_children())
-        return is_process or any(command.poll() is None for command in list(self._commands))
+    def num_alive(self) -> int:
+        """How many of those that this process started have not ended."""
+        return sum(starter == os.getpid() and _is_alive(pid) for starter, pid in self._pids)
 
     def finish(self) -> None:
         """Ends the processes that are left of a script that was ended: they may wait for it for ever."""
@@ -245,20 +244,22 @@ def _is_in_own_code(thread: int | None) -> bool:
     return frame is not None and not path.startswith((*HIDDEN_FOLDERS, *INSTALLED_FOLDERS, "<"))
 
 
-def wait_for_others(device: SharedDevice, may_come: Callable[[], bool] = lambda: True) -> None:
+def wait_for_others(device: SharedDevice, num_alive: Callable[[], int] | None = None) -> None:
     """Keeps what this process holds until those that were started beside it have taken their steps, too.
 
     Without a dry run all of them would train for hours, side by side. Here a process is done before another has begun.
 
     Args:
         device: what they share.
-        may_come: whether there are processes that could still come to use it: most commands never do.
+        num_alive: how many processes can be to come at all, where this process has started them: one that ended
+            without PyTorch never comes.
     """
     begun = since = time.monotonic()
     last = -1
     while time.monotonic() - begun < _MOST_SECONDS:
         to_come, at_work, sign = device.others()
-        to_come = to_come if may_come() else 0
+        if num_alive is not None:
+            to_come = min(to_come, num_alive())
         if not to_come and not at_work:
             return
         if sign != last:
@@ -266,6 +267,20 @@ def wait_for_others(device: SharedDevice, may_come: Callable[[], bool] = lambda:
         if time.monotonic() - since > (_START_SECONDS if to_come else _QUIET_SECONDS):
             return
         time.sleep(_POLL_SECONDS)
+
+
+def _is_alive(pid: int) -> bool:
+    if not hasattr(os, "waitid"):
+        return True
+    try:
+        # Without a word to whoever waits for it.
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        # It has been waited for, or is the child of a server of processes.
+        with contextlib.suppress(OSError):
+            os.kill(pid, 0)
+            return True
+        return False
 
 
 def _is_worker(process: Any) -> bool:

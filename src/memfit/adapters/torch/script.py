@@ -162,7 +162,8 @@ class ScriptRun:
         if result.num_steps or result.failures or (result.estimate is not None and result.estimate.timeline.blocks):
             write(result)
         if self._shared is not None:
-            self._shared.note(result.num_steps, self.session.recorder.num_ticks, self.session.counter.has_ended)
+            is_done = self.session.counter.has_ended or bool(result.failures)
+            self._shared.note(result.num_steps, self.session.recorder.num_ticks, is_done)
             if self.session.counter.has_ended:
                 wait_for_others(self._shared)
             self._shared.end()
@@ -260,7 +261,7 @@ class ScriptRun:
     def _clear_up(self, error: BaseException | None) -> None:
         if self._processes.num_started:
             if self._shared is not None and isinstance(error, EndOfRun):
-                wait_for_others(self._shared, lambda: self._processes.are_alive)
+                wait_for_others(self._shared, self._processes.num_alive)
             if self.session.counter.has_ended or isinstance(error, KeyboardInterrupt):
                 self._processes.finish()
         self._exit_functions.run()

@@ -61,7 +61,11 @@ def import_with_operators(execute: Callable[[], object]) -> bool:
             raise
     else:
         return False
+    package = vars(sys.modules.get("torchvision", sys))
     for name in [n for n in sys.modules if n.startswith("torchvision.")]:
+        # What the package still had as an attribute would not be imported again, and be missing here.
+        if package.get(name.removeprefix("torchvision.")) is sys.modules[name]:
+            del package[name.removeprefix("torchvision.")]
         del sys.modules[name]
     _library = torch.library.Library("torchvision", "FRAGMENT")
     for schema in _SCHEMAS:

@@ -127,3 +127,39 @@ def test_beams_go_on_until_their_limit():
             if not improves & ~torch.all(at_limit):
                 break
         assert length == 9
+
+
+def kept_by_position(numbers, scores):
+    return numbers[scores.topk(20)[1]]
+
+
+def kept_by_selection(numbers, scores):
+    return numbers.index_select(0, scores.argsort()[:20])
+
+
+def kept_by_mask(numbers, scores):
+    return numbers[scores > 0]
+
+
+@pytest.mark.parametrize("keep", [kept_by_position, kept_by_selection, kept_by_mask])
+def test_rows_that_are_kept_belong_to_all_samples(keep):
+    # GIVEN the sample of each row, and scores that decide which rows stay
+    with running():
+        weight = torch.nn.Parameter(torch.randn(8, device="cuda"))
+        samples = torch.arange(10).repeat_interleave(5).cuda()
+        scores = torch.randn(50, 8).cuda() @ weight
+
+        kept = keep(samples, scores)
+
+        # THEN the number of samples is what it was, as pooling by sample needs
+        assert int(kept.max()) + 1 == 10
+        assert kept.tolist() == sorted(kept.tolist())
+
+
+def test_other_tables_stay_unknown():
+    with running():
+        weight = torch.nn.Parameter(torch.randn(8, device="cuda"))
+        classes = torch.tensor([0, 3, 1, 2]).cuda()
+        chosen = classes[(torch.randn(4, 8).cuda() @ weight).argsort()]
+
+        assert (chosen == 3).nonzero().shape == (4, 1)

@@ -102,18 +102,6 @@ class Others:
         return self._states.pop(0) if len(self._states) > 1 else self._states[0]
 
 
-def test_what_has_ended_is_not_waited_for(processes, monkeypatch):
-    monkeypatch.setattr(module, "_START_SECONDS", 1e9)
-    monkeypatch.setattr(module, "_MOST_SECONDS", 1e9)
-    assert not processes.are_alive
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as command:
-        assert processes.are_alive
-        command.communicate(b"\n")
-
-    # It would wait for ever.
-    module.wait_for_others(Others((1, 0, 0)), lambda: processes.are_alive)
-
-
 def test_a_process_waits_for_those_beside_it_while_they_get_on(monkeypatch):
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.0)
     others = Others((1, 0, 0), (0, 1, 1), (0, 1, 2), (0, 0, 3))
@@ -123,6 +111,23 @@ def test_a_process_waits_for_those_beside_it_while_they_get_on(monkeypatch):
     # One that never gets on is not waited for.
     monkeypatch.setattr(module, "_QUIET_SECONDS", 0.0)
     module.wait_for_others(Others((0, 1, 1)))
+
+
+def test_processes_that_ended_are_not_to_come(monkeypatch):
+    monkeypatch.setattr(module, "_START_SECONDS", 1e9)
+    monkeypatch.setattr(module, "_MOST_SECONDS", 1e9)
+    made = Processes(pytest.fail, are_simulated=True)
+    with replaced(made.replacements()):
+        process = multiprocessing.get_context("fork").Process(target=_wait)
+        process.start()
+        # This one never imports PyTorch, so that it never comes.
+        subprocess.run([sys.executable, "-S", "-c", ""], check=True)
+
+    assert (made.num_started, made.num_alive()) == (2, 1)
+    process.kill()
+    module.wait_for_others(Others((2, 0, 0)), made.num_alive)
+    process.join()
+    assert made.num_alive() == 0
 
 
 def test_processes_that_are_left_are_ended():

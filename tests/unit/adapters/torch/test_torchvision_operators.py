@@ -50,6 +50,25 @@ def test_torchvision_can_be_imported_beside_any_build_of_torch():
     assert done.stdout.strip() == "ok", done.stderr
 
 
+WATCHED = """
+import sys
+from memfit.adapters.torch import torchvision_operators as operators
+from memfit.adapters.torch.imports import on_import
+
+with on_import({"torchvision": operators.define_missing_operators}, {}):
+    import torchvision
+assert "torchvision._autograd_registrations" in sys.modules
+print(torchvision.models.resnet18.__name__)
+"""
+
+
+def test_a_watched_script_imports_torchvision():
+    # The environment's hook, where there is one, runs the package's code in a module that has failed once.
+    done = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True, timeout=120)
+
+    assert done.stdout.strip() == "resnet18", done.stderr
+
+
 PLAIN = """
 import warnings
 warnings.simplefilter("error", RuntimeWarning)
