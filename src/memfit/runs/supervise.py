@@ -6,6 +6,7 @@ script gets through or nothing is left to tell it.
 """
 
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from memfit.core import env
 from memfit.core.run_events import TRACEBACK, RunRequest, read_events
 from memfit.core.supervised import (
     Attempt,
@@ -173,14 +175,15 @@ class Supervisor:
         self._announce(self._notes[-1])
 
     def _keep_traceback(self, path: Path) -> None:
-        """Puts the traceback of the last attempt where it outlives us, and says where, unless it was shown."""
+        """Puts the traceback of the last attempt where it stays until the script's next one, unless it was shown."""
         if self._task.verbose:
             return
         with contextlib.suppress(OSError):
-            text = path.read_bytes()
-            descriptor, kept = tempfile.mkstemp(prefix="memfit-traceback-", suffix=".txt")
-            with open(descriptor, "wb") as file:
-                file.write(text)
+            kept = Path(env.cache_folder(), "tracebacks", f"{Path(self._task.script).name}.txt")
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+                file.write(path.read_bytes())
+            os.replace(file.name, kept)
             self._notes.append(f"the script's traceback is in {kept}")
             self._announce(self._notes[-1])
 
