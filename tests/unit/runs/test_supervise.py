@@ -334,10 +334,12 @@ def test_a_strange_error_of_a_library_that_got_no_address_space_is_tried_again(s
 
 
 def test_the_traceback_of_the_last_attempt_is_kept(supervised, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
     run, said = supervised("raise MemoryError")
 
     (note,) = [note for note in run.notes if "traceback" in note]
     assert note in said
-    assert Path(note.rsplit(" ", 1)[-1]).read_text().endswith("\nMemoryError\n")
+    (kept,) = (tmp_path / "cache" / "tracebacks").iterdir()
+    assert note.endswith(str(kept))
+    assert kept.read_text().endswith("\nMemoryError\n")
     assert not any("Traceback" in line for line in said)
