@@ -1,7 +1,6 @@
 """The supervisor with real scripts that say by events what a guard in them would say."""
 
 import signal
-from pathlib import Path
 
 import pytest
 
