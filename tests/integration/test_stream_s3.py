@@ -146,7 +146,9 @@ def test_resumed_on_the_same_object_and_not_on_another(server, caplog):
     assert not caplog.text
     with system.open("data/changing.npy", "wb") as file:
         np.save(file, FEATURES + 1)
-    stream(address, batch_size=30, memory="64MiB").load_state_dict(state)
+    with pytest.raises(BadInput, match="written or copied since"):
+        stream(address, batch_size=30, memory="64MiB").load_state_dict(state)
+    stream(address, batch_size=30, memory="64MiB", on_change="warn").load_state_dict(state)
     assert "written or copied since" in caplog.text
     with system.open("data/changing.npy", "wb") as file:
         np.save(file, FEATURES[1:])

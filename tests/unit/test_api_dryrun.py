@@ -93,7 +93,7 @@ def test_checkpoints_go_where_they_are_wanted(script, monkeypatch, tmp_path, cap
     monkeypatch.setenv(fake_child.LOG, str(tmp_path / "log"))
     memfit.dryrun(script, device="t4", checkpoint_folder=Path("kept"))
 
-    assert str(Path.cwd() / "kept") in (tmp_path / "log").read_text()
+    assert json.dumps(str(Path.cwd() / "kept")) in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,7 @@ class FollowingLimit:
         """Whether it has to be followed more often than memory is sampled: in a container, others decide on it too."""
         self._works = start.data_bytes is not None
         self._was_set = False
+        self._least_bytes = 0
         # What the process sets itself when it starts.
         self.data_bytes = None
         if start.data_bytes is not None:
@@ -155,6 +156,9 @@ class FollowingLimit:
         found = FollowingLimit(pid, self._start, self._budget_bytes, reserves=self._reserves)
         found.data_bytes = _current_limit(pid) if self._works else None
         found._works = found._was_set = found.data_bytes is not None
+        # Its exceptions reach nobody who could answer them. So it isn't refused what the script's own process, growing
+        # beside it, makes scarce; where that is memory indeed, the kernel says who was killed for it.
+        found._least_bytes = found.data_bytes or 0
         return found
 
     def follow(self, held: Held, room: Room | None, seconds: float | None = None) -> None:
@@ -191,7 +195,7 @@ class FollowingLimit:
             reserved = unused
         # Never below what it has: the next request of any size would fail, that of whoever handles the failure too.
         allowed = _LARGEST if self._budget_bytes is None else self._budget_bytes + reserved
-        return min(max(held.data_bytes, most + reserved), allowed, self._inherited)
+        return max(min(max(held.data_bytes, most + reserved), allowed, self._inherited), self._least_bytes)
 
     def _settled(self, unused: int, now: float) -> int:
         """What has been mapped and unused all the time of late."""

@@ -1,5 +1,6 @@
 import multiprocessing
 import queue
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -51,7 +52,7 @@ def test_the_workers_of_a_loader_are_not(processes, notes):
 
 
 @pytest.mark.parametrize(
-    "command", [[sys.executable, "-c", "pass"], f"{sys.executable} -c pass"], ids=["list", "shell"]
+    "command", [[sys.executable, "-c", "pass"], shlex.join([sys.executable, "-c", "pass"])], ids=["list", "shell"]
 )
 def test_a_python_of_the_scripts_is_noted(processes, notes, command):
     assert subprocess.run(command, shell=isinstance(command, str)).returncode == 0

@@ -56,7 +56,9 @@ def owners():
     with pytest.MonkeyPatch.context() as patch:
 
         def noting(replacements):
-            found.update({id(replacement.owner): replacement.owner for replacement in replacements})
+            owned = (replacement.owner for replacement in replacements)
+            # What is replaced in a session's own objects goes with them.
+            found.update({id(owner): owner for owner in owned if isinstance(owner, type | ModuleType)})
             return replaced(replacements)
 
         patch.setattr(simulation, "replaced", noting)

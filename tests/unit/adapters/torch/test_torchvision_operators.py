@@ -153,4 +153,4 @@ def test_a_detector_trains():
     assert without == []
     assert session.counter.num_steps == 1
     assert made(session, category=Category.GRADIENT)
-    assert set(codes(session)) <= {"data-dependent-shape", "stand-in-value"}
+    assert set(codes(session)) <= {"data-dependent-shape", "made-up-choice", "stand-in-value"}
