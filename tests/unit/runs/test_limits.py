@@ -53,6 +53,18 @@ def test_processes_that_come_lower_the_limit():
     assert limit.wanted(held, room(GIB)) == 2 * GIB - margin(4 * GIB)
 
 
+def test_a_process_of_the_script_keeps_the_limit_that_it_began_with(monkeypatch):
+    # GIVEN a process that the script has started when it had two GiB
+    monkeypatch.setattr(limits, "_current_limit", lambda pid: 2 * GIB)
+    parent = following()
+    child = parent.of_child(1)
+
+    # WHEN little is left THEN the script's own process is refused more, and that one isn't
+    held = Held(GIB, GIB)
+    assert parent.wanted(held, room(GIB // 2)) < 2 * GIB
+    assert child.wanted(held, room(GIB // 2)) == 2 * GIB
+
+
 def test_a_process_keeps_what_it_has():
     # GIVEN a container with nothing left
     assert following().wanted(Held(GIB, 3 * GIB), room(0)) == 3 * GIB
