@@ -1,8 +1,8 @@
 """Watches the script's own data loaders, and finds the largest of their batches.
 
 Runs that die in mid-epoch usually met a longer batch. The first run of a script finds out which loader feeds its
-training loop: the one that gave a batch last before the first optimizer step. A second run draws many batches from that
-loader on the host, and hands the script the largest of them, again and again.
+training loop: the one that gave a batch last before the first optimizer step, evaluations apart. A second run draws
+many batches from that loader on the host, and hands the script the largest of them, again and again.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -83,16 +83,23 @@ class Loaders:
         self._split = split
         self._split_loader: Any = None
         self._num_iterations = 0
-        self._last: int | None = None
+        self._read_last: dict[int, _Reading] = {}
         self.training: int | None = None
         self.batch_size: int | None = None
         """First dimension that the tensors of the first training batch share, or None."""
         self._sizes: _Sizes | None = None
 
     def settle(self) -> None:
-        """A step has been taken: the loader that was read last is the one that feeds it."""
-        if self.training is None:
-            self.training = self._last
+        """A step has been taken: the loader that was read last is the one that feeds it.
+
+        An evaluation may come between the training batch and its step. It reads without gradients, or to the end.
+        """
+        if self.training is not None or not self._read_last:
+            return
+        # Of equals the first here, which was read last.
+        readings = reversed(self._read_last.items())
+        self.training, found = max(readings, key=lambda one: (one[1].with_grad, not one[1].has_ended))
+        self.batch_size = found.batch_size
 
     def scan(self) -> Scan | None:
         """How the batches drawn ahead vary; None when there were none."""
@@ -112,14 +119,18 @@ class Loaders:
             if watch._parts > 1 and ordinal == watch._split:
                 watch._split_loader = loader
             parts = watch._parts if loader is watch._split_loader else 1
-            return _Watched(iterator, lambda batch: watch._read(ordinal, batch), parts)
+            return _Watched(iterator, lambda batch: watch._read(ordinal, batch), lambda: watch._ended(ordinal), parts)
 
         return [Replacement(DataLoader, "__iter__", __iter__)]
 
     def _read(self, ordinal: int, batch: Any) -> None:
-        self._last = ordinal
         if self.training is None:
-            self.batch_size = common_first_dimension(batch)
+            self._read_last.pop(ordinal, None)
+            self._read_last[ordinal] = _Reading(common_first_dimension(batch), torch.is_grad_enabled())
+
+    def _ended(self, ordinal: int) -> None:
+        if ordinal in self._read_last:
+            self._read_last[ordinal].has_ended = True
 
     def _largest_first(self, iterator: Iterator[Any], loader: Any) -> Iterator[Any]:
         self._sizes = sizes = _Sizes(_length(loader))
@@ -139,12 +150,24 @@ class Loaders:
         yield from iterator
 
 
+@dataclass(slots=True)
+class _Reading:
+    """The last batch that was read in an iteration, before the first step."""
+
+    batch_size: int | None
+    with_grad: bool
+    has_ended: bool = False
+
+
 class _Watched:
     """An iterator that says when it is read and gives batches in parts; all else is the loader's own iterator."""
 
-    def __init__(self, iterator: Any, read: Callable[[Any], None], parts: int = 1) -> None:
+    def __init__(
+        self, iterator: Any, read: Callable[[Any], None], ended: Callable[[], None] = lambda: None, parts: int = 1
+    ) -> None:
         self._iterator = iterator
         self._said = read
+        self._said_end = ended
         self._parts = parts
         self._waiting: list[Any] = []
 
@@ -153,7 +176,11 @@ class _Watched:
 
     def __next__(self) -> Any:
         if not self._waiting:
-            batch = next(self._iterator)
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._said_end()
+                raise
             self._said(batch)
             self._waiting = [batch] if self._parts == 1 else _parts(batch, self._parts)
         return self._waiting.pop(0)

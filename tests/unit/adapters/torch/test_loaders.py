@@ -75,6 +75,24 @@ def test_the_loader_read_last_before_a_step_feeds_the_steps():
     assert watch.training == 1
 
 
+@pytest.mark.parametrize("evaluates", ["without gradients", "to the end"])
+def test_an_evaluation_between_a_batch_and_its_step_feeds_no_step(evaluates):
+    # GIVEN a script that evaluates when it has its training batch, on batches of another size
+    watch = Loaders()
+    data = torch.utils.data.TensorDataset(torch.zeros(6, 3))
+    with replaced(watch.replacements()):
+        training = iter(DataLoader(data, batch_size=4))
+        next(training)
+        if evaluates == "to the end":
+            list(DataLoader(data, batch_size=2))
+        else:
+            with torch.no_grad():
+                next(iter(DataLoader(data, batch_size=2)))
+        watch.settle()
+
+    assert (watch.training, watch.batch_size) == (0, 4)
+
+
 def test_a_script_that_reads_no_loader_has_none():
     watch = Loaders()
     watch.settle()
