@@ -27,7 +27,7 @@ from memfit.core.errors import BadFile
 from memfit.core.progress import announce, doing
 from memfit.core.units import format_size
 from memfit.runs import processes
-from memfit.runs.shared_runs import DEVICE, combined
+from memfit.runs.shared_runs import DEVICE, are_several, combined
 from memfit.runs.written_files import collect
 
 COMMAND = (sys.executable, "-m", "memfit._child")
@@ -110,7 +110,8 @@ def run_child(
             known = _with_files(known, folder, kept)
             raise Interrupted(replace(DryRun.from_json(known), outcome=Outcome.INTERRUPTED, error="")) from None
         data = _read(result_path) or _crash(request, return_code).to_json()
-        data = {**data, **combined(DryRun.from_json(data), Path(folder)).to_json()}
+        if are_several(Path(folder)):
+            data = {**data, **combined(DryRun.from_json(data), Path(folder)).to_json()}
         return _with_files(data, folder, kept)
 
 

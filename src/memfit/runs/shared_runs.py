@@ -19,6 +19,12 @@ FAILED = "process-failed"
 _ENDED = (Outcome.COMPLETED, Outcome.ENDED, Outcome.NO_STEP)
 
 
+def are_several(folder: Path) -> bool:
+    """Whether processes of the script may have used the device beside its first; reading its result takes longer."""
+    _, shares = read_shares(str(folder / DEVICE))
+    return any(share.peak_bytes for share in shares[1:]) or any(folder.glob(_RESULTS))
+
+
 def combined(run: DryRun, folder: Path) -> DryRun:
     """The run of the script with what its processes did; as it is where it had none that used the device.
 

@@ -179,10 +179,11 @@ class Supervisor:
         if self._task.verbose:
             return
         with contextlib.suppress(OSError):
+            text = path.read_bytes()
             kept = Path(env.cache_folder(), "tracebacks", f"{Path(self._task.script).name}.txt")
             kept.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-                file.write(path.read_bytes())
+                file.write(text)
             os.replace(file.name, kept)
             self._notes.append(f"the script's traceback is in {kept}")
             self._announce(self._notes[-1])

@@ -10,7 +10,7 @@ from memfit.core.estimate import Note
 from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Phase
 from memfit.core.units import MIB
-from memfit.runs.shared_runs import DEVICE, combined
+from memfit.runs.shared_runs import DEVICE, are_several, combined
 from tests.unit.reports.builders import make_estimate
 
 ESTIMATE = make_estimate()
@@ -49,6 +49,16 @@ def test_a_script_without_processes_is_as_it_is(left):
 
     assert combined(alone, left()) is alone
     assert combined(alone, left(held=(PEAK,))) is alone
+    assert not are_several(left())
+
+
+def test_a_share_of_another_process_or_its_result_makes_several(left):
+    folder = left(run(Outcome.COMPLETED, 1))
+    assert are_several(folder)
+    for path in folder.glob("process-*.json"):
+        path.unlink()
+    assert not are_several(folder)
+    assert are_several(left(held=(0, PEAK)))
 
 
 def test_the_peak_is_that_of_the_device_and_each_has_its_part(left):
