@@ -7,7 +7,7 @@ READY := $(ENVIRONMENT)/.ready
 RUN := $(ENVIRONMENT)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check browser bench soak clean
+.PHONY: help setup demo test check browser bench soak compat docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,11 +17,12 @@ setup: $(READY) ## Make the development environment in .venv
 $(READY): pyproject.toml constraints.txt scripts/setup.sh scripts/torchvision_import.py
 	bash scripts/setup.sh $(PYTHON) $(ENVIRONMENT)
 
-demo: $(READY) ## A script that dies for want of memory, why, and the run that gets through; pages go to out/
+demo: $(READY) ## A script that runs out of memory, why, and a run that finishes; pages go to out/
 	$(RUN) examples/demo/demo.py
 
-test: check browser ## Everything a change must pass: lint, types, tests with coverage
-	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+test: check browser ## Everything a change must pass: lint, types, documentation, tests with coverage
+	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile --part xla --cov-report= --cov-fail-under=0
+	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile --part others --cov-append
 
 check: $(READY) ## Lint, format and types only
 	$(RUN) -m ruff check .
@@ -37,6 +38,12 @@ bench: $(READY) ## Run every benchmark script
 soak: $(READY) browser ## All tests, slow ones too, with many more generated examples
 	$(RUN) -m pytest --no-cov --hypothesis-profile=soak
 
+docs: $(READY) ## Build the documentation site into site/, warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+compat: ## The contract suite with the oldest and the newest supported frameworks (downloads gigabytes)
+	bash scripts/compat.sh $(PYTHON) .compat
+
 clean: ## Remove what the other targets wrote, except the environment
-	rm -rf out build dist .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf out site build dist .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

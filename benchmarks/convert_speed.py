@@ -64,7 +64,7 @@ class Kills:
 
 def convert_here(source: str, destination: str) -> int:
     """The conversion, in this process; prints its seconds and its greatest memory over the baseline."""
-    from memfit.data.convert import convert
+    from memfit.data.convert import convert_data
 
     def memory(name: str) -> int:
         status = Path("/proc/self/status").read_text(encoding="ascii")
@@ -73,7 +73,7 @@ def convert_here(source: str, destination: str) -> int:
 
     baseline = memory("VmRSS")
     started = time.perf_counter()
-    done = convert(source, destination, dtype="float32")
+    done = convert_data(source, destination, dtype="float32")
     seconds = time.perf_counter() - started
     answer = {"seconds": seconds, "peak_bytes": memory("VmHWM") - baseline, "resumed_at": done.resumed_at}
     print(json.dumps(answer), flush=True)

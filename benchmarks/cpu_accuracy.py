@@ -25,7 +25,7 @@ from benchmarks.reporting import Bar, percent, publish, table
 from benchmarks.zoo import CASES
 from benchmarks.zoo.case import OPTIMIZERS
 
-LIMIT = 0.01
+LIMIT = 0.03
 DATA_DEPENDENT = "data-dependent"
 
 

@@ -28,7 +28,7 @@ LIMIT_SECONDS = 15.0
 LIMIT_BYTES = 2 * GIB
 # The script for real. PyPI's torchvision, which transformers wants for images, doesn't match every build of PyTorch.
 REAL = (
-    "import runpy, sys; from memfit._api import mend_torchvision; mend_torchvision(); "
+    "import runpy, sys; from memfit.api.jobs import mend_torchvision; mend_torchvision(); "
     "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 METHOD = """\

@@ -331,17 +331,16 @@ def guarded_loop(
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
 
     # Memory that is short for one operator is there again for the next: so the guard may soon try more.
-    options = {"plan": None, "remember": False, "grow_after": 2, **options}
+    options = {"remember": False, "grow_after": 2, "scaler": made.scaler, "clip": clip, **options}
     done = Guarded(made.model, [], 0, faults.raised)
     with (
         memfit.Guard(
             made.model,
             made.optimizer,
             scheduler=made.scheduler,
-            scaler=made.scaler,
-            clip=clip,
             accumulate=accumulate,
-            **options,
+            plan=None,
+            options=memfit.GuardOptions(**options),
         ) as guard,
         observed(faults, made.optimizer),
     ):

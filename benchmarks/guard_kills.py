@@ -59,11 +59,9 @@ def train(folder: Path, case: Case) -> None:
         made.model,
         made.optimizer,
         scheduler=made.scheduler,
-        scaler=made.scaler,
         checkpoint=folder / "checkpoints",
-        checkpoint_every=EVERY,
         plan=None,
-        remember=False,
+        options=memfit.GuardOptions(scaler=made.scaler, checkpoint_every=EVERY, remember=False),
     ) as guard:
         for _ in range(EPOCHS):
             for batch in guard.batches(loader):

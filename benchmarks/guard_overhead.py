@@ -44,7 +44,7 @@ class Loop:
 
 def make(name: str, *, guarded: bool) -> Loop:
     """Builds a loop, with equal values each time."""
-    from memfit.adapters.torch.torchvision_operators import define_missing_operators
+    from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
 
     torch.set_num_threads(NUM_THREADS)
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def make(name: str, *, guarded: bool) -> Loop:
         return value
 
     if guarded:
-        guard = memfit.Guard(model, optimizer, clip_norm=1.0, plan=None, remember=False)
+        guard = memfit.Guard(model, optimizer, clip_norm=1.0, plan=None, options=memfit.GuardOptions(remember=False))
         return Loop(lambda: guard.step(loss, batch), model)
 
     def step() -> None:

@@ -89,7 +89,7 @@ def compare(case: str, seed: int, split: dict[str, int], undo: bool = True, **co
 
 def _fitted(case: str, seed: int, settings: Any, undone: bool = False, **compiled: Any) -> tuple[list[Any], Any]:
     from benchmarks.keras_equality_cases import BATCH_SIZE, NUM_EPOCHS, made, states
-    from memfit.adapters.keras.fitting.fitted import FittedModel
+    from memfit.frameworks.keras.apply.fitted import FittedModel
 
     made_case = made(case, seed, **compiled)
     if settings is not None:

@@ -66,7 +66,15 @@ def ratios(name: str, rounds: int) -> tuple[list[float], float]:
     def fit(guarded: bool) -> None:
         model, data, size = models[guarded]
         if guarded:
-            memfit.fit(model, *data, batch_size=size, verbose=0, epochs=epochs, plan=None, remember=False)
+            memfit.fit(
+                model,
+                *data,
+                batch_size=size,
+                verbose=0,
+                epochs=epochs,
+                plan=None,
+                options=memfit.GuardOptions(remember=False),
+            )
         else:
             model.fit(*data, batch_size=size, verbose=0, epochs=epochs)
 

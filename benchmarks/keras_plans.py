@@ -94,7 +94,9 @@ def one(backend: str, name: str, what: str, share: float, path: Path) -> None:
         model, batch = chosen.make(), chosen.batch(chosen.batch_size)
         plain = memfit.estimate(model, batch=batch, device="cpu").peak_bytes
         started = time.perf_counter()
-        plan = memfit.plan(model, batch=batch, device="cpu", budget=int(plain * share), measure=False)
+        plan = memfit.plan(
+            model, batch=batch, device="cpu", budget=int(plain * share), options=memfit.PlanOptions(measure=False)
+        )
         plan.save(path)
         found = {
             "plain": plain,

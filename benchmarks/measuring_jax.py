@@ -89,7 +89,7 @@ def _child(make: str) -> dict[str, int]:
         jax.block_until_ready(given)
         found.append(rise(lambda given=given: jax.block_until_ready(compiled(*given)), number))
         del given
-    from memfit.adapters.jax.compiled import compile_step
+    from memfit.frameworks.jax.trace.compiled import compile_step
 
     predicted = compile_step(step, arguments).assigned_bytes
     measured = argument_bytes + int(statistics.median(found[NUM_FIRST:]))

@@ -105,7 +105,11 @@ def make_plan(
 ) -> tuple[bool, dict[str, Any]]:
     """(whether a plan for the budget was found, that plan as JSON, or the smallest there is)."""
     made = make(training)
-    options: dict[str, Any] = {"optimizer": made.optimizer, "device": "cpu", "measure": False}
+    options: dict[str, Any] = {
+        "optimizer": made.optimizer,
+        "device": "cpu",
+        "options": memfit.PlanOptions(measure=False),
+    }
     try:
         plan = memfit.plan(made.model, made.loss, made.batch, budget=budget_bytes, allow=allow, **options)
     except PlanNotFound as error:

@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configurat
 from benchmarks.plan_cases import Made, Training, apart, make
 from benchmarks.reporting import Bar, publish, table
 from memfit import Job
-from memfit._estimator import torch_adapter
+from memfit.api.jobs import torch_adapter
 from memfit.catalogue import find_device
 from memfit.core.settings import Settings
 from memfit.core.units import format_size
@@ -121,11 +121,11 @@ class Comparison:
         device = find_device(DEVICE)
         job = Job(made.model, made.loss, made.batch, optimizer=made.optimizer)
         self._opened: Any = torch_adapter().open_job(job, device, None)
-        subject = torch_adapter().subject(self._opened)
+        subject = torch_adapter().planning(self._opened, device)
         size = subject.batch_size
         profile = subject.profile(size, Settings())
         memory = StepMemory(profile)
-        self._speed = StepSpeed(profile, None, rates_of(device, device))
+        self._speed = StepSpeed(profile, None, rates_of(device))
         self._size = size
         variant = Variant(Settings(), memory, self._speed)
         self._search = Search(Space((variant,), (Settings(),), (1,), size))
@@ -186,7 +186,7 @@ class Comparison:
             peak = self._traced(candidate.settings)
             if peak <= budget_bytes and (best_peak is None or self._seconds(candidate.settings) < self._seconds(best)):
                 best, best_peak = candidate.settings, peak
-            limit = budget_bytes - (peak - candidate.live_bytes)
+            limit = budget_bytes - (peak - candidate.computed_bytes)
         return best, best_peak
 
     def _flops(self, settings: Settings) -> float:

@@ -103,7 +103,11 @@ def make_plan(training: Training, share: int, allow: Sequence[str]) -> tuple[boo
     """(whether a plan for a share of the plain peak was found, that plan, or the smallest there is)."""
     made = make(training, dtype=torch.float64)
     budget = plain_peak(training, torch.float64) * share // 100
-    options: dict[str, Any] = {"optimizer": made.optimizer, "device": "cpu", "measure": False}
+    options: dict[str, Any] = {
+        "optimizer": made.optimizer,
+        "device": "cpu",
+        "options": memfit.PlanOptions(measure=False),
+    }
     try:
         return True, memfit.plan(made.model, made.loss, made.batch, budget=budget, allow=allow, **options)
     except PlanNotFound as error:

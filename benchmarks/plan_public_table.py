@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from benchmarks.reporting import Bar, bullets, publish, table
-from memfit.adapters.torch.stand_in import build_without_weights
-from memfit.adapters.torch.torchvision_operators import define_missing_operators
-from memfit.adapters.torch.trace import Step, trace
 from memfit.catalogue import find_device
 from memfit.core.settings import OptimizerState, Settings
 from memfit.core.units import GIB
+from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
+from memfit.frameworks.torch.shapes.stand_in import build_without_weights
+from memfit.frameworks.torch.trace.trace import Step, trace
 
 DEVICE = "a100-80gb"
 LIMIT_POINTS = 10.0

@@ -24,10 +24,11 @@ import memfit
 from benchmarks.plan_cases import Made, Training, apart, make
 from benchmarks.reporting import Bar, publish, table
 from memfit import Job
-from memfit._estimator import torch_adapter
+from memfit.api.jobs import torch_adapter
 from memfit.catalogue import find_device
 from memfit.core.plan import PlanNotFound
 from memfit.core.settings import OptimizerKernels, Settings, Weighting
+from memfit.frameworks.torch.trace.job import fit
 from memfit.planner.memory import StepMemory
 from memfit.planner.moves import label
 from memfit.planner.search import Search, Space, Variant, possible_parts
@@ -99,12 +100,12 @@ class Grid:
         device = find_device("cpu")
         job = Job(made.model, made.loss, made.batch, optimizer=made.optimizer)
         self._opened: Any = torch_adapter().open_job(job, device, None)
-        subject = torch_adapter().subject(self._opened)
+        subject = torch_adapter().planning(self._opened, device)
         self._size: int = subject.batch_size
         first, larger = (subject.profile(size, Settings()) for size in (self._size, 2 * self._size))
         self._memory = StepMemory(first, larger)
         flops, bandwidth = subject.host_rates()
-        rates = replace(rates_of(device, find_device("rtx-3090")), flops={"float32": flops}, bandwidth=bandwidth)
+        rates = replace(rates_of(device), flops={"float32": flops}, bandwidth=bandwidth)
         sizes = sorted({max(1, self._size // part) for part in (1, 2, 4, 8)})
         self._speed = StepSpeed(first, larger, rates, subject.measure(sizes), subject.measure_updates())
         self._splits = "batch-norm" not in first.features and self._memory.scales
@@ -144,7 +145,7 @@ class Grid:
 def step_seconds(made: Made, settings: Settings, num_steps: int = 1) -> float:
     """Median seconds of some steps, after one that warms up."""
     times = []
-    with torch_adapter().fit(settings, made.model, made.optimizer) as fitted:
+    with fit(settings, made.model, made.optimizer) as fitted:
         fitted.step(made.loss, made.batch)
         for _ in range(num_steps):
             started = time.perf_counter()

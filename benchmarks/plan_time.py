@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 import memfit
 from benchmarks.reporting import ROOT, Bar, publish, table
-from memfit.adapters.torch.torchvision_operators import define_missing_operators
 from memfit.core.plan import PlanNotFound
 from memfit.core.units import format_size
+from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
 from memfit.planner.moves import label
 
 LLAMA = {

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.reporting import Bar, publish, table
-from memfit.adapters.torch.rescue import rescue
+from memfit.frameworks.torch.rescue import Rescue
 
 ROUNDS = 3
 LIMIT = 1.02
@@ -78,7 +78,7 @@ def gpt() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
 @contextmanager
 def taken_off() -> Iterator[None]:
     """The rescue as it is while memory suffices: it looks at the process's memory after each step."""
-    with rescue() as made:
+    with Rescue() as made:
         made.disarm()
         yield
 
@@ -87,7 +87,7 @@ def context(kind: str) -> Any:
     """What a step of this kind runs in."""
     if kind == "plain":
         return nullcontext()
-    return taken_off() if kind == "taken off" else rescue(eager=kind == "eager")
+    return taken_off() if kind == "taken off" else Rescue(eager=kind == "eager")
 
 
 def measure(make: Callable[[], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]], rounds: int) -> dict[str, float]:

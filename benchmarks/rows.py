@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.reporting import ROOT
-from memfit.adapters.torch.torchvision_operators import define_missing_operators
+from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
 
 # transformers and timm import torchvision, which may not match this build of PyTorch.
 define_missing_operators()

@@ -113,7 +113,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 def time_memfit(case: Case) -> dict[str, float]:
     """Seconds of memfit's verbs, in this process."""
-    importlib.import_module("memfit.adapters.torch.job")  # the first estimate would import it
+    importlib.import_module("memfit.frameworks.torch.trace.job")  # the first estimate would import it
     model, batch = case.build(), case.batch()
     options: dict[str, Any] = {"optimizer": case.optimizer, "device": DEVICE}
     made = []

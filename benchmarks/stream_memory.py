@@ -111,11 +111,11 @@ def load_libraries(suffix: str, reading: str) -> None:
         ".h5": ["h5py"],
         ".parquet": ["pyarrow.parquet", "pyarrow.compute"],
         ".arrow": ["pyarrow.ipc"],
-        ".csv": ["pyarrow.csv", "pyarrow.compute"],
+        ".csv": ["pyarrow.csv", "pyarrow.compute", "pyarrow.ipc"],
         "": ["PIL.Image", "PIL.JpegImagePlugin"],
     }.get(suffix, [])
     if reading.startswith("loader"):
-        names = [*names, "memfit.adapters.torch.streaming"]
+        names = [*names, "memfit.frameworks.torch.streaming"]
     for name in [*names, "memfit.data.workers", "memfit.data.sources.spool"]:
         importlib.import_module(name)
 
@@ -136,7 +136,7 @@ def child(path: str, reading: str, num_workers: int, memory: str) -> int:
     count = 0
     for batch in stream.parallel(num_workers) if reading == "parallel" else batches:
         count += len(batch[1] if isinstance(batch, (tuple, list)) else batch)
-    is_unpacked = type(stream.source).__name__ == "SpooledSource"
+    is_unpacked = type(stream.source).__name__ in ("SpooledSource", "CsvSource")
     print(json.dumps({"samples": count, "expected": stream.num_samples, "is_unpacked": is_unpacked}), flush=True)
     return 0
 
@@ -318,7 +318,7 @@ def bars_of(peaks: Sequence[Peak], budget: int) -> list[Bar]:
     return [
         Bar(
             f"{peak.source}, {peak.reading}, {peak.num_workers} workers",
-            peak.trouble or f"{format_size(peak.grown_bytes)}, {peak.squeezed or 'finishes'} in a group of as much",
+            peak.trouble or f"{format_size(peak.grown_bytes)}, {peak.squeezed or 'finishes'} in a cgroup of that size",
             f"at most {format_size(limit)}",
             not peak.trouble and peak.grown_bytes <= limit and not peak.squeezed,
         )

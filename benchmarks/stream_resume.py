@@ -82,7 +82,13 @@ def make_sources(folder: Path) -> dict[str, tuple[Any, str | None]]:
 def open_stream(sources: dict[str, tuple[Any, str | None]], point: Point) -> Any:
     """A stream at the beginning of the point's epoch."""
     source, labels = sources[point.source]
-    stream = memfit.stream(source, batch_size=point.batch_size, memory="128MiB", labels=labels, seed=point.epoch)
+    stream = memfit.stream(
+        source,
+        batch_size=point.batch_size,
+        memory="128MiB",
+        labels=labels,
+        options=memfit.StreamOptions(seed=point.epoch),
+    )
     # So little data would be one window: the division that much data has, at a small scale.
     block = 10 if stream.source.layout.edges is None else 0
     stream.geometry = Geometry(NUM_ROWS, point.batch_size, point.num_lanes, 200, block)

@@ -35,7 +35,7 @@ mean distance between a sample's number and its place, number of runs of equal l
 labels within a batch and number of classes in a batch. The longest run differs from one full shuffle to the next, and
 is held to the greatest of them plus one. Each figure is the mean over epochs and the worst over 10, 100 and 1000
 classes. The number of classes in a batch is shown and not held to the bar: where a class has fewer samples than a few
-blocks, a window has blocks of only some of the classes, and so has each batch; the next lane's batch has others.
+blocks, a window has blocks of only some of the classes, and so has each batch; the next one has others.
 """
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -207,7 +207,7 @@ def real_epochs(folder: Path, num_epochs: int) -> Iterator[tuple[str, list[Array
 
 def described(geometry: Geometry) -> str:
     """The division in a few words."""
-    return f"{geometry.num_lanes} lanes, windows of {geometry.window_samples} samples"
+    return f"windows of {geometry.window_samples} samples, {geometry.num_lanes} at a time"
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ import psutil
 from benchmarks.reporting import Bar, bullets, publish, table
 from benchmarks.stream_cases import Table, python_command, run_limited, scratch, write_npy
 from memfit.core.units import MIB, format_size
-from memfit.data.source import Field, Layout
+from memfit.data.source import Field, Layout, SampleSource
 from memfit.data.sources.image_index import ImageIndex
 
 LIMIT_BYTES = 5 * MIB
@@ -85,7 +85,7 @@ def watch_objects(num_samples: int, num_epochs: int, num_workers: int) -> list[l
     return watch(num_epochs, lambda: iter(loader), num_samples // BATCH_SIZE)
 
 
-class Names:
+class Names(SampleSource):
     """Images that are not there: of each, its name is looked up in a real index, and nothing is opened.
 
     Args:
@@ -124,15 +124,6 @@ class Names:
     def sample_name(self, sample: int) -> str:
         """Its path."""
         return self._index.path(sample)
-
-    def read(self, start: int, stop: int, out: Any) -> None:
-        """Not used: samples are read one by one."""
-
-    def drop(self, start: int, stop: int) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do."""
 
 
 def watch_index(num_samples: int, num_epochs: int, num_workers: int) -> list[list[int]]:

@@ -385,7 +385,7 @@ def score_bars(scored: str, mark: Score) -> list[Bar]:
     """The claims about some rows."""
     return [
         Bar(
-            f"rows with both ends right, {scored}",
+            f"models of which the batch that trained and the one that failed are both predicted, {scored}",
             f"{mark.rows:.1%}",
             f"at least {ROW_LIMIT:.0%}",
             mark.rows >= ROW_LIMIT,

@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the parser of the command line, so that the two can't disagree.
+"""Writes docs/reference/cli.md from the parser of the command line, so that the two can't disagree.
 
     python scripts/generate_cli_docs.py           write the file
     python scripts/generate_cli_docs.py --check   exit with 1 if it is out of date
@@ -14,7 +14,7 @@ from pathlib import Path
 from memfit.commands import build_parser
 from memfit.commands.parser import aliases_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 
 _HEAD = """\
 # Command line
@@ -23,19 +23,19 @@ Written by `python scripts/generate_cli_docs.py`; don't edit by hand.
 
 {description}
 
-The command line can do nothing that Python can't: each command parses its arguments, calls the function of the same
-name in `memfit` (`data`: in `memfit.data`) and prints the result. Reports go to standard output, progress and errors to
-standard error. An error is one message that says what was given, what was expected and what to do. Names, paths and
-texts of exceptions are printed with control characters escaped, so that none of them can steer a terminal.
+Everything here has a public name in Python and the reverse: each command parses its arguments, calls the function of
+that name in `memfit` (`plan --script`: `plan_script`; `data inspect`: `inspect_data`, and so on) and prints the result.
+Reports go to standard output, progress and errors to standard error. An error is one message that says what was given,
+what was expected and what to do. Control characters in names, paths and texts of exceptions are escaped.
 
-With `--json`, standard output is one JSON document in every case. Where there is no answer it is
+With `--json`, standard output is one JSON document in every case. If there is no answer it is
 `{{"error": {{"type": "UnknownDevice", "message": "no device is called ...", "exit_code": 2}}}}`; `type` is the name of
 the exception in Python, or `UsageError` for arguments that can't be parsed, and the message is the one on standard
 error. Where nothing fits, `plan` gives the smallest plan and the error in one document.
 
 `--device` takes several devices, `-d t4,a10g` or `-d t4 -d a10g`: `estimate`, `max-batch` and `plan` then give a table
-with a line for each, `compare` a column for each, and `--json` a list. A dry run is for one device at a time, as are
-pages, saved plans and code.
+with a row for each, `compare` a column for each, and `--json` a list. Dry runs, pages, saved plans and code are for one
+device.
 
 Options may be written with underscores for dashes (`--batch_size`), shortened where that is not ambiguous (but not
 where a script follows), and as other tools call them; the tables list those names. Precisions may be called as
@@ -115,13 +115,13 @@ def _others(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 def main() -> int:
     """Writes or checks the page."""
-    parser = argparse.ArgumentParser(description="Write docs/cli.md from the command line's parser.")
+    parser = argparse.ArgumentParser(description="Write docs/reference/cli.md from the command line's parser.")
     parser.add_argument("--check", action="store_true", help="only say whether the file is up to date")
     text = render()
     if parser.parse_args().check:
         if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
             return 0
-        print("docs/cli.md is out of date: run `python scripts/generate_cli_docs.py`.", file=sys.stderr)
+        print("docs/reference/cli.md is out of date: run `python scripts/generate_cli_docs.py`.", file=sys.stderr)
         return 1
     PAGE.write_text(text, encoding="utf-8")
     return 0

@@ -1,20 +1,22 @@
-"""Puts real output into README.md, docs and examples: a block below `<!-- output: COMMAND -->` is what COMMAND prints.
+"""Refreshes the generated parts of README.md, docs and examples, so that every output and figure there is real.
 
-    python scripts/refresh_readme.py                run the commands and rewrite the blocks
+    python scripts/refresh_readme.py                run the commands and rewrite their blocks; figures too
     python scripts/refresh_readme.py PAGE...        only those of these pages
-    python scripts/refresh_readme.py --screenshot   and take docs/images/page.png with a browser
-    python scripts/refresh_readme.py --tests        and run `make test` for its summary
-    python scripts/refresh_readme.py --results      only the rows of the results; nothing is run
+    python scripts/refresh_readme.py --results      only figures: docs/results/index.md and README; nothing is run
+    python scripts/refresh_readme.py --tests        run `make test` and record its last lines
+    python scripts/refresh_readme.py --screenshot   take docs/images/page.png with a browser
 
-`<!-- output, up to Largest modules: COMMAND -->` shows the output up to the line that begins with "Largest modules".
-Only standard output is shown. The path of the clone is left out.
-
-The rows between `<!-- results -->` and `<!-- /results -->` are the tables "Bars" of docs/results/*.md. Between
-`<!-- tests -->` and `<!-- /tests -->` stand the lines of `make test` that sum up each of its parts.
+- A block below `<!-- output: COMMAND -->` is what COMMAND prints to standard output, without the path of the clone.
+  `<!-- output, up to Largest modules: COMMAND -->` ends it before the line that begins with "Largest modules", and
+  `<!-- output, from Memory to Notes: COMMAND -->` also leaves out what comes before "Memory"; "..." marks the cuts.
+- docs/results/index.md holds the rows "Bars" of every page in docs/results. README has the rows listed in PICKED.
+- `make test` takes long, so its last lines are recorded in docs/results/last_test_run.json and shown from there.
 """
 
 import argparse
+import datetime
 import functools
+import json
 import os
 import re
 import shlex
@@ -22,39 +24,63 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = (
-    README,
-    ROOT / "docs" / "estimate.md",
-    ROOT / "docs" / "dryrun.md",
-    ROOT / "docs" / "plan.md",
-    ROOT / "docs" / "guard.md",
-    ROOT / "docs" / "stream.md",
-    ROOT / "docs" / "data.md",
-    *sorted((ROOT / "examples").glob("*/README.md")),
-)
+RESULTS = ROOT / "docs" / "results"
+INDEX = RESULTS / "index.md"
+TEST_RUN = RESULTS / "last_test_run.json"
+PAGES = (README, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md")))
 IMAGE = ROOT / "docs" / "images" / "page.png"
 WIDTH = "110"
 SUBJECT = ("timm:resnet50", "--batch-size", "64", "--device", "t4", "--precision", "amp-fp16")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
+PICKED = (
+    ("t4_runs", "allocated peak, worst", "Peak of published runs on a Tesla T4: error of the worst"),
+    ("xmem_cnn", "reserved peak, median", "Reserved memory of published runs on RTX 3060 and 4060: median error"),
+    ("xmem_cnn", "reserved peak, worst", "The same: error of the worst"),
+    ("timm_rtx3090", "held out", "timm models on an RTX 3090: batch that trained and batch that failed both predicted"),
+    ("cpu_accuracy", "greatest error", "Peak of training steps measured on a CPU: greatest error"),
+    ("plan_gradients", "greatest relative error", "Gradients under exact plans: greatest relative error"),
+    (
+        "plan_checkpointing",
+        "operations computed again",
+        "Operations that plans recompute, relative to uniform checkpointing",
+    ),
+    ("guard_faults", "weights after", "Training with injected out-of-memory errors: final weights"),
+    ("guard_kills", "weights after", "Training killed at random and resumed: final weights"),
+    ("stream_speed", "raw preadv, 16 MiB", "A shuffled epoch of a 2 GiB file, of the speed of a sequential read"),
+)
+"""README's rows of proof: page in docs/results, part of the claim there, and the claim in README's words."""
+
 OUTPUT = re.compile(
-    r"(?P<mark><!-- output(?:, up to (?P<end>[^:\n]+))?: (?P<command>[^\n]+?) -->)\n```text\n(?P<shown>.*?)^```",
+    r"(?P<mark><!-- output(?:, from (?P<begin>[^:\n]+?) to (?P<stop>[^:\n]+?)|, up to (?P<end>[^:\n]+))?: "
+    r"(?P<command>[^\n]+?) -->)\n```text\n(?P<shown>.*?)^```",
     re.DOTALL | re.MULTILINE,
 )
-"""A block of output with its mark: (mark, end, command, shown)."""
+"""A block of output with its mark: (mark, begin and stop or end, command, shown)."""
 
-_RESULTS = re.compile(r"<!-- results -->\n.*?<!-- /results -->", re.DOTALL)
-_TESTS = re.compile(r"<!-- tests -->\n.*?<!-- /tests -->", re.DOTALL)
-_SUMMARY = re.compile(r"All checks passed!|\d+ files already formatted|Success: .*|TOTAL .*|=+ .*\bpassed\b.*=+")
+_SUMMARY = re.compile(r"=+ (.*\bpassed\b.*?) =+|TOTAL +(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A claim that a benchmark holds to a limit, as its page in docs/results has it."""
+
+    page: str
+    title: str
+    claim: str
+    measured: str
+    limit: str
+    met: str
 
 
 @functools.cache
 def run(command: str) -> str:
-    """What `command` prints to standard output; `make` targets are run as the scripts that they are."""
+    """What `command` prints to standard output; `make demo` is run as the script that it is."""
     words = shlex.split(command)
     if words == ["make", "demo"]:
         words = [sys.executable, "examples/demo/demo.py"]
@@ -70,45 +96,100 @@ def run(command: str) -> str:
     return "\n".join(line.rstrip() for line in shown.rstrip().splitlines())
 
 
-def cut(output: str, end: str | None) -> str:
-    """The output up to the line that begins with `end`; all of it where that is None."""
-    if end is None:
-        return output
+def cut(output: str, end: str | None, begin: str | None = None) -> str:
+    """The output from the line that begins with `begin` up to the one that begins with `end`."""
     lines = output.splitlines()
-    last = next((number for number, line in enumerate(lines) if line.startswith(end)), None)
-    if last is None:
-        raise SystemExit(f"no line begins with {end!r}:\n{output}")
-    return "\n".join(lines[:last]).rstrip() + "\n..."
+
+    def find(text: str) -> int:
+        place = next((number for number, line in enumerate(lines) if line.startswith(text)), None)
+        if place is None:
+            raise SystemExit(f"no line begins with {text!r}:\n{output}")
+        return place
+
+    first = 0 if begin is None else find(begin)
+    last = len(lines) if end is None else find(end)
+    shown = "\n".join(lines[first:last]).rstrip()
+    return ("...\n" if first else "") + shown + ("\n..." if last < len(lines) else "")
 
 
 def with_output(match: re.Match[str]) -> str:
     """The block of `match` with what its command prints now."""
-    command = match["command"]
-    return f"{match['mark']}\n```text\n$ {command}\n{cut(run(command), match['end'])}\n```"
+    shown = cut(run(match["command"]), match["stop"] or match["end"], match["begin"])
+    return f"{match['mark']}\n```text\n$ {match['command']}\n{shown}\n```"
 
 
-def results() -> str:
-    """One table of all claims that the benchmarks hold to a limit."""
-    lines = []
-    for path in sorted((ROOT / "docs" / "results").glob("*.md")):
+def read_rows() -> list[Row]:
+    """Every claim of every page in docs/results, with what was measured and the limit it is held to."""
+    rows = []
+    for path in sorted(RESULTS.glob("*.md")):
         text = path.read_text(encoding="utf-8")
         title = text.splitlines()[0].removeprefix("# ")
-        _, _, bars = text.partition("## Bars\n\n")
-        rows = bars.split("\n\n")[0].splitlines()[2:]
-        lines += [f"| [{title}](docs/results/{path.name}) {row}" for row in rows]
-    if not lines:
-        return "<!-- results -->\nNo results have been published yet.\n<!-- /results -->"
-    head = ["| benchmark | claim | measured | bar | met |", "| --- | --- | ---: | ---: | --- |"]
-    return "\n".join(["<!-- results -->", *head, *lines, "<!-- /results -->"])
+        bars = text.partition("## Bars\n\n")[2].split("\n\n")[0].splitlines()[2:]
+        for line in bars:
+            claim, measured, limit, met = (cell.strip() for cell in line.strip(" |").rsplit(" | ", 3))
+            rows.append(Row(path.name, title, claim, measured, limit, met))
+    return rows
 
 
-def tests() -> str:
-    """The lines that sum up `make test`, which must pass."""
+def results_page() -> str:
+    """docs/results/index.md: every claim, met or not."""
+    rows = read_rows()
+    unmet = sum(row.met != "yes" for row in rows)
+    lines = [
+        "# Results",
+        "",
+        "Written by `python scripts/refresh_readme.py --results`; don't edit by hand.",
+        "",
+        f"Each benchmark holds its claims to a limit: {len(rows)} claims, of which {unmet} are not met. The pages have "
+        "the date, the commit, the versions and the machine of each measurement. GPU figures are compared with runs "
+        "that others measured and published: memfit itself has never run on a physical GPU.",
+        "",
+        "| benchmark | claim | measured | limit | met |",
+        "| --- | --- | ---: | ---: | --- |",
+        *(f"| [{row.title}]({row.page}) | {row.claim} | {row.measured} | {row.limit} | {row.met} |" for row in rows),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def picked_rows() -> str:
+    """README's table of proof."""
+    rows = read_rows()
+    lines = ["| claim | measured | limit | met |", "| --- | ---: | ---: | --- |"]
+    for page, part, words in PICKED:
+        row = next((row for row in rows if row.page == f"{page}.md" and part in row.claim), None)
+        if row is None:
+            raise SystemExit(f"docs/results/{page}.md has no claim with {part!r}")
+        lines.append(f"| [{words}](docs/results/{row.page}) | {row.measured} | {row.limit} | {row.met} |")
+    return "\n".join(lines)
+
+
+def test_run() -> str:
+    """README's block about the last recorded run of `make test`."""
+    record = json.loads(TEST_RUN.read_text(encoding="utf-8"))
+    return "\n".join(["```text", f"$ make test    # last run: {record['date']}", "...", *record["lines"], "```"])
+
+
+def record_test_run() -> None:
+    """Runs `make test`, which must pass, and writes its last lines to TEST_RUN."""
     done = subprocess.run(["make", "test"], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"make test failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    lines = [line for line in done.stdout.splitlines() if _SUMMARY.fullmatch(line)]
-    return "\n".join(["<!-- tests -->", "```text", "$ make test", "...", *lines, "```", "<!-- /tests -->"])
+    lines = [" ".join(match[0].strip("= ").split()) for match in _SUMMARY.finditer(done.stdout)]
+    record = {"date": datetime.date.today().isoformat(), "lines": lines[-2:]}
+    TEST_RUN.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+GENERATED = {"results": picked_rows, "tests": test_run}
+"""What stands between `<!-- NAME -->` and `<!-- /NAME -->` in README."""
+
+
+def with_figures(text: str) -> str:
+    """README's text with its generated tables as they are now."""
+    for name, render in GENERATED.items():
+        block = f"<!-- {name} -->\n{render()}\n<!-- /{name} -->"
+        text = re.sub(rf"<!-- {name} -->\n.*?<!-- /{name} -->", lambda _, block=block: block, text, flags=re.DOTALL)
+    return text
 
 
 def take_screenshot() -> None:
@@ -119,31 +200,28 @@ def take_screenshot() -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         run(shlex.join(["memfit", "estimate", *SUBJECT, "--html", str(page)]))
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,1340"]
-        flags += [f"--user-data-dir={folder}/profile", f"--screenshot={IMAGE}"]
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,890"]
+        flags += ["--disable-background-networking", f"--user-data-dir={folder}/profile", f"--screenshot={IMAGE}"]
         subprocess.run([browser, *flags, page.as_uri()], check=True, capture_output=True, timeout=120)
 
 
 def main() -> int:
     """Rewrites the pages."""
-    parser = argparse.ArgumentParser(description="Put real output into README.md and docs.")
+    parser = argparse.ArgumentParser(description="Refresh the generated parts of README.md, docs and examples.")
     parser.add_argument("pages", metavar="PAGE", nargs="*", type=Path, default=PAGES, help="all of them by default")
-    parser.add_argument("--screenshot", action="store_true", help="also take docs/images/page.png")
-    parser.add_argument("--tests", action="store_true", help="also run `make test`")
-    parser.add_argument("--results", action="store_true", help="only the rows of the results")
+    parser.add_argument("--screenshot", action="store_true", help="only take docs/images/page.png")
+    parser.add_argument("--tests", action="store_true", help="only run `make test` and record its last lines")
+    parser.add_argument("--results", action="store_true", help="only the figures of docs/results/index.md and README")
     arguments = parser.parse_args()
-    if arguments.results:
-        README.write_text(_RESULTS.sub(lambda _: results(), README.read_text(encoding="utf-8")), encoding="utf-8")
-        return 0
     if arguments.screenshot:
         take_screenshot()
-    for page in arguments.pages:
-        text = OUTPUT.sub(with_output, page.read_text(encoding="utf-8"))
-        page.write_text(_RESULTS.sub(lambda _: results(), text), encoding="utf-8")
-    if arguments.tests:
-        # Last, because the tests look at the pages too.
-        summary = tests()
-        README.write_text(_TESTS.sub(lambda _: summary, README.read_text(encoding="utf-8")), encoding="utf-8")
+    elif arguments.tests:
+        record_test_run()
+    elif not arguments.results:
+        for page in arguments.pages:
+            page.write_text(OUTPUT.sub(with_output, page.read_text(encoding="utf-8")), encoding="utf-8")
+    INDEX.write_text(results_page(), encoding="utf-8")
+    README.write_text(with_figures(README.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

@@ -25,7 +25,7 @@ class _Loader:
         return self._plain.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        from memfit.adapters.torch.torchvision_operators import import_with_operators
+        from memfit.frameworks.torch.kernels.torchvision_operators import import_with_operators
 
         import_with_operators(lambda: self._plain.exec_module(module))
 

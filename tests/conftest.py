@@ -1,11 +1,13 @@
 """What every test shares: no network, generated examples without deadlines, and skips for what a machine lacks."""
 
 import functools
+import gc
 import importlib.util
 import os
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -36,6 +38,22 @@ settings.register_profile("memfit", deadline=None)
 settings.register_profile("soak", deadline=None, max_examples=2_000)
 settings.load_profile("memfit")
 
+# Tests that run XLA or TensorFlow in their own process, whose threads are gone in a forked child. `make test` runs them
+# apart (--part xla), so that tests with forked workers (--part others) have a process without such threads.
+XLA_TESTS = tuple(
+    Path(__file__).parent / "unit" / path
+    for path in (
+        "api/test_fit.py",
+        "api/test_guarded_step.py",
+        "frameworks/jax",
+        "frameworks/keras",
+        "frameworks/tensorflow",
+        "reports/plan/test_jax_code.py",
+        "test_jax.py",
+        "test_keras.py",
+    )
+)
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -51,6 +69,27 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--part", choices=("xla", "others"), help="only tests that run XLA or TensorFlow here, or no such")
+
+
+def pytest_configure(config):
+    # Garbage of earlier tests is not for a child to finalize: the threads that it belongs to are not there.
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=gc.freeze)
+
+
+def pytest_ignore_collect(collection_path, config):
+    part = config.getoption("part")
+    if part is None:
+        return None
+    is_xla = any(collection_path.is_relative_to(path) for path in XLA_TESTS)
+    if part == "others":
+        return True if is_xla else None
+    leads_there = any(path.is_relative_to(collection_path) for path in XLA_TESTS)
+    return None if is_xla or leads_there or collection_path == Path(__file__).parents[1] else True
 
 
 def pytest_runtest_setup(item):

@@ -5,10 +5,10 @@ import threading
 import numpy as np
 
 from memfit.core.errors import BadFile
-from memfit.data.source import Field, Layout
+from memfit.data.source import Field, Layout, SampleSource, Source
 
 
-class ArraySource:
+class ArraySource(Source):
     """Arrays as a source; counts what is read of each sample."""
 
     classes = ()
@@ -44,7 +44,7 @@ class ArraySource:
         pass
 
 
-class NamedSamples:
+class NamedSamples(SampleSource):
     """Samples that are read one by one, each of a shape of its own where `shapes` says so."""
 
     classes = ("odd", "even")

@@ -4,7 +4,7 @@ Nothing is downloaded: all models come from code or a configuration. Sizes are c
 most a few seconds on two cores, and the peak of most lies between 50 MB and 1 GB.
 """
 
-from memfit.adapters.torch.torchvision_operators import define_missing_operators
+from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
 
 define_missing_operators()
 

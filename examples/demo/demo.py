@@ -1,4 +1,4 @@
-"""The whole story: a script that dies for want of memory, why, what would fit, and the run that gets through.
+"""The whole story: a script that runs out of memory, why, what would fit, and a run that finishes.
 
 `make demo`, or `python examples/demo/demo.py [FOLDER]`. Linux; elsewhere the parts that need a real limit are left out.
 """
@@ -52,14 +52,14 @@ def story(folder):
     for name, size in list(estimate.breakdown.by_category.items())[:4]:
         print(f"  {name:<20}{mib(size):>10}")
 
-    heading("3. memfit plan: the fastest way to fit")
+    heading("3. memfit plan: the fastest settings that fit")
     room = CAP_MIB * 2**20 - baseline
     plan = memfit.plan(model, loss, batch, optimizer=optimizer, device="cpu", budget=room)
     plan.report(folder / "plan.html")
     print(f"{mib(plan.before.peak_bytes)} -> {mib(plan.after.peak_bytes)} of {mib(room)}: ", end="")
     print("; ".join(move.title for move in plan.moves))
 
-    heading(f"4. memfit run --rescue --budget {CAP_MIB}MiB {script}: through to its end")
+    heading(f"4. memfit run --rescue --budget {CAP_MIB}MiB {script}: it finishes")
     page = folder / "run.html"
     command = [sys.executable, "-m", "memfit", "run", "--rescue", "--budget", f"{CAP_MIB}MiB", "--html", str(page)]
     finished = subprocess.run([*command, script], text=True, capture_output=True, check=False)
@@ -111,8 +111,8 @@ def weights(output):
 
 def table(folder):
     """Two models on GPUs that are not here."""
-    heading("5. And on GPUs that are not here")
-    found = Table("model", "batch size", "GPU", "needed", "usable", "fits", "largest batch", "mostly")
+    heading("5. GPUs that this machine doesn't have")
+    rows = Table("model", "batch size", "GPU", "needed", "usable", "fits", "largest safe batch", "mostly")
     for target, batch_size, options in MODELS.values():
         try:
             job = memfit.named_job(target, **options)
@@ -120,21 +120,21 @@ def table(folder):
             print(f"{target} is left out: {error}")
             continue
         for gpu in GPUS:
-            estimate = memfit.estimate(job, device=gpu, precision=PRECISION, batch_size=batch_size)
-            largest = memfit.max_batch(job, device=gpu, precision=PRECISION).batch_size
-            found.add_row(
+            largest = memfit.max_batch(job, device=gpu, precision=PRECISION)
+            estimate = largest.estimate.at_batch(batch_size)
+            rows.add_row(
                 target,
                 str(batch_size),
                 gpu,
                 gib(estimate.peak_bytes),
                 gib(estimate.capacity_bytes),
                 "yes" if estimate.fits else "no",
-                str(largest or "none"),
+                str(largest.batch_size),
                 next(iter(estimate.breakdown.by_category)),
             )
     # A pipe has no width of its own; 120 columns hold the table.
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    console.print(found)
+    console.print(rows)
     console.print(f"One training step each: AdamW, {PRECISION}, 224 x 224 images or 1024 tokens. No GPU was used.")
 
 

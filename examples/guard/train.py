@@ -63,7 +63,7 @@ def train_plainly(model, optimizer, loader):
 
 
 def train_guarded(model, optimizer, loader):
-    guard = memfit.Guard(model, optimizer, remember=False)
+    guard = memfit.Guard(model, optimizer, options=memfit.GuardOptions(remember=False))
     for step, batch in enumerate(guard.batches(loader)):
         result = guard.step(loss, batch)
         print(f"  step {step}: loss {result.loss.item():.4f}, {describe(result)}")

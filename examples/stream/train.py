@@ -52,11 +52,10 @@ def train(folder, num_workers, name, killed_after):
     model = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, NUM_CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
     stream = memfit.stream((folder / "x.npy", folder / "y.npy"), batch_size=BATCH_SIZE, memory="32MiB")
-    guard = memfit.Guard(
-        model, optimizer, checkpoint=folder / name, checkpoint_every=CHECKPOINT_EVERY, plan=None, remember=False
-    )
+    options = memfit.GuardOptions(checkpoint_every=CHECKPOINT_EVERY, remember=False)
+    guard = memfit.Guard(model, optimizer, plan=None, checkpoint=folder / name, options=options)
     if guard.resumed_from is not None:
-        print(f"  goes on after step {guard.resumed_from}")
+        print(f"  resumes after step {guard.resumed_from}")
     for batch in guard.batches(stream.loader(num_workers=num_workers)):
         result = guard.step(loss, batch)
         if guard.num_updates % PRINTED_EVERY == 0:

@@ -3,20 +3,25 @@
 `import memfit` is light: no framework is loaded until a verb needs one, nor what only a training run needs.
 """
 
-from memfit import _interrupts  # noqa: F401  # isort: skip - before anything that takes time
+from memfit.core import interrupts as _interrupts  # noqa: F401  # isort: skip - before anything that takes time
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from memfit._api import MaxBatch, compare, dryrun, estimate, max_batch, named_job
-from memfit._plan import load_plan, plan
-from memfit._simulate import SimulatedDevice, simulate
+from memfit.api.compare import compare
+from memfit.api.dryrun import dryrun
+from memfit.api.estimate import estimate
+from memfit.api.max_batch import MaxBatch, max_batch
+from memfit.api.named_job import named_job
+from memfit.api.plan import PlanOptions, load_plan, plan
+from memfit.api.script_plan import plan_script
+from memfit.api.simulate import SimulatedDevice, simulate
 from memfit.catalogue import find_device, list_devices
 from memfit.core.device import Device
-from memfit.core.dryrun import DryRun
+from memfit.core.dryrun import DryRun, DryRunOptions
 from memfit.core.errors import BadInput, MemfitError, StepFailed
 from memfit.core.estimate import Estimate
-from memfit.core.guarding import BrokenUpdate, CannotFit, StepResult
+from memfit.core.guarding import BrokenUpdate, CannotFit, GuardOptions, StepResult
 from memfit.core.job import Job
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.replay import AllocatorOptions
@@ -25,11 +30,13 @@ from memfit.core.timeline import Timeline
 
 if TYPE_CHECKING:
     from memfit import jax, keras
-    from memfit._guard import Guard
-    from memfit._keras_fit import fit
-    from memfit._run import run
-    from memfit._search import ensemble, search
-    from memfit._stream import ArrayFile, Stream, open_array, stream
+    from memfit.api.data import ConvertOptions, bench_data, convert_data, inspect_data
+    from memfit.api.fit import fit
+    from memfit.api.guard import Guard
+    from memfit.api.rescue import rescue
+    from memfit.api.run import run
+    from memfit.api.search import ensemble, search
+    from memfit.api.stream import ArrayFile, Stream, StreamOptions, open_array, stream
 
 __version__ = "0.1.0"
 
@@ -39,28 +46,36 @@ __all__ = [
     "BadInput",
     "BrokenUpdate",
     "CannotFit",
+    "ConvertOptions",
     "Device",
     "DryRun",
+    "DryRunOptions",
     "Estimate",
     "Guard",
+    "GuardOptions",
     "Job",
     "MaxBatch",
     "MemfitError",
     "Plan",
     "PlanNotFound",
+    "PlanOptions",
     "SimulatedDevice",
     "StepFailed",
     "StepResult",
     "Stream",
+    "StreamOptions",
     "SupervisedRun",
     "Timeline",
     "__version__",
+    "bench_data",
     "compare",
+    "convert_data",
     "dryrun",
     "ensemble",
     "estimate",
     "find_device",
     "fit",
+    "inspect_data",
     "jax",
     "keras",
     "list_devices",
@@ -69,6 +84,8 @@ __all__ = [
     "named_job",
     "open_array",
     "plan",
+    "plan_script",
+    "rescue",
     "run",
     "search",
     "simulate",
@@ -76,19 +93,25 @@ __all__ = [
 ]
 
 _LATE = {
-    "ArrayFile": "memfit._stream",
-    "Guard": "memfit._guard",
-    "Stream": "memfit._stream",
-    "ensemble": "memfit._search",
-    "fit": "memfit._keras_fit",
-    "open_array": "memfit._stream",
-    "run": "memfit._run",
-    "search": "memfit._search",
-    "stream": "memfit._stream",
+    "ArrayFile": "memfit.api.stream",
+    "ConvertOptions": "memfit.api.data",
+    "Guard": "memfit.api.guard",
+    "Stream": "memfit.api.stream",
+    "StreamOptions": "memfit.api.stream",
+    "bench_data": "memfit.api.data",
+    "convert_data": "memfit.api.data",
+    "ensemble": "memfit.api.search",
+    "fit": "memfit.api.fit",
+    "inspect_data": "memfit.api.data",
+    "open_array": "memfit.api.stream",
+    "rescue": "memfit.api.rescue",
+    "run": "memfit.api.run",
+    "search": "memfit.api.search",
+    "stream": "memfit.api.stream",
 }
 
 
-_MODULES = ("jax", "keras")
+_MODULES = ("integrations", "jax", "keras")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from memfit.core.errors import BadInput, MissingDependency
+from memfit.core.errors import BadInput, MissingDependency, how_to_install
 from memfit.core.plan import Plan
 from memfit.core.settings import Settings
 
@@ -40,19 +40,20 @@ def train_step(
         guard: a step that runs out of memory is run again on the same batch, in more parts.
     """
     if find_spec("jax") is None:
-        raise MissingDependency("JAX is not installed. Install it with `pip install jax`.")
+        raise MissingDependency(f"JAX is not installed. Install it with {how_to_install('jax')}.")
     if plan is not None and (micro_batches != 1 or recompute):
         raise BadInput("a plan says how many micro-batches there are and what is recomputed; give it alone.")
     if plan is not None and plan.framework != "jax":
         raise BadInput(f"the plan is one for {plan.framework}. Make it from the loss function: memfit.plan(loss, ...).")
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise BadInput(f"micro_batches must be a whole number from 1 up, but {micro_batches!r} was given.")
-    from memfit.adapters.jax import guarded, training
+    from memfit.api.guarded_step import GuardedStep
+    from memfit.frameworks.jax.apply import training
 
     settings = Settings(micro_batches=micro_batches, checkpoint=tuple(recompute), donate=True)
     settings = settings if plan is None else plan.settings
     if guard:
-        return guarded.GuardedStep(loss, optimizer, settings)
+        return GuardedStep(loss, optimizer, settings)
     return training.train_step(loss, optimizer, settings=settings)
 
 
@@ -64,7 +65,7 @@ def block(function: Callable[..., Any], name: str | None = None) -> Callable[...
         name: in plans and reports; the function's own by default.
     """
     if find_spec("jax") is None:
-        raise MissingDependency("JAX is not installed. Install it with `pip install jax`.")
-    from memfit.adapters.jax import marked
+        raise MissingDependency(f"JAX is not installed. Install it with {how_to_install('jax')}.")
+    from memfit.frameworks.jax.apply import marked
 
     return marked.block(function, name)

@@ -16,9 +16,10 @@ __all__ = ["Fit"]
 def __getattr__(name: str) -> Any:
     if name != "Fit":
         raise AttributeError(f"module 'memfit.keras' has no attribute {name!r}")
-    from memfit._keras_fit import make_callback_class
+    from memfit.api.fit import make_callback_class
 
     value = globals()[name] = make_callback_class()
+    value.__module__ = __name__
     return value
 
 

@@ -49,7 +49,7 @@ def row_of(case: str, optimizer: str) -> Measured:
 
 
 @pytest.mark.parametrize(("case", "optimizer"), SAMPLE)
-def test_peaks_are_within_one_percent(case, optimizer):
+def test_peaks_are_within_three_percent(case, optimizer):
     assert abs(error(row_of(case, optimizer))) <= LIMIT
 
 

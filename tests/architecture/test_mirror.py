@@ -36,7 +36,7 @@ def test_a_missing_twin_is_caught(tmp_path):
     # GIVEN modules with and without tests, and some that need none
     package, tests = tmp_path / "src", tmp_path / "unit"
     for name, text in {
-        "_api.py": "def f(): ...",
+        "__main__.py": "def f(): ...",
         "__init__.py": "def f(): ...",
         "core/units.py": "class A: ...",
         "core/device.py": "class B: ...",
@@ -45,7 +45,7 @@ def test_a_missing_twin_is_caught(tmp_path):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)
     (tests / "core").mkdir(parents=True)
-    (tests / "test_api.py").touch()
+    (tests / "test_main.py").touch()
     (tests / "core" / "test_units.py").touch()
 
     # WHEN the trees are compared

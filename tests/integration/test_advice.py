@@ -12,7 +12,7 @@ from memfit.planner.move import Situation
 
 torch = pytest.importorskip("torch")
 
-# The peak that is named may be so much below or above the true one; docs/dryrun.md gives the range that was found.
+# How far the peak that is named may be below or above the true one; docs/howto/dryrun.md gives the range seen.
 LOWEST, HIGHEST = 0.95, 1.12
 
 

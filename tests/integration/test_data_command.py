@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from memfit import commands
 from memfit.core.errors import MemfitError
-from memfit.data.convert import convert
-from memfit.data.inspection import inspect
+from memfit.data.convert import convert_data
+from memfit.data.inspection import inspect_data
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 KILLED = """
 import os, signal, sys
 from memfit.data import journal, transfer, writing
-from memfit.data.convert import convert
+from memfit.data.convert import ConvertOptions, convert_data
 
 left = int(sys.argv[1])
 transfer._SYNC_BYTES, transfer._JOURNAL_SECONDS = 1, 0.0
@@ -44,8 +44,8 @@ writing._write_all = counted(writing._write_all)
 writing.sync_and_drop = counted(writing.sync_and_drop)
 journal.os.replace = counted(os.replace)
 journal.os.fsync = counted(os.fsync)
-done = convert(sys.argv[2], sys.argv[3], dtype="float32", chunk="64KiB")
-print(done.resumed_at, done.max_relative_error, -left)
+done = convert_data(sys.argv[2], sys.argv[3], dtype="float32", options=ConvertOptions(chunk="64KiB"))
+print(done.resumed_at, done.totals["max_relative_error"], -left)
 """
 
 
@@ -147,7 +147,7 @@ def test_a_disk_that_gets_full_meanwhile(tmp_path, small_disk, name, monkeypatch
 
     # WHEN it is full
     with pytest.raises(MemfitError, match="the disk is full"):
-        convert(tmp_path / "x.npy", small_disk / name, dtype="float32")
+        convert_data(tmp_path / "x.npy", small_disk / name, dtype="float32")
 
     # THEN nothing is there that could be taken for the result
     assert not (small_disk / name).exists()
@@ -156,7 +156,7 @@ def test_a_disk_that_gets_full_meanwhile(tmp_path, small_disk, name, monkeypatch
     np.save(tmp_path / "y.npy", np.zeros((100, 50)))
     for leftover in small_disk.iterdir():
         leftover.unlink()
-    convert(tmp_path / "y.npy", small_disk / name)
+    convert_data(tmp_path / "y.npy", small_disk / name)
 
 
 def test_a_disk_that_is_too_small_is_refused_at_once(tmp_path, small_disk, capsys):
@@ -175,8 +175,8 @@ def valid_files(folder):
     np.save(folder / "x.npy", x)
     np.savez(folder / "x.npz", x=x, y=y)
     np.savez_compressed(folder / "packed.npz", x=x, y=y)
-    convert((folder / "x.npy", x_labels(folder, y)), folder / "x.h5")
-    convert((folder / "x.npy", folder / "y.npy"), folder / "x.parquet")
+    convert_data((folder / "x.npy", x_labels(folder, y)), folder / "x.h5")
+    convert_data((folder / "x.npy", folder / "y.npy"), folder / "x.parquet")
     (folder / "x.csv").write_text("a,b\n" + "".join(f"{row},{row * 2}\n" for row in range(20)))
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -201,7 +201,7 @@ def inspect_bytes(folder, name, content):
     path = folder / name
     path.write_bytes(content)
     try:
-        inspect(str(path))
+        inspect_data(str(path))
     except MemfitError as error:
         assert str(error)
     finally:
@@ -275,8 +275,8 @@ def test_memory_stays_bounded(tmp_path):
     del large
     # Not `ru_maxrss`, which begins with the memory of the process that started this one.
     script = (
-        "import sys; from memfit.data.convert import convert;"
-        "convert(sys.argv[1], sys.argv[2], dtype='float32');"
+        "import sys; from memfit.data.convert import convert_data;"
+        "convert_data(sys.argv[1], sys.argv[2], dtype='float32');"
         "print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}

@@ -15,9 +15,11 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.guard_cases import Faults, Schedule, Transformer, largest_difference
-from memfit._guard import Guard
-from memfit._library_guard import LibraryGuard
-from memfit.adapters.torch.torchvision_operators import define_missing_operators
+from memfit.api.guard import Guard
+from memfit.api.library_guard import LibraryGuard
+from memfit.core.guarding import GuardOptions
+from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
+from memfit.guard.driver import Driver
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "integration_scripts"
@@ -62,7 +64,7 @@ class Recorded:
         plain_update = LibraryGuard.update
 
         def update(guard, *arguments, **named):
-            result_of = guard._settings_of
+            result_of = guard._driver.settings_of
             entries = list(guard._loop.transaction.entries)
             plain_update(guard, *arguments, **named)
             self.settings += [replace(result_of(entry.batch), micro_batches=entry.num_parts) for entry in entries]
@@ -74,7 +76,7 @@ class Recorded:
     def play_back(self):
         left = iter(list(self.settings))
         self._patch.setattr(LibraryGuard, "update", self._plain_update)
-        self._patch.setattr(Guard, "_settings_of", lambda guard, batch: next(left))
+        self._patch.setattr(Driver, "settings_of", lambda driver, batch: next(left))
 
 
 @contextmanager
@@ -138,7 +140,7 @@ def train_with_trainer(
     )
     trainer.remove_callback(transformers.PrinterCallback)
     if guarded:
-        guard_trainer(trainer, remember=False, **options)
+        guard_trainer(trainer, options=GuardOptions(remember=False, **options))
     with quiet(), nullcontext() if faults is None else faults:
         result = trainer.train()
     return model, result.training_loss
@@ -213,7 +215,7 @@ def train_with_lightning(
 ):  # fmt: skip
     import torchmetrics
 
-    from memfit import integrations
+    from memfit.api import integrations
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -249,7 +251,7 @@ def train_with_lightning(
     torch.manual_seed(0)
     model = Module().to(dtype)
     guard = integrations._lightning_guard(lightning)
-    callbacks = [guard(remember=False, **options)] if guarded else []
+    callbacks = [guard(GuardOptions(remember=False, **options))] if guarded else []
     with quiet():
         trainer = lightning.Trainer(
             max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5, logger=False, accelerator="cpu",
@@ -357,7 +359,15 @@ def test_a_guard_takes_what_accelerate_has_prepared(accumulate):
         return token_loss(model, batch) if accumulate == 1 else (token_loss(model, batch), 1.0)
 
     options = {} if accumulate == 1 else {"accumulate": accumulate}
-    with Guard(guarded, optimizer, scheduler=scheduler, clip_norm=0.5, plan=None, remember=False, **options) as guard:
+    with Guard(
+        guarded,
+        optimizer,
+        scheduler=scheduler,
+        clip_norm=0.5,
+        plan=None,
+        options=GuardOptions(remember=False),
+        **options,
+    ) as guard:
         step = 0
         for _ in range(2):
             for batch in guard.batches(loader):
@@ -381,7 +391,7 @@ def test_the_scaler_of_an_accelerator_is_used():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer.scaler = scaler
 
-    with Guard(model, optimizer, plan=None, remember=False) as guard:
+    with Guard(model, optimizer, plan=None, options=GuardOptions(remember=False)) as guard:
         assert guard._loop.optimizer is optimizer.optimizer
         assert guard._loop.transaction.scaler is scaler
 

@@ -72,7 +72,7 @@ def test_a_guarded_fit_is_the_plain_one_whatever_happens(backend, tmp_path):
     assert texts[1] == "keep must be a whole number from 1 up, but 0 was given."
     assert texts[2].startswith("plan must be 'auto', a Plan or None")
     assert "memfit.Guard" in texts[3]
-    assert texts[4].startswith("Fit has no option checkpoints. It takes budget, plan, checkpoint,")
+    assert texts[4].startswith("options must be memfit.GuardOptions(...), but {'keep': 2} was given")
     # AND after every kill the same call goes on where it was
     for name, one in found.items():
         if name.startswith("kills-"):

@@ -19,8 +19,8 @@ import pytest
 from memfit.core.estimate import Estimate, Note
 from memfit.core.timeline import Category, Phase, Timeline
 from memfit.core.units import MIB, format_size
+from memfit.reports.estimate.payload import build_payload
 from memfit.reports.page import write_page, write_plan_page, write_run_page, write_supervised_page
-from memfit.reports.payload import build_payload
 from tests.unit.core.supervised_builders import make_supervised
 from tests.unit.reports import builders
 from tests.unit.reports.plan_builders import make_plan

@@ -54,7 +54,7 @@ images, labels = np.zeros((64, 32, 32, 8), "float32"), np.zeros(64, "int64")
 def peak(count):
     return memfit.estimate(model, batch=(images[:count], labels[:count]), device="cpu").peak_bytes
 
-options = {"device": "cpu", "allow": ["micro-batch"], "measure": False}
+options = {"device": "cpu", "allow": ["micro-batch"], "options": memfit.PlanOptions(measure=False)}
 plan = memfit.plan(model, batch=(images, labels), budget=int(0.4 * peak(64)), **options)
 size = plan.settings.micro_batch_size or 64 // plan.settings.micro_batches
 print(json.dumps({"plan": plan.after.peak_bytes, "part": peak(size), "batch": images.nbytes, "size": size}))

@@ -11,7 +11,7 @@ from memfit.core.estimate import Note
 from memfit.core.plan import Plan, Point, Refusal
 from memfit.core.settings import Settings
 from memfit.reports.page import write_plan_page
-from memfit.reports.plan_code import format_code
+from memfit.reports.plan.code import format_code
 from tests.integration.test_page_browser import CHROMIUM, NAMES, Browser
 from tests.unit.reports.plan_builders import MOVES, make_easy_plan, make_plan, make_small_plan
 

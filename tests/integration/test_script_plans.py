@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit import dryrun
-from memfit._script_plan import plan_script
+from memfit import DryRunOptions, PlanOptions, dryrun, plan_script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DEVICE = "a100-40gb"
@@ -34,12 +33,14 @@ def needs(library):
 
 
 def peak_of(script, arguments):
-    return dryrun(SCRIPTS / script, arguments.split(), device=DEVICE, quiet_output=True).estimate.peak_bytes
+    quiet = DryRunOptions(quiet_output=True)
+    return dryrun(SCRIPTS / script, arguments.split(), device=DEVICE, options=quiet).estimate.peak_bytes
 
 
 def planned(script, arguments, share, **options):
     budget = int(peak_of(script, arguments) * share)
-    plan = plan_script(SCRIPTS / script, arguments.split(), device=DEVICE, budget=budget, quiet_output=True, **options)
+    quiet = PlanOptions(quiet_output=True)
+    plan = plan_script(SCRIPTS / script, arguments.split(), device=DEVICE, budget=budget, options=quiet, **options)
     assert plan.fits
     return plan
 

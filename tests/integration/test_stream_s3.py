@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from memfit._stream import stream
+from memfit.api.stream import StreamOptions, stream
 from memfit.core.errors import BadFile, BadInput
-from memfit.data.remote_files import glob_remote, list_folder, open_remote
+from memfit.data.remote_files import RemoteFile, glob_remote, list_folder
 
 fsspec = pytest.importorskip("fsspec")
 s3fs = pytest.importorskip("s3fs")
@@ -148,7 +148,7 @@ def test_resumed_on_the_same_object_and_not_on_another(server, caplog):
         np.save(file, FEATURES + 1)
     with pytest.raises(BadInput, match="written or copied since"):
         stream(address, batch_size=30, memory="64MiB").load_state_dict(state)
-    stream(address, batch_size=30, memory="64MiB", on_change="warn").load_state_dict(state)
+    stream(address, batch_size=30, memory="64MiB", options=StreamOptions(on_change="warn")).load_state_dict(state)
     assert "written or copied since" in caplog.text
     with system.open("data/changing.npy", "wb") as file:
         np.save(file, FEATURES[1:])
@@ -165,7 +165,7 @@ def test_resumed_on_the_same_object_and_not_on_another(server, caplog):
 )
 def test_what_is_not_there(server, address, text):
     with pytest.raises(BadFile, match=text):
-        open_remote(address)
+        RemoteFile(address)
     with pytest.raises(BadFile, match=text):
         stream(address, batch_size=1)
 
@@ -177,7 +177,7 @@ def test_no_credentials(server, monkeypatch):
     s3fs.S3FileSystem.clear_instance_cache()
 
     with pytest.raises(BadFile, match="no credentials were found") as caught:
-        open_remote("s3://data/x.npy")
+        RemoteFile("s3://data/x.npy")
 
     assert "testing-secret" not in str(caught.value)
     s3fs.S3FileSystem.clear_instance_cache()

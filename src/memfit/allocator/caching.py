@@ -2,8 +2,8 @@
 
 What a program asks for is not what it occupies: sizes are rounded, memory is taken from the device in segments,
 segments are split and rejoined, and freed memory is kept for later. The rules are those of PyTorch 2.x
-(`c10/cuda/CUDACachingAllocator.cpp`), for one stream and without private pools; `docs/allocator.md` lists them with
-their upstream names.
+(`c10/cuda/CUDACachingAllocator.cpp`), for one stream and without private pools; `docs/concepts/allocator.md` lists them
+with their upstream names.
 
 The way of a request: round it; take the smallest sufficient free block of its pool; failing that, a new segment;
 failing that, release cached segments and try again; failing that, it is out of memory. What exceeds the request is
@@ -11,7 +11,7 @@ split off.
 """
 
 from bisect import bisect_left, insort
-from typing import Protocol, final
+from typing import final
 
 from memfit.allocator.expandable import ExpandableSegments
 from memfit.allocator.pool import ADDRESS_BITS, FREE, IN_USE, Block, Pool
@@ -22,64 +22,16 @@ from memfit.allocator.rounding import (
     OVERSIZE_SLACK_BYTES,
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
-    round_size,
 )
-from memfit.allocator.segments import Segments
-from memfit.allocator.ticks import signed_events
+from memfit.allocator.segments import Segments, Source
 from memfit.core.errors import BadInput
-from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
-from memfit.core.timeline import Timeline
+from memfit.core.replay import AllocatorOptions
 from memfit.core.units import MIB
-
-DEFAULT_OPTIONS = AllocatorOptions()
-
-
-class Source(Protocol):
-    """Where the pools get memory from and return it to."""
-
-    capacity_bytes: int
-    reserved: int
-    num_segments: int
-    num_taken: int
-    num_returned: int
-    num_oversize: int
-    num_oversize_taken: int
-
-    def choose(self, pool: Pool, index: int) -> int:
-        """Position in the pool of the block to use, given that of the smallest sufficient one."""
-
-    def take(self, pool: Pool, size_bytes: int) -> Block | None:
-        """A block from new memory, or None when the device is full."""
-
-    def release_cached(self, pool: Pool) -> None:
-        """Return all that can be returned."""
-
-    def release_oversize(self, pool: Pool, size_bytes: int) -> bool:
-        """Return oversize blocks; whether they suffice for `size_bytes`."""
-
-    def collect_garbage(self, large: Pool) -> None:
-        """Return what has been unused for long."""
 
 
 @final
 class CachingAllocator:
-    """The allocator of one device and one stream (`DeviceCachingAllocator`).
-
-    Args:
-        options: its settings.
-        capacity_bytes: what the device can give; None: no limit.
-    """
-
-    __slots__ = (
-        "_choose",
-        "_oversize_key",
-        "allocated",
-        "large",
-        "max_split_bytes",
-        "num_retries",
-        "small",
-        "source",
-    )
+    """The allocator of one device and one stream (`DeviceCachingAllocator`)."""
 
     def __init__(self, options: AllocatorOptions, capacity_bytes: int | None) -> None:
         check_options(options)
@@ -114,7 +66,10 @@ class CachingAllocator:
             if self._choose is not None:
                 index = self._choose(pool, index)
             key = keys[index]
-            if key < self._oversize_key or self._accepts_oversize(size, key >> ADDRESS_BITS):
+            # A block of `max_split_size` or more is for requests of about its size (the end of `get_free_block`).
+            if key < self._oversize_key or (
+                size >= self.max_split_bytes and key >> ADDRESS_BITS < size + OVERSIZE_SLACK_BYTES
+            ):
                 block = by_key.pop(key)
                 del keys[index]
         if block is None:
@@ -149,10 +104,6 @@ class CachingAllocator:
         self.source.release_cached(self.large)
         self.source.release_cached(self.small)
 
-    def _accepts_oversize(self, size: int, block_size: int) -> bool:
-        """Whether a request may have a block of `max_split_size` or more (the end of `get_free_block`)."""
-        return size >= self.max_split_bytes and block_size < size + OVERSIZE_SLACK_BYTES
-
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """A block from new memory, making room for it step by step (the middle of `malloc`)."""
         source = self.source
@@ -181,68 +132,3 @@ def check_options(options: AllocatorOptions) -> None:
             f"roundup_power2_divisions must be a power of two, as in PyTorch, but {divisions!r} was given. "
             f"Use 0 to turn it off."
         )
-
-
-def _round_sizes(requests: list[int], divisions: int) -> list[int]:
-    """`round_size` of each request, and 0 for 0; without a call for each where that is possible."""
-    if divisions > 1:
-        return [round_size(request, divisions) if request else 0 for request in requests]
-    return [-(-request // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for request in requests]
-
-
-def replay(
-    timeline: Timeline, options: AllocatorOptions = DEFAULT_OPTIONS, capacity_bytes: int | None = None
-) -> Replay:
-    """Memory over time as PyTorch's CUDA caching allocator would hold it.
-
-    The first allocation that doesn't fit, even after the cache was released, ends the replay: nothing is allocated or
-    freed from there on, and that tick and all later ones show the state in which the allocator raised its error.
-    Blocks of 0 bytes take nothing.
-
-    Args:
-        timeline: what the program asks for.
-        options: settings of the allocator.
-        capacity_bytes: what the device can give to segments; None: no limit.
-    """
-    allocator = CachingAllocator(options, capacity_bytes)
-    malloc, free, source = allocator.malloc, allocator.free, allocator.source
-    requests = [0]
-    requests += [block.size_bytes for block in timeline.blocks]
-    sizes = _round_sizes(requests, options.roundup_power2_divisions)
-    held: list[Block | None] = [None] * len(requests)
-    allocated: list[int] = []
-    reserved: list[int] = []
-    requested = requested_peak = 0
-    out_of_memory = None
-    for tick, event in enumerate(signed_events(timeline)):
-        if event > 0:
-            size = sizes[event]
-            if size:
-                block = malloc(size)
-                if block is None:
-                    out_of_memory = OutOfMemory(tick, requests[event], allocator.allocated, source.reserved)
-                    break
-                held[event] = block
-                requested += requests[event]
-                if requested > requested_peak:
-                    requested_peak = requested
-        elif event:
-            block = held[-event]
-            if block is not None:
-                free(block)
-                requested -= requests[-event]
-        allocated.append(allocator.allocated)
-        reserved.append(source.reserved)
-    num_left = timeline.num_ticks - len(allocated)
-    allocated += [allocator.allocated] * num_left
-    reserved += [source.reserved] * num_left
-    return Replay(
-        allocated=tuple(allocated),
-        reserved=tuple(reserved),
-        allocated_peak_bytes=max(allocated, default=0),
-        reserved_peak_bytes=max(reserved, default=0),
-        requested_peak_bytes=requested_peak,
-        num_segments=source.num_segments,
-        num_retries=allocator.num_retries,
-        out_of_memory=out_of_memory,
-    )

@@ -10,49 +10,27 @@ from typing import final
 
 from memfit.allocator.pool import IN_USE, UNMAPPED, Block, Pool
 from memfit.allocator.rounding import LARGE_SEGMENT_BYTES, segment_size
+from memfit.allocator.segments import Source
 
 # A multiple of both page sizes, far beyond any device, and below the limit of addresses in `pool`.
 ADDRESS_SPACE_BYTES = LARGE_SEGMENT_BYTES << 30
 
 
 @final
-class ExpandableSegments:
-    """One growing segment per pool, within a capacity.
+class ExpandableSegments(Source):
+    """One growing segment per pool. Each part of it can be split, so that none is oversize.
 
     Args:
         capacity_bytes: what the device can give.
         fraction_set: the capacity is also the process's memory fraction, which is checked before any page is mapped.
     """
 
-    __slots__ = (
-        "_fraction_set",
-        "capacity_bytes",
-        "num_oversize",
-        "num_oversize_taken",
-        "num_returned",
-        "num_segments",
-        "num_taken",
-        "reserved",
-    )
-
     def __init__(self, capacity_bytes: int, fraction_set: bool) -> None:
-        self.capacity_bytes = capacity_bytes
+        super().__init__(capacity_bytes)
         self._fraction_set = fraction_set
-        self.reserved = 0
-        self.num_segments = 0
-        # How often pages were mapped, and unmapped.
-        self.num_taken = 0
-        self.num_returned = 0
-        # Every part of an expandable segment can be split.
-        self.num_oversize = 0
-        self.num_oversize_taken = 0
 
     def choose(self, pool: Pool, index: int) -> int:
-        """Position in the pool of the block to use, given that of the smallest sufficient one.
-
-        A block in front of unmapped address space counts as large as it could grow, which spares it for requests that
-        fit nowhere else (`get_free_block`).
-        """
+        """The smallest as they could grow: a block in front of unmapped space is spared (`get_free_block`)."""
         keys, by_key = pool.keys, pool.by_key
         size_bytes = _size_when_grown(by_key[keys[index]])
         while index + 1 < len(keys):
@@ -64,7 +42,7 @@ class ExpandableSegments:
         return index
 
     def take(self, pool: Pool, size_bytes: int) -> Block | None:
-        """A block of at least `size_bytes`, in no list; None when the device is full (`try_allocate_expandable_block`).
+        """Maps as many pages as the block needs (`try_allocate_expandable_block`).
 
         A failure may leave pages mapped that were mapped before the device was full, as upstream does.
         """
@@ -83,19 +61,12 @@ class ExpandableSegments:
         return block
 
     def release_cached(self, pool: Pool) -> None:
-        """Unmap every page of the pool that is wholly free (`release_blocks`)."""
+        """Unmap every page of the pool that is wholly free."""
         for block in pool.free_blocks():
             self._unmap(block)
             if block.prev is None and block.next is None:
                 pool.unmapped.remove(block)
                 self.num_segments -= 1
-
-    def release_oversize(self, pool: Pool, size_bytes: int) -> bool:
-        """False: blocks of expandable segments aren't returned one by one."""
-        return False
-
-    def collect_garbage(self, large: Pool) -> None:
-        """Nothing: blocks of expandable segments aren't garbage collected."""
 
     def _find_room(self, pool: Pool, size_bytes: int) -> Block:
         """First block, by address, of a run of free and unmapped blocks large enough (`find_expandable_block`)."""
@@ -128,10 +99,7 @@ class ExpandableSegments:
         pool.taken += mapped_bytes
         pool.unmapped.remove(block)
         if mapped_bytes < block.size:
-            rest = Block(pool, block.address + mapped_bytes, block.size - mapped_bytes, UNMAPPED)
-            rest.link_after(block)
-            block.size = mapped_bytes
-            _insert_unmapped(pool, rest)
+            _insert_unmapped(pool, block.split(mapped_bytes, UNMAPPED))
         pool.insert_merged(block)
         return True
 
@@ -151,9 +119,7 @@ class ExpandableSegments:
             before.link_after(block.prev)
             pool.insert(before)
         if end > last:
-            after = Block(pool, last, end - last, IN_USE)
-            after.link_after(block)
-            pool.insert(after)
+            pool.insert(block.split(last - block.address, IN_USE))
         block.address, block.size, block.state = first, last - first, UNMAPPED
         self.reserved -= block.size
         self.num_returned += 1

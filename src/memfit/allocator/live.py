@@ -1,20 +1,27 @@
 """The caching allocator while a program runs: block by block, with the counters that PyTorch would show.
 
-`caching.replay` has the whole timeline before it starts. A program that runs on a simulated device asks for one block
+`replay` has the whole timeline before it starts. A program that runs on a simulated device asks for one block
 after another, may empty the cache, reset peaks or read statistics in between, and has to hear at once when the device
 is full. Both use the same `CachingAllocator`; this module adds what such a program can ask.
 """
 
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import cast, final
 
-from memfit.allocator.caching import CachingAllocator, Source
+from memfit.allocator.caching import CachingAllocator
 from memfit.allocator.pool import FREE, IN_USE, UNMAPPED, Block, Pool
 from memfit.allocator.rounding import MIN_BLOCK_BYTES, NO_LIMIT, SMALL_BYTES, round_size, segment_size
+from memfit.allocator.segments import Source
+from memfit.allocator.settings import parse_options
 from memfit.allocator.shared import SharedDevice, SharedSource
 from memfit.allocator.statistics import Level, PoolStatistics
+from memfit.core import env
+from memfit.core.device import Device
 from memfit.core.replay import AllocatorOptions
+
+Configure = Callable[[Callable[[str], None]], None]
 
 
 @final
@@ -29,36 +36,6 @@ class LiveAllocator:
         capacity_bytes: what the device can give to segments, without the CUDA context; None: no limit.
     """
 
-    __slots__ = (
-        "_all",
-        "_allocator",
-        "_busy",
-        "_divisions",
-        "_large",
-        "_live",
-        "_lock",
-        "_num_retries_before",
-        "_num_returned_before",
-        "_num_syncs",
-        "_num_taken",
-        "_num_taken_before",
-        "_oversize",
-        "_oversize_segments",
-        "_shared",
-        "_small",
-        "_tracks_splits",
-        "_waiting",
-        "allocated_bytes",
-        "capacity_bytes",
-        "limit_bytes",
-        "num_failures",
-        "num_retries",
-        "num_segments",
-        "options",
-        "requested_bytes",
-        "reserved_bytes",
-    )
-
     def __init__(self, options: AllocatorOptions, capacity_bytes: int | None) -> None:
         self.capacity_bytes = capacity_bytes
         self.limit_bytes: int | None = None
@@ -69,8 +46,7 @@ class LiveAllocator:
         self._live: set[Block] = set()
         self._small, self._large, self._all = PoolStatistics(), PoolStatistics(), PoolStatistics()
         self._oversize, self._oversize_segments = Level(), Level()
-        self.allocated_bytes = self.reserved_bytes = self.requested_bytes = 0
-        self.num_segments = self.num_retries = self.num_failures = 0
+        self.allocated_bytes = self.reserved_bytes = self.num_segments = self.num_retries = self.num_failures = 0
         self._num_syncs = self._num_retries_before = 0
         self._num_taken = self._num_taken_before = self._num_returned_before = 0
         self._shared: SharedDevice | None = None
@@ -129,17 +105,28 @@ class LiveAllocator:
                 if not size:
                     return Block(allocator.small, 0, 0, IN_USE)
                 block = allocator.malloc(size)
-                if allocator.source.num_taken != self._num_taken or block is None:
+                is_new = allocator.source.num_taken != self._num_taken
+                if is_new or block is None:
                     self._follow_source()
                     if block is None:
                         self.num_failures += 1
                         return None
-                    is_new = True
-                else:
-                    is_new = False
                 block.requested = size_bytes
                 self._live.add(block)
-                self._count(block, size <= SMALL_BYTES, is_new)
+                pool = self._small if size <= SMALL_BYTES else self._large
+                pool.count(block, 1)
+                self._all.count(block, 1)
+                self.allocated_bytes += block.size
+                if block.size >= allocator.max_split_bytes:
+                    self._oversize.add(1)
+                if self._tracks_splits:
+                    if not is_new and block.prev is None:
+                        rest = block.next
+                        if rest is None or (rest.state == FREE and rest.next is None):
+                            # Free neighbours are always joined: block and rest were a whole segment.
+                            pool.num_whole -= 1
+                            pool.whole_bytes -= block.size if rest is None else block.size + rest.size
+                    self._follow_splits(block.pool, pool)
                 return block
             finally:
                 self._busy = nested
@@ -163,93 +150,46 @@ class LiveAllocator:
                 self._busy = nested
                 self._settle()
 
-    def _count(self, block: Block, is_small: bool, is_new: bool) -> None:
-        """Books a block that was handed out; written out because every allocation comes here."""
-        size, requested = block.size, block.requested
-        both, pool = self._all, self._small if is_small else self._large
-        level = pool.allocation
-        level.total += 1
-        level.current = current = level.current + 1
-        if current > level.peak:
-            level.peak = current
-        if (current := len(self._live)) > both.allocation.peak:
-            both.allocation.peak = current
-        level = pool.allocated_bytes
-        level.total += size
-        level.current = current = level.current + size
-        if current > level.peak:
-            level.peak = current
-        self.allocated_bytes = current = self.allocated_bytes + size
-        if current > both.allocated_bytes.peak:
-            both.allocated_bytes.peak = current
-        level = pool.requested_bytes
-        level.total += requested
-        level.current = current = level.current + requested
-        if current > level.peak:
-            level.peak = current
-        self.requested_bytes = current = self.requested_bytes + requested
-        if current > both.requested_bytes.peak:
-            both.requested_bytes.peak = current
-        if size >= self._allocator.max_split_bytes:
-            self._oversize.move_to(self._oversize.current + 1)
-        if self._tracks_splits:
-            if not is_new and block.prev is None:
-                rest = block.next
-                if rest is None or (rest.state == FREE and rest.next is None):
-                    # Free neighbours are always joined: the block, with what was split off it, was a whole segment.
-                    pool.num_whole -= 1
-                    pool.whole_bytes -= size if rest is None else size + rest.size
-            self._follow_splits(block.pool, pool)
-
-    def _follow_splits(self, pool: Pool, statistics: PoolStatistics) -> None:
-        """Books what is free in a pool and can't be returned, because the rest of its segment is in use."""
-        level = statistics.inactive_split
-        current = len(pool.keys) - statistics.num_whole
-        if current != level.current:
-            level.move_to(current)
-            current = self._small.inactive_split.current + self._large.inactive_split.current
-            if current > self._all.inactive_split.peak:
-                self._all.inactive_split.peak = current
-        level = statistics.inactive_split_bytes
-        current = pool.reserved - statistics.allocated_bytes.current - statistics.whole_bytes
-        if current != level.current:
-            level.move_to(current)
-            current = self._small.inactive_split_bytes.current + self._large.inactive_split_bytes.current
-            if current > self._all.inactive_split_bytes.peak:
-                self._all.inactive_split_bytes.peak = current
-
     def _settle(self) -> None:
         """Takes back the blocks that are waiting, unless a call is under way: that one will, when it ends."""
         while self._waiting and not self._busy:
             with self._lock:
-                self._free_waiting()
+                nested, self._busy = self._busy, True
+                try:
+                    while self._waiting:
+                        self._free(self._waiting.popleft())
+                finally:
+                    self._busy = nested
 
-    def _free_waiting(self) -> None:
-        nested, self._busy = self._busy, True
-        allocator, live = self._allocator, self._live
-        try:
-            while self._waiting:
-                block = self._waiting.popleft()
-                if not block.size:
-                    continue
-                live.remove(block)
-                size, requested, pool = block.size, block.requested, block.pool
-                statistics = self._small if pool is allocator.small else self._large
-                statistics.allocation.current -= 1
-                statistics.allocated_bytes.current -= size
-                statistics.requested_bytes.current -= requested
-                self.allocated_bytes -= size
-                self.requested_bytes -= requested
-                if size >= allocator.max_split_bytes:
-                    self._oversize.move_to(self._oversize.current - 1)
-                allocator.free(block)
-                if self._tracks_splits:
-                    if block.prev is None and block.next is None:
-                        statistics.num_whole += 1
-                        statistics.whole_bytes += block.size
-                    self._follow_splits(pool, statistics)
-        finally:
-            self._busy = nested
+    def _free(self, block: Block) -> None:
+        if not block.size:
+            return
+        allocator, pool = self._allocator, block.pool
+        self._live.remove(block)
+        statistics = self._small if pool is allocator.small else self._large
+        statistics.count(block, -1)
+        self._all.count(block, -1)
+        self.allocated_bytes -= block.size
+        if block.size >= allocator.max_split_bytes:
+            self._oversize.add(-1)
+        allocator.free(block)
+        if self._tracks_splits:
+            if block.prev is None and block.next is None:
+                statistics.num_whole += 1
+                statistics.whole_bytes += block.size
+            self._follow_splits(pool, statistics)
+
+    def _follow_splits(self, pool: Pool, statistics: PoolStatistics) -> None:
+        """Books what is free in a pool and can't be returned, because the rest of its segment is in use."""
+        change = len(pool.keys) - statistics.num_whole - statistics.inactive_split.current
+        if change:
+            statistics.inactive_split.add(change)
+            self._all.inactive_split.add(change)
+        unused_bytes = pool.reserved - statistics.allocated_bytes.current - statistics.whole_bytes
+        change = unused_bytes - statistics.inactive_split_bytes.current
+        if change:
+            statistics.inactive_split_bytes.add(change)
+            self._all.inactive_split_bytes.add(change)
 
     def _follow_source(self) -> None:
         """Books what was taken from the device and returned to it."""
@@ -262,17 +202,24 @@ class LiveAllocator:
             self.num_retries += retried
             self._num_syncs += retried
         self._num_taken = source.num_taken
-        for pool, statistics in ((allocator.small, self._small), (allocator.large, self._large)):
+        small, large = allocator.small, allocator.large
+        for pool, statistics in ((small, self._small), (large, self._large)):
             statistics.segment.move_through(pool.num_segments, pool.num_segments_taken)
             statistics.reserved_bytes.move_through(pool.reserved, pool.taken)
             if self._tracks_splits:
                 whole = [block.size for block in pool.by_key.values() if block.prev is None and block.next is None]
                 statistics.num_whole, statistics.whole_bytes = len(whole), sum(whole)
         self._oversize_segments.move_through(source.num_oversize, source.num_oversize_taken)
-        both = self._all
+        self._all.segment.move_through(
+            small.num_segments + large.num_segments, small.num_segments_taken + large.num_segments_taken
+        )
+        self._all.reserved_bytes.move_through(source.reserved, small.taken + large.taken)
         self.reserved_bytes, self.num_segments = source.reserved, source.num_segments
-        both.reserved_bytes.peak = max(both.reserved_bytes.peak, source.reserved)
-        both.segment.peak = max(both.segment.peak, self._small.segment.current + self._large.segment.current)
+
+    @property
+    def requested_bytes(self) -> int:
+        """What the program asked for of them, before rounding."""
+        return self._all.requested_bytes.current
 
     @property
     def allocated_peak_bytes(self) -> int:
@@ -300,30 +247,23 @@ class LiveAllocator:
             self.num_retries = self.num_failures = self._num_syncs = 0
 
     def _levels(self) -> list[Level]:
-        self._all.add(self._small, self._large)
         # Those of `active` are those of `allocation`; resetting them twice would lose a sum.
         pools = (self._all, self._small, self._large)
-        levels = {id(level): level for pool in pools for _, level in pool.levels()}
+        levels = {id(level): level for pool in pools for level in pool.levels().values()}
         return [*levels.values(), self._oversize, self._oversize_segments]
 
     def stats(self) -> dict[str, int]:
         """All that `torch.cuda.memory_stats()` shows, under its names."""
         with self._lock:
-            self._all.add(self._small, self._large)
             source = self._allocator.source
             max_split_bytes = self._allocator.max_split_bytes
-            found = {
-                f"{name}.{pool}.{key}": value
-                for pool, statistics in (("all", self._all), ("small_pool", self._small), ("large_pool", self._large))
-                for name, level in statistics.levels()
-                for key, value in level.items()
+            groups = {"all": self._all, "small_pool": self._small, "large_pool": self._large}
+            levels = {
+                f"{name}.{pool}": level for pool, group in groups.items() for name, level in group.levels().items()
             }
-            for name, level in (
-                ("oversize_allocations", self._oversize),
-                ("oversize_segments", self._oversize_segments),
-            ):
-                found |= {f"{name}.{key}": value for key, value in level.items()}
-            return found | {
+            levels |= {"oversize_allocations": self._oversize, "oversize_segments": self._oversize_segments}
+            values = {f"{name}.{key}": value for name, level in levels.items() for key, value in level.items()}
+            return values | {
                 "num_alloc_retries": self.num_retries,
                 "num_ooms": self.num_failures,
                 "num_sync_all_streams": self._num_syncs,
@@ -344,13 +284,26 @@ class LiveAllocator:
             blocks = [*self._live, *(block for pool in pools for block in pool.by_key.values())]
             heads = [block for block in blocks if block.prev is None or block.prev.state == UNMAPPED]
             heads.sort(key=lambda block: (block.pool is pools[1], block.address))
-            return [_stretch(head) for head in heads]
+            return [list(_stretch(head)) for head in heads]
 
 
-def _stretch(head: Block) -> list[Block]:
-    found = []
+def memory_of(device: Device, *, unlimited: bool = False) -> tuple[LiveAllocator, Configure]:
+    """(the memory of `device`, a function that reads the settings anew as long as nothing has been allocated).
+
+    The function takes what to call with a sentence for each setting that isn't simulated, or only roughly.
+    """
+    has_end = not unlimited and device.usable_bytes is not None
+    capacity_bytes = max(1, (device.usable_bytes or 0) - (device.context_bytes or 0)) if has_end else None
+    memory = LiveAllocator(parse_options(env.allocator_settings()), capacity_bytes)
+
+    def configure(report: Callable[[str], None]) -> None:
+        memory.configure(parse_options(env.allocator_settings(), report))
+
+    return memory, configure
+
+
+def _stretch(head: Block) -> Iterator[Block]:
     block: Block | None = head
     while block is not None and block.state != UNMAPPED:
-        found.append(block)
+        yield block
         block = block.next
-    return found

@@ -19,14 +19,7 @@ UNMAPPED = 2
 
 @final
 class Block:
-    """A range of addresses, linked to its neighbours in the same segment.
-
-    Args:
-        pool: the pool that it belongs to.
-        address: where it begins.
-        size: its bytes.
-        state: IN_USE, FREE or UNMAPPED.
-    """
+    """A range of addresses, linked to its neighbours in the same segment."""
 
     __slots__ = ("address", "born", "key", "next", "pool", "prev", "requested", "size", "state")
 
@@ -50,6 +43,13 @@ class Block:
         if before.next is not None:
             before.next.prev = self
         before.next = self
+
+    def split(self, size: int, state: int) -> "Block":
+        """Shrinks to `size`; returns what is left as the next neighbour."""
+        rest = Block(self.pool, self.address + size, self.size - size, state)
+        rest.link_after(self)
+        self.size = size
+        return rest
 
     def absorb(self, neighbour: "Block") -> None:
         """Grow over a neighbour, which is dropped from the chain."""
@@ -75,21 +75,7 @@ class Pool:
         split_below_bytes: requests from this size on are never split off.
     """
 
-    __slots__ = (
-        "by_key",
-        "keys",
-        "num_searches",
-        "num_segments",
-        "num_segments_taken",
-        "page_bytes",
-        "reserved",
-        "split_below_bytes",
-        "split_remainder_bytes",
-        "taken",
-        "unmapped",
-    )
-
-    def __init__(self, page_bytes: int, split_remainder_bytes: int, split_below_bytes: int) -> None:
+    def __init__(self, page_bytes: int = 0, split_remainder_bytes: int = 0, split_below_bytes: int = 0) -> None:
         self.page_bytes = page_bytes
         self.split_remainder_bytes = split_remainder_bytes
         self.split_below_bytes = split_below_bytes

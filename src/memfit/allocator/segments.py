@@ -1,4 +1,4 @@
-"""Segments as `cudaMalloc` gives them: taken whole, returned whole.
+"""Where the pools get memory from: segments as `cudaMalloc` gives them, taken whole and returned whole.
 
 This is how the allocator deals with the device by default, without expandable segments. Here the device hands out
 rising addresses and never the same one twice; a real driver may reuse them, which can only matter between two free
@@ -12,9 +12,41 @@ from memfit.allocator.pool import ADDRESS_BITS, IN_USE, Block, Pool
 from memfit.allocator.rounding import NO_LIMIT, segment_size
 
 
+class Source:
+    """What the pools take memory from and return it to, within a capacity."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.reserved = 0
+        self.num_segments = 0
+        # Calls that took memory from the device, and that returned some: cudaMalloc and cudaFree, or pages mapped.
+        self.num_taken = self.num_returned = 0
+        # Segments that can't be split, held now and taken since the beginning.
+        self.num_oversize = self.num_oversize_taken = 0
+
+    def choose(self, pool: Pool, index: int) -> int:
+        """Position in the pool of the block to use, given that of the smallest sufficient one."""
+        return index
+
+    def take(self, pool: Pool, size_bytes: int) -> Block | None:
+        """A block of new memory that holds `size_bytes`, in no list yet; None when the device is full."""
+        raise NotImplementedError
+
+    def release_cached(self, pool: Pool) -> None:
+        """Return all of the pool that can be returned (`release_blocks`)."""
+        raise NotImplementedError
+
+    def release_oversize(self, pool: Pool, size_bytes: int) -> bool:
+        """Return enough oversize blocks for a request; True when enough were (`release_available_cached_blocks`)."""
+        return False
+
+    def collect_garbage(self, large: Pool) -> None:
+        """Return what has been unused for long (`garbage_collect_cached_blocks`)."""
+
+
 @final
-class Segments:
-    """The segments held, within a capacity.
+class Segments(Source):
+    """Segments of `cudaMalloc`.
 
     Args:
         capacity_bytes: what the device can give.
@@ -22,39 +54,14 @@ class Segments:
         garbage_threshold_bytes: reserved bytes above which old segments are returned before a new one; None: never.
     """
 
-    __slots__ = (
-        "_address",
-        "_garbage_threshold_bytes",
-        "_max_split_bytes",
-        "capacity_bytes",
-        "num_oversize",
-        "num_oversize_taken",
-        "num_returned",
-        "num_segments",
-        "num_taken",
-        "reserved",
-    )
-
     def __init__(self, capacity_bytes: int, max_split_bytes: int, garbage_threshold_bytes: int | None) -> None:
-        self.capacity_bytes = capacity_bytes
+        super().__init__(capacity_bytes)
         self._max_split_bytes = max_split_bytes
         self._garbage_threshold_bytes = garbage_threshold_bytes
         self._address = 0
-        self.reserved = 0
-        self.num_segments = 0
-        # Calls of cudaMalloc that succeeded, and of cudaFree.
-        self.num_taken = 0
-        self.num_returned = 0
-        # Segments that can't be split, held now and taken since the beginning.
-        self.num_oversize = 0
-        self.num_oversize_taken = 0
-
-    def choose(self, pool: Pool, index: int) -> int:
-        """Position in the pool of the block to use, given that of the smallest sufficient one: the same."""
-        return index
 
     def take(self, pool: Pool, size_bytes: int) -> Block | None:
-        """A new segment that holds `size_bytes`, in no list yet; None when the device is full (`alloc_block`)."""
+        """A new segment (`alloc_block`)."""
         segment_bytes = segment_size(size_bytes)
         if self.reserved + segment_bytes > self.capacity_bytes:
             return None
@@ -73,12 +80,12 @@ class Segments:
         return block
 
     def release_cached(self, pool: Pool) -> None:
-        """Return every segment of the pool that is free as a whole (`release_blocks`)."""
+        """Return every segment of the pool that is free as a whole."""
         for block in _whole_segments(pool):
             self._release(block)
 
     def release_oversize(self, pool: Pool, size_bytes: int) -> bool:
-        """Return enough oversize blocks for a request; True when enough were (`release_available_cached_blocks`)."""
+        """Return the smallest sufficient oversize block, or else the largest ones."""
         max_split_bytes = self._max_split_bytes
         if max_split_bytes == NO_LIMIT:
             return False
@@ -97,7 +104,7 @@ class Segments:
         return released_bytes >= wanted_bytes
 
     def collect_garbage(self, large: Pool) -> None:
-        """Return old free segments of the large pool, when above the threshold (`garbage_collect_cached_blocks`).
+        """Return old free segments of the large pool, when above the threshold.
 
         The age of a segment is the number of searches in its pool since it was freed. In each round all segments of
         at least the average age go, until the reserved bytes are down to the threshold or nothing is left.

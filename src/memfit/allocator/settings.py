@@ -19,11 +19,7 @@ _PAIR = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)")
 _FLAGS = {"True": True, "False": False}
 
 
-def _ignore(text: str) -> None:
-    """The default of `report`."""
-
-
-def parse_options(text: str, report: Callable[[str], None] = _ignore) -> AllocatorOptions:
+def parse_options(text: str, report: Callable[[str], None] = lambda text: None) -> AllocatorOptions:
     """The settings that a value of `PYTORCH_ALLOC_CONF` means.
 
     Args:
@@ -42,7 +38,13 @@ def parse_options(text: str, report: Callable[[str], None] = _ignore) -> Allocat
         elif key == "max_split_size_mb":
             options = replace(options, max_split_size_bytes=_whole_number(key, value) * MIB)
         elif key == "garbage_collection_threshold":
-            options = replace(options, garbage_collection_threshold=_threshold(key, value))
+            try:
+                threshold = float(value)
+            except ValueError:
+                threshold = 0.0
+            if not 0 < threshold < 1:
+                raise _refuse(key, value, "a number between 0 and 1")
+            options = replace(options, garbage_collection_threshold=threshold)
         elif key == "roundup_power2_divisions":
             options = replace(options, roundup_power2_divisions=_divisions(key, value, report))
         elif (key, value) != ("backend", "native"):
@@ -73,16 +75,6 @@ def _whole_number(key: str, value: str) -> int:
     if not value.isascii() or not value.isdigit():
         raise _refuse(key, value, "a whole number")
     return int(value)
-
-
-def _threshold(key: str, value: str) -> float:
-    try:
-        threshold = float(value)
-    except ValueError:
-        threshold = 0.0
-    if not 0 < threshold < 1:
-        raise _refuse(key, value, "a number between 0 and 1")
-    return threshold
 
 
 def _divisions(key: str, value: str, report: Callable[[str], None]) -> int:

@@ -6,49 +6,38 @@ written by that process alone.
 """
 
 import contextlib
+import mmap
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.allocator.caching import Source
 from memfit.allocator.pool import Block, Pool
+from memfit.allocator.segments import Source
 
 _MAX_ROWS = 256
 _NAME_BYTES = 64
 # Rows, peak of all, processes that were started and are to come.
 _HEAD = struct.Struct("<qqq")
-# Process, held now, held at the device's peak, own peak, steps, events on the device, whether it has taken all its
-# steps, name.
+# The fields of a `Share`.
 _ROW = struct.Struct(f"<qqqqqqq{_NAME_BYTES}s")
 _SIZE = _HEAD.size + _MAX_ROWS * _ROW.size
 
 
 @dataclass(slots=True)
 class Share:
-    """What one process has of the device.
+    """What one process has of the device."""
 
-    Args:
-        pid: the process; 0 when it has ended.
-        held_bytes: what it holds, its CUDA context included.
-        at_peak_bytes: what it held when all of them together held most.
-        peak_bytes: the most that it has held.
-        num_steps: optimizer steps that it has taken.
-        num_events: allocations and frees, which tell that it is alive.
-        has_ended: whether it has taken all the steps that were wanted, or failed.
-        name: what the program calls it.
-    """
-
-    pid: int
-    held_bytes: int = 0
-    at_peak_bytes: int = 0
-    peak_bytes: int = 0
-    num_steps: int = 0
-    num_events: int = 0
-    has_ended: bool = False
-    name: str = ""
+    pid: int  # 0 when it has ended
+    held_bytes: int = 0  # its CUDA context included
+    at_peak_bytes: int = 0  # what it held when all of them together held most
+    peak_bytes: int = 0  # the most that it has held
+    num_steps: int = 0  # optimizer steps that it has taken
+    num_events: int = 0  # allocations and frees, which tell that it is alive
+    has_ended: bool = False  # whether it has taken all the steps that were wanted, or failed
+    name: str = ""  # what the program calls it
 
 
 def can_share() -> bool:
@@ -71,8 +60,6 @@ class SharedDevice:
     """
 
     def __init__(self, path: str, usable_bytes: int | None, context_bytes: int, name: str = "") -> None:
-        import mmap
-
         self._path, self._usable_bytes, self._context_bytes = path, usable_bytes, context_bytes
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with self._locked():
@@ -110,14 +97,14 @@ class SharedDevice:
     def note(self, num_steps: int, num_events: int, has_ended: bool) -> None:
         """Tells how far this process is."""
         with self._locked():
-            share = self._read(self._row)
+            share = _read_row(self._memory, self._row)
             share.num_steps, share.num_events, share.has_ended = num_steps, num_events, has_ended
             self._write(self._row, share)
 
     def end(self) -> None:
         """This process holds nothing any more."""
         with self._locked():
-            share = self._read(self._row)
+            share = _read_row(self._memory, self._row)
             share.pid = share.held_bytes = 0
             self._write(self._row, share)
 
@@ -175,23 +162,20 @@ class SharedDevice:
 
     def _living(self) -> list[tuple[int, Share]]:
         """The rows of processes that are still there; one that is gone without a word holds nothing."""
-        found = []
+        rows = []
         for row in range(_HEAD.unpack_from(self._memory, 0)[0]):
-            share = self._read(row)
+            share = _read_row(self._memory, row)
             if row != self._row and share.held_bytes and _is_gone(share.pid):
                 share.pid = share.held_bytes = 0
                 self._write(row, share)
-            found.append((row, share))
-        return found
-
-    def _read(self, row: int) -> Share:
-        return _read_row(self._memory, row)
+            rows.append((row, share))
+        return rows
 
     def _write(self, row: int, share: Share) -> None:
-        name = share.name.encode(errors="replace")[:_NAME_BYTES]
-        numbers = (share.pid, share.held_bytes, share.at_peak_bytes, share.peak_bytes)
-        progress = (share.num_steps, share.num_events, int(share.has_ended))
-        _ROW.pack_into(self._memory, _HEAD.size + row * _ROW.size, *numbers, *progress, name)
+        *numbers, name = astuple(share)
+        _ROW.pack_into(
+            self._memory, _HEAD.size + row * _ROW.size, *numbers, name.encode(errors="replace")[:_NAME_BYTES]
+        )
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -237,12 +221,7 @@ def _is_gone(pid: int) -> bool:
 
 
 class SharedSource:
-    """Takes segments of a device that others take from, too.
-
-    Args:
-        source: the segments of this process.
-        device: what they are taken from.
-    """
+    """Takes segments of a device that others take from, too."""
 
     def __init__(self, source: Source, device: SharedDevice) -> None:
         self.plain = source

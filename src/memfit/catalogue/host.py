@@ -61,12 +61,17 @@ def cgroup_limit_bytes(root: Path = _ROOT) -> int | None:
     Args:
         root: where the file system starts; tests give a tree of their own.
     """
-    limits: list[int] = []
+    limits: list[int | None] = []
     for is_unified, levels in memory_groups(root):
-        found = _unified_limit(levels) if is_unified else _legacy_limit(levels)
-        if found is not None:
-            limits.append(found)
-    return min(limits, default=None)
+        if is_unified:
+            limits += [parse_limit(_read(level / "memory.max")) for level in levels]
+        else:
+            # Each level states the tightest limit of itself and its ancestors; the first that does is our own.
+            stats = (line.partition(" ") for level in levels for line in _read(level / "memory.stat").splitlines())
+            limits.append(
+                next((parse_limit(text) for key, _, text in stats if key == "hierarchical_memory_limit"), None)
+            )
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def memory_groups(root: Path = _ROOT) -> Iterator[tuple[bool, list[Path]]]:
@@ -80,7 +85,9 @@ def memory_groups(root: Path = _ROOT) -> Iterator[tuple[bool, list[Path]]]:
         if path is None:
             continue
         point = root / mount.point.relative_to("/")
-        inside = _path_in_mount(path, mount.root)
+        # Below the mount point; a namespace may hide how the two relate, and what is mounted is then the best view.
+        inside = path.relative_to(mount.root) if path.is_relative_to(mount.root) else PurePosixPath()
+        inside = PurePosixPath() if ".." in inside.parts else inside
         # Ancestors up to the mount point; some containers see a path to their own group that isn't mounted.
         yield mount.is_unified, [point / inside, *(point / parent for parent in inside.parents)]
 
@@ -120,30 +127,6 @@ def _group_path(cgroup: str, is_unified: bool) -> PurePosixPath | None:
         if colon and is_ours:
             return PurePosixPath(path.removesuffix(" (deleted)"))
     return None
-
-
-def _path_in_mount(path: PurePosixPath, mount_root: PurePosixPath) -> PurePosixPath:
-    """The group's path below the mount point, which shows the hierarchy from `mount_root` on."""
-    try:
-        inside = path.relative_to(mount_root)
-    except ValueError:
-        # A namespace hides how the two relate: what is mounted is then the best view of our own group.
-        return PurePosixPath()
-    return PurePosixPath() if ".." in inside.parts else inside
-
-
-def _legacy_limit(levels: list[Path]) -> int | None:
-    for level in levels:
-        for line in _read(level / "memory.stat").splitlines():
-            key, _, value = line.partition(" ")
-            if key == "hierarchical_memory_limit":
-                return parse_limit(value)
-    return None
-
-
-def _unified_limit(levels: list[Path]) -> int | None:
-    limits = [limit for level in levels if (limit := parse_limit(_read(level / "memory.max"))) is not None]
-    return min(limits, default=None)
 
 
 def parse_limit(text: str) -> int | None:

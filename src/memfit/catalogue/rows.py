@@ -37,48 +37,30 @@ def read_rows() -> tuple[Row, ...]:
 
     text = files("memfit.catalogue").joinpath("devices.json").read_text(encoding="utf-8")
     content = json.loads(text)
-    return (*map(_cuda_row, content["cuda"]), *map(_host_row, content["host"]))
+    return tuple(_row(kind, entry) for kind in (Kind.CUDA, Kind.HOST) for entry in content[kind.value])
 
 
-def _cuda_row(entry: dict[str, Any]) -> Row:
-    major, minor = entry["capability"]
-    num_multiprocessors = entry["num_multiprocessors"]
-    context_bytes = entry.get("context_bytes") or assume_context_bytes((major, minor), num_multiprocessors)
+def _row(kind: Kind, entry: dict[str, Any]) -> Row:
+    """A row of the file; one of the host's devices says nothing of memory, capability or context."""
+    capability = tuple(entry["capability"]) if "capability" in entry else None
+    context_bytes = entry.get("context_bytes")
+    if capability is not None and not context_bytes:
+        context_bytes = assume_context_bytes(capability, entry["num_multiprocessors"])
+    bandwidth = entry.get("bandwidth_gb_per_second")
     device = Device(
         name=entry["name"],
         title=entry["title"],
-        kind=Kind.CUDA,
-        nominal_bytes=entry["nominal_gib"] * GIB,
-        usable_bytes=entry["usable_bytes"],
-        usable_origin=Origin(entry["usable_origin"]),
-        capability=(major, minor),
-        num_multiprocessors=num_multiprocessors,
-        bandwidth_bytes_per_second=entry["bandwidth_gb_per_second"] * 1e9,
-        flops=_flops(entry),
+        kind=kind,
+        nominal_bytes=entry["nominal_gib"] * GIB if "nominal_gib" in entry else None,
+        usable_bytes=entry.get("usable_bytes"),
+        usable_origin=Origin(entry.get("usable_origin", Origin.ASSUMED)),
+        capability=capability,
+        num_multiprocessors=entry.get("num_multiprocessors"),
+        bandwidth_bytes_per_second=None if bandwidth is None else bandwidth * 1e9,
+        flops={dtype: rate * 1e12 for dtype, rate in entry.get("teraflops", {}).items()},
         context_bytes=context_bytes,
         context_origin=Origin.MEASURED if entry.get("context_source") else Origin.ASSUMED,
         source=entry["source"],
         date=entry["date"],
     )
     return Row(device, tuple(entry.get("aliases", ())), entry.get("context_source"))
-
-
-def _host_row(entry: dict[str, Any]) -> Row:
-    bandwidth = entry.get("bandwidth_gb_per_second")
-    device = Device(
-        name=entry["name"],
-        title=entry["title"],
-        kind=Kind.HOST,
-        nominal_bytes=None,
-        usable_bytes=None,
-        usable_origin=Origin.ASSUMED,
-        bandwidth_bytes_per_second=None if bandwidth is None else bandwidth * 1e9,
-        flops=_flops(entry),
-        source=entry["source"],
-        date=entry["date"],
-    )
-    return Row(device, tuple(entry.get("aliases", ())), None)
-
-
-def _flops(entry: dict[str, Any]) -> dict[str, float]:
-    return {dtype: rate * 1e12 for dtype, rate in entry.get("teraflops", {}).items()}

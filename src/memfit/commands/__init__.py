@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from memfit import _interrupts
 from memfit.commands import output
 from memfit.commands.parser import Parser, UsageError, add_aliases, nearest_options
+from memfit.core import interrupts as _interrupts
 from memfit.core.errors import MemfitError
 
 EXIT_FITS = 0
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = Parser(
         prog="memfit",
-        description="Know before you run: the memory of a training step on a GPU that is not there.",
+        description="Ends out-of-memory errors in training: know what fits, fit, survive, and feed large data.",
         epilog="Exit codes: 0 fits, 2 bad usage or input, 3 does not fit, 4 and 5 scripts only, 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=_version())

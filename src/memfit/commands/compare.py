@@ -9,7 +9,8 @@ Exit codes: 0 all fit, 3 at least one does not, 2 bad usage or input
 
 import argparse
 
-from memfit import _api, _estimator
+from memfit.api import estimate as _api
+from memfit.api.devices import resolve
 from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
 
 
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Estimates each and shows them in one table."""
-    devices = [_estimator.resolve(name) for name in arguments.devices or [None]]
+    devices = [resolve(name) for name in arguments.devices or [None]]
     results = []
     for target in arguments.targets:
         with output.progress(f"tracing {target}", quiet=arguments.json):

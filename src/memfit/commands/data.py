@@ -12,6 +12,7 @@ import argparse
 import re
 from dataclasses import replace
 
+import memfit
 from memfit.commands import EXIT_FITS, output
 from memfit.commands.parser import add_aliases
 from memfit.core.errors import BadInput
@@ -156,63 +157,60 @@ def _columns(given: str | None) -> list[str] | None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    from memfit.data.inspection import inspect
+    from memfit.reports.data.figures import inspection_report
 
-    found = inspect(
+    inspection = memfit.inspect_data(
         arguments.path,
         columns=_columns(arguments.columns),
         labels=arguments.labels,
-        follow_links=arguments.follow_links,
-        on_error=arguments.on_error,
         memory=arguments.memory,
         batch_size=arguments.batch_size,
+        options=memfit.StreamOptions(on_error=arguments.on_error, follow_links=arguments.follow_links),
     )
-    found = replace(found, warnings=tuple(map(_as_options, found.warnings)))
+    inspection = replace(inspection, warnings=tuple(map(_as_options, inspection.warnings)))
     if arguments.json:
-        output.print_json(found.to_json())
+        output.print_json(inspection.to_json())
     else:
-        output.print_inspection(found)
+        output.print_report(inspection_report(inspection))
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    from memfit.data.convert import convert
+    from memfit.reports.data.figures import conversion_report
 
     with output.transfer_progress("converting", quiet=arguments.quiet or arguments.json) as progress:
-        done = convert(
+        conversion = memfit.convert_data(
             arguments.source,
             arguments.destination,
             dtype=arguments.dtype,
-            chunk=arguments.chunk,
             columns=_columns(arguments.columns),
             labels=arguments.labels,
-            follow_links=arguments.follow_links,
             compression=arguments.compress,
-            allow_overflow=arguments.allow_overflow,
             overwrite=arguments.overwrite,
-            progress=progress,
+            options=memfit.ConvertOptions(
+                arguments.chunk, arguments.allow_overflow, arguments.follow_links, progress=progress
+            ),
         )
     if arguments.json:
-        output.print_json(done.to_json())
+        output.print_json(conversion.to_json())
     elif not arguments.quiet:
-        output.print_conversion(done)
+        output.print_report(conversion_report(conversion))
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    from memfit.data.speed import measure_speed
+    from memfit.reports.data.figures import speed_report
 
     with output.progress("measuring", quiet=arguments.json):
-        found = measure_speed(
+        speed = memfit.bench_data(
             arguments.path,
             columns=_columns(arguments.columns),
             labels=arguments.labels,
-            follow_links=arguments.follow_links,
-            on_error=arguments.on_error,
             batch_size=arguments.batch_size,
             memory=arguments.memory,
             num_workers=arguments.num_workers,
             seconds=arguments.seconds,
+            options=memfit.StreamOptions(on_error=arguments.on_error, follow_links=arguments.follow_links),
         )
     if arguments.json:
-        output.print_json(found.to_json())
+        output.print_json(speed.to_json())
     else:
-        output.print_speed(found)
+        output.print_report(speed_report(speed))

@@ -15,12 +15,13 @@ Exit codes: 0 fits, 3 does not fit, 4 the script failed, 5 it took no optimizer 
 
 import argparse
 
-from memfit import _api
+from memfit.api import dryrun as _api
 from memfit.commands import EXIT_INTERRUPTED, output, targets
-from memfit.core.dryrun import DryRun
+from memfit.core.dryrun import DryRun, DryRunOptions
 from memfit.core.errors import BadInput
 from memfit.core.progress import announce
-from memfit.runs.launch import Interrupted
+from memfit.processes.launch import Interrupted
+from memfit.reports.dryrun import figures
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,10 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
             module=arguments.module is not None,
             count=arguments.count,
             steps=arguments.steps,
-            scan=arguments.scan or 0,
-            checkpoint_folder=arguments.keep_checkpoints,
-            writable=arguments.allow_writes,
-            quiet_output=arguments.json,
+            options=DryRunOptions(
+                scan=arguments.scan or 0,
+                checkpoint_folder=arguments.keep_checkpoints,
+                writable=arguments.allow_writes,
+                quiet_output=arguments.json,
+            ),
         )
     except Interrupted as interrupted:
         _report(interrupted.run, arguments)
@@ -100,12 +103,9 @@ def _report(result: DryRun, arguments: argparse.Namespace) -> None:
     if arguments.json:
         output.print_json(result.to_json())
     else:
-        output.print_run(result)
+        output.print_report(figures.report(result))
     if draws:
         result.report(arguments.html)
-    if arguments.json:
-        return
-    if draws:
-        print(f"\npage written to {arguments.html}")
-    elif arguments.html:
-        print(f"\nno page: the run left nothing to draw in {arguments.html}")
+    if arguments.html and not arguments.json:
+        nothing = f"no page: the run left nothing to draw in {arguments.html}"
+        print(f"\npage written to {arguments.html}" if draws else f"\n{nothing}")

@@ -15,10 +15,10 @@ Exit codes: 0 fits, 3 does not fit (of several devices: on one of them), 2 bad u
 
 import argparse
 
-from memfit import _api, _estimator
+from memfit.api import estimate as _api
+from memfit.api.devices import resolve
 from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
-from memfit.core.estimate import Estimate
-from memfit.reports import device_tables
+from memfit.reports.estimate import device_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,26 +36,20 @@ def run(arguments: argparse.Namespace) -> int:
     with output.progress(f"tracing {arguments.target}", quiet=arguments.json):
         job = targets.load_job(arguments.target, arguments)
         # A name that is wrong is refused before the first trace.
-        devices = [_estimator.resolve(name) for name in arguments.devices or [None]]
+        devices = [resolve(name) for name in arguments.devices or [None]]
         results = [_api.estimate(job, device=device, batch_size=arguments.batch_size) for device in devices]
     if len(results) > 1:
-        return _report_several(results, arguments)
-    (result,) = results
-    if arguments.html:
-        result.report(arguments.html)
-    if arguments.json:
-        output.print_json(result.to_json())
+        if arguments.json:
+            output.print_json([result.to_json() for result in results])
+        else:
+            output.print_report(device_tables.estimates(results))
     else:
-        output.print_estimate(result)
         if arguments.html:
-            print(f"\npage written to {arguments.html}")
-    return EXIT_DOES_NOT_FIT if result.fits is False else EXIT_FITS
-
-
-def _report_several(results: list[Estimate], arguments: argparse.Namespace) -> int:
-    fit = all(result.fits is not False for result in results)
-    if arguments.json:
-        output.print_json([result.to_json() for result in results])
-    else:
-        output.print_devices_table(device_tables.estimates(results), fits=fit)
-    return EXIT_FITS if fit else EXIT_DOES_NOT_FIT
+            results[0].report(arguments.html)
+        if arguments.json:
+            output.print_json(results[0].to_json())
+        else:
+            output.print_estimate(results[0])
+            if arguments.html:
+                print(f"\npage written to {arguments.html}")
+    return EXIT_DOES_NOT_FIT if any(result.fits is False for result in results) else EXIT_FITS

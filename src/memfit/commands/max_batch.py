@@ -9,13 +9,13 @@ Exit codes: 0 found, 3 not even one sample fits (of several devices: on one of t
 """
 
 import argparse
-from typing import Any
 
-from memfit import _api, _estimator
+from memfit.api import max_batch as _api
+from memfit.api.devices import resolve
 from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
 from memfit.core.errors import BadInput
 from memfit.core.printing import printable
-from memfit.reports import device_tables
+from memfit.reports.estimate import device_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,27 +30,29 @@ def run(arguments: argparse.Namespace) -> int:
     candidates = _parse_candidates(arguments.candidates)
     with output.progress(f"tracing {arguments.target}", quiet=arguments.json):
         job = targets.load_job(arguments.target, arguments)
-        devices = [_estimator.resolve(name) for name in arguments.devices or [None]]
+        devices = [resolve(name) for name in arguments.devices or [None]]
         results = [_api.max_batch(job, device=device, candidates=candidates) for device in devices]
     if arguments.json:
-        answers = [_as_json(found) for found in results]
-        output.print_json(answers[0] if len(answers) == 1 else answers)
+        data = [
+            {
+                "batch_size": found.batch_size,
+                "limit": found.limit,
+                "device": found.estimate.device.name,
+                "tried": [{"batch_size": n, "peak_bytes": peak, "fits": fits} for n, peak, fits in found.tried],
+            }
+            for found in results
+        ]
+        output.print_json(data[0] if len(data) == 1 else data)
     elif len(results) > 1:
         subject = results[0].estimate.subject
         table = device_tables.batches(subject, [(found.batch_size, found.limit, found.estimate) for found in results])
-        output.print_devices_table(table, fits=all(found.limit is not None for found in results))
+        output.print_report(table)
     else:
         (found,) = results
         output.print_max_batch(found.tried, found.batch_size, found.limit, found.estimate.device)
         for note in found.estimate.notes if found.limit is not None else ():
             print(f"note: {printable(note.text)}")
     return EXIT_DOES_NOT_FIT if any(found.limit is None for found in results) else EXIT_FITS
-
-
-def _as_json(found: _api.MaxBatch) -> dict[str, Any]:
-    rows = [{"batch_size": n, "peak_bytes": peak, "fits": fits} for n, peak, fits in found.tried]
-    device = found.estimate.device.name
-    return {"batch_size": found.batch_size, "limit": found.limit, "device": device, "tried": rows}
 
 
 def _parse_candidates(text: str | None) -> list[int] | None:

@@ -9,23 +9,16 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from memfit.core.device import Device
-from memfit.core.dryrun import DryRun
 from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate
-from memfit.core.plan import Plan
 from memfit.core.printing import printable
 from memfit.core.progress import QUICK_SECONDS, announce, doing, is_seen
-from memfit.core.supervised import SupervisedRun
-from memfit.reports import plan_terminal, run_terminal, supervised_terminal, terminal
-from memfit.reports.parts import Part
+from memfit.reports import terminal
+from memfit.reports.parts import Report
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
-
-    from memfit.data.convert import Conversion
-    from memfit.data.inspection import Inspection
-    from memfit.data.speed import Speed
 
 # A file or a pipe has no width of its own, and the 80 columns that rich assumes would break every table.
 _PIPE_COLUMNS = 160
@@ -139,70 +132,29 @@ def print_error(
 
 def print_estimate(estimate: Estimate) -> None:
     """Writes one estimate."""
-    terminal.print_estimate(estimate, _console())
+    _console().print(terminal.render_estimate(estimate))
 
 
-def print_run(run: DryRun) -> None:
-    """Writes one dry run."""
-    _print(run_terminal.render_run(run))
-
-
-def print_plan(plan: Plan) -> None:
-    """Writes one plan."""
-    _print(plan_terminal.render_plan(plan))
-
-
-def print_supervised(run: SupervisedRun) -> None:
-    """Writes one supervised run, to standard error: standard output is the script's."""
-    _console(stderr=True).print(supervised_terminal.render_supervised(run))
-
-
-def print_devices_table(table: tuple[str, list[Part]], *, fits: bool | None) -> None:
-    """Writes one question asked of several devices."""
-    title, parts = table
-    _print(terminal.render_parts(title, [], parts, style=terminal.verdict_style(fits)))
+def print_report(report: Report, *, stderr: bool = False) -> None:
+    """Writes a report."""
+    _console(stderr=stderr).print(terminal.render_report(report))
 
 
 def print_comparison(estimates: Sequence[Estimate]) -> None:
     """Writes estimates side by side."""
-    _print(terminal.render_comparison(estimates))
-
-
-def print_inspection(found: "Inspection") -> None:
-    """Writes what a file of samples holds."""
-    from memfit.reports import data_terminal
-
-    _print(data_terminal.render_inspection(found))
-
-
-def print_conversion(done: "Conversion") -> None:
-    """Writes what a conversion did."""
-    from memfit.reports import data_terminal
-
-    _print(data_terminal.render_conversion(done))
-
-
-def print_speed(found: "Speed") -> None:
-    """Writes how fast a file of samples streams."""
-    from memfit.reports import data_terminal
-
-    _print(data_terminal.render_speed(found))
+    _console().print(terminal.render_comparison(estimates))
 
 
 def print_devices(devices: Sequence[Device]) -> None:
     """Writes the catalogue."""
-    _print(terminal.render_devices(devices))
+    _console().print(terminal.render_devices(devices))
 
 
 def print_max_batch(
     tried: Sequence[tuple[int, int, bool]], safe: int | None, limit: int | None, device: Device
 ) -> None:
     """Writes what a search for the largest batch found."""
-    _print(terminal.render_max_batch(tried, safe, limit, device))
-
-
-def _print(renderable: Any) -> None:
-    _console().print(renderable)
+    _console().print(terminal.render_max_batch(tried, safe, limit, device))
 
 
 def _console(*, stderr: bool = False) -> "Console":

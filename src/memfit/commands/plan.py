@@ -21,13 +21,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from memfit import _estimator, _plan, _script_plan
+import memfit
+from memfit.api.devices import resolve
 from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
 from memfit.core.device import Device
 from memfit.core.errors import BadInput
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.progress import announce
-from memfit.reports import device_tables
+from memfit.reports.estimate import device_tables
+from memfit.reports.plan import figures
 
 _FOR_TARGETS = ("batch_size", "optimizer", "sequence_length", "image_size")
 
@@ -37,12 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # The script's own options must not be taken for short forms of ours.
     parser.allow_abbrev = False
     parser.usage = "memfit plan TARGET [OPTIONS] | memfit plan [OPTIONS] --script SCRIPT ARGS..."
-    parser.add_argument(
-        "target",
-        metavar="TARGET",
-        nargs="?",
-        help=targets.FORMS,
-    )
+    parser.add_argument("target", metavar="TARGET", nargs="?", help=targets.FORMS)
     # What follows `--` in the arguments of a script ends up here.
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     targets.add_job_arguments(parser, of_plan=True)
@@ -67,8 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for memfit.load_plan")
     parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
-    code = "print the plain lines that do the same without memfit, only"
-    parser.add_argument("--code", action="store_true", help=code)
+    parser.add_argument(
+        "--code", action="store_true", help="print the plain lines that do the same without memfit, only"
+    )
     parser.add_argument(
         "--script",
         action=_Script,
@@ -110,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.code:
         print(plan.code(), end="")
     else:
-        output.print_plan(plan)
+        output.print_report(figures.report(plan))
         for what, path in (("plan", arguments.save), ("page", arguments.html)):
             if path:
                 print(f"\n{what} written to {path}")
@@ -137,25 +135,23 @@ def _plan_for_several(arguments: argparse.Namespace) -> int:
     for option in ("script", "save", "html", "code"):
         if getattr(arguments, option):
             targets.check_one_device(arguments, f"--{option}")
-    devices = [_estimator.resolve(name) for name in arguments.devices]
-    found: list[tuple[Device, Plan | PlanNotFound]] = []
-    for device in devices:
+    plans: list[tuple[Device, Plan | PlanNotFound]] = []
+    for device in [resolve(name) for name in arguments.devices]:
         try:
-            found.append((device, _planned(arguments, device)))
+            plans.append((device, _planned(arguments, device)))
         except PlanNotFound as error:
-            found.append((device, error))
+            plans.append((device, error))
     if arguments.json:
         output.print_json(
-            [plan.to_json() if isinstance(plan, Plan) else _smallest_as_json(plan, device) for device, plan in found]
+            [plan.to_json() if isinstance(plan, Plan) else _smallest_as_json(plan, device) for device, plan in plans]
         )
-    fit = all(isinstance(plan, Plan) for _, plan in found)
-    if not arguments.json:
-        output.print_devices_table(device_tables.plans(found), fits=fit)
-    return EXIT_FITS if fit else EXIT_DOES_NOT_FIT
+    else:
+        output.print_report(device_tables.plans(plans))
+    return EXIT_FITS if all(isinstance(plan, Plan) for _, plan in plans) else EXIT_DOES_NOT_FIT
 
 
 def _planned(arguments: argparse.Namespace, device: str | Device | None) -> Plan:
-    options = {
+    common: dict[str, Any] = {
         "device": device,
         "budget": arguments.budget,
         "precision": arguments.precision or "keep",
@@ -170,13 +166,13 @@ def _planned(arguments: argparse.Namespace, device: str | Device | None) -> Plan
                 "-m takes the dotted name of a module, such as --script -m my_package.train, but none was given."
             )
         script, given = (given[0], given[1:]) if module else (script, given)
-        seconds = arguments.seconds
-        return _script_plan.plan_script(script, given, module=module, seconds=seconds, quiet_output=True, **options)
+        rare = memfit.PlanOptions(seconds=arguments.seconds, quiet_output=True)
+        return memfit.plan_script(script, given, module=module, options=rare, **common)
     with output.progress(f"planning {arguments.target}", quiet=arguments.json):
         job = targets.load_job(arguments.target, arguments)
         measure = False if arguments.no_measure else None
-        size, seconds = arguments.batch_size, arguments.seconds
-        return _plan.plan(job, effective_batch=size, measure=measure, seconds=seconds, **options)
+        rare = memfit.PlanOptions(arguments.batch_size, measure, arguments.seconds)
+        return memfit.plan(job, options=rare, **common)
 
 
 def _script(arguments: argparse.Namespace) -> tuple[str, list[str]]:

@@ -15,12 +15,12 @@ try, 2 bad usage or input, 130 interrupted, 128 and the number of the signal tha
 
 import argparse
 
-from memfit import _run
+from memfit.api import run as _run
 from memfit.commands import output, targets
 from memfit.core.errors import BadInput
 from memfit.core.progress import announce
 from memfit.core.supervised import Outcome, SupervisedRun
-from memfit.reports import supervised_figures
+from memfit.reports.run import figures as supervised_figures
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,11 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _report(result: SupervisedRun, arguments: argparse.Namespace) -> None:
-    # Standard output is the script's.
     if arguments.json:
         output.print_json(result.to_json())
     elif len(result.attempts) > 1 or result.outcome is Outcome.OUT_OF_MEMORY:
-        output.print_supervised(result)
+        # Standard output is the script's.
+        output.print_report(supervised_figures.brief_report(result), stderr=True)
     elif result.outcome is not Outcome.INTERRUPTED:
         announce(supervised_figures.verdict(result))
     if arguments.html:

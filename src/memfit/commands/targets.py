@@ -10,7 +10,8 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from memfit import _api, _estimator
+from memfit.api.jobs import mend_torchvision, named_optimizer
+from memfit.api.named_job import named_job
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.job import OPTIMIZERS, PRECISIONS, Job, read_precision
 from memfit.core.progress import announce
@@ -76,12 +77,7 @@ class _Devices(argparse.Action):
 
 
 def check_one_device(arguments: argparse.Namespace, what: str) -> None:
-    """Refuses several devices where `what` is about one.
-
-    Args:
-        arguments: of the command.
-        what: that is for one device, such as "--html".
-    """
+    """Refuses several devices where `what` is about one."""
     if len(arguments.devices) > 1:
         raise BadInput(f"{what} is for one device, but {', '.join(arguments.devices)} were given. Name one at a time.")
 
@@ -121,7 +117,12 @@ def load_job(target: str, arguments: argparse.Namespace) -> Job:
         if value is not None and value < least:
             raise BadInput(f"--{option.replace('_', '-')} must be at least {least}, but {value} was given.")
     if target.partition(":")[0] in PREFIXES:
-        job = _named(target, arguments)
+        job = named_job(
+            target,
+            optimizer=arguments.optimizer or "adamw",
+            sequence_length=arguments.sequence_length,
+            image_size=arguments.image_size,
+        )
     else:
         job = _from_file(target)
         for option in ("sequence_length", "image_size"):
@@ -129,7 +130,7 @@ def load_job(target: str, arguments: argparse.Namespace) -> Job:
                 name = option.replace("_", "-")
                 announce(f"--{name} is for named models; {target} makes its own batch")
         if arguments.optimizer is not None:
-            job = replace(job, optimizer=_estimator.named_optimizer(arguments.optimizer))
+            job = replace(job, optimizer=named_optimizer(arguments.optimizer))
     changes: dict[str, Any] = {}
     if arguments.precision in PRECISIONS:
         changes["precision"] = arguments.precision
@@ -140,15 +141,6 @@ def load_job(target: str, arguments: argparse.Namespace) -> Job:
     return replace(job, **changes)
 
 
-def _named(target: str, arguments: argparse.Namespace) -> Job:
-    return _api.named_job(
-        target,
-        optimizer=arguments.optimizer or "adamw",
-        sequence_length=arguments.sequence_length,
-        image_size=arguments.image_size,
-    )
-
-
 def _from_file(target: str) -> Job:
     path, _, name = target.rpartition(":")
     if not path or not name:
@@ -157,12 +149,15 @@ def _from_file(target: str) -> Job:
         raise BadTarget(
             f"there is no file {path!r} in {os.getcwd()!r}. Write FILE.py:function with a path that exists."
         )
+    import difflib
+
     module = _load_module(path)
     function = getattr(module, name, None)
     if function is None:
-        raise BadTarget(
-            f"{path} has no function {name!r}.{_nearest(module, name)} It must define one that returns a memfit.Job."
-        )
+        known = [key for key, value in vars(module).items() if callable(value) or isinstance(value, Job)]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise BadTarget(f"{path} has no function {name!r}.{hint} It must define one that returns a memfit.Job.")
     if isinstance(function, Job):
         return function
     if not callable(function):
@@ -180,14 +175,6 @@ def _from_file(target: str) -> Job:
     return job
 
 
-def _nearest(module: ModuleType, name: str) -> str:
-    import difflib
-
-    functions = [key for key, value in vars(module).items() if callable(value) or isinstance(value, Job)]
-    close = difflib.get_close_matches(name, functions, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
 def _load_module(path: str) -> ModuleType:
     name = os.path.splitext(os.path.basename(path))[0]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -201,22 +188,17 @@ def _load_module(path: str) -> ModuleType:
         try:
             spec.loader.exec_module(module)
         except (RuntimeError, ImportError) as error:
-            if not _names_torchvision(error):
+            cause: BaseException | None = error
+            while cause is not None and "torchvision::" not in str(cause):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
                 raise
-            _api.mend_torchvision()
+            # A torchvision that doesn't match PyTorch's build.
+            mend_torchvision()
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise BadTarget(f"{path} can't be loaded: {_last_line(error, path)}") from error
     return module
-
-
-def _names_torchvision(error: BaseException | None) -> bool:
-    """Whether the cause of an import's failure is a torchvision that doesn't match PyTorch's build."""
-    while error is not None:
-        if "torchvision::" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _last_line(error: BaseException, path: str) -> str:

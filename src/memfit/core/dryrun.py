@@ -7,20 +7,21 @@ and nothing of each other.
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from memfit.core.device import Device, Origin
 from memfit.core.errors import BadFile
-from memfit.core.estimate import Estimate, read_device
+from memfit.core.estimate import Estimate
 from memfit.core.profile import Work
 from memfit.core.replay import AllocatorOptions, OutOfMemory
 from memfit.core.reporters import Reporters
 from memfit.core.settings import Settings
 from memfit.core.shown import Shown
 from memfit.core.timeline import Phase
-from memfit.core.typed_data import checked
+from memfit.core.typed_data import checked, made_of
 from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
@@ -100,11 +101,6 @@ class Failure:
         """The failure as a replay notes it."""
         return OutOfMemory(self.tick, self.requested_bytes, self.allocated_bytes, self.reserved_bytes)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Failure":
-        """The failure that `asdict` wrote."""
-        return cls(**{**data, "phase": Phase(data["phase"]), "by_category": dict(data["by_category"])})
-
 
 @dataclass(frozen=True, slots=True)
 class ScannedLeaf:
@@ -121,12 +117,6 @@ class ScannedLeaf:
     dtype: str
     smallest_shape: tuple[int, ...]
     largest_shape: tuple[int, ...]
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "ScannedLeaf":
-        """The leaf that `asdict` wrote."""
-        shapes = {name: tuple(map(int, data[name])) for name in ("smallest_shape", "largest_shape")}
-        return cls(**{**data, **shapes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +151,6 @@ class Scan:
     failure: Failure | None = None
     problem: str = ""
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Scan":
-        """The scan that `asdict` wrote."""
-        failure = data["failure"]
-        leaves = tuple(map(ScannedLeaf.from_json, data["leaves"]))
-        return cls(**{**data, "leaves": leaves, "failure": None if failure is None else Failure.from_json(failure)})
-
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -188,11 +171,6 @@ class Advice:
     keeps: str
     how: str
     origin: Origin
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Advice":
-        """The advice that `asdict` wrote."""
-        return cls(**{**data, "origin": Origin(data["origin"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,34 +199,22 @@ class Seen:
     autocast: bool = False
     batch_lines: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain structure that `json` can write."""
-        rows = [[w.module, w.phase.value, w.op, w.flops, w.moved_bytes, w.dtype] for w in self.work]
-        return {
-            "models": list(self.models),
-            "optimizers": list(self.optimizers),
-            "fusable": self.fusable,
-            "batch_size": self.batch_size,
-            "work": rows,
-            "recomputed": list(self.recomputed),
-            "autocast": self.autocast,
-            "batch_lines": list(self.batch_lines),
-        }
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Seen":
-        """What `to_json` wrote."""
-        rows = data["work"]
-        return cls(
-            tuple(data["models"]),
-            tuple(data["optimizers"]),
-            bool(data["fusable"]),
-            data["batch_size"],
-            tuple(Work(module, Phase(phase), op, *rest) for module, phase, op, *rest in rows),
-            tuple(data["recomputed"]),
-            bool(data["autocast"]),
-            tuple(data["batch_lines"]),
-        )
+@dataclass(frozen=True, slots=True)
+class DryRunOptions:
+    """What a dry run can be asked for beside the device and the number of steps.
+
+    Args:
+        scan: batches of the script's loader to look at for the largest; 0: none.
+        checkpoint_folder: where the files that the script writes are kept; they are not by default.
+        writable: folders in which what the script writes is real, such as downloads; made where they are missing.
+        quiet_output: send what the script prints to standard error.
+    """
+
+    scan: int = 0
+    checkpoint_folder: str | os.PathLike[str] | None = None
+    writable: Iterable[str | os.PathLike[str]] = ()
+    quiet_output: bool = False
 
 
 def _describe(run: "DryRun") -> str:
@@ -316,13 +282,7 @@ class DryRun(Shown):
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the self-contained HTML page of this run, whole or not at all."""
-        try:
-            reporters.write_page(self, os.fspath(path))
-        except OSError as error:
-            raise BadFile(
-                f"the page can't be written to {str(path)!r}: {error.strerror or error}. "
-                "Give the path of a file in a folder that exists and can be written to."
-            ) from error
+        reporters.report(self, path)
 
     @property
     def fatal(self) -> Failure | None:
@@ -354,30 +314,17 @@ class DryRun(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""
+        data = asdict(replace(self, estimate=None))
+        for name in ("seen", "suspicion"):
+            if not data[name]:
+                del data[name]
         return {
             "format": "memfit.dryrun",
             "version": FORMAT_VERSION,
-            "script": self.script,
-            "arguments": list(self.arguments),
-            "module": self.module,
-            "outcome": self.outcome.value,
+            **data,
+            "estimate": None if self.estimate is None else self.estimate.to_json(),
             "fits": self.fits,
             "exit_code_of_command": self.exit_code_of_command,
-            "num_steps": self.num_steps,
-            "steps_wanted": self.steps_wanted,
-            "num_devices": self.num_devices,
-            "failures": [asdict(failure) for failure in self.failures],
-            "error": self.error,
-            "exit_code": self.exit_code,
-            "advice": [asdict(advice) for advice in self.advice],
-            "redirected": self.redirected,
-            "scan": None if self.scan is None else asdict(self.scan),
-            "seconds": self.seconds,
-            "allocator": asdict(self.allocator),
-            "estimate": None if self.estimate is None else self.estimate.to_json(),
-            **({} if self.seen is None else {"seen": self.seen.to_json()}),
-            **({"suspicion": self.suspicion} if self.suspicion else {}),
-            "processes": self.processes,
         }
 
     @classmethod
@@ -389,28 +336,7 @@ class DryRun(Shown):
                 raise BadFile(
                     f"expected a memfit.dryrun of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
                 )
-            estimate, scan = data["estimate"], data["scan"]
-            run = cls(
-                script=data["script"],
-                arguments=tuple(data["arguments"]),
-                estimate=None if estimate is None else Estimate.from_json(estimate),
-                outcome=Outcome(data["outcome"]),
-                num_steps=int(data["num_steps"]),
-                steps_wanted=int(data["steps_wanted"]),
-                num_devices=int(data["num_devices"]),
-                failures=tuple(map(Failure.from_json, data["failures"])),
-                error=data["error"],
-                exit_code=data["exit_code"],
-                advice=tuple(map(Advice.from_json, data["advice"])),
-                redirected=dict(data["redirected"]),
-                scan=None if scan is None else Scan.from_json(scan),
-                seconds=float(data["seconds"]),
-                allocator=AllocatorOptions(**data["allocator"]),
-                seen=Seen.from_json(data["seen"]) if "seen" in data else None,
-                suspicion=str(data.get("suspicion", "")),
-                module=bool(data.get("module", False)),
-                processes=dict(data.get("processes", {})),
-            )
+            run = made_of(cls, data)
             checked(replace(run, estimate=None), "a dry run")
             return run
         except BadFile:
@@ -477,19 +403,10 @@ class Request:
         return self.batch_size is not None and (self.loader_ordinal is not None or bool(self.batch_lines))
 
     def to_json(self) -> dict[str, Any]:
-        """A plain structure that `json` can write: `device` is its name, `device_row` the whole of it."""
-        return {**asdict(self), "device": self.device.name, "device_row": asdict(self.device)}
+        """A plain structure that `json` can write."""
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> "Request":
         """The request that `to_json` wrote, from its structure or its text."""
-        data = dict(json.loads(data) if isinstance(data, str | bytes) else data)
-        device, settings = read_device(data.pop("device_row")), data.pop("settings", None)
-        return cls(
-            **{
-                **data,
-                "device": device,
-                **{name: tuple(data.get(name, ())) for name in ("arguments", "batch_lines", "writable", "layers")},
-            },
-            settings=None if settings is None else Settings.from_json(settings),
-        )
+        return made_of(cls, json.loads(data) if isinstance(data, str | bytes) else data)

@@ -70,3 +70,32 @@ class StepFailed(MemfitError):
 
 class MissingDependency(MemfitError):
     """An optional part that isn't installed."""
+
+
+EXTRAS = {
+    "bitsandbytes": "quantized",
+    "fsspec": "data",
+    "h5py": "data",
+    "jax": "jax",
+    "keras": "keras",
+    "optuna": "search",
+    "pillow": "data",
+    "pyarrow": "data",
+    "s3fs": "s3",
+    "tensorflow": "tensorflow",
+    "timm": "timm",
+    "torch": "torch",
+    "torchvision": "timm",
+    "transformers": "hf",
+}
+"""The extra of memfit that brings an optional package."""
+
+
+def how_to_install(package: str) -> str:
+    """The command that installs a package, with the extra that it belongs to.
+
+    >>> how_to_install("pyarrow"), how_to_install("hdf5plugin")
+    ("`pip install pyarrow` (memfit's extra 'data')", '`pip install hdf5plugin`')
+    """
+    extra = f" (memfit's extra {EXTRAS[package]!r})" if package in EXTRAS else ""
+    return f"`pip install {package}`{extra}"

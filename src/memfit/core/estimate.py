@@ -110,6 +110,7 @@ class Estimate(Shown):
         notes: assumptions made on the way.
         num_parameters: elements of all parameters.
         state_bytes: parameters, buffers, gradients and optimizer state, each in full, by category.
+        batch_bytes: the batch of one step.
         seconds: how long the estimate took.
         other_bytes: what other processes held on the device when all together held most; the timeline is that of one.
     """
@@ -128,6 +129,7 @@ class Estimate(Shown):
     notes: tuple[Note, ...] = ()
     num_parameters: int = 0
     state_bytes: dict[str, int] = field(default_factory=dict)
+    batch_bytes: int = 0
     seconds: float = 0.0
     other_bytes: int = 0
     rescale: "Callable[[int], Estimate] | None" = field(default=None, compare=False, repr=False)
@@ -152,13 +154,7 @@ class Estimate(Shown):
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the self-contained HTML page of this estimate, whole or not at all."""
-        try:
-            reporters.write_page(self, os.fspath(path))
-        except OSError as error:
-            raise BadFile(
-                f"the page can't be written to {str(path)!r}: {error.strerror or error}. "
-                "Give the path of a file in a folder that exists and can be written to."
-            ) from error
+        reporters.report(self, path)
 
     @property
     def is_at_most(self) -> bool:
@@ -265,6 +261,7 @@ class Estimate(Shown):
             "notes": [asdict(note) for note in self.notes],
             "num_parameters": self.num_parameters,
             "state_bytes": self.state_bytes,
+            "batch_bytes": self.batch_bytes,
             "seconds": self.seconds,
             "other_bytes": self.other_bytes,
             "origin": {
@@ -300,6 +297,7 @@ class Estimate(Shown):
                 notes=tuple(Note(**note) for note in data["notes"]),
                 num_parameters=int(data["num_parameters"]),
                 state_bytes={str(name): int(size) for name, size in data["state_bytes"].items()},
+                batch_bytes=int(data["batch_bytes"]),
                 seconds=float(data["seconds"]),
                 other_bytes=int(data.get("other_bytes", 0)),
             )

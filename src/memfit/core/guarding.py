@@ -1,13 +1,76 @@
-"""What the guard of a training loop says: a failure to get memory, the result of a step, and how a run can end."""
+"""What a guard and the training loop that it guards tell each other, and how a guarded run can end."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from memfit.core.errors import BadFile, MemfitError
-from memfit.core.settings import Settings
+from memfit.core.errors import BadFile, BadInput, MemfitError
+from memfit.core.settings import Settings, Weighting
 from memfit.core.shown import Shown
 from memfit.core.units import format_size
+
+AUTO = "auto"
+NEVER = 2**62
+"""More steps than any run has."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuardOptions:
+    """What a guard is rarely told.
+
+    Args:
+        scaler: a `torch.amp.GradScaler`, where the loss runs under float16 autocast.
+        ema: a `torch.optim.swa_utils.AveragedModel`, updated after every real update.
+        clip_value: greatest value of an element of a gradient.
+        clip: called with the model to clip its gradients in another way.
+        state: further objects with `state_dict` and `load_state_dict` that checkpoints hold, by name.
+        checkpoint_every: updates between two checkpoints; None: as often as costs 1% of the time, after 5 s at first
+            and in the end once a minute.
+        keep: how many checkpoints are kept.
+        micro_batch_size: samples of a micro-batch to begin with; None: the whole batch.
+        approximate: whether a batch may be split although its samples see each other, in the loss or in batch norms.
+        grow_after: good updates after which a larger micro-batch is tried again.
+        remember: whether what is found out is kept for later runs of the same model, shapes and device.
+    """
+
+    scaler: Any = None
+    ema: Any = None
+    clip_value: float | None = None
+    clip: Callable[[Any], Any] | None = None
+    state: dict[str, Any] | None = None
+    checkpoint_every: int | None = None
+    keep: int = 3
+    micro_batch_size: int | None = None
+    approximate: bool = False
+    grow_after: int = 100
+    remember: bool = True
+
+    def __post_init__(self) -> None:
+        check_counts(keep=self.keep, grow_after=self.grow_after)
+        optional = {"checkpoint_every": self.checkpoint_every, "micro_batch_size": self.micro_batch_size}
+        check_counts(**{name: value for name, value in optional.items() if value is not None})
+
+    def refuse(self, whose: str, instead: dict[str, str]) -> None:
+        """Refuses options that are set and that a guard doesn't take.
+
+        Args:
+            whose: guard it is, for the message.
+            instead: what to use in place of them, by the option's name.
+        """
+        for name, text in instead.items():
+            if getattr(self, name) != _DEFAULTS[name]:
+                raise BadInput(f"{whose} takes no {name}: {text}.")
+
+
+_DEFAULTS = {name: field.default for name, field in GuardOptions.__dataclass_fields__.items()}
+
+
+def check_counts(**counts: object) -> None:
+    """Refuses what isn't a whole number from 1 up."""
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise BadInput(f"{name} must be a whole number from 1 up, but {value!r} was given.")
 
 
 class Where(StrEnum):
@@ -23,16 +86,18 @@ class OutOfMemory:
 
     Args:
         where: whose memory it was.
-        source: who said so: "torch", "cuda", "cublas", "cudnn", "nccl", "numpy", "python", "threads", "shared memory".
+        source: who said so: "torch", "cuda", "tensorflow", "xla", "numpy", "python", "worker", "shared memory", ...
         requested_bytes: what was asked for; None where the message doesn't say.
         free_bytes: what was left; None where the message doesn't say.
-        text: first line of the message.
+        total_bytes: what the device has or may use; None where the message doesn't say.
+        text: the line of the message that says so.
     """
 
     where: Where
     source: str
     requested_bytes: int | None = None
     free_bytes: int | None = None
+    total_bytes: int | None = None
     text: str = ""
 
 
@@ -47,6 +112,51 @@ class BatchSize:
 
     num_samples: int | None
     elements_per_sample: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fallbacks:
+    """What a loop can do where memory runs out.
+
+    Args:
+        stronger: settings to put on one after the other, each in place of the last one's fields.
+        whole_first: whether these come before smaller micro-batches.
+        grow_after: good steps after which a larger micro-batch is tried.
+        least_samples: that a micro-batch must have.
+        one_size: whether settings must serve batches of all sizes, for others mean a step that is compiled again.
+    """
+
+    stronger: tuple[dict[str, Any], ...] = ()
+    whole_first: bool = False
+    grow_after: int = 100
+    least_samples: int = 1
+    one_size: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How batches can be split.
+
+    Args:
+        weighting: how the losses of micro-batches add up; None: as the settings say.
+        refused: why batches aren't split, or "".
+        remark: what is approximate, or "".
+    """
+
+    weighting: Weighting | None = None
+    refused: str = ""
+    remark: str = ""
+
+
+class Blame(StrEnum):
+    """What an error that isn't about memory says about the settings in use."""
+
+    MOVES = "moves"
+    """The model can't have the stronger moves."""
+    PARTS = "parts"
+    """Its batches can't be split."""
+    SINGLE_SAMPLES = "single samples"
+    """Micro-batches need two samples."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -13,8 +13,8 @@ def limits() -> tuple[int | None, int | None]:
         return None, None
     import resource
 
-    found = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
-    data, space = (None if limit == resource.RLIM_INFINITY else limit for limit in found)
+    soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+    data, space = (None if limit == resource.RLIM_INFINITY else limit for limit in soft)
     return data, space
 
 

@@ -36,12 +36,12 @@ def plain_size(path: Path) -> int:
 
     Raises:
         NotPlain: it is something else.
-        OSError: that can't be found out, or there is nothing.
+        OSError: that can't be status out, or there is nothing.
     """
-    found = os.lstat(path)
-    if not stat.S_ISREG(found.st_mode):
-        raise NotPlain(found.st_mode)
-    return found.st_size
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise NotPlain(status.st_mode)
+    return status.st_size
 
 
 def open_plain(path: Path) -> BufferedReader:

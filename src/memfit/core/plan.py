@@ -3,15 +3,15 @@
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from memfit.core.device import Device, Origin
 from memfit.core.errors import BadFile, MemfitError
-from memfit.core.estimate import Estimate, Note, read_device
+from memfit.core.estimate import Estimate, Note
 from memfit.core.settings import Keeps, Settings
 from memfit.core.shown import Shown
-from memfit.core.typed_data import checked
+from memfit.core.typed_data import checked, made_of
 from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
@@ -245,27 +245,10 @@ class Plan(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""
-        return {
-            "format": "memfit.plan",
-            "version": FORMAT_VERSION,
-            "subject": self.subject,
-            "device": asdict(self.device),
-            "budget_bytes": self.budget_bytes,
-            "batch_size": self.batch_size,
-            "fits": self.fits,
-            "keeps": self.keeps.value,
-            "settings": self.settings.to_json(),
-            "moves": [asdict(move) for move in self.moves],
-            "before": asdict(self.before),
-            "after": asdict(self.after),
-            "seconds_before": asdict(self.seconds_before),
-            "seconds_after": asdict(self.seconds_after),
-            "front": [asdict(point) for point in self.front],
-            "refused": [asdict(refusal) for refusal in self.refused],
-            "notes": [asdict(note) for note in self.notes],
-            "planned_in_seconds": self.planned_in_seconds,
-            "framework": self.framework,
-        }
+        plain = asdict(replace(self, estimate_before=None, estimate_after=None))
+        del plain["estimate_before"], plain["estimate_after"]
+        header = {"format": "memfit.plan", "version": FORMAT_VERSION}
+        return {**header, **plain, "fits": self.fits, "keeps": self.keeps.value}
 
     @classmethod
     def from_json(cls, data: Any) -> "Plan":
@@ -276,24 +259,7 @@ class Plan(Shown):
                 raise BadFile(
                     f"expected a memfit.plan of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
                 )
-            plan = cls(
-                subject=data["subject"],
-                device=read_device(data["device"]),
-                budget_bytes=int(data["budget_bytes"]),
-                batch_size=data["batch_size"],
-                settings=Settings.from_json(data["settings"]),
-                moves=tuple(map(_read_move, data["moves"])),
-                before=_read_footprint(data["before"]),
-                after=_read_footprint(data["after"]),
-                seconds_before=_read_seconds(data["seconds_before"]),
-                seconds_after=_read_seconds(data["seconds_after"]),
-                front=tuple(Point(**{**p, "settings": Settings.from_json(p["settings"])}) for p in data["front"]),
-                refused=tuple(Refusal(**refusal) for refusal in data["refused"]),
-                notes=tuple(Note(**note) for note in data["notes"]),
-                planned_in_seconds=float(data["planned_in_seconds"]),
-                framework=str(data.get("framework", "torch")),
-            )
-            return checked(plan, "a plan")
+            return checked(made_of(cls, data), "a plan")
         except BadFile:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
@@ -308,19 +274,6 @@ def _written(write: Callable[[], object], what: str, path: str | os.PathLike[str
             f"the {what} can't be written to {str(path)!r}: {error.strerror or error}. "
             "Give the path of a file in a folder that exists and can be written to."
         ) from error
-
-
-def _read_move(data: dict[str, Any]) -> PlannedMove:
-    origins = {name: Origin(data[name]) for name in ("saves_origin", "costs_origin")}
-    return PlannedMove(**{**data, **origins, "keeps": Keeps(data["keeps"])})
-
-
-def _read_footprint(data: dict[str, Any]) -> Footprint:
-    return Footprint(**{**data, "origin": Origin(data.get("origin", Origin.SIMULATED))})
-
-
-def _read_seconds(data: dict[str, Any]) -> Seconds:
-    return Seconds(data["seconds"], Origin(data["origin"]))
 
 
 class PlanNotFound(MemfitError):

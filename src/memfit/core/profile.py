@@ -2,7 +2,7 @@
 
 For each module that could be computed again in the backward pass: when it runs, what it allocates that nobody else
 needs meanwhile, and what it costs. For each operator: the work it does. A profile is framework-free; an adapter makes
-one by running the step on shapes with closer observation (`adapters/torch/fitting/profile.py`).
+one by running the step on shapes with closer observation (`frameworks/torch/trace/profile.py`).
 
 Times are ticks of `timeline`. Calls of one module are listed one by one: a module that is called twice a step is
 computed again twice.

@@ -1,7 +1,10 @@
 """How a result shows itself: core can't import the reports, so whoever composes the parts says what to call."""
 
+import os
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from memfit.core.errors import BadFile
 
 Result = TypeVar("Result")
 
@@ -24,3 +27,13 @@ class Reporters(Generic[Result]):
     def use(self, describe: Callable[[Result], str], write_page: Callable[[Result, str], object]) -> None:
         """Sets what is called."""
         self.describe, self.write_page = describe, write_page
+
+    def report(self, result: Result, path: str | os.PathLike[str]) -> None:
+        """Writes the page of a result, whole or not at all; raises BadFile where that can't be."""
+        try:
+            self.write_page(result, os.fspath(path))
+        except OSError as error:
+            raise BadFile(
+                f"the page can't be written to {str(path)!r}: {error.strerror or error}. "
+                "Give the path of a file in a folder that exists and can be written to."
+            ) from error

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.core import env
+from memfit.core.typed_data import made_of
 
 EVENTS, TRACEBACK = "events.jsonl", "traceback.txt"
 """Names of the files of events and of the traceback that ended the script, which are beside the request."""
@@ -65,8 +66,7 @@ class RunRequest:
         data = json.loads(data) if isinstance(data, str | bytes) else data
         if not isinstance(data, dict):
             raise TypeError(f"a request is an object, not {type(data).__name__}")
-        known = {name: data[name] for name in cls.__slots__ if name in data}
-        return cls(**{**known, "arguments": tuple(known.get("arguments", ()))})
+        return made_of(cls, data)
 
 
 def current() -> RunRequest | None:
@@ -129,21 +129,16 @@ def read_events(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return events
 
 
-def earlier_events() -> list[dict[str, Any]]:
-    """The events of all attempts before this one, in order; none outside of a supervised run."""
-    request = current()
-    if request is None:
-        return []
-    # The supervisor gives each attempt a folder of its own, numbered, beside the others.
-    folder = Path(env.run_request()).absolute().parent
-    return [
-        event
-        for number in range(1, request.attempt)
-        for event in read_events(folder.with_name(f"{folder.name.rpartition('-')[0]}-{number}"))
-    ]
-
-
 def last_checkpoint() -> str | None:
     """Path of the newest checkpoint that an earlier attempt wrote and that is still there."""
-    paths = [event.get("path") for event in earlier_events() if event["event"] == "checkpoint"]
-    return next((path for path in reversed(paths) if isinstance(path, str) and os.path.exists(path)), None)
+    request = current()
+    if request is None:
+        return None
+    # The supervisor gives each attempt a folder of its own, numbered, beside the others.
+    folder = Path(env.run_request()).absolute().parent
+    for number in range(request.attempt - 1, 0, -1):
+        for event in reversed(read_events(folder.with_name(f"{folder.name.rpartition('-')[0]}-{number}"))):
+            path = event.get("path") if event["event"] == "checkpoint" else None
+            if isinstance(path, str) and os.path.exists(path):
+                return path
+    return None

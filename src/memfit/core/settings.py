@@ -7,10 +7,10 @@ read the same object, so that what was proven is what runs. The defaults leave t
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from memfit.core.errors import BadFile, BadInput
-from memfit.core.typed_data import checked
+from memfit.core.typed_data import Count, from_plain, mismatch
 
 
 class Keeps(StrEnum):
@@ -94,24 +94,24 @@ class Settings:
         donate: whether the update takes the place of the old parameters and state (JAX).
     """
 
-    micro_batches: int = 1
+    micro_batches: Annotated[int, 1] = 1
     weighting: Weighting = Weighting()
     precision: str | None = None
     checkpoint: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
-    cross_entropy_chunks: int = 0
+    cross_entropy_chunks: Count = 0
     kernels: OptimizerKernels = OptimizerKernels.KEEP
     state: OptimizerState = OptimizerState.KEEP
     step_in_backward: bool = False
     set_to_none: bool = True
     expandable_segments: bool = False
     channels_last: bool = False
-    num_devices: int = 1
+    num_devices: Annotated[int, 1] = 1
     shard_offload: bool = False
-    lora_rank: int = 0
+    lora_rank: Count = 0
     quantized_base: bool = False
     freeze: tuple[str, ...] = ()
-    micro_batch_size: int = 0
+    micro_batch_size: Count = 0
     jit_compile: bool | None = None
     donate: bool = False
 
@@ -127,6 +127,12 @@ class Settings:
             set_to_none=plain.set_to_none,
         )
 
+    @property
+    def num_changed(self) -> int:
+        """How many of them differ from the defaults, for a choice between equals."""
+        plain = Settings()
+        return sum(getattr(self, name) != getattr(plain, name) for name in Settings.__slots__ if name != "weighting")
+
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write."""
         return asdict(self)
@@ -138,34 +144,16 @@ class Settings:
         unknown = sorted(set(data) - known)
         if unknown:
             raise BadFile(f"settings that this version doesn't know: {', '.join(unknown)}. Update memfit.")
-        values = dict(data)
-        _check_types(values)
-        for name in ("checkpoint", "offload", "freeze"):
-            values[name] = tuple(map(str, values.get(name, ())))
-        settings = replace(
-            cls(**values),
-            weighting=Weighting(**values.get("weighting", {})),
-            kernels=OptimizerKernels(values.get("kernels", "keep")),
-            state=OptimizerState(values.get("state", "keep")),
-        )
-        return checked(settings, "settings")
-
-
-def _check_types(values: dict[str, Any]) -> None:
-    """Refuses what no version writes: words for numbers, a path where a list of them belongs."""
-    plain = Settings()
-    for name, value in values.items():
-        own = getattr(plain, name)
-        if name == "jit_compile":
-            right = value is None or isinstance(value, bool)
-        elif isinstance(own, bool):
-            right = isinstance(value, bool)
-        elif isinstance(own, int):
-            least = 1 if name in ("micro_batches", "num_devices") else 0
-            right = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        elif isinstance(own, tuple):
-            right = isinstance(value, list | tuple) and all(isinstance(path, str) for path in value)
-        else:
-            right = True
-        if not right:
-            raise BadFile(f"the setting {name} is {value!r}, which is none. Give a file that plan.save wrote.")
+        values: dict[str, Any] = {}
+        hints = get_type_hints(cls, include_extras=True)
+        for name, value in data.items():
+            hint = hints[name]
+            try:
+                values[name] = from_plain(hint, value)
+                is_right = isinstance(value, list | tuple) == (get_origin(hint) is tuple)
+                is_right = is_right and not mismatch(values[name], hint)
+            except (TypeError, ValueError, AttributeError):
+                is_right = False
+            if not is_right:
+                raise BadFile(f"the setting {name} is {value!r}, which is none. Give a file that plan.save wrote.")
+        return cls(**values)

@@ -2,14 +2,14 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
 from memfit.core.errors import BadFile
 from memfit.core.reporters import Reporters
 from memfit.core.shown import Shown
-from memfit.core.typed_data import checked
+from memfit.core.typed_data import checked, made_of
 from memfit.core.units import format_size
 
 FORMAT_VERSION = 1
@@ -150,21 +150,6 @@ class Attempt:
     guarded: bool = False
     swapped_bytes: int = 0
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Attempt":
-        """The attempt that `asdict` wrote."""
-        ending, peak = dict(data["ending"]), data["peak"]
-        process = ending["process"]
-        ending |= {"cause": Cause(ending["cause"]), "process": None if process is None else ProcessMemory(**process)}
-        return cls(
-            **{
-                **data,
-                "configuration": Configuration(**data["configuration"]),
-                "ending": Ending(**ending),
-                "peak": None if peak is None else ProcessMemory(**peak),
-            }
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -236,7 +221,7 @@ class SupervisedRun(Shown):
     limit_bytes: int | None = None
     limit_of: str = ""
     seconds: float = 0.0
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return reporters.describe(self)
@@ -254,51 +239,28 @@ class SupervisedRun(Shown):
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the self-contained HTML page of this run, whole or not at all."""
-        try:
-            reporters.write_page(self, os.fspath(path))
-        except OSError as error:
-            raise BadFile(
-                f"the page can't be written to {str(path)!r}: {error.strerror or error}. "
-                "Give the path of a file in a folder that exists and can be written to."
-            ) from error
+        reporters.report(self, path)
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""
-        history = [[s.seconds, s.script_bytes, s.others_bytes, s.group_bytes] for s in self.history]
         return {
             "format": "memfit.run",
             "version": FORMAT_VERSION,
-            **{name: getattr(self, name) for name in ("script", "exit_code", "budget_bytes", "limit_bytes")},
-            "arguments": list(self.arguments),
-            "attempts": [asdict(attempt) for attempt in self.attempts],
-            "outcome": self.outcome.value,
-            "history": history,
-            "marks": [asdict(mark) for mark in self.marks],
-            "limit_of": self.limit_of,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
+            **asdict(self),
+            # Thousands of them.
+            "history": [[s.seconds, s.script_bytes, s.others_bytes, s.group_bytes] for s in self.history],
         }
 
     @classmethod
     def from_json(cls, data: Any) -> "SupervisedRun":
         """The run that `to_json` wrote, from its structure or its text."""
         try:
-            data = dict(json.loads(data) if isinstance(data, str | bytes) else data)
-            found = (data.pop("format"), data.pop("version"))
-            if found != ("memfit.run", FORMAT_VERSION):
-                raise BadFile(f"expected a memfit.run of version {FORMAT_VERSION}, got {found[0]} {found[1]}.")
-            run = cls(
-                **{
-                    **data,
-                    "arguments": tuple(data["arguments"]),
-                    "attempts": tuple(map(Attempt.from_json, data["attempts"])),
-                    "outcome": Outcome(data["outcome"]),
-                    "history": tuple(Sample(*row) for row in data["history"]),
-                    "marks": tuple(Mark(**mark) for mark in data["marks"]),
-                    "notes": tuple(data["notes"]),
-                }
-            )
-            return checked(run, "a run")
+            data = json.loads(data) if isinstance(data, str | bytes) else data
+            kind = (data["format"], data["version"])
+            if kind != ("memfit.run", FORMAT_VERSION):
+                raise BadFile(f"expected a memfit.run of version {FORMAT_VERSION}, got {kind[0]} {kind[1]}.")
+            data = {**data, "history": [dict(zip(Sample.__slots__, row, strict=True)) for row in data["history"]]}
+            return checked(made_of(cls, data), "a run")
         except BadFile:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:

@@ -11,6 +11,7 @@ import reprlib
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import cache
 from typing import Annotated, Any, NotRequired, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -31,6 +32,33 @@ def checked(value: _Value, what: str) -> _Value:
     if problem:
         raise BadFile(f"not {what} written by memfit: {problem}")
     return value
+
+
+def from_plain(hint: Any, value: Any) -> Any:
+    """What an annotation says, made of plain data: the reverse of `asdict` and `json` for dataclasses.
+
+    A dataclass with a `from_json` of its own is read by that.
+    """
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        kinds = [kind for kind in args if kind is not types.NoneType]
+        return from_plain(kinds[0], value) if value is not None and len(kinds) == 1 else value
+    if origin is tuple:
+        kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
+        return tuple(from_plain(kind, part) for kind, part in zip(kinds, value, strict=True))
+    if origin is dict:
+        return {key: from_plain(args[1], part) for key, part in value.items()}
+    if is_dataclass(hint):
+        if hasattr(hint, "from_json"):
+            return hint.from_json(value)
+        return made_of(hint if isinstance(hint, type) else type(hint), value)
+    return hint(value) if isinstance(hint, type) and issubclass(hint, Enum) else value
+
+
+def made_of(kind: type[_Value], data: dict[str, Any]) -> _Value:
+    """A dataclass made of plain data, as `from_plain` reads its fields; unknown names are left out."""
+    names, hints = _names(kind) & data.keys(), get_type_hints(kind)
+    return kind(**{name: from_plain(hints[name], data[name]) for name in names})
 
 
 def mismatch(value: Any, hint: Any, where: str = "") -> str:

@@ -17,9 +17,8 @@ import numpy as np
 from memfit.core.errors import BadFile, BadInput
 from memfit.data.files import is_remote, open_file
 from memfit.data.source import Array, Source
-from memfit.data.sources.npy import NpySource
-from memfit.data.sources.npz import NpzSource, list_members
-from memfit.data.sources.opening import kind_of, missing
+from memfit.data.sources.npz import list_members
+from memfit.data.sources.opening import OPENERS, kind_of, missing
 
 _BLOCK_BYTES = 4 << 20
 """Bytes read at once where not all of them are kept."""
@@ -35,26 +34,22 @@ class ArrayFile:
 
     Args:
         source: with a single field.
+
+    Attributes:
+        name: its path.
+        dtype: as stored, in this machine's byte order.
     """
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._field = source.fields[0]
-
-    @property
-    def name(self) -> str:
-        """Its path."""
-        return self._source.name
+        self.name = source.name
+        self.dtype = self._field.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Lengths of its axes."""
-        return (self._source.num_samples, *self._field.shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """As stored, in this machine's byte order."""
-        return self._field.dtype
+        return (len(self), *self._field.shape)
 
     @property
     def ndim(self) -> int:
@@ -79,7 +74,9 @@ class ArrayFile:
         if isinstance(first, slice):
             return self._slice(first, rest)
         if isinstance(first, int):
-            row = self._checked(first)
+            if not -len(self) <= first < len(self):
+                raise IndexError(f"index {first} is out of bounds: {self.name} has {len(self)} rows")
+            row = first % len(self)
             return self._run(row, row + 1)[(0, *rest)]
         wanted = np.where(first < 0, first + len(self), first)
         if wanted.size and not (wanted.min() >= 0 and wanted.max() < len(self)):
@@ -172,11 +169,6 @@ class ArrayFile:
                 out[done:end] = self._run(start, stop)[rows[done:end] - start]
             done = end
 
-    def _checked(self, row: int) -> int:
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"index {row} is out of bounds: {self.name} has {len(self)} rows")
-        return row % len(self)
-
 
 def open_array(path: str | os.PathLike[str], *, key: str | None = None) -> ArrayFile:
     """An array in a file, to be indexed without loading it.
@@ -198,37 +190,28 @@ def open_array(path: str | os.PathLike[str], *, key: str | None = None) -> Array
     name = os.fspath(path)
     if not is_remote(name) and not os.path.exists(os.path.expanduser(name)):
         raise BadFile(missing(name))
-    source = _open(name, kind_of(name), key)
+    kind, columns = kind_of(name), None if key is None else [key]
+    if kind not in ("npy", "npz", "hdf5"):
+        raise BadInput(
+            f"{name!r} is of the kind {kind}, which has no rows that can be read by themselves; .npy, .npz and HDF5 "
+            "have. memfit.stream gives it batch by batch."
+        )
+    if kind == "npz" and columns is None:
+        columns = list(list_members(open_file(name)))
+        if len(columns) > 1:
+            raise BadInput(f"{name!r} has several arrays: {', '.join(map(repr, columns))}. Choose one with key=...")
+    source = OPENERS[kind](name, columns=columns, labels=None)
     if len(source.fields) != 1:
         names = ", ".join(repr(field.name) for field in source.fields)
         raise BadInput(f"{source.name} has several arrays: {names}. Choose one with key=...")
     return ArrayFile(source)
 
 
-def _open(name: str, kind: str, key: str | None) -> Source:
-    columns = None if key is None else [key]
-    if kind == "npy":
-        return NpySource(name, columns=columns)
-    if kind == "npz":
-        keys = list(list_members(open_file(name))) if columns is None else columns
-        if len(keys) > 1:
-            raise BadInput(f"{name!r} has several arrays: {', '.join(map(repr, keys))}. Choose one with key=...")
-        return NpzSource(name, columns=keys)
-    if kind == "hdf5":
-        from memfit.data.sources.hdf5 import open_hdf5
-
-        return open_hdf5(name, columns=columns, labels=None)
-    raise BadInput(
-        f"{name!r} is of the kind {kind}, which has no rows that can be read by themselves; .npy, .npz and HDF5 have. "
-        "memfit.stream gives it batch by batch."
-    )
-
-
 def _split(index: Any, shape: tuple[int, ...]) -> tuple[int | slice | Array, tuple[Any, ...]]:
     """The index of the first axis, as a number, slice or array of numbers, and those of the others."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    parts = [part if _is_simple(part) else _numbers(part) for part in parts]
-    used = sum(_num_axes(part) for part in parts)
+    parts = [part if part is None or isinstance(part, slice | EllipsisType) else _numbers(part) for part in parts]
+    used = sum(part.ndim if _is_mask(part) else part is not None and part is not Ellipsis for part in parts)
     if used > len(shape):
         raise IndexError(f"{used} axes are indexed, and there are {len(shape)}")
     places = [place for place, part in enumerate(parts) if part is Ellipsis]
@@ -240,20 +223,15 @@ def _split(index: Any, shape: tuple[int, ...]) -> tuple[int | slice | Array, tup
         parts = [slice(None)]
     if parts[0] is None:
         raise IndexError("a new axis can't come before the rows of a file; add it to what was read")
-    _check_mask(parts[0], shape)
-    masks = [np.nonzero(part) if isinstance(part, np.ndarray) and part.dtype == bool else (part,) for part in parts]
+    if _is_mask(parts[0]) and parts[0].shape != shape[: parts[0].ndim]:
+        raise IndexError(f"a mask of the shape {parts[0].shape} was given, and the array has the shape {shape}")
+    masks = [np.nonzero(part) if _is_mask(part) else (part,) for part in parts]
     first, *rest = (part for mask in masks for part in mask)
     return first, tuple(rest)
 
 
-def _check_mask(part: Any, shape: tuple[int, ...]) -> None:
-    is_mask = isinstance(part, np.ndarray) and part.dtype == bool
-    if is_mask and part.shape != shape[: part.ndim]:
-        raise IndexError(f"a mask of the shape {part.shape} was given, and the array has the shape {shape}")
-
-
-def _is_simple(part: Any) -> bool:
-    return part is None or isinstance(part, slice | EllipsisType)
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, np.ndarray) and part.dtype == bool
 
 
 def _numbers(part: Any) -> int | Array:
@@ -269,9 +247,3 @@ def _numbers(part: Any) -> int | Array:
     if array.ndim == 0 or array.dtype.kind not in "iub":
         raise IndexError(f"numbers, slices, lists or arrays of numbers, and masks are indices; {part!r} is none")
     return array if array.dtype == bool else array.astype(np.int64)
-
-
-def _num_axes(part: Any) -> int:
-    if part is None or part is Ellipsis:
-        return 0
-    return part.ndim if isinstance(part, np.ndarray) and part.dtype == bool else 1

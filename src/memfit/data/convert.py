@@ -12,15 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import format_size, parse_size
 from memfit.data.files import matches
 from memfit.data.journal import Journal
 from memfit.data.precision import Statistics, parse_dtype, target_dtypes
-from memfit.data.source import Field, Source
-from memfit.data.transfer import Done, Progress, Transfer, free_bytes
+from memfit.data.transfer import Progress, Transfer, free_bytes
 from memfit.data.writing import CLASSES_FILE, FIELDS_FILE, Target, plan_target
 
 
@@ -70,76 +67,71 @@ class Conversion:
     classes: tuple[str, ...] = ()
 
     @property
-    def max_relative_error(self) -> float:
-        """Of values that stay ordinary numbers; those that became zero or subnormal are counted instead."""
-        return max((field.statistics.max_relative_error for field in self.fields), default=0.0)
-
-    @property
-    def max_absolute_error(self) -> float:
-        """Of values that stay finite."""
-        return max((field.statistics.max_absolute_error for field in self.fields), default=0.0)
-
-    @property
-    def num_underflow(self) -> int:
-        """Values that became zero or subnormal."""
-        return sum(field.statistics.num_zeroed + field.statistics.num_subnormal for field in self.fields)
-
-    @property
-    def num_overflow(self) -> int:
-        """Values that became infinite."""
-        return sum(field.statistics.num_overflow for field in self.fields)
-
-    @property
-    def num_nan(self) -> int:
-        """Values that were no numbers before."""
-        return sum(field.statistics.num_nan for field in self.fields)
-
-    @property
-    def num_infinite(self) -> int:
-        """Values that were infinite before."""
-        return sum(field.statistics.num_infinite for field in self.fields)
+    def totals(self) -> dict[str, Any]:
+        """Of all fields: greatest errors, and numbers of values that were or became something special."""
+        found = [field.statistics for field in self.fields]
+        return {
+            # Of values that stay ordinary numbers; those that became zero or subnormal are counted instead.
+            "max_relative_error": max((each.max_relative_error for each in found), default=0.0),
+            "max_absolute_error": max((each.max_absolute_error for each in found), default=0.0),
+            "num_underflow": sum(each.num_zeroed + each.num_subnormal for each in found),
+            "num_overflow": sum(each.num_overflow for each in found),
+            "num_nan": sum(each.num_nan for each in found),
+            "num_infinite": sum(each.num_infinite for each in found),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        totals = ("max_relative_error", "max_absolute_error", "num_underflow", "num_overflow", "num_nan")
-        return {
-            "format": "memfit conversion",
-            "version": 1,
-            "origin": "measured",
-            **asdict(self),
-            **{name: getattr(self, name) for name in (*totals, "num_infinite")},
-        }
+        head = {"format": "memfit conversion", "version": 1, "origin": "measured"}
+        return {**head, **asdict(self), **self.totals}
 
 
-def convert(
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """What is seldom changed of a conversion.
+
+    Attributes:
+        chunk: bytes that are read and written at a time, and of an HDF5 chunk or a Parquet row group. By default 8
+            MiB for .npy and 1 MiB for the others, which shuffle the better the smaller their chunks are.
+        allow_overflow: let values become infinite that are too large for the new type.
+        follow_links: as for `memfit.stream`.
+        progress: called with the bytes of the source that are done, and all of them.
+    """
+
+    chunk: str | int | None = None
+    allow_overflow: bool = False
+    follow_links: bool = False
+    progress: Progress | None = None
+
+
+_DEFAULTS = ConvertOptions()
+
+
+def convert_data(
     source: Any,
     destination: str | os.PathLike[str],
     *,
     dtype: Any = None,
-    chunk: str | int | None = None,
     columns: Any = None,
     labels: Any = None,
-    follow_links: bool = False,
     compression: str | None = None,
-    allow_overflow: bool = False,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    options: ConvertOptions = _DEFAULTS,
 ) -> Conversion:
-    """Writes the samples of `source` to `destination`, in another type or format.
+    """Writes a file of samples in another type or format, whatever its size.
+
+    Nothing is loaded as a whole, nothing appears at the destination before it is complete, and what the new type did to
+    the numbers is measured. An interrupted conversion to .npy goes on where it was.
 
     Args:
         source: a path, or anything else that `memfit.stream` takes.
         destination: a file that ends in .npy, .h5 or .parquet, or a folder for one .npy file a field.
         dtype: for floating fields, or for features that are integers; None for the types they have.
-        chunk: bytes that are read and written at a time, and of an HDF5 chunk or a Parquet row group. By default 8
-            MiB for .npy and 1 MiB for the others, which shuffle the better the smaller their chunks are.
         columns: as for `memfit.stream`.
         labels: as for `memfit.stream`.
-        follow_links: as for `memfit.stream`.
         compression: "gzip" or "lzf" for HDF5, "gzip", "snappy" or "zstd" for Parquet.
-        allow_overflow: let values become infinite that are too large for the new type.
         overwrite: replace what is at the destination, and discard the unfinished file of another conversion.
-        progress: called with the bytes of the source that are done, and all of them.
+        options: size of chunks, overflows, links and a function that is told of the progress.
 
     Raises:
         BadInput: values don't fit the new type, or the options don't suit the data.
@@ -149,62 +141,55 @@ def convert(
 
     began = time.perf_counter()
     kind = parse_dtype(dtype)
-    chunk_bytes = None if chunk is None else parse_size(chunk)
+    chunk_bytes = None if options.chunk is None else parse_size(options.chunk)
     path = _local(destination)
     read = list(paths_of(source))
     _check_places(path, read, overwrite=overwrite)
-    opened = open_source(source, columns=columns, labels=labels, follow_links=follow_links)
+    opened = open_source(source, columns=columns, labels=labels, follow_links=options.follow_links)
     try:
-        target = _plan(opened, path, kind, chunk_bytes, compression)
+        for field in opened.fields:
+            if field.is_ragged:
+                raise BadInput(
+                    f"the samples of {field.name!r} differ in shape, and a file of samples has one shape. Bring them "
+                    "to one first, such as by resizing the images."
+                )
+        dtypes = target_dtypes(opened.fields, kind)
+        target = plan_target(
+            path,
+            tuple(replace(field, dtype=after) for field, after in zip(opened.fields, dtypes, strict=True)),
+            opened.num_samples,
+            read_bytes=opened.sample_bytes,
+            chunk_bytes=chunk_bytes,
+            compression=compression,
+            classes=opened.classes,
+        )
         journal = Journal(path)
-        options = {"columns": repr(columns), "labels": repr(labels), "allow_overflow": allow_overflow}
+        chosen = {"columns": repr(columns), "labels": repr(labels), "allow_overflow": options.allow_overflow}
         with _writable(path, journal):
             _check_room(path, target, journal)
             done = Transfer(
                 opened,
                 target,
                 journal,
-                options,
-                allow_overflow=allow_overflow,
+                chosen,
+                allow_overflow=options.allow_overflow,
                 discard_other=overwrite,
-                progress=progress,
+                progress=options.progress,
             ).run()
-        return _report(opened, target, done, read, path, time.perf_counter() - began)
     finally:
         opened.close()
-
-
-def _plan(
-    opened: Source, path: Path, dtype: np.dtype[Any] | None, chunk_bytes: int | None, compression: str | None
-) -> Target:
-    fields = opened.fields
-    _check_fields(fields)
-    dtypes = target_dtypes(fields, dtype)
-    return plan_target(
-        path,
-        tuple(replace(field, dtype=after) for field, after in zip(fields, dtypes, strict=True)),
-        opened.num_samples,
-        read_bytes=sum(field.sample_bytes for field in fields),
-        chunk_bytes=chunk_bytes,
-        compression=compression,
-        classes=opened.classes,
-    )
-
-
-def _report(opened: Source, target: Target, done: Done, read: Sequence[Path], path: Path, seconds: float) -> Conversion:
     fields = tuple(
         ConvertedField(before.name, before.shape, before.dtype.name, after.dtype.name, statistics)
         for before, after, statistics in zip(opened.fields, target.fields, done.statistics, strict=True)
     )
-    stored = opened.num_samples * sum(field.sample_bytes for field in opened.fields)
     return Conversion(
         opened.name,
         str(path),
         opened.num_samples,
         fields,
-        size_on_disk(read) or stored,
+        size_on_disk(read) or opened.total_bytes,
         size_on_disk([path]),
-        seconds,
+        time.perf_counter() - began,
         done.resumed_at,
         opened.classes,
     )
@@ -285,29 +270,17 @@ def _check_places(path: Path, read: Sequence[Path], *, overwrite: bool) -> None:
         raise BadFile(f"{str(path)!r} is not a file. Name another destination.")
 
 
-def _check_fields(fields: Sequence[Field]) -> None:
-    for field in fields:
-        if field.is_ragged:
-            raise BadInput(
-                f"the samples of {field.name!r} differ in shape, and a file of samples has one shape. Bring them to "
-                "one first, such as by resizing the images."
-            )
-
-
 @contextlib.contextmanager
 def _writable(path: Path, journal: Journal) -> Iterator[None]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = journal.locked(wait=False)
-        lock.__enter__()
-    except OSError as error:
-        raise BadFile(
-            f"{str(path)!r} can't be written: {error.strerror or error}. Name another destination."
-        ) from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(journal.locked(wait=False))
+        except OSError as error:
+            raise BadFile(
+                f"{str(path)!r} can't be written: {error.strerror or error}. Name another destination."
+            ) from error
         yield
-    finally:
-        lock.__exit__(None, None, None)
 
 
 def _check_room(path: Path, target: Target, journal: Journal) -> None:

@@ -7,18 +7,35 @@ which samples have not: so a run that covers them is read into scratch memory of
 Very short reads are served well by the cache, and very long ones better by the kernel's own reading ahead.
 """
 
+import ctypes
 import mmap
 import os
 import threading
+from contextlib import suppress
 
 import numpy as np
 
-from memfit.data.pages import HUGE_BYTES, pages
-
+HUGE_BYTES = 2 << 20
 LEAST_BYTES = 32 << 10
 MOST_BYTES = 2 << 20
 _PAGE_BYTES = mmap.PAGESIZE
 _SLOT_BYTES = 64 << 10
+
+
+def pages(size: int) -> memoryview:
+    """`size` bytes of zeros straight from the system, in huge pages where it has such; given back when unused.
+
+    The C library keeps large blocks that were freed by a thread for the next one of that thread, which may never come:
+    over a few epochs that is several times what a stream holds. And the disk is handed memory page by page, which costs
+    the less the larger they are.
+    """
+    mapping = mmap.mmap(-1, size + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    skipped = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % HUGE_BYTES
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Some kernels have none.
+        with suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE, skipped, size)
+    return memoryview(mapping)[skipped : skipped + size]
 
 
 class _Slot:
@@ -42,7 +59,6 @@ class _Slots:
         self._lock = threading.Lock()
 
     def take(self, length: int) -> _Slot:
-        """Memory on a page boundary, of at least `length` bytes."""
         size = -(-length // _SLOT_BYTES) * _SLOT_BYTES
         with self._lock:
             free = self._free.get(size)
@@ -66,8 +82,7 @@ def _start_anew() -> None:
     _slots = _Slots()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_start_anew)
 
 
 def is_worth_it(length: int) -> bool:
@@ -77,7 +92,7 @@ def is_worth_it(length: int) -> bool:
 
 def open_direct(path: str) -> int | None:
     """A descriptor for such reads; None where the file system has none."""
-    if not hasattr(os, "O_DIRECT") or not hasattr(os, "preadv"):
+    if not hasattr(os, "O_DIRECT"):
         return None
     try:
         number = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -110,7 +125,6 @@ def read_direct(descriptor: int, view: memoryview, offset: int) -> bool:
 
 
 def _memory(length: int) -> memoryview:
-    """Scratch memory of this thread, on a page boundary."""
     slot: _Slot | None = getattr(_slots.of_thread, "slot", None)
     if slot is None or len(slot.view) < length:
         slot = _slots.of_thread.slot = _slots.take(length)

@@ -8,14 +8,14 @@ alone, never from the number of workers or ranks, and so does the order.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from memfit.core.errors import BadInput
 from memfit.core.units import KIB, MIB, format_size
-from memfit.data.source import Array, Field, Layout
+from memfit.data.source import Field, Layout
 
 # Each can be dealt out evenly to the numbers of workers that people use most.
 _LANES = (24, 12, 8, 4, 2)
@@ -67,7 +67,7 @@ class Geometry:
 
     def to_json(self) -> dict[str, int]:
         """As plain data."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Geometry":
@@ -79,8 +79,11 @@ class Geometry:
     @property
     def is_sound(self) -> bool:
         """Whether an order can follow from it."""
-        return min(self.batch_size, self.num_lanes, self.num_merged) > 0 and (
-            self.num_samples == 0 or (self.window_samples > 0 and self.block_samples >= 0)
+        numbers = (self.batch_size, self.num_lanes, self.num_merged, self.window_samples, self.block_samples)
+        return (
+            min(numbers[:3]) > 0
+            and (self.num_samples == 0 or (self.window_samples > 0 and self.block_samples >= 0))
+            and max(numbers) < 2**63
         )
 
     @property
@@ -115,45 +118,49 @@ def sizes_of(fields: Sequence[Field], given: Sequence[np.dtype[Any]]) -> Sizes:
 def divide(
     num_samples: int, layout: Layout, sizes: Sizes, batch_size: int, memory_bytes: int, *, shuffle: bool
 ) -> Geometry:
-    """The division of `memory_bytes`.
-
-    Raises:
-        BadInput: if the budget can't hold what can't be avoided.
-    """
+    """The division of `memory_bytes`."""
     if layout.is_by_sample:
         # Each sample is as easily read as any other: one window with all of them, of which only the order is held.
         return Geometry(num_samples, batch_size, 1, num_samples, num_samples)
+
+    def capped(count: int) -> int:
+        return max(1, min(count, num_samples))
+
     usable = _usable_bytes(layout, sizes, batch_size, memory_bytes)
-    held = _held_bytes(sizes, shuffle=shuffle)
+    held = sizes.held_bytes + (_ROW_BYTES if shuffle else 0)
     if not shuffle:
-        window = _capped(usable // 4 // held, num_samples)
+        window = capped(usable // 4 // held)
         return Geometry(num_samples, batch_size, 1, window, window)
     # Bytes of a window's samples, beside which it holds their order.
     num_lanes, window_bytes = 1, usable // num_held(1) // held * sizes.held_bytes
-    natural = _natural_block_bytes(layout.edges, sizes.held_bytes)
-    if natural is None:
-        block_bytes = max(_MOST_BLOCK_BYTES, sizes.held_bytes, layout.read_bytes)
-    else:
-        block_bytes = max(_LEAST_BLOCK_BYTES, natural)
+    edges = layout.edges
+    natural = None
+    block_bytes, enough = max(_MOST_BLOCK_BYTES, sizes.held_bytes, layout.read_bytes), _ENOUGH_BLOCKS
+    if edges is not None and len(edges) >= 2:
+        natural = int((edges[-1] - edges[0]) / (len(edges) - 1) * sizes.held_bytes)
+        block_bytes, enough = max(_LEAST_BLOCK_BYTES, natural), _NATURAL_BLOCKS
     if num_samples * held <= usable // 2:
         window_bytes = num_samples * sizes.held_bytes
     else:
         for more in _LANES:
             less_bytes = usable // num_held(more) // held * sizes.held_bytes
-            if less_bytes >= (_ENOUGH_BLOCKS if natural is None else _NATURAL_BLOCKS) * block_bytes:
+            if less_bytes >= enough * block_bytes:
                 num_lanes, window_bytes = more, less_bytes
                 break
-    window = _capped(window_bytes // sizes.held_bytes, num_samples)
+    window = capped(window_bytes // sizes.held_bytes)
     if natural is not None:
         num_merged = max(1, min(max(_MERGED_BYTES, layout.read_bytes), window_bytes // _MANY_BLOCKS) // max(1, natural))
         return Geometry(num_samples, batch_size, num_lanes, window, 0, num_merged)
-    block = _block_samples(window_bytes, layout, sizes.held_bytes, num_samples)
+    num_blocks = _MANY_BLOCKS if window_bytes < _SMALL_WINDOW_BYTES else _ENOUGH_BLOCKS
+    block_bytes = min(window_bytes // num_blocks, max(_MOST_BLOCK_BYTES, layout.read_bytes))
+    block = max(1, block_bytes // sizes.held_bytes, -(-num_samples // _MOST_BLOCKS))
     return Geometry(num_samples, batch_size, num_lanes, window, block)
 
 
 def windows_bytes(geometry: Geometry, sizes: Sizes, *, shuffle: bool) -> int:
     """Bytes of all windows that are in memory at once, with the order of their samples."""
-    return geometry.num_windows_held * geometry.window_samples * _held_bytes(sizes, shuffle=shuffle)
+    held = sizes.held_bytes + (_ROW_BYTES if shuffle else 0)
+    return geometry.num_windows_held * geometry.window_samples * held
 
 
 def num_readers(layout: Layout, memory_bytes: int) -> int:
@@ -189,26 +196,3 @@ def _usable_bytes(layout: Layout, sizes: Sizes, batch_size: int, memory_bytes: i
             "data in smaller blocks: `memfit data convert`."
         )
     return usable
-
-
-def _held_bytes(sizes: Sizes, *, shuffle: bool) -> int:
-    return sizes.held_bytes + (_ROW_BYTES if shuffle else 0)
-
-
-def _natural_block_bytes(edges: Array | None, held_bytes: int) -> int | None:
-    if edges is None or len(edges) < 2:
-        return None
-    return int((edges[-1] - edges[0]) / (len(edges) - 1) * held_bytes)
-
-
-def _block_bytes(window_bytes: int, layout: Layout) -> int:
-    num_blocks = _MANY_BLOCKS if window_bytes < _SMALL_WINDOW_BYTES else _ENOUGH_BLOCKS
-    return min(window_bytes // num_blocks, max(_MOST_BLOCK_BYTES, layout.read_bytes))
-
-
-def _block_samples(window_bytes: int, layout: Layout, held_bytes: int, num_samples: int) -> int:
-    return max(1, _block_bytes(window_bytes, layout) // held_bytes, -(-num_samples // _MOST_BLOCKS))
-
-
-def _capped(count: int, num_samples: int) -> int:
-    return max(1, min(count, num_samples))

@@ -6,7 +6,7 @@ Only headers are read, and a few blocks for a first look at the values.
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +15,9 @@ from memfit.core.errors import BadInput
 from memfit.core.units import KIB, MIB, format_size, parse_size
 from memfit.data.convert import paths_of, size_on_disk
 from memfit.data.source import Array, Field, Layout, SampleSource, Source
+from memfit.data.sources.joined import Passing
 from memfit.data.storage import Storage, storage_of
-from memfit.data.stream import Stream
+from memfit.data.stream import DEFAULTS, Stream, StreamOptions
 
 # The first look: so many runs of samples, evenly over the data, and no more bytes than this.
 _NUM_LOOKS = 16
@@ -145,26 +146,26 @@ class Inspection:
         return {"format": "memfit inspection", "version": 1, "origins": origins, **asdict(self)}
 
 
-def inspect(
+def inspect_data(
     source: Any,
     *,
     columns: Any = None,
     labels: Any = None,
-    on_error: str = "fail",
-    follow_links: bool = False,
     memory: str | int = "512MiB",
     batch_size: int = 32,
+    options: StreamOptions = DEFAULTS,
 ) -> Inspection:
-    """What `source` holds, what loading it would cost and how it will stream.
+    """What a file of samples holds, what loading it would cost and how it will stream.
+
+    Only headers are read, and a few blocks for a first look at the values.
 
     Args:
         source: as for `memfit.stream`.
         columns: as for `memfit.stream`.
         labels: as for `memfit.stream`.
-        on_error: as for `memfit.stream`.
-        follow_links: as for `memfit.stream`.
         memory: the budget that it would be streamed with.
         batch_size: samples of a batch.
+        options: of which `on_error` and `follow_links` count.
 
     Raises:
         BadInput: it can't be streamed.
@@ -173,7 +174,7 @@ def inspect(
     if batch_size < 1:
         raise BadInput(f"batch_size must be at least 1, but {batch_size} was given.")
     memory_bytes = parse_size(memory)
-    opened, left_out = _open(source, columns, labels, {"on_error": on_error, "follow_links": follow_links})
+    opened, left_out = _open(source, columns, labels, options)
     paths = list(paths_of(source))
     try:
         streaming, problem = _streaming(opened, memory_bytes, batch_size)
@@ -187,7 +188,7 @@ def inspect(
             _look(opened),
             opened.classes,
             size_on_disk(paths) or None,
-            None if any(field.is_ragged for field in opened.fields) else loaded_bytes(opened),
+            None if any(field.is_ragged for field in opened.fields) else opened.total_bytes,
             storage.lines,
             host,
             host is not None and host == cgroup_limit_bytes(),
@@ -199,29 +200,25 @@ def inspect(
         opened.close()
 
 
-def _open(source: Any, columns: Any, labels: Any, options: dict[str, Any]) -> tuple[Source, str]:
+def _open(source: Any, columns: Any, labels: Any, options: StreamOptions) -> tuple[Source, str]:
     """The source, and what to say of columns that had to be left out: who looks at a table doesn't know them yet."""
     from memfit.data.sources.opening import open_source
     from memfit.data.sources.table_fields import UnusableColumns
 
+    reading: dict[str, Any] = {"on_error": options.on_error, "follow_links": options.follow_links}
     try:
-        return open_source(source, columns=columns, labels=labels, **options), ""
+        return open_source(source, columns=columns, labels=labels, **reading), ""
     except UnusableColumns as error:
         # Columns of a dict or a pair are not those of one table.
         if columns is not None or not error.usable or not isinstance(source, str | os.PathLike | list):
             raise
         try:
-            usable = open_source(source, columns=list(error.usable), labels=labels, **options)
+            usable = open_source(source, columns=list(error.usable), labels=labels, **reading)
         except BadInput:
             raise error from None
         names = ", ".join(map(repr, error.usable[:_MOST_NAMED]))
         more = len(error.usable) - _MOST_NAMED
         return usable, f"left out here: {error} Looked at: {names}{f' and {more} more' if more > 0 else ''}."
-
-
-def loaded_bytes(source: Source) -> int:
-    """What all samples take in memory, as stored."""
-    return source.num_samples * sum(field.sample_bytes for field in source.fields)
 
 
 def _savings(fields: Sequence[Field], num_samples: int) -> dict[str, int]:
@@ -238,21 +235,14 @@ def _savings(fields: Sequence[Field], num_samples: int) -> dict[str, int]:
     return found
 
 
-class _Unpacked:
-    """A source as it will be once it is unpacked."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self.layout = Layout()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-
 def _streaming(source: Source, memory_bytes: int, batch_size: int) -> tuple[Streaming | None, str]:
     """How it will stream; or None, and why it won't."""
     is_sequential = source.layout.is_sequential
-    read = cast(Source, _Unpacked(source)) if is_sequential else source
+    read = source
+    if is_sequential:
+        # As it will be once it is unpacked.
+        read = Passing(source, source.fields)
+        read.layout = Layout()
     try:
         stream = Stream(read, batch_size=batch_size, memory_bytes=memory_bytes)
     except BadInput as error:
@@ -266,12 +256,11 @@ def _streaming(source: Source, memory_bytes: int, batch_size: int) -> tuple[Stre
         num_blocks = -(-num_samples // max(1, geometry.block_samples))
     block_samples = num_samples / max(1, num_blocks)
     window_samples = min(geometry.window_samples, num_samples)
-    stored_bytes = sum(field.sample_bytes for field in source.fields)
     return Streaming(
         memory_bytes,
         batch_size,
         num_blocks,
-        round(block_samples * stored_bytes),
+        round(block_samples * source.sample_bytes),
         geometry.num_lanes,
         stream.window_bytes // max(1, geometry.num_windows_held),
         window_samples / block_samples,
@@ -310,11 +299,10 @@ def _look(source: Source) -> tuple[InspectedField, ...]:
 
 
 def _look_at_runs(source: Source, parts: list[list[Array]]) -> None:
-    sample_bytes = max(1, sum(field.sample_bytes for field in source.fields))
     num_looks = _NUM_LOOKS if source.layout.scratch_bytes <= _COSTLY_BYTES else 2
     if source.layout.is_sequential:
         num_looks = 1
-    length = max(1, _LOOK_BYTES // num_looks // sample_bytes)
+    length = max(1, _LOOK_BYTES // num_looks // max(1, source.sample_bytes))
     last = max(0, source.num_samples - length)
     for start in sorted({round(last * look / max(1, num_looks - 1)) for look in range(num_looks)}):
         stop = min(start + length, source.num_samples)
@@ -349,7 +337,7 @@ def _warnings(source: Source, streaming: Streaming | None, storage: Storage) -> 
     layout = source.layout
     if layout.is_sequential:
         yield (
-            f"{layout.reason.rstrip('.')}. It is unpacked to a scratch folder ({format_size(loaded_bytes(source))}) "
+            f"{layout.reason.rstrip('.')}. It is unpacked to a scratch folder ({format_size(source.total_bytes)}) "
             "when it is streamed for the first time; `memfit data convert` does that once and for all."
         )
     yield from storage.warnings

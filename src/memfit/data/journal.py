@@ -7,6 +7,7 @@ releases when its holder dies, keeps a second process from writing to the same p
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -17,11 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import BadFile
-
-try:
-    import fcntl
-except ImportError:  # Windows: two conversions to one place go unnoticed there
-    fcntl = None  # type: ignore[assignment,unused-ignore]
 
 _POLL_SECONDS = 0.2
 
@@ -76,17 +72,7 @@ class Journal:
 
     @contextmanager
     def locked(self, *, wait: bool) -> Iterator[None]:
-        """Nobody else writes to this destination meanwhile.
-
-        Args:
-            wait: for another process that does; otherwise that is an error.
-
-        Raises:
-            BadFile: another process is at it.
-        """
-        if fcntl is None:
-            yield
-            return
+        """Nobody else writes to this destination meanwhile."""
         descriptor = self._acquire(wait)
         try:
             yield
@@ -98,7 +84,7 @@ class Journal:
 
     def _acquire(self, wait: bool) -> int:
         while True:
-            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -33,12 +33,8 @@ class Span:
 class Window:
     """Samples that are in memory together.
 
-    Attributes:
-        lane: whose window.
-        first: number of its first sample in the lane.
-        spans: where its samples lie, in the order in which they are put into memory.
-        permutation: sample `i` of the window, in the order in which they are given out, is the `permutation[i]`-th
-            of those in memory; None where the two orders are the same.
+    Sample `i`, in the order in which they are given out, is the `permutation[i]`-th of those in the spans. `first` is
+    the number of its first sample in the lane.
     """
 
     lane: int

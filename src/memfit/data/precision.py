@@ -6,7 +6,8 @@ infinite). Everything is counted on small pieces that stay in the processor's ca
 less than reading it from a disk.
 """
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,21 +47,7 @@ class Statistics:
     maximum: float | None = None
     max_absolute_error: float = 0.0
     max_relative_error: float = 0.0
-    first_overflow: tuple[int, str] | None = None
-
-    def copy(self) -> "Statistics":
-        """As it is now."""
-        return replace(self)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Statistics":
-        """What `to_json` gave."""
-        first = data.get("first_overflow")
-        return cls(**{**data, "first_overflow": None if first is None else (int(first[0]), str(first[1]))})
+    first_overflow: Sequence[Any] | None = None
 
     def _widen(self, low: float, high: float) -> None:
         self.minimum = low if self.minimum is None else min(self.minimum, low)
@@ -93,9 +80,6 @@ def target_dtypes(fields: tuple[Field, ...], dtype: np.dtype[Any] | None) -> tup
 
     A floating type is for floating fields: images of bytes and numbers of classes stay as they are, unless no field
     is floating, when nothing else can have been meant. An integer type is for features of an integer type.
-
-    Raises:
-        BadInput: floating features would become integers.
     """
     if dtype is None:
         return tuple(field.dtype for field in fields)
@@ -134,11 +118,7 @@ class Converter:
         self._magnitude = np.empty(_PIECE, kind)
 
     def run(self, start: int, values: Array, out: Array) -> None:
-        """Converts the samples from number `start` on into `out`; both are C-contiguous.
-
-        Raises:
-            BadInput: an integer doesn't fit.
-        """
+        """Converts the samples from number `start` on into `out`; both are C-contiguous."""
         flat, target = values.reshape(-1), out.reshape(-1)
         with np.errstate(all="ignore"):
             for first in range(0, flat.size, _PIECE):
@@ -215,16 +195,12 @@ class Converter:
         num_overflow = int(np.count_nonzero(overflows))
         if num_overflow:
             position = int(np.argmax(overflows))
-            self._note_overflow(start, first + position, values[position], num_overflow)
+            found.num_overflow += num_overflow
+            if found.first_overflow is None:
+                found.first_overflow = [self._sample(start, first + position), str(values[position])]
             finite = values[is_finite]
             found._widen(float(finite.min()), float(finite.max()))
         return values[stays & is_finite], out[stays & is_finite]
-
-    def _note_overflow(self, start: int, position: int, value: Any, count: int) -> None:
-        found = self.statistics
-        found.num_overflow += count
-        if found.first_overflow is None:
-            found.first_overflow = (self._sample(start, position), str(value))
 
     def _exact(self, start: int, first: int, values: Array, out: Array) -> None:
         """Integers to a type that may not hold all of them, which is refused rather than rounded."""

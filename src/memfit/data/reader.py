@@ -73,14 +73,7 @@ class Assembly:
         return self._transforms.on_sample(*pair, (self._seed, epoch, number))
 
     def from_arrays(self, arrays: list[Array], numbers: Array | None, epoch: int, place: int) -> Any:
-        """The batch as the user gets it.
-
-        Args:
-            arrays: one a field.
-            numbers: of its samples in the source; needed where samples are transformed.
-            epoch: of the batch.
-            place: of its first sample in the epoch.
-        """
+        """The batch as the user gets it."""
         if numbers is None:
             return self._finish(*self._split(arrays), epoch, place)
         with self.own_randomness():
@@ -121,15 +114,7 @@ class Assembly:
 
 
 def read_epoch(assembly: Assembly, order: Order, share: Share, room: Room, *, epoch: int) -> Iterator[Any]:
-    """The batches of a share, one after the other.
-
-    Args:
-        assembly: of batches.
-        order: of the epoch.
-        share: which batches.
-        room: for samples in memory, beside the batch that is put together.
-        epoch: counted from 0.
-    """
+    """The batches of a share, one after the other."""
     if order.geometry.num_samples == 0:
         return iter(())
     if assembly.source.layout.is_by_sample:

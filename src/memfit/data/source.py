@@ -1,17 +1,24 @@
 """What a file of samples has to be able to do to be streamed.
 
-Every format is brought to the same small shape: a number of samples, the fields that each of them has, the places
-where reading may start without waste, and one call that reads a run of samples into arrays that the caller owns. All
-else (order, shuffling, budget, batches, workers) is the same for all formats and knows nothing of them.
+Every format is brought to the same small shape: a number of samples, the fields that each of them has, where reading
+may start without waste, and one call that reads a run of samples into arrays that the caller owns. All else (order,
+shuffling, budget, batches, workers) is the same for all formats and knows nothing of them.
 """
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from memfit.core.errors import BadFile, BadInput
+
 Array = np.ndarray[Any, np.dtype[Any]]
+_T = TypeVar("_T")
+# What a parent process has open, which a forked child may neither use nor close.
+_abandoned: list[object] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +57,8 @@ class Layout:
             the number of samples; None where a run of samples costs what its bytes cost, wherever it begins.
         scratch_bytes: memory that one `read` takes beside the caller's arrays, at most.
         read_bytes: what a read should bring at least, where each has a price of its own, as on a network.
-        is_sequential: whether the file can only be read from its beginning (compressed .npz, .csv.gz, a row group
-            larger than any window): it is unpacked to a scratch file before it is streamed.
+        is_sequential: whether the file can only be read from its beginning (compressed .npz, a row group larger
+            than any window): it is unpacked to a scratch file before it is streamed.
         is_by_sample: whether each sample is read by itself whatever its neighbours are: the source is a SampleSource.
         reason: why it is sequential, as a sentence for people; "" otherwise.
     """
@@ -64,35 +71,39 @@ class Layout:
     reason: str = ""
 
 
-class Source(Protocol):
+class Source:
     """Samples in a file or in several.
 
     It can be pickled and read after a fork: files are opened in the process that reads them. Several threads may call
     `read` at once.
+
+    Attributes:
+        name: what the user calls it: a path, or several.
+        fields: the arrays of a sample, in the order in which they are given out.
+        num_samples: samples in it.
+        layout: how it can be read.
+        classes: names of the classes that label numbers stand for; () where labels are as stored.
     """
 
-    @property
-    def name(self) -> str:
-        """What the user calls it: a path, or several."""
+    name: str
+    fields: tuple[Field, ...]
+    num_samples: int
+    layout: Layout
+    classes: tuple[str, ...] = ()
 
     @property
-    def fields(self) -> tuple[Field, ...]:
-        """The arrays of a sample, in the order in which they are given out."""
+    def sample_bytes(self) -> int:
+        """Bytes of one sample, as stored, all fields together."""
+        return sum(field.sample_bytes for field in self.fields)
 
     @property
-    def num_samples(self) -> int:
-        """Samples in it."""
-
-    @property
-    def layout(self) -> Layout:
-        """How it can be read."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes that label numbers stand for; () where labels are as stored."""
+    def total_bytes(self) -> int:
+        """Bytes of all samples in memory, as stored."""
+        return self.num_samples * self.sample_bytes
 
     def fingerprint(self) -> str:
         """Changes when the data does: from names, sizes and times of change, not from the contents."""
+        raise NotImplementedError
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
         """Fills `out`, one array a field, each of `stop - start` samples, with samples `start` to `stop`.
@@ -100,26 +111,104 @@ class Source(Protocol):
         The arrays are C-contiguous. They may have another dtype than the field; values are then converted as by
         `astype`. Raises BadFile where the file is damaged, with its name and the offset.
         """
+        raise NotImplementedError
 
     def drop(self, start: int, stop: int) -> None:
-        """These samples were read and won't be again soon: the kernel needn't keep their pages. A hint."""
+        """Tells that these samples won't be read again soon, so that the kernel needn't keep their pages."""
 
     def close(self) -> None:
         """Closes what this process has opened; a later read opens it again."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
 
-@runtime_checkable
-class SampleSource(Source, Protocol):
-    """A source whose samples are read one by one, such as files of images; `read` isn't called then."""
+
+class SampleSource(Source):
+    """A source whose samples are read one by one, such as files of images."""
 
     def read_sample(self, sample: int) -> tuple[Array, ...] | None:
         """One array a field; None where it can't be read and the user chose to skip such samples.
 
         Raises BadFile, with the sample's name, where the user chose to fail.
         """
+        raise NotImplementedError
 
     def stored_bytes(self, sample: int) -> int:
         """Bytes of its file."""
+        raise NotImplementedError
 
     def sample_name(self, sample: int) -> str:
         """What to call it in a message: its path."""
+        raise NotImplementedError
+
+    def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
+        """Fills `out` with samples `start` to `stop`, which must all be of one shape."""
+        for row, sample in enumerate(range(start, stop)):
+            values = self.read_sample(sample)
+            if values is None:
+                name = self.sample_name(sample)
+                raise BadFile(f"{name} can't be read, and a file of samples has no room for a gap.")
+            for array, value in zip(out, values, strict=True):
+                if array.shape[1:] != value.shape:
+                    raise BadInput(
+                        f"samples differ in shape: {self.sample_name(sample)} is {list(value.shape)}, and the first "
+                        f"one is {list(array.shape[1:])}. Bring them to one shape first, such as by resizing images."
+                    )
+                array[row] = value
+
+
+class PerThread(Generic[_T]):
+    """A value that each thread of each process makes for itself: it is neither pickled nor used after a fork.
+
+    Args:
+        per_process: whether the threads of a process share one value instead.
+    """
+
+    def __init__(self, *, per_process: bool = False) -> None:
+        self._per_process = per_process
+        self._start()
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._values: Any = _Shared() if self._per_process else threading.local()
+
+    def get(self, make: Callable[[], _T]) -> _T:
+        """The value, made now if there is none."""
+        if self._process != os.getpid():
+            # Also the lock, which another thread of the parent may have held.
+            _abandoned.append(self._values)
+            self._start()
+        value: _T | None = getattr(self._values, "value", None)
+        if value is None and not self._per_process:
+            value = self._values.value = make()
+        elif value is None:
+            with self._lock:
+                value = getattr(self._values, "value", None)
+                if value is None:
+                    value = self._values.value = make()
+        return value
+
+    def forget(self) -> None:
+        """Forgets the value of this thread."""
+        self._values.__dict__.clear()
+
+    def take_out(self) -> _T | None:
+        """Forgets the values of all threads; gives back that of this one where it is of this process."""
+        value: _T | None = getattr(self._values, "value", None)
+        if self._process != os.getpid():
+            _abandoned.append(self._values)
+            value = None
+        self._start()
+        return value
+
+    def __getstate__(self) -> bool:
+        return self._per_process
+
+    def __setstate__(self, per_process: bool) -> None:
+        self._per_process = per_process
+        self._start()
+
+
+class _Shared:
+    """The value of all threads."""

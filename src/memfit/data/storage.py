@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from memfit.core.env import spool_folder
 from memfit.core.errors import MemfitError
 from memfit.core.units import MIB, format_size
 from memfit.data.source import Field
@@ -138,12 +139,8 @@ def _arrow(path: str, fields: Sequence[Field]) -> Storage:
 
 def _csv(path: str, fields: Sequence[Field]) -> Storage:
     is_packed = path.lower().endswith(".gz")
-    lines = ("text, compressed with gzip" if is_packed else "text, one line a sample",)
-    warning = (
-        "text has to be parsed anew in every epoch, which is many times slower than reading numbers. "
-        "`memfit data convert` to .npy or .parquet parses it once."
-    )
-    return Storage(lines, (warning,), is_text=True)
+    text = "text, compressed with gzip" if is_packed else "text, one line a sample"
+    return Storage((f"{text}; converted once to Arrow in {spool_folder()!r}, and read from there",), is_text=True)
 
 
 _DESCRIBED = {"npy": _npy, "npz": _npz, "hdf5": _hdf5, "parquet": _parquet, "arrow": _arrow, "csv": _csv}

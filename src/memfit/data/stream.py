@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,22 +39,42 @@ _log = logging.getLogger("memfit")
 
 _FORMAT = 2
 # What a state holds, and of which type exactly: True is no number here, and 3.7 no place.
-_KINDS: dict[str, type] = {
-    "format": int,
-    "seed": int,
-    "epoch": int,
-    "samples": int,
+_KINDS = {
+    **dict.fromkeys(("format", "seed", "epoch", "samples"), int),
+    **dict.fromkeys(("fingerprint", "digest"), str),
     "shuffle": bool,
     "geometry": dict,
     "fields": list,
-    "fingerprint": str,
-    "digest": str,
 }
-# States of format 1 had no digest.
-_KINDS_BY_FORMAT = {1: {name: kind for name, kind in _KINDS.items() if name != "digest"}, _FORMAT: _KINDS}
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _ON_CHANGE = ("refuse", "warn")
 _FLOATING = ("float16", "float32", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """What is seldom changed of a stream.
+
+    Attributes:
+        seed: of the order and of random transforms.
+        batch_transform: function of a batch, as `transform` is of a sample.
+        dtype: that floating values are given in: float16, float32 or float64; None for as stored.
+        drop_last: whether samples that don't fill a batch on each rank are left out.
+        on_error: what to do with images that can't be read: "fail" or "skip".
+        on_change: what to do with a position that was saved before the files changed: "refuse" it, or "warn" and go on.
+        follow_links: whether to read folders and files outside of what was given that links in it lead to.
+    """
+
+    seed: int = 0
+    batch_transform: Callable[..., Any] | None = None
+    dtype: str | None = "float32"
+    drop_last: bool = False
+    on_error: str = "fail"
+    on_change: str = "refuse"
+    follow_links: bool = False
+
+
+DEFAULTS = StreamOptions()
 
 
 class Stream:
@@ -323,22 +344,31 @@ class Stream:
         fields, fingerprint = state["fields"], state["fingerprint"]
         if geometry.num_samples != self.num_samples or fields != self._described():
             raise BadInput(
-                f"the state is of other data: it was taken with {geometry.num_samples} samples of {_listed(fields)}, "
-                f"and {self.source.name} has {self.num_samples} of {_listed(self._described())}. Give the same files, "
-                "or begin anew."
+                f"the state is of other data: it was taken with {geometry.num_samples} samples of {', '.join(fields)}, "
+                f"and {self.source.name} has {self.num_samples} of {', '.join(self._described())}. Give the same "
+                "files, or begin anew."
             )
         is_odd = _FINGERPRINT.fullmatch(self._fingerprint) and not _FINGERPRINT.fullmatch(fingerprint)
         if not 0 <= place <= self.num_samples or epoch < 0 or not geometry.is_sound or is_odd:
             raise BadInput(f"the state of the stream is damaged: sample {place} of epoch {epoch}, {geometry}.")
         if is_shuffled != self.shuffle:
             raise BadInput(f"the state was taken with shuffle={is_shuffled}, and the stream has {self.shuffle}.")
-        if state["format"] == _FORMAT and state["digest"] != _digest(state):
+        if state["digest"] != _digest(state):
             raise BadInput(
                 "the state of the stream is damaged: it is not as `state_dict` returned it. Give it unchanged, or "
                 "begin anew."
             )
         if fingerprint != self._fingerprint:
-            self._tell_of_change()
+            what = f"{self.source.name} was written or copied since the position was saved, or has another name"
+            if self._on_change == "refuse":
+                raise BadInput(
+                    f"{what}: samples could come twice in this epoch, or not at all. Give the files as they were, or "
+                    'begin anew; where they hold the same, options=memfit.StreamOptions(on_change="warn") goes on.'
+                )
+            _log.warning(
+                "%s. If it holds the same, all is well; otherwise samples come twice in this epoch, or not at all.",
+                what,
+            )
         held = windows_bytes(geometry, self._sizes, shuffle=self.shuffle)
         if held > self.memory_bytes and not self.source.layout.is_by_sample:
             raise BadInput(
@@ -347,30 +377,17 @@ class Stream:
             )
         return geometry
 
-    def _tell_of_change(self) -> None:
-        what = f"{self.source.name} was written or copied since the position was saved, or has another name"
-        if self._on_change == "refuse":
-            raise BadInput(
-                f"{what}: samples could come twice in this epoch, or not at all. Give the files as they were, or begin "
-                'anew; where they hold the same, memfit.stream(..., on_change="warn") goes on.'
-            )
-        _log.warning(
-            "%s. If it holds the same, all is as it was; otherwise samples come twice in this epoch, or not at all.",
-            what,
-        )
-
 
 def _read_state(state: Any) -> Geometry:
     """The division of a state, which holds what a state holds, each of its type."""
     try:
-        if type(state["format"]) is not int or state["format"] not in _KINDS_BY_FORMAT:
+        if type(state["format"]) is not int or state["format"] != _FORMAT:
             raise BadInput(f"the state of a stream has format {state['format']!r}, and this version reads {_FORMAT}.")
-        kinds = _KINDS_BY_FORMAT[state["format"]]
-        for name, kind in kinds.items():
+        for name, kind in _KINDS.items():
             if type(state[name]) is not kind:
                 raise TypeError(f"{name} is {state[name]!r}, and not of type {kind.__name__}")
-        if len(state) > len(kinds):
-            raise TypeError(f"{sorted(map(str, set(state) - set(kinds)))} are no part of one")
+        if len(state) > len(_KINDS):
+            raise TypeError(f"{sorted(map(str, set(state) - set(_KINDS)))} are no part of one")
         if not all(type(field) is str for field in state["fields"]):
             raise TypeError(f"fields are {state['fields']!r}")
         return Geometry.from_json(state["geometry"])
@@ -384,10 +401,6 @@ def _digest(state: dict[str, Any]) -> str:
     """Of all that a state says of the order: one that was edited since, or read back in part, has another."""
     told = {name: value for name, value in state.items() if name not in ("digest", "fingerprint")}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _listed(fields: Any) -> str:
-    return ", ".join(map(str, fields)) if isinstance(fields, list) else repr(fields)
 
 
 def _floating(dtype: str | None) -> np.dtype[Any] | None:
@@ -409,9 +422,9 @@ def _floating(dtype: str | None) -> np.dtype[Any] | None:
 def given_dtypes(fields: Sequence[Field], dtype: str | None) -> tuple[np.dtype[Any], ...]:
     """Types that fields are given in, where floating values are given as `dtype`."""
     floating = _floating(dtype)
-    return tuple(_given_dtype(field, floating) for field in fields)
-
-
-def _given_dtype(field: Field, floating: np.dtype[Any] | None) -> np.dtype[Any]:
-    is_converted = field.dtype.kind == "f" or (field.is_tabular and not field.is_label)
-    return floating if floating is not None and is_converted else field.dtype
+    if floating is None:
+        return tuple(field.dtype for field in fields)
+    return tuple(
+        floating if field.dtype.kind == "f" or (field.is_tabular and not field.is_label) else field.dtype
+        for field in fields
+    )

@@ -7,11 +7,12 @@ blocks are in memory, whatever the size of the data.
 
 import contextlib
 import errno
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import MIB, format_size
 from memfit.data.journal import Journal
 from memfit.data.precision import Converter, Statistics
-from memfit.data.source import Array, SampleSource, Source
+from memfit.data.source import Array, Source
 from memfit.data.writing import Target, Writer, writer_for
 
 VERSION = 1
@@ -76,6 +77,8 @@ class Transfer:
         allow_overflow: let values that are too large become infinite.
         discard_other: throw away the unfinished file of another transfer to the same place.
         progress: called with the bytes of the source that are done, and all of them.
+        sync_bytes: that are written before they are forced to disk, from when on memory needn't hold them. Up to three
+            times as much is on its way, which a control group counts and the kernel can't take back meanwhile.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Transfer:
         allow_overflow: bool = False,
         discard_other: bool = False,
         progress: Progress | None = None,
+        sync_bytes: int | None = None,
     ) -> None:
         self._source = source
         self._target = target
@@ -95,7 +99,6 @@ class Transfer:
         self._allow_overflow = allow_overflow
         self._discard_other = discard_other
         self._progress = progress
-        self._sample_bytes = sum(field.sample_bytes for field in source.fields)
         self._identity = {
             "version": VERSION,
             "source": source.fingerprint(),
@@ -108,16 +111,12 @@ class Transfer:
         self._converters: list[Converter] = []
         self._syncing: deque[Future[None]] = deque()
         self._failure: OSError | None = None
+        self._sync_bytes = sync_bytes or _SYNC_BYTES
         self._unsynced_bytes = 0
         self._last_journal = 0.0
 
     def run(self) -> Done:
-        """Transfers what is left; at the end the file is complete and in its place.
-
-        Raises:
-            BadInput: values don't fit the new type, or an unfinished file belongs to another transfer.
-            BadFile: the source is damaged, or the destination can't be written.
-        """
+        """Transfers what is left; at the end the file is complete and in its place."""
         before = self._journal.read() if self._writer.is_resumable else None
         start, statistics = self._resume(before)
         try:
@@ -153,7 +152,7 @@ class Transfer:
                 f"other options. Run that one again to finish it, or discard it with --overwrite (overwrite=True)."
             )
         try:
-            statistics = [Statistics.from_json(each) for each in journal["statistics"]]
+            statistics = [Statistics(**each) for each in journal["statistics"]]
             return int(journal["num_durable"]), statistics
         except (KeyError, TypeError, ValueError):
             self._journal.discard()
@@ -177,10 +176,10 @@ class Transfer:
                     after = slots[(number + ahead) % len(slots)]
                     reading.append(reader.submit(self._read, after, *bounds[number + ahead]))
                 self._convert(slot, first, last)
-                snapshot = [converter.statistics.copy() for converter in self._converters]
+                snapshot = [replace(converter.statistics) for converter in self._converters]
                 slot.written = writer.submit(self._write, slot, first, last, snapshot, syncer)
                 if self._progress is not None:
-                    self._progress(last * self._sample_bytes, total * self._sample_bytes)
+                    self._progress(last * self._source.sample_bytes, self._source.total_bytes)
             for slot in slots:
                 if slot.written is not None:
                     slot.written.result()
@@ -204,16 +203,19 @@ class Transfer:
             slot.written.result()
         arrays = [array[: last - first] for array in slot.before]
         try:
-            read_block(self._source, first, last, arrays)
+            self._source.read(first, last, arrays)
             self._source.drop(first, last)
         except OSError as error:
             raise BadFile(f"{self._source.name} can't be read at sample {first}: {error.strerror or error}.") from error
 
     def _convert(self, slot: _Slot, first: int, last: int) -> None:
-        for converter, before, after in zip(self._converters, slot.before, slot.after, strict=True):
-            converter.run(first, before[: last - first], after[: last - first])
+        self._run_converters(slot, first, last)
         if not self._allow_overflow and any(each.statistics.num_overflow for each in self._converters):
             self._refuse_overflow(last)
+
+    def _run_converters(self, slot: _Slot, first: int, last: int) -> None:
+        for converter, before, after in zip(self._converters, slot.before, slot.after, strict=True):
+            converter.run(first, before[: last - first], after[: last - first])
 
     def _write(
         self, slot: _Slot, first: int, last: int, snapshot: Sequence[Statistics], syncer: ThreadPoolExecutor
@@ -228,7 +230,7 @@ class Transfer:
             self._failure = error
             raise
         self._unsynced_bytes += sum(array.nbytes for array in arrays)
-        if self._unsynced_bytes >= _SYNC_BYTES:
+        if self._unsynced_bytes >= self._sync_bytes:
             while len(self._syncing) >= _MOST_SYNCS:
                 self._syncing.popleft().result()
             self._unsynced_bytes = 0
@@ -239,8 +241,8 @@ class Transfer:
         now = time.monotonic()
         if self._writer.is_resumable and now - self._last_journal >= _JOURNAL_SECONDS:
             self._last_journal = now
-            found = [each.to_json() for each in statistics]
-            self._journal.write({**self._identity, "num_durable": num_durable, "statistics": found})
+            counted = [asdict(each) for each in statistics]
+            self._journal.write({**self._identity, "num_durable": num_durable, "statistics": counted})
 
     def _refuse_overflow(self, start: int) -> None:
         """Counts on for a while, so that the message tells one outlier from a type that doesn't suit the data."""
@@ -250,8 +252,7 @@ class Transfer:
         while start < total and time.monotonic() < end:
             last = min(start + self._target.block_samples, total)
             self._read(slot, start, last)
-            for converter, before, after in zip(self._converters, slot.before, slot.after, strict=True):
-                converter.run(start, before[: last - start], after[: last - start])
+            self._run_converters(slot, start, last)
             start = last
         where = next(each for each in self._converters if each.statistics.num_overflow)
         found = where.statistics
@@ -283,33 +284,8 @@ class Transfer:
         return BadFile(f"{destination!r} can't be written: {reason}. {kept}, or name another destination.")
 
 
-def read_block(source: Source, start: int, stop: int, arrays: Sequence[Array]) -> None:
-    """Fills arrays with samples, also of a source that gives them one by one.
-
-    Raises:
-        BadInput: samples differ in shape.
-    """
-    if not source.layout.is_by_sample:
-        source.read(start, stop, arrays)
-        return
-    assert isinstance(source, SampleSource)
-    for row, sample in enumerate(range(start, stop)):
-        values = source.read_sample(sample)
-        if values is None:
-            raise BadFile(f"{source.sample_name(sample)} can't be read, and a file of samples has no room for a gap.")
-        for array, value in zip(arrays, values, strict=True):
-            if array.shape[1:] != value.shape:
-                raise BadInput(
-                    f"samples differ in shape: {source.sample_name(sample)} is {list(value.shape)}, and the first one "
-                    f"is {list(array.shape[1:])}. Bring them to one shape first, such as by resizing the images."
-                )
-            array[row] = value
-
-
 def free_bytes(path: Path) -> int | None:
     """Room on the disk that `path` is or will be on; None where the system doesn't say."""
-    import shutil
-
     for folder in (path, *path.absolute().parents):
         if folder.exists():
             with contextlib.suppress(OSError):

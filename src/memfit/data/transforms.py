@@ -33,26 +33,19 @@ class Randomness(Protocol):
         """Begin at a number below 2**32."""
 
 
-class _Python:
-    def save(self) -> Any:
-        return random.getstate()
+@dataclass(frozen=True, slots=True)
+class _Functions:
+    """Random numbers of a module, by its functions."""
 
-    def restore(self, state: Any) -> None:
-        random.setstate(state)
-
-    def seed(self, number: int) -> None:
-        random.seed(number)
+    save: Callable[[], Any]
+    restore: Callable[[Any], None]
+    seed: Callable[[int], None]
 
 
-class _Numpy:
-    def save(self) -> Any:
-        return np.random.get_state()
-
-    def restore(self, state: Any) -> None:
-        np.random.set_state(state)
-
-    def seed(self, number: int) -> None:
-        np.random.seed(number)
+_OWN = (
+    _Functions(random.getstate, random.setstate, random.seed),
+    _Functions(np.random.get_state, np.random.set_state, np.random.seed),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +74,12 @@ class Transforms:
     ) -> None:
         self._sample = None if sample is None else _call_of(sample, "transform")
         self._batch = None if batch is None else _call_of(batch, "batch_transform")
-        self._randomness: tuple[Randomness, ...] = (_Python(), _Numpy(), *randomness)
+        self._more_randomness = tuple(randomness)
+
+    @property
+    def _randomness(self) -> tuple[Any, ...]:
+        # Not kept, since it can't be pickled.
+        return (*_OWN, *self._more_randomness)
 
     @property
     def changes_samples(self) -> bool:
@@ -141,12 +139,7 @@ class Transforms:
 
 
 def stack(values: Sequence[Any], names: Callable[[int], str]) -> Array:
-    """One array of samples that must agree in shape.
-
-    Args:
-        values: one a sample.
-        names: what to call the sample at a position, in a message.
-    """
+    """One array of samples that must agree in shape."""
     arrays = [_array(value, names, position) for position, value in enumerate(values)]
     first = arrays[0]
     # The type that holds all of them: in that of the first, fractions and the ends of texts could be lost.

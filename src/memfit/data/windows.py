@@ -5,6 +5,7 @@ again: fresh memory costs as much as the copy into it.
 """
 
 import itertools
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from memfit.data.direct_reads import HUGE_BYTES, pages
 from memfit.data.geometry import ALIGNMENT
 from memfit.data.order import Order, Piece, Span, numbers_of, row_dtype
-from memfit.data.pages import HUGE_BYTES, pages
 from memfit.data.schedule import Schedule
 from memfit.data.source import Array, Source
 
@@ -32,6 +33,8 @@ _GAP_BYTES = 64 << 10
 
 _STACK_BYTES = 1 << 20
 _starting = threading.Lock()
+# A fork waits until no thread is being started: its child would find the lock taken for ever.
+os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
 
 _Key = tuple[int, int]
 
@@ -122,6 +125,7 @@ class Windows:
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
     _pool: ThreadPoolExecutor | None = None
+    _process: int = field(default_factory=os.getpid)
 
     def numbers(self, piece: Piece) -> Array:
         """Numbers in the source of samples that are yet to be taken."""
@@ -150,6 +154,8 @@ class Windows:
 
     def close(self) -> None:
         """Ends the reading ahead and lets go of all memory."""
+        if self._process != os.getpid():
+            return  # a copy in a forked process, which has none of the threads and may find the lock taken for ever
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

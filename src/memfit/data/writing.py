@@ -9,15 +9,16 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 
-from memfit.core.errors import BadInput, MissingDependency
+from memfit.core.errors import BadInput, MissingDependency, how_to_install
 from memfit.core.units import MIB
+from memfit.data.files import drop_pages
 from memfit.data.source import Array, Field
 
 # Sequential formats are written by pieces of this size. The others are read by whole chunks, and a shuffle is the
@@ -66,25 +67,30 @@ class Target:
         return self.num_samples * sum(field.sample_bytes for field in self.fields)
 
 
-class Writer(Protocol):
+class Writer:
     """A file, or a folder of files, that is being written at its temporary place."""
 
-    is_resumable: bool
+    is_resumable = False
 
     def open(self, part: Path, num_durable: int) -> int:
         """Makes it ready for the samples after the first `num_durable`; says how many of those really are there."""
+        raise NotImplementedError
 
     def write(self, start: int, arrays: Sequence[Array]) -> None:
         """Appends samples, one array a field, the first of which has the number `start`."""
+        raise NotImplementedError
 
     def sync(self) -> None:
         """Forces what was written to disk and lets go of its pages; may be called while another thread writes."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Completes the file and forces it to disk."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Closes what is open, whether it is complete or not."""
+        raise NotImplementedError
 
 
 def kind_of(destination: Path) -> str:
@@ -114,20 +120,7 @@ def plan_target(
     compression: str | None = None,
     classes: tuple[str, ...] = (),
 ) -> Target:
-    """What is to be written to `destination`.
-
-    Args:
-        destination: decides on the format.
-        fields: as they are written.
-        num_samples: of each of them.
-        read_bytes: of one sample, as it is read.
-        chunk_bytes: written at a time; None for what suits the format.
-        compression: name of the method.
-        classes: names that the numbers of the labels stand for.
-
-    Raises:
-        BadInput: the format can't hold these fields, or doesn't know the compression.
-    """
+    """What is to be written to `destination`."""
     kind = kind_of(destination)
     if kind == "npy" and len(fields) > 1:
         names = ", ".join(field.name for field in fields)
@@ -160,11 +153,8 @@ def plan_target(
 
 def writer_for(target: Target) -> Writer:
     """The writer of a format."""
-    if target.kind == "hdf5":
-        return _Hdf5Writer(target)
-    if target.kind == "parquet":
-        return _ParquetWriter(target)
-    return NpyWriter(target)
+    kinds: dict[str, Callable[[Target], Writer]] = {"hdf5": _Hdf5Writer, "parquet": _ParquetWriter}
+    return kinds.get(target.kind, _NpyWriter)(target)
 
 
 def file_names(fields: Sequence[Field]) -> list[str]:
@@ -220,12 +210,8 @@ def _describe(target: Target, part: Path) -> None:
             os.fsync(file.fileno())
 
 
-class NpyWriter:
-    """One .npy file, or a folder with one for each field.
-
-    Args:
-        target: what is to be written.
-    """
+class _NpyWriter(Writer):
+    """One .npy file, or a folder with one for each field."""
 
     is_resumable = True
 
@@ -235,19 +221,18 @@ class NpyWriter:
         self._files: list[IO[bytes]] = []
 
     def open(self, part: Path, num_durable: int) -> int:
-        """Makes it ready for the samples after the first `num_durable`; says how many of those really are there."""
         fields = self._target.fields
+        paths = [part]
         if self._target.kind == "folder":
             part.mkdir(parents=True, exist_ok=True)
             paths = [part / name for name in file_names(fields)]
             _describe(self._target, part)
-        else:
-            paths = [part]
         for path in paths:
             path.touch()
             self._files.append(open(path, "r+b", buffering=0))  # noqa: SIM115 - closed by `close`
-        for file, field, header in zip(self._files, fields, self._headers, strict=True):
-            if os.fstat(file.fileno()).st_size < len(header) + num_durable * field.sample_bytes:
+        starts = [len(header) for header in self._headers]
+        for file, field, start in zip(self._files, fields, starts, strict=True):
+            if os.fstat(file.fileno()).st_size < start + num_durable * field.sample_bytes:
                 num_durable = 0
         for file, field, header in zip(self._files, fields, self._headers, strict=True):
             file.truncate(len(header) + num_durable * field.sample_bytes)
@@ -256,92 +241,78 @@ class NpyWriter:
         return num_durable
 
     def write(self, start: int, arrays: Sequence[Array]) -> None:
-        """Appends samples, one array a field, the first of which has the number `start`."""
         for file, field, header, array in zip(self._files, self._target.fields, self._headers, arrays, strict=True):
             if array.nbytes:
                 file.seek(len(header) + start * field.sample_bytes)
                 _write_all(file, array.reshape(-1).view(np.uint8).data)
 
     def sync(self) -> None:
-        """Forces what was written to disk and lets go of its pages."""
         for file in self._files:
             sync_and_drop(file.fileno())
 
     def finish(self) -> None:
-        """Completes the file and forces it to disk."""
         for file in self._files:
             os.fsync(file.fileno())
             sync_and_drop(file.fileno())
 
     def close(self) -> None:
-        """Closes what is open, whether it is complete or not."""
         for file in self._files:
             with contextlib.suppress(OSError):
                 file.close()
         self._files.clear()
 
 
-class _Hdf5Writer:
+class _Hdf5Writer(Writer):
     """A dataset for each field, in chunks along the first axis."""
-
-    is_resumable = False
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._file: Any = None
         self._datasets: list[Any] = []
-        self._disk: _PatientFile | None = None
+        self._disk: _PatientFile
 
     def open(self, part: Path, num_durable: int) -> int:
         try:
             import h5py
         except ImportError:
-            raise MissingDependency("HDF5 files need h5py: pip install h5py.") from None
+            raise MissingDependency(f"HDF5 files need h5py: {how_to_install('h5py')}.") from None
         target = self._target
         self._disk = _PatientFile(part)
         # The format of 1.8 and later, of 2008: the one before it has no room for the names of 4,096 classes or more.
         self._file = h5py.File(self._disk, "w", libver=("v108", "v108"))
         for field in target.fields:
             shape = (target.num_samples, *field.shape)
-            is_chunked = all(shape)
-            self._datasets.append(
-                self._file.create_dataset(
-                    field.name,
-                    shape,
-                    field.dtype,
-                    chunks=(target.block_samples, *field.shape) if is_chunked else None,
-                    compression=target.compression if is_chunked else None,
-                    shuffle=target.compression is not None and is_chunked,
-                )
-            )
-            self._datasets[-1].attrs[IS_LABEL] = field.is_label
+            options: dict[str, Any] = {}
+            if all(shape):
+                options["chunks"] = (target.block_samples, *field.shape)
+                options |= {"compression": target.compression, "shuffle": target.compression is not None}
+            dataset = self._file.create_dataset(field.name, shape, field.dtype, **options)
+            dataset.attrs[IS_LABEL] = field.is_label
             if target.is_named(field):
-                self._datasets[-1].attrs["classes"] = list(target.classes)
+                dataset.attrs["classes"] = list(target.classes)
+            self._datasets.append(dataset)
         return 0
 
     def write(self, start: int, arrays: Sequence[Array]) -> None:
         for dataset, array in zip(self._datasets, arrays, strict=True):
             if array.size:
                 dataset[start : start + len(array)] = array
-        assert self._disk is not None
         self._disk.check()
 
     def sync(self) -> None:
-        assert self._disk is not None
         sync_and_drop(self._disk.fileno())
 
     def finish(self) -> None:
-        assert self._disk is not None
         self._file.close()
         self._file = None
         self._disk.check()
-        sync_and_drop(self._disk.fileno())
+        self.sync()
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-        if self._disk is not None:
+        if hasattr(self, "_disk"):
             self._disk.close()
 
 
@@ -395,41 +366,37 @@ class _PatientFile(io.RawIOBase):
         super().close()
 
 
-class _ParquetWriter:
+class _ParquetWriter(Writer):
     """A column for each field, in row groups of one block; arrays are lists of a fixed size."""
-
-    is_resumable = False
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._writer: Any = None
-        self._file: Any = None
-        self._part = Path()
+        self._open_parts: list[Any] = []
 
     def open(self, part: Path, num_durable: int) -> int:
         try:
             import pyarrow
             from pyarrow import parquet
         except ImportError:
-            raise MissingDependency("Parquet files need pyarrow: pip install pyarrow.") from None
+            raise MissingDependency(f"Parquet files need pyarrow: {how_to_install('pyarrow')}.") from None
         columns = []
         for field in self._target.fields:
-            kind = pyarrow.from_numpy_dtype(field.dtype)
-            if self._target.is_named(field):
-                kind = pyarrow.string()
+            kind = pyarrow.string() if self._target.is_named(field) else pyarrow.from_numpy_dtype(field.dtype)
             for size in reversed(field.shape):
                 kind = pyarrow.list_(kind, size)
             columns.append(pyarrow.field(field.name, kind, nullable=False))
         self._part = part
         # As bytes: names that aren't UTF-8 are otherwise refused.
-        self._file = pyarrow.OSFile(os.fsencode(part), "wb")
+        file = pyarrow.OSFile(os.fsencode(part), "wb")
+        self._open_parts = [file]
         self._writer = parquet.ParquetWriter(
-            self._file,
+            file,
             pyarrow.schema(columns),
             compression=self._target.compression or "none",
             # Numbers that hardly repeat gain nothing from a dictionary, and cost one.
             use_dictionary=False,
         )
+        self._open_parts = [self._writer, file]
         return 0
 
     def write(self, start: int, arrays: Sequence[Array]) -> None:
@@ -448,22 +415,21 @@ class _ParquetWriter:
         self._writer.write_table(table, row_group_size=self._target.block_samples)
 
     def sync(self) -> None:
-        _sync_path(self._part)
+        descriptor = os.open(self._part, os.O_RDWR)
+        try:
+            sync_and_drop(descriptor)
+        finally:
+            os.close(descriptor)
 
     def finish(self) -> None:
-        self._writer.close()
-        self._writer = None
-        self._file.close()
-        _sync_path(self._part)
+        while self._open_parts:
+            self._open_parts.pop(0).close()
+        self.sync()
 
     def close(self) -> None:
-        if self._writer is not None:
+        while self._open_parts:
             with contextlib.suppress(OSError):
-                self._writer.close()
-            self._writer = None
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
+                self._open_parts.pop(0).close()
 
 
 def _write_all(file: IO[bytes], content: memoryview) -> None:
@@ -475,15 +441,4 @@ def _write_all(file: IO[bytes], content: memoryview) -> None:
 def sync_and_drop(descriptor: int) -> None:
     """Forces what was written to disk, after which the kernel needn't keep its pages."""
     getattr(os, "fdatasync", os.fsync)(descriptor)
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _sync_path(path: Path) -> None:
-    # Windows forces only files to disk that are open for writing.
-    descriptor = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
-    try:
-        sync_and_drop(descriptor)
-    finally:
-        os.close(descriptor)
+    drop_pages(descriptor)

@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from memfit.core.errors import MemfitError
-from memfit.core.guarding import BadCheckpoint, BatchSize, OutOfMemory
+from memfit.core.guarding import BadCheckpoint, BatchSize, Fallbacks, OutOfMemory
 from memfit.core.settings import OptimizerKernels, Settings, Weighting
 from memfit.core.typed_data import Count, mismatch
 
-_GROW_AFTER = 100
 # Sizes nearer to one that failed than this are not worth a replay.
 _NEAR = 0.9
 # More than any number of samples or elements.
@@ -41,32 +40,25 @@ class Attempts:
 
     Args:
         first: the settings to begin with.
-        stronger: settings to put on one after the other, each in place of the last one's fields.
-        whole_first: whether these come before smaller micro-batches.
-        grow_after: good steps after which a larger micro-batch is tried.
+        fallbacks: what there is to try.
     """
 
-    def __init__(
-        self,
-        first: Settings,
-        *,
-        stronger: Sequence[dict[str, Any]] = (),
-        whole_first: bool = False,
-        grow_after: int = _GROW_AFTER,
-    ) -> None:
+    def __init__(self, first: Settings, fallbacks: Fallbacks | None = None) -> None:
+        fallbacks = fallbacks or Fallbacks()
         self._base = first
-        self._stronger = list(stronger)
-        self._whole_first = whole_first
+        self._stronger = list(fallbacks.stronger)
+        self._whole_first = fallbacks.whole_first
+        self._one_size = fallbacks.one_size
         self._replan: Callable[[], Settings | None] | None = None
         self._level = 0
         self._bounds = _Bounds()
         self._planned_size = first.micro_batch_size
         self._good_steps = 0
-        self._grow_after = grow_after
+        self._grow_after = fallbacks.grow_after
         self._is_trial = False
         self._before_trial: tuple[int, _Bounds] | None = None
         """The level and its bounds, where the trial is one of weaker moves."""
-        self._least = 1
+        self._least = fallbacks.least_samples
         """Samples that a micro-batch must have."""
         self._update_failures = 0
         self.changed = False
@@ -75,10 +67,15 @@ class Attempts:
     @property
     def moves(self) -> Settings:
         """The settings in use, but for the micro-batch."""
-        return replace(self._base, **self._overrides())
+        return replace(self._base, **(self._stronger[self._level - 1] if self._level else {}))
 
     def settings(self, size: BatchSize) -> Settings:
-        """How to run a batch of this size now."""
+        """How to run a batch of this size now, or batches of all sizes where they have to be run alike."""
+        if self._one_size and size.num_samples is not None:
+            size = replace(size, num_samples=_ANY)
+        return self._settings_of_one(size)
+
+    def _settings_of_one(self, size: BatchSize) -> Settings:
         most = self._samples(size)
         if size.num_samples is None or most is None or most >= size.num_samples:
             return replace(self.moves, micro_batches=1, micro_batch_size=0)
@@ -103,15 +100,23 @@ class Attempts:
         self._good_steps += 1
         if self._good_steps < self._grow_after:
             return
-        if self._level and self.settings(size).micro_batches == 1:
+        if self._level and self._settings_of_one(size).micro_batches == 1:
             self._good_steps = 0
             self._weaken()
         elif self._bounds.most is not None:
             self._good_steps = 0
-            self._grow()
+            self._bounds.most = self._larger(self._bounds.most, self._bounds.bad)
+            self._is_trial = True
 
-    def failed(self, size: BatchSize, failure: OutOfMemory, *, in_update: bool) -> bool:
-        """A step ran out of memory; whether there is something else to try, which `settings` then gives."""
+    def failed(self, size: BatchSize, failure: OutOfMemory, *, in_update: bool, num_halvings: int = 1) -> bool:
+        """A step ran out of memory; whether there is something else to try, which `settings` then gives.
+
+        Args:
+            size: of the batch.
+            failure: what ran out.
+            in_update: whether it did so in the update, where smaller micro-batches don't help.
+            num_halvings: of the micro-batch that it takes at least.
+        """
         self.changed = True
         self._good_steps = 0
         if in_update:
@@ -134,7 +139,7 @@ class Attempts:
                 return True
         if self._whole_first and self._strengthen():
             return True
-        return self._shrink(size) or self._strengthen()
+        return self._shrink(size, num_halvings) or self._strengthen()
 
     def _used(self, size: BatchSize) -> float | None:
         if size.num_samples is None:
@@ -147,7 +152,9 @@ class Attempts:
         if self._planned_size:
             return self._planned_size
         if self._bounds.most is None:
-            return None
+            # Parts of which only the number is given.
+            parts = self._base.micro_batches
+            return -(-size.num_samples // parts) if parts > 1 and size.num_samples else None
         return max(self._least, int(self._bounds.most / size.elements_per_sample + 1e-6))
 
     def plan_with(self, replan: Callable[[], Settings | None]) -> None:
@@ -175,7 +182,7 @@ class Attempts:
 
     def adopt(self, planned: Settings, size: BatchSize) -> bool:
         """Goes on as planned; False where that is what is in use already."""
-        if planned == self.settings(size):
+        if planned == self._settings_of_one(size):
             return False
         self._base = replace(planned, micro_batches=1, micro_batch_size=0)
         self._level = 0
@@ -185,7 +192,7 @@ class Attempts:
         self._planned_size = 0
         return True
 
-    def _shrink(self, size: BatchSize) -> bool:
+    def _shrink(self, size: BatchSize, num_halvings: int) -> bool:
         now = self._samples(size) or size.num_samples
         if size.num_samples is None or now is None:
             return False
@@ -193,7 +200,7 @@ class Attempts:
         if now <= self._least:
             return False
         self._planned_size = 0
-        self._bounds.most = max(self._least, -(-now // 2)) * size.elements_per_sample
+        self._bounds.most = max(self._least, -(-now // 2**num_halvings)) * size.elements_per_sample
         return True
 
     def _strengthen(self) -> bool:
@@ -220,21 +227,12 @@ class Attempts:
         self._base = replace(self._base, kernels=OptimizerKernels.SINGLE)
         return True
 
-    def _grow(self) -> None:
-        most, bad = self._bounds.most, self._bounds.bad
-        if most is None:
-            return
-        wanted = most * 2
-        if bad is not None and wanted >= bad:
-            wanted = (most + bad) / 2
-            if most >= bad * _NEAR:
-                # All between is known; try what failed once more, for memory may have been given back.
-                wanted = most * 2
-        self._bounds.most = wanted
-        self._is_trial = True
-
-    def _overrides(self) -> dict[str, Any]:
-        return {} if not self._level else dict(self._stronger[self._level - 1])
+    @staticmethod
+    def _larger(most: float, bad: float | None) -> float:
+        # Near to what failed all is known; that is tried once more, for memory may have been given back.
+        if bad is None or most * 2 < bad or most >= bad * _NEAR:
+            return most * 2
+        return (most + bad) / 2
 
     # What lasts.
 
@@ -284,7 +282,10 @@ class Attempts:
         problem = mismatch(progress.get("update"), Count, "update")
         if problem:
             raise BadCheckpoint(f"the checkpoint's progress is none: {problem}")
-        _check(progress.get("attempts"))
+        if "attempts" not in progress:
+            raise BadCheckpoint("the checkpoint's progress has no attempts")
+        if progress["attempts"] is not None:
+            _check(progress["attempts"])
 
     def _go_on_with(self, trial: list[Any] | None) -> None:
         self._is_trial = trial is not None

@@ -29,14 +29,23 @@ class Ceilings:
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
         self._path = None if folder is None else Path(folder, "ceilings.json")
+        self._own: dict[str, dict[str, Any]] = {}
 
-    def get(self, key: str) -> dict[str, Any] | None:
-        """What was found for this key, or None."""
-        found = self._read().get(key)
-        return dict(found) if isinstance(found, dict) else None
+    def get(self, key: str, *, only_own: bool = False) -> dict[str, Any] | None:
+        """What was found for this key, or None.
+
+        Args:
+            key: from `key_of`.
+            only_own: whether only findings of this object count, and not those of earlier runs.
+        """
+        finding = self._own.get(key)
+        if finding is None and not only_own:
+            finding = self._read().get(key)
+        return dict(finding) if isinstance(finding, dict) else None
 
     def put(self, key: str, finding: dict[str, Any]) -> None:
-        """Keeps a finding; the oldest go when there are many. Where it can't be written, it is not kept."""
+        """Keeps a finding; the oldest go when there are many. Where it can't be written, later runs don't have it."""
+        self._own[key] = finding
         if self._path is None:
             return
         entries = self._read()

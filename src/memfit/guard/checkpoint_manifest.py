@@ -187,13 +187,20 @@ def discard(directory: Path, manifest: Manifest) -> list[str]:
     for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
         with contextlib.suppress(OSError):
             folder.rmdir()
-    left = sorted(name for name in os.listdir(directory) if name != NAME)
-    # Names that NFS gives to files which someone still has open, until they are closed.
-    if not any(name.startswith(".nfs") for name in left):
+    entries = set()
+    for current, inner, names in os.walk(directory):
+        links = [name for name in inner if os.path.islink(os.path.join(current, name))]
+        # A folder without anything in it is an entry, too.
+        kept = [*names, *links] or ([] if inner else [""])
+        entries |= {Path(current, name).relative_to(directory).as_posix() for name in kept}
+    entries -= {NAME, "."}
+    # What couldn't be removed just now, and names that NFS gives to files which someone still has open.
+    ours = {name for name in entries if name in manifest.files or PurePosixPath(name).name.startswith(".nfs")}
+    if not ours:
         (directory / NAME).unlink()
-    if not left:
-        directory.rmdir()
-    return left
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+    return sorted({PurePosixPath(name).parts[0] for name in entries - ours})
 
 
 def _reading(name: str, action: Callable[[], _Result]) -> _Result:

@@ -28,8 +28,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
+from memfit.core.adapter import Ranks, SingleProcess
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.guarding import BadCheckpoint
+from memfit.core.oom import clear_frames, recognise
 from memfit.core.plain_files import plain_size
 from memfit.core.units import format_size
 from memfit.guard.checkpoint_manifest import (
@@ -48,10 +52,6 @@ from memfit.guard.possession import UNSUPPORTED, Possession
 
 _FINISHED = re.compile(r"step-(\d+)(?:-(\d+))?")
 _TEMPORARY = re.compile(r"\.step-\d+(?:-\d+)?\.(?:tmp|old)-(\d+)-[0-9a-f]+")
-# Of the time of training, what checkpoints may cost where no interval is given; and the least time between two.
-_SHARE = 0.01
-_INTERVAL_SECONDS = 60.0
-_FIRST_INTERVAL_SECONDS = 5.0
 FULL = {errno.ENOSPC, errno.EDQUOT}
 # Network file systems fail for moments; what they hold is as it was afterwards.
 _RETRY_SECONDS = (0.1, 0.4, 1.0)
@@ -105,7 +105,7 @@ class Folder:
             raise BadInput(f"at least 1 checkpoint must be kept, and keep = {keep} was given")
         self.path = Path(path)
         self.keep = keep
-        self._announce = _warn if announce is None else announce
+        self._announce = announce or (lambda text: warnings.warn(text, RuntimeWarning, stacklevel=3))
         self._thread: threading.Thread | None = None
         self._unsaid: list[str] = []
         self._num_failed = 0
@@ -133,8 +133,10 @@ class Folder:
         try:
             self._possession.take()
             probe = self.path / f".probe-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-            probe.write_bytes(b"memfit")
-            probe.unlink()
+            try:
+                probe.write_bytes(b"memfit")
+            finally:
+                probe.unlink(missing_ok=True)
         except OSError as error:
             if error.errno == errno.EBUSY:
                 raise BadFile(f"checkpoints can't be written to {str(self.path)!r}: {error.strerror}.") from error
@@ -150,6 +152,7 @@ class Folder:
         *,
         info: dict[str, Any] | None = None,
         asynchronous: bool = False,
+        ranks: Ranks | None = None,
     ) -> bool:
         """Writes a checkpoint; False, with an announcement, where the system didn't let it.
 
@@ -159,29 +162,54 @@ class Folder:
             info: anything that JSON can hold.
             asynchronous: hash the files and force them to disk in a thread. True then means that the files are written;
                 whether the rest went well shows at the next call.
+            ranks: processes that write into one directory, which the first of them makes and finishes.
         """
+        ranks = ranks or SingleProcess()
         while True:
             writer: Writer | None = None
+            problem: OSError | None = None
             try:
-                writer = self.begin(step)
-                fill(writer.directory)
-                writer.finish(info, asynchronous=asynchronous)
-                return True
-            except OSError as error:
-                if writer is not None:
-                    writer.abandon()
-                if not self.make_room(error):
-                    self.failed(step, error)
-                    return False
+                try:
+                    writer = self.begin(step) if ranks.is_first else None
+                except OSError as error:
+                    problem = error
+                directory = ranks.share("" if writer is None else str(writer.directory))
+                try:
+                    if directory:
+                        fill(Path(directory))
+                except OSError as error:
+                    problem = error
+                except Exception as error:
+                    failure = recognise(error)
+                    if failure is None:
+                        raise
+                    # The update that it is of was made: training goes on, and the next checkpoint may fit.
+                    clear_frames(error)
+                    problem = OSError(errno.ENOMEM, f"memory ran out: {failure.text or type(error).__name__}")
+                failed = ranks.any(problem is not None)
+                is_full = failed and ranks.any(problem is not None and problem.errno in FULL)
+                if writer is not None and not failed:
+                    try:
+                        writer.finish(info, asynchronous=asynchronous)
+                    except OSError as error:
+                        problem, failed = error, True
+                if not ranks.any(failed):
+                    return True
             except BaseException:
                 if writer is not None:
                     writer.abandon()
                 raise
-
-    def failed(self, step: int, error: OSError) -> None:
-        """Announces that a checkpoint couldn't be written."""
-        self._note_failure(step, error)
-        self._say()
+            again = False
+            if ranks.is_first:
+                if writer is not None:
+                    writer.abandon()
+                problem = problem or OSError(errno.ENOSPC if is_full else errno.EIO, "another process can't write")
+                again = self.make_room(problem)
+                if not again:
+                    self._note_failure(step, problem)
+                    self._say()
+            if not ranks.share("again" if again else ""):
+                return False
 
     def make_room(self, error: OSError) -> bool:
         """Removes the oldest checkpoint where the disk is full; whether there is more room now.
@@ -208,7 +236,7 @@ class Folder:
             return False
         try:
             sizes = [sum(entry.size_bytes for entry in read(path).files.values()) for _, path in whole]
-            if _free_bytes(self.path) + sum(sizes[:-1]) < sizes[-1]:
+            if shutil.disk_usage(self.path).free + sum(sizes[:-1]) < sizes[-1]:
                 return False
             self._remove(whole[0][1])
         except (OSError, Damaged, BadCheckpoint):
@@ -247,11 +275,6 @@ class Folder:
             thread.join()
             self._thread = None
         self._say()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a checkpoint is being finished in a thread, so that a new one would have to wait."""
-        return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
         """Waits, and gives up possession of the folder."""
@@ -412,13 +435,13 @@ class Folder:
                     is_damaged = True
                 if is_damaged:
                     self._remove(path)
-                    swept = True
+                    swept |= not os.path.lexists(path)
         for path in self.path.iterdir():
             temporary = _TEMPORARY.fullmatch(path.name)
             if temporary and path.name not in self._own and self._is_stale(int(temporary[1])):
                 with contextlib.suppress(OSError, NotOurs, BadCheckpoint):
                     self._remove_left(path)
-                    swept = True
+                    swept |= not os.path.lexists(path)
         return swept
 
     def _remove(self, path: Path) -> None:
@@ -431,9 +454,14 @@ class Folder:
         hidden = self.path / f".{path.name}.old-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         os.rename(path, hidden)
         self._bad.discard(path.name)
+        self._discard(hidden, manifest, path)
+
+    def _discard(self, hidden: Path, manifest: Manifest, path: Path) -> None:
+        """Removes what a manifest claims; what stays gets its name back, where people look for it."""
         left = discard(hidden, manifest)
-        if left:
+        if os.path.lexists(hidden) and not os.path.lexists(path):
             os.rename(hidden, path)
+        if left:
             self._unsaid.append(f"what memfit didn't write stays in {path}: {', '.join(left[:5])}")
 
     def _remove_left(self, path: Path) -> None:
@@ -444,13 +472,13 @@ class Folder:
         try:
             plain_size(path / UNFINISHED)
         except FileNotFoundError:
-            discard(path, read(path))
+            self._discard(path, read(path), self.path / path.name[1:].partition(".old-")[0])
             return
         shutil.rmtree(path)
 
     def _is_stale(self, process: int) -> bool:
         # Whoever holds the lock is the only one that writes here, whatever process has that number by now.
-        return self._possession.is_locked or process == os.getpid() or not _is_alive(process)
+        return self._possession.is_locked or process == os.getpid() or not psutil.pid_exists(process)
 
     def _note_failure(self, step: int, error: OSError) -> None:
         """Announces the first failure of a kind, and then the second, fourth, eighth, ... in a row."""
@@ -463,7 +491,7 @@ class Folder:
         room = ""
         if error.errno in FULL:
             with contextlib.suppress(OSError):
-                room = f" {format_size(_free_bytes(self.path))} are free there."
+                room = f" {format_size(shutil.disk_usage(self.path).free)} are free there."
         self._unsaid.append(
             f"the checkpoint of step {step} can't be written to {str(self.path)!r}: {reason}.{room}{in_a_row} The "
             "training goes on; the checkpoints before it stay, and the next one is tried when it is due."
@@ -474,21 +502,14 @@ class Folder:
             self._announce(self._unsaid.pop(0))
 
 
+@dataclass(frozen=True, slots=True)
 class Writer:
-    """A checkpoint that is being written; made by `Folder.begin`.
+    """A checkpoint that is being written: its folder and step, where its files go until then, its name when it is."""
 
-    Args:
-        folder: where it will be.
-        step: updates of the parameters so far.
-        directory: where its files go until it is finished.
-        name: what its directory will be called.
-    """
-
-    def __init__(self, folder: Folder, step: int, directory: Path, name: str) -> None:
-        self.folder = folder
-        self.step = step
-        self.directory = directory
-        self.name = name
+    folder: Folder
+    step: int
+    directory: Path
+    name: str
 
     def finish(self, info: dict[str, Any] | None = None, *, asynchronous: bool = False) -> None:
         """All files are written: hashes them, forces them to disk, gives the checkpoint its name, removes old ones.
@@ -524,13 +545,6 @@ class Writer:
             self.folder._note_failure(self.step, problem)
 
 
-def is_time(passed_seconds: float, save_seconds: float, num_saved: int) -> bool:
-    """Whether another checkpoint is due, so long after the last one, by what that took and how many there were."""
-    # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
-    seldom = min(_INTERVAL_SECONDS, _FIRST_INTERVAL_SECONDS * 2**num_saved)
-    return bool(passed_seconds >= max(seldom, save_seconds / _SHARE))
-
-
 def _patiently(action: Callable[[], _Result]) -> _Result:
     """Tries again for a moment where something can't be read."""
     for seconds in _RETRY_SECONDS:
@@ -539,10 +553,6 @@ def _patiently(action: Callable[[], _Result]) -> _Result:
         except OSError:
             time.sleep(seconds)
     return action()
-
-
-def _free_bytes(path: Path) -> int:
-    return shutil.disk_usage(path).free
 
 
 def _force(path: Path) -> None:
@@ -568,12 +578,6 @@ def _force_directory(path: Path) -> None:
         os.close(handle)
 
 
-def _is_alive(process: int) -> bool:
-    import psutil
-
-    return bool(psutil.pid_exists(process))
-
-
 def _reason(error: OSError) -> str:
     return {
         errno.ENOSPC: "the disk is full",
@@ -585,10 +589,6 @@ def _reason(error: OSError) -> str:
         errno.ENOTDIR: "a part of the path is a file, and a folder is needed",
         errno.EFBIG: "a file would be longer than is allowed",
     }.get(error.errno or 0, error.strerror or str(error))
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 @atexit.register

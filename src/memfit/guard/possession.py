@@ -49,6 +49,7 @@ class Possession:
         self.owner = owner
         self._process = 0
         self._release: Callable[[], object] = bool
+        self._handle: int | None = None
         self.is_locked = False
         """Whether no other process can have the folder now."""
 
@@ -65,31 +66,44 @@ class Possession:
         """
         self._path.mkdir(parents=True, exist_ok=True)
         if self.is_held:
+            # Whoever in this process opens and closes the lock's file, as a copy of the folder does, undoes the lock.
+            self._lock()
             return
         status = self._path.stat()
         key = status.st_dev, status.st_ino
         self._keep_out_others(key)
-        handle = None
+        self._handle = None
         if fcntl is not None:
-            handle = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+            self._handle = os.open(self._path / _LOCK, flags, 0o644)
             try:
-                fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in UNSUPPORTED:
-                    os.close(handle)
-                    raise OSError(
-                        errno.EBUSY, "it is in use by another run that is still alive; give each run its own folder"
-                    ) from None
+                self._lock()
+            except OSError:
+                os.close(self._handle)
+                raise
         holder = self._holder()
         assert holder is not None
-        self.is_locked, self._process = handle is not None, os.getpid()
+        self._process = os.getpid()
         _register[key] = weakref.ref(self)
-        self._release = weakref.finalize(holder, _let_go, key, handle, os.getpid())
+        self._release = weakref.finalize(holder, _let_go, key, self._handle, os.getpid())
+
+    def _lock(self) -> None:
+        if self._handle is None:
+            return
+        try:
+            fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.is_locked = True
+        except OSError as error:
+            self.is_locked = False
+            if error.errno not in UNSUPPORTED:
+                raise OSError(
+                    errno.EBUSY, "it is in use by another run that is still alive; give each run its own folder"
+                ) from None
 
     def let_go(self) -> None:
         """Anybody may take the folder."""
         self._release()
-        self._release, self._process, self.is_locked = bool, 0, False
+        self._release, self._process, self._handle, self.is_locked = bool, 0, None, False
 
     def _keep_out_others(self, key: tuple[int, int]) -> None:
         for _ in range(2):

@@ -1,11 +1,13 @@
-"""A search for the best parameters of a training that holds one model at a time.
+"""A hyper-parameter search that holds one model at a time, on top of Optuna.
 
-What is kept of the best trial is the values of its model's parameters, in a file. Nothing else outlives a trial: after
-each, the framework is asked whether anything of the trial's models is still there, and the name of whatever holds it
-goes into the result. The framework is handed in, so that all this works, and is tested, without one.
+Optuna samples, prunes, and logs every trial to a journal file. What this adds: after each trial the framework is asked
+whether anything of the trial's model is still in memory, and by whom it is held; the parameters of the best model are
+kept in a file; a trial that hits OOM counts as a failed trial with its reason; and a search that was killed goes on at
+the trial that it was killed in. The framework is handed in, so that all this works, and is tested, without one.
 """
 
 import math
+import os
 import re
 import time
 import warnings
@@ -14,56 +16,67 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import optuna
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
 from memfit.catalogue.host import resident_bytes
-from memfit.core.errors import BadInput, MemfitError, StepFailed
+from memfit.core.errors import BadFile, BadInput, StepFailed
 from memfit.core.guarding import OutOfMemory
 from memfit.core.printing import printable
 from memfit.core.shown import Shown
 from memfit.core.units import format_size
-from memfit.guard.space import Space, described_point, key_of
-from memfit.guard.trials import Outcome, Record, Trials, best_of
-
-# What a process that was killed leaves of a file that it was writing.
-_LEFT = re.compile(r"\.trial-\d{4,}\.safetensors\.\d+\.tmp")
 
 RAISE, SKIP = "raise", "skip"
+JOURNAL = "journal.log"
+STUDY = "memfit.search"
+
+FINISHED, PRUNED, NO_SCORE, OUT_OF_MEMORY, FAILED = "finished", "pruned", "no finite score", "out of memory", "failed"
+
+_OWN_FILE = re.compile(r"\.?trial-(\d{4,})\.safetensors(?:\.\d+\.tmp)?")
 
 
 class Framework(Protocol):
     """What a search needs of a framework."""
 
-    def recognise(self, error: BaseException) -> OutOfMemory | None:
-        """The failure to get memory that an exception is about, or None."""
+    def recognise(self, error: BaseException, /) -> OutOfMemory | None:
+        """The OOM that an exception is about, or None."""
 
-    def clear_frames(self, error: BaseException) -> None:
+    def clear_frames(self, error: BaseException, /) -> None:
         """Drops what the frames of an exception hold."""
 
-    def seed(self, value: int) -> None:
+    def seed(self, value: int, /) -> None:
         """Seeds all generators of random numbers."""
 
     def watch(self) -> Callable[[], str]:
         """Remembers what is there; the function returned frees all it can and says what a trial has left, or ""."""
 
-    def write(self, model: Any, path: Path) -> None:
+    def write(self, model: Any, path: Path, /) -> None:
         """Writes the values of a model's parameters and buffers, whole or not at all."""
 
-    def read(self, model: Any, path: Path) -> None:
+    def read(self, model: Any, path: Path, /) -> None:
         """Gives a model the values that `write` wrote."""
 
 
-class Trial:
-    """What `train` is told about the trial it runs, and where it hands over its model.
+class Trial(optuna.trial.Trial):
+    """An Optuna trial that also takes the model whose parameters are to be kept.
 
     Args:
-        number: of the trial, from 0 up.
+        trial: Optuna's own, whose state this one shares.
         seed: of the trial; all generators have been seeded with it.
-        offer: called with the model and its score, or None for the score that `train` returns.
+        best: the study's best score so far, or None.
+        write: writes a model's parameters to the trial's file.
     """
 
-    def __init__(self, number: int, seed: int, offer: "Callable[[Any, float | None], None]") -> None:
-        self.number = number
+    def __init__(self, trial: optuna.trial.Trial, seed: int, best: float | None, write: Callable[[Any], None]) -> None:
+        # The constructor of the base class would ask the sampler again.
+        self.__dict__.update(trial.__dict__)
         self.seed = seed
-        self._offer = offer
+        self._best = best
+        self._write = write
+        self._model: Any = None
+        self._kept: float | None = None
 
     def keep(self, model: Any, score: float | None = None) -> None:
         """Hands over the model whose parameters are to be kept if this trial is the best so far.
@@ -71,79 +84,119 @@ class Trial:
         Args:
             model: it is held until the trial ends, or not at all where a score is given.
             score: of the model as it is now, such as after an epoch: its parameters are written right away if that is
-                the best score so far. `train` then returns this trial's best score, or None.
+                the best score so far. The objective then returns this trial's best score, or None.
         """
-        self._offer(model, score)
+        if score is None:
+            self._model = model
+            return
+        value = _number(score, "trial.keep was given the score")
+        if self._better(value, self._kept):
+            self._kept = value
+            if self._better(value, self._best):
+                self._write(model)
 
+    def end(self, returned: Any) -> float:
+        """The score of the trial, from what the objective returned; writes the model that is still held."""
+        if self._kept is None:
+            value = _number(returned, "the objective returned")
+            if self._model is not None and self._better(value, self._best):
+                self._write(self._model)
+            return value
+        if returned is not None and _number(returned, "the objective returned") != self._kept:
+            raise BadInput(
+                f"the objective returned {returned!r}, but the best score given to trial.keep was {self._kept!r}, and "
+                "those parameters were kept. Return None, or the best score."
+            )
+        return self._kept
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The best trial.
+    def drop(self) -> None:
+        """Lets the model go."""
+        self._model = None
 
-    Args:
-        number: of the trial.
-        parameters: what it was given.
-        score: what it reached.
-        path: file with the values of its model's parameters (safetensors); None where no model was handed over.
-    """
-
-    number: int
-    parameters: dict[str, Any]
-    score: float
-    path: Path | None
+    def _better(self, score: float, other: float | None) -> bool:
+        is_greater = self.study.direction is StudyDirection.MAXIMIZE
+        return math.isfinite(score) and (other is None or (score > other if is_greater else score < other))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Search(Shown):
-    """What a search has found; `print` shows a table of it.
+    """The result of a search; `print` shows a table of it.
 
     Args:
-        trials: every trial, in order.
-        best: the best one; None where no trial has finished.
-        folder: with the results and the parameters of the best trial.
-        maximize: whether a greater score is better.
+        study: Optuna's study. The user attributes of its trials: "outcome", "error", "seconds", "held" (who held the
+            model when the trial had ended) and "memory_bytes" (resident memory after the trial).
+        folder: with the journal and the parameters of the best trial.
         framework: what loads the parameters.
     """
 
-    trials: tuple[Record, ...]
-    best: Best | None
+    study: optuna.Study
     folder: Path
-    maximize: bool
     framework: Framework
+
+    @property
+    def trials(self) -> tuple[FrozenTrial, ...]:
+        """Every trial that has ended; one that was run again is there once."""
+        return tuple(trial for trial in _by_position(self.study).values() if "outcome" in trial.user_attrs)
+
+    @property
+    def best(self) -> FrozenTrial | None:
+        """The best trial: its `number`, `params` and `value`; None where no trial has finished."""
+        return _best(self.study)
+
+    @property
+    def best_path(self) -> Path | None:
+        """The file with the parameters of the best trial's model (safetensors); None where none was kept."""
+        best = self.best
+        path = None if best is None else self.folder / _file_name(best.number)
+        return path if path is not None and path.exists() else None
 
     def load_best(self, model: Any) -> Any:
         """Gives `model` the parameters of the best trial, and returns it.
 
         Args:
-            model: built as `train` built it for `best.parameters`.
+            model: built as the objective built it for `best.params`.
         """
-        if self.best is None or self.best.path is None:
+        path = self.best_path
+        if path is None:
             missing = "no trial has finished" if self.best is None else "its trial never called trial.keep(model)"
             raise BadInput(f"there are no best parameters to load: {missing}.")
-        self.framework.read(model, self.best.path)
+        self.framework.read(model, path)
         return model
 
     def summary(self) -> str:
         """How many trials there were, and the best."""
-        best = "none has finished" if self.best is None else f"best {self.best.score:.6g} in trial {self.best.number}"
-        return f"of {len(self.trials)} trials: {best}"
+        best = self.best
+        return f"of {len(self.trials)} trials: " + (
+            "none has finished" if best is None else f"best {best.value:.6g} in trial {best.number}"
+        )
 
     def __str__(self) -> str:
-        return "\n".join(printable(line) for line in _table(self))
+        trials, best = self.trials, self.best
+        outcomes = [trial.user_attrs["outcome"] for trial in trials]
+        counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
+        end = "no score among them"
+        if best is not None:
+            goal = "lowest" if self.study.direction is StudyDirection.MINIMIZE else "highest"
+            end = f"{goal} score {best.value:.6g} in trial {best.number}"
+        if self.best_path is not None:
+            end += f", its parameters in {self.best_path}"
+        lines = [f"{len(trials)} trials: {counts}", *_table(trials, best), end]
+        return "\n".join(printable(line) for line in lines)
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write."""
-        best = self.best and {
-            "number": self.best.number,
-            "parameters": described_point(self.best.parameters),
-            "score": self.best.score,
-            "path": None if self.best.path is None else str(self.best.path),
-        }
+        best, path = self.best, self.best_path
         trials = [
-            {**{name: getattr(record, name) for name in Record.__slots__}, "outcome": record.outcome.value}
-            for record in self.trials
+            {"number": trial.number, "parameters": trial.params, "score": trial.value, **trial.user_attrs}
+            for trial in self.trials
         ]
-        return {"format": "memfit.search", "version": 1, "maximize": self.maximize, "best": best, "trials": trials}
+        return {
+            "format": "memfit.search",
+            "version": 1,
+            "direction": self.study.direction.name.lower(),
+            "best": best and {"number": best.number, "path": None if path is None else str(path)},
+            "trials": trials,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,213 +204,184 @@ class Loop:
     """The search itself.
 
     Args:
-        train: takes parameters and a `Trial`, returns the score.
-        space: what the parameters may be.
-        folder: where results go.
+        objective: takes a `Trial`, returns the score.
+        study: where trials go.
+        folder: where the parameters of the best trial go.
         framework: what knows models.
-        maximize: whether a greater score is better.
+        seed: of the sampler, where it is the default one, and of the generators.
+        sampler: the user's own, or None.
         on_error: "raise", or "skip" to go on after a trial that has failed.
     """
 
-    train: Callable[[dict[str, Any], Trial], Any]
-    space: Space
+    objective: Callable[[Trial], Any]
+    study: optuna.Study
     folder: Path
     framework: Framework
-    maximize: bool = False
+    seed: int = 0
+    sampler: optuna.samplers.BaseSampler | None = None
     on_error: str = RAISE
 
-    def run(self, trials: int, seed: int, *, resume: bool) -> Search:
+    def run(self, trials: int) -> Search:
         """Runs every trial that has not ended before."""
-        points = self.space.points(trials, seed)
-        header = {"space": self.space.described, "seed": seed, "maximize": self.maximize}
-        results = Trials(self.folder, header, resume=resume)
-        self._tidy(results)
-        for number, point in enumerate(points):
-            # What has failed is tried again, for its reason may be gone; what was too large once is too large.
-            if not any(r.outcome is not Outcome.FAILED for r in results.records if _is_of(r, point)):
-                self._trial(_free_number(number, point, results), point, seed, results)
-        return self._result(points, results)
+        ended = self._requeue()
+        self._tidy(self.study)
+        self.study.sampler = self.sampler or self.study.sampler
+        if ended < trials:
+            self.study.optimize(self._trial, trials - ended, catch=_Skipped, callbacks=[self._tidy])
+        return Search(self.study, self.folder, self.framework)
 
-    def _trial(self, number: int, point: dict[str, Any], seed: int, results: Trials) -> None:
-        leftovers = self.framework.watch()
-        own_seed = (seed * 1_000_003 + number) % 2**32
-        self.framework.seed(own_seed)
-        started = time.perf_counter()
-        offers = _Offers(self, number, results)
-        failure: BaseException | None = None
-        score, weights = None, ""
-        try:
-            found = offers.settled(self.train(dict(point), Trial(number, own_seed, offers.take)))
-            score, weights = found, offers.weights(found)
-        except Exception as error:
-            failure = error
-        seconds = time.perf_counter() - started
-        outcome, text = self._judged(failure)
-        # Everything of the trial must go before anyone looks for what is left of it.
-        offers.drop()
-        ended = failure if outcome is Outcome.FAILED and self.on_error == RAISE else None
-        failure = None
-        held = "" if ended is not None else leftovers()
-        record = Record(number, described_point(point), outcome, score, seconds, weights, text, held, resident_bytes())
-        results.add(record)
-        self._tidy(results)
-        if ended is not None:
-            raise _failed(record) from ended
-        if held:
-            warnings.warn(f"trial {number} of the search has ended, but {held}", UserWarning, stacklevel=4)
+    def _requeue(self) -> int:
+        """Queues trials that were interrupted or have failed, and returns the number of those that have ended."""
+        ended = 0
+        for position, trial in _by_position(self.study).items():
+            if trial.state.is_finished() and trial.user_attrs.get("outcome", FAILED) != FAILED:
+                ended += 1
+            elif trial.state is not TrialState.WAITING:
+                # As `enqueue_trial`, but a grid sampler's mark stays with the trial.
+                marks = {**trial.system_attrs, "fixed_params": trial.params}
+                again = create_trial(state=TrialState.WAITING, system_attrs=marks, user_attrs={"position": position})
+                self.study.add_trial(again)
+        for trial in self.study.get_trials(states=[TrialState.RUNNING]):
+            self.study.tell(trial.number, state=TrialState.FAIL)
+        return ended
 
-    def _judged(self, failure: BaseException | None) -> tuple[Outcome, str]:
-        if failure is None:
-            return Outcome.FINISHED, ""
-        known = self.framework.recognise(failure)
-        text = f"{type(failure).__name__}: {failure}".split("\n", 1)[0][:300]
-        if known is None and self.on_error == RAISE:
-            return Outcome.FAILED, text
-        self.framework.clear_frames(failure)
-        return (Outcome.FAILED if known is None else Outcome.OUT_OF_MEMORY), text
-
-    def better(self, score: float, other: float | None) -> bool:
-        """Whether a score is better than another, or than none."""
-        return other is None or (score > other if self.maximize else score < other)
-
-    def _tidy(self, results: Trials) -> None:
-        """Removes parameters that are no longer those of the best trial, and what a killed process left of a file."""
-        best = best_of(results.records, maximize=self.maximize)
-        # Other files in the folder, whatever their names, are somebody else's.
-        known = {f"trial-{record.number:04d}.safetensors" for record in results.records}
-        for path in (*self.folder.glob("trial-*.safetensors"), *self.folder.glob(".trial-*.tmp")):
-            is_own = path.name in known or _LEFT.fullmatch(path.name) is not None
-            if is_own and (best is None or path.name != best.weights):
+    def _tidy(self, study: optuna.Study, _: object = None) -> None:
+        """Removes files of trials that are not the best one."""
+        trials, best = study.get_trials(deepcopy=False), _best(study)
+        for path in self.folder.iterdir():
+            own = _OWN_FILE.fullmatch(path.name)
+            # Other files in the folder, whatever their names, are somebody else's.
+            if own and int(own[1]) < len(trials) and (best is None or path.name != _file_name(best.number)):
                 path.unlink(missing_ok=True)
 
-    def _result(self, points: list[dict[str, Any]], results: Trials) -> Search:
-        records = {key_of(record.parameters): record for record in results.records}
-        ended = tuple(sorted(records.values(), key=lambda record: record.number))
-        found = best_of(results.records, maximize=self.maximize)
-        best = None
-        if found is not None and found.score is not None:
-            # Parameters that JSON doesn't have are taken from the space.
-            parameters = next((point for point in points if _is_of(found, point)), found.parameters)
-            path = self.folder / found.weights if found.weights else None
-            best = Best(found.number, parameters, found.score, path)
-        return Search(ended, best, self.folder, self.maximize, self.framework)
+    def _trial(self, given: optuna.trial.Trial) -> float:
+        """What Optuna calls as the objective."""
+        position = given.user_attrs.get("position", len(_by_position(self.study)))
+        given.set_user_attr("position", position)
+        seed, best = (self.seed * 1_000_003 + position) % 2**32, _best(self.study)
+        # One sampler for all trials would draw the same random numbers again in the process that resumes the search.
+        if self.sampler is None:
+            self.study.sampler = optuna.samplers.TPESampler(seed=seed)
+        leftovers = self.framework.watch()
+        path = self.folder / _file_name(given.number)
+        to_beat = None if best is None else best.value
+        trial = Trial(given, seed, to_beat, lambda model: self.framework.write(model, path))
+        self.framework.seed(seed)
+        started = time.perf_counter()
+        failure: BaseException | None = None
+        outcome, error, score = FINISHED, "", math.nan
+        try:
+            score = trial.end(self.objective(trial))
+        except Exception as raised:
+            failure, error = raised, f"{type(raised).__name__}: {raised}".split("\n", 1)[0][:300]
+            is_pruned = isinstance(raised, optuna.TrialPruned)
+            outcome = PRUNED if is_pruned else OUT_OF_MEMORY if self.framework.recognise(raised) else FAILED
+        seconds = time.perf_counter() - started
+        if failure is None and not math.isfinite(score):
+            outcome, error = NO_SCORE, f"the score is {score}"
+        # Everything of the trial must go before anyone looks for what is left of it.
+        trial.drop()
+        ends_search = failure if outcome == FAILED and self.on_error == RAISE else None
+        if failure is not None and ends_search is None:
+            self.framework.clear_frames(failure)
+        failure = None
+        held = "" if ends_search is not None else leftovers()
+        attributes = {"seconds": seconds, "memory_bytes": resident_bytes(), "held": held, "error": error}
+        for name, value in {**attributes, "outcome": outcome}.items():
+            given.set_user_attr(name, value)
+        if ends_search is not None:
+            raise StepFailed(
+                f"trial {given.number} of the search failed with {given.params}: {error}. The trials before it are "
+                "kept; run the same search again to go on from here, or give on_error='skip' to leave out trials that "
+                "fail."
+            ) from ends_search
+        if held:
+            warnings.warn(f"trial {given.number} of the search has ended, but {held}", UserWarning, stacklevel=2)
+        if outcome == PRUNED:
+            raise optuna.TrialPruned(error)
+        if outcome != FINISHED:
+            raise _Skipped(f"{outcome}: {error}")
+        return score
 
 
-class _Offers:
-    """The models that one trial hands over.
+class _Skipped(Exception):
+    """A trial that counts as failed and doesn't end the search."""
 
-    Args:
-        loop: the search.
-        number: of the trial.
-        results: of the trials so far.
+
+def open_study(folder: Path, direction: str, pruner: optuna.pruners.BasePruner | None) -> optuna.Study:
+    """The study in a folder, which is made where it isn't there.
+
+    Raises:
+        BadFile: the folder or the journal in it can't be used.
+        BadInput: the folder holds a search in the other direction.
     """
-
-    def __init__(self, loop: Loop, number: int, results: Trials) -> None:
-        self._loop = loop
-        best = best_of(results.records, maximize=loop.maximize)
-        self._to_beat = None if best is None else best.score
-        self._path = loop.folder / f"trial-{number:04d}.safetensors"
-        self._model: Any = None
-        self._kept: float | None = None
-        self._written = False
-
-    def take(self, model: Any, score: float | None) -> None:
-        """What `Trial.keep` does."""
-        if score is None:
-            self._model = model
-            return
-        value = _number(score, "trial.keep was given the score")
-        if value is None or not self._loop.better(value, self._kept):
-            return
-        self._kept = value
-        if self._loop.better(value, self._to_beat):
-            self._loop.framework.write(model, self._path)
-            self._written = True
-
-    def settled(self, returned: Any) -> float | None:
-        """The score of the trial."""
-        if self._kept is None:
-            return _number(returned, "train returned")
-        if returned is not None and _number(returned, "train returned") != self._kept:
-            raise BadInput(
-                f"train returned {returned!r}, but the best score given to trial.keep was {self._kept!r}, and those "
-                "parameters were kept. Return None, or the best score."
-            )
-        return self._kept
-
-    def weights(self, score: float | None) -> str:
-        """Name of the file with the trial's parameters, where they are the best so far; otherwise ""."""
-        has_model = self._model is not None and self._kept is None
-        if has_model and score is not None and self._loop.better(score, self._to_beat):
-            self._loop.framework.write(self._model, self._path)
-            self._written = True
-        return self._path.name if self._written else ""
-
-    def drop(self) -> None:
-        """Lets the model go."""
-        self._model = None
+    path, wanted = folder / JOURNAL, StudyDirection[direction.upper()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            # Half a line at the end, left by a process that was killed, would spoil the line that is added next.
+            text = path.read_bytes()
+            os.truncate(path, text.rfind(b"\n") + 1)
+        backend = JournalFileBackend(str(path), JournalFileOpenLock(str(path)))
+        storage = optuna.storages.JournalStorage(backend)
+        study = optuna.create_study(
+            storage=storage, study_name=STUDY, direction=wanted, pruner=pruner, load_if_exists=True
+        )
+    except OSError as error:
+        raise BadFile(
+            f"the folder of the search, {str(folder)!r}, can't be used: {error.strerror or error}. "
+            "Give a folder that can be written to."
+        ) from error
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise BadFile(f"{str(path)!r} is damaged or no journal of a search: {error}. Give another folder.") from error
+    if study.direction is not wanted:
+        raise BadInput(
+            f"{str(folder)!r} holds another search: its direction is {study.direction.name.lower()!r}, and not "
+            f"{direction!r}. Give another folder."
+        )
+    return study
 
 
-def _number(value: Any, what: str) -> float | None:
-    """A score; None for one that is not finite, which is never the best."""
+def _by_position(study: optuna.Study) -> dict[int, FrozenTrial]:
+    """The trials by their place in the search; a trial that is run again takes the place of the one before."""
+    trials = study.get_trials(deepcopy=False)
+    return {trial.user_attrs["position"]: trial for trial in trials if "position" in trial.user_attrs}
+
+
+def _best(study: optuna.Study) -> FrozenTrial | None:
+    is_any = any(trial.state is TrialState.COMPLETE for trial in study.get_trials(deepcopy=False))
+    return study.best_trial if is_any else None
+
+
+def _file_name(number: int) -> str:
+    return f"trial-{number:04d}.safetensors"
+
+
+def _number(value: Any, what: str) -> float:
     # A loss with its graph would warn.
     plain = value.detach() if hasattr(value, "detach") else value
     try:
-        number = None if isinstance(plain, bool | str) else float(plain)
+        if not isinstance(plain, bool | str):
+            return float(plain)
     except (TypeError, ValueError, RuntimeError):
-        number = None
-    if number is None:
-        raise BadInput(f"{what} {value!r}, but a score must be a number. Return a float, such as the validation loss.")
-    return number if math.isfinite(number) else None
+        pass
+    raise BadInput(f"{what} {value!r}, but a score must be a number. Return a float, such as the validation loss.")
 
 
-def _is_of(record: Record, point: dict[str, Any]) -> bool:
-    return key_of(record.parameters) == key_of(point)
-
-
-def _free_number(number: int, point: dict[str, Any], results: Trials) -> int:
-    """The number of a new trial: its place, where no other trial has it.
-
-    Points come in another order once a search is given trials enough for all of them.
-    """
-    used = {record.number for record in results.records if not _is_of(record, point)}
-    return number if number not in used else max(used) + 1
-
-
-def _failed(record: Record) -> MemfitError:
-    return StepFailed(
-        f"trial {record.number} of the search failed with {record.parameters}: {record.error}. The trials before it "
-        "are kept; run the same search again to go on from here, or give on_error='skip' to leave out trials that fail."
-    )
-
-
-def _table(search: Search) -> list[str]:
-    names = list(search.trials[0].parameters) if search.trials else []
+def _table(trials: tuple[FrozenTrial, ...], best: FrozenTrial | None) -> list[str]:
+    names = list(dict.fromkeys(name for trial in trials for name in trial.params))
     rows = [["trial", *names, "score", "seconds", "memory after", ""]]
-    for record in search.trials:
-        mark = "best" if search.best is not None and record.number == search.best.number else ""
-        ended = record.outcome.value if record.outcome is not Outcome.FINISHED else ""
-        remarks = ", ".join(filter(None, [mark, ended, "model not freed" if record.held else ""]))
-        score = "-" if record.score is None else f"{record.score:.6g}"
-        memory = format_size(record.memory_bytes)
-        values = [_shown(record.parameters.get(name)) for name in names]
-        rows.append([str(record.number), *values, score, f"{record.seconds:.1f}", memory, remarks])
+    for trial in trials:
+        attributes = trial.user_attrs
+        remarks = [
+            "best" if best is not None and trial.number == best.number else "",
+            attributes["outcome"] if attributes["outcome"] != FINISHED else "",
+            "model not freed" if attributes["held"] else "",
+        ]
+        values = [trial.params.get(name, "-") for name in names]
+        shown = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
+        score = "-" if trial.value is None else f"{trial.value:.6g}"
+        figures = [f"{attributes['seconds']:.1f}", format_size(attributes["memory_bytes"])]
+        rows.append([str(trial.number), *shown, score, *figures, ", ".join(filter(None, remarks))])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
-    counts = {outcome: sum(record.outcome is outcome for record in search.trials) for outcome in Outcome}
-    title = f"{len(search.trials)} trials: " + ", ".join(
-        f"{number} {outcome}" for outcome, number in counts.items() if number
-    )
-    goal = "highest" if search.maximize else "lowest"
-    end = (
-        "no score among them"
-        if search.best is None
-        else f"{goal} score {search.best.score:.6g} in trial {search.best.number}"
-    )
-    if search.best is not None and search.best.path is not None:
-        end += f", its parameters in {search.best.path}"
-    return [title, *lines, end]
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]

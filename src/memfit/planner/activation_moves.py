@@ -1,18 +1,17 @@
 """Moves that shrink what the forward pass keeps: smaller micro-batches, checkpointing, 16-bit arithmetic."""
 
+import re
 from dataclasses import replace
 from itertools import groupby
 from statistics import fmean
 
-from memfit.core.device import Origin
 from memfit.core.settings import Keeps
 from memfit.core.timeline import Block, Category, Phase, Timeline
-from memfit.planner.move import AS_IT_IS, Move, Situation
+from memfit.planner.move import Move, Situation
 from memfit.planner.retiming import BEFORE, Life, lives, rebuild, resized
 from memfit.planner.structure import (
     Spans,
     has_batch_norm,
-    named_range,
     of_the_graph,
     parameter_sizes,
     repeated_units,
@@ -24,19 +23,7 @@ from memfit.planner.structure import (
 _SMALL = 0.001
 
 # Operators whose results autocast leaves in 16 bits. Softmax, norms, losses and sums with a 32-bit residual stay wide.
-_NARROWED = (
-    "convolution",
-    "mm",
-    "linear",
-    "attention",
-    "relu",
-    "gelu",
-    "silu",
-    "threshold",
-    "dropout",
-    "batch_norm",
-    "pool",
-)
+_NARROWED = re.compile("convolution|mm|linear|attention|relu|gelu|silu|threshold|dropout|batch_norm|pool")
 
 
 HALF = "halve the batch"
@@ -51,16 +38,8 @@ def halve_batch(situation: Situation) -> Move | None:
     timeline = _halved(situation, accumulates=False)
     if timeline is None:
         return None
-    return Move(
-        HALF,
-        Keeps.CHANGES,
-        "half the samples in each batch, an update after each",
-        Origin.ASSUMED,
-        timeline,
-        situation.options,
-        replace(AS_IT_IS, micro_batches=2),
-        accumulates=False,
-    )
+    how = "half the samples in each batch, an update after each"
+    return replace(situation.move(HALF, Keeps.CHANGES, how, timeline, micro_batches=2), accumulates=False)
 
 
 def halve_micro_batch(situation: Situation) -> Move | None:
@@ -74,15 +53,9 @@ def halve_micro_batch(situation: Situation) -> Move | None:
         return None
     statistics = has_batch_norm(situation.timeline)
     note = "; statistics of batch norm are then those of half a batch" if statistics else ""
-    return Move(
-        HALF_TWICE,
-        Keeps.CHANGES if statistics else Keeps.ROUNDING,
-        f"half the samples in each batch, (loss / 2).backward(), optimizer.step() every second batch{note}",
-        Origin.ASSUMED,
-        timeline,
-        situation.options,
-        replace(AS_IT_IS, micro_batches=2),
-    )
+    keeps = Keeps.CHANGES if statistics else Keeps.ROUNDING
+    how = f"half the samples in each batch, (loss / 2).backward(), optimizer.step() every second batch{note}"
+    return situation.move(HALF_TWICE, keeps, how, timeline, micro_batches=2)
 
 
 def _halved(situation: Situation, *, accumulates: bool) -> Timeline | None:
@@ -125,22 +98,19 @@ def checkpoint_units(situation: Situation) -> Move | None:
     Of two levels of nesting, the one that leaves less at its highest is taken.
     """
     timeline = situation.timeline
-    best_level = level_of_units(timeline)
-    if best_level is None:
+    level = level_of_units(timeline)
+    if level is None:
         return None
-    units = repeated_units(timeline, best_level)
-    best = checkpointed(timeline, set(units), best_level)
+    units = repeated_units(timeline, level)
     statistics = has_batch_norm(timeline)
     note = "; running statistics of batch norm then update twice a step" if statistics else ""
-    return Move(
+    return situation.move(
         f"checkpoint activations of {len(units)} blocks",
         Keeps.CHANGES if statistics else Keeps.EXACT,
-        f"torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) around each of {named_range(units)}; "
+        f"torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) around each of {units[0]} to {units[-1]}; "
         f"transformers: model.gradient_checkpointing_enable(){note}",
-        Origin.ASSUMED,
-        best,
-        situation.options,
-        replace(AS_IT_IS, checkpoint=tuple(units)),
+        checkpointed(timeline, set(units), level),
+        checkpoint=tuple(units),
     )
 
 
@@ -176,16 +146,12 @@ def checkpointed(timeline: Timeline, units: set[str], level: int) -> Timeline:
                 begun[group] = min(begun[group], block.start)
     again: dict[int, float] = {}
     for group, blocks in groups.items():
-        output = _output(blocks)
+        # The block that leaves the unit is the last that isn't tiny.
+        least = _SMALL * sum(block.size_bytes for block in blocks)
+        output = next(block for block in reversed(blocks) if block.size_bytes >= least)
         again.update({block.start: begun[group] + BEFORE for block in blocks if block is not output})
     moved = [life._replace(start=again.get(life.block.start, life.start)) for life in lives(timeline)]
     return rebuild(moved, timeline.marks)
-
-
-def _output(blocks: list[Block]) -> Block:
-    """The block that leaves the unit: the last that isn't tiny."""
-    least = _SMALL * sum(block.size_bytes for block in blocks)
-    return next(block for block in reversed(blocks) if block.size_bytes >= least)
 
 
 def autocast(situation: Situation) -> Move | None:
@@ -205,7 +171,7 @@ def autocast(situation: Situation) -> Move | None:
         return None
     moved: list[Life] = []
     for life in lives(timeline):
-        narrow = of_the_graph(life.block) and any(name in life.block.op for name in _NARROWED)
+        narrow = of_the_graph(life.block) and bool(_NARROWED.search(life.block.op))
         moved.append(resized(life, -(-life.block.size_bytes // 2)) if narrow else life)
     copies = Block(parameter_bytes // 2, 0, None, Category.TEMPORARY, Phase.FORWARD, op="aten._to_copy")
     for passes, spans in groupby(Spans(timeline).all, key=lambda span: span.phase in (Phase.FORWARD, Phase.BACKWARD)):
@@ -213,14 +179,12 @@ def autocast(situation: Situation) -> Move | None:
             together = list(spans)
             moved.append(Life(copies, together[0].start + BEFORE, together[-1].end + BEFORE))
     width, scaler = ("bfloat16", "") if situation.autocast == "amp-bf16" else ("float16", ", with a GradScaler")
-    return Move(
+    return situation.move(
         "compute in 16 bits with autocast",
         Keeps.ROUNDING,
         f'with torch.autocast("cuda", dtype=torch.{width}): around model and loss{scaler}',
-        Origin.ASSUMED,
         rebuild(moved, timeline.marks),
-        situation.options,
-        replace(AS_IT_IS, precision=situation.autocast),
+        precision=situation.autocast,
     )
 
 

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from memfit.core.device import Origin
-from memfit.core.settings import Keeps, Settings
+from memfit.core.settings import Keeps
 from memfit.core.timeline import Block, Category, Phase
 from memfit.core.units import format_size
-from memfit.planner.move import AS_IT_IS, Move, Situation
+from memfit.planner.move import Move, Situation
 from memfit.planner.retiming import BEFORE, lives, rebuild
 from memfit.planner.structure import Spans, of_the_graph
 
@@ -46,7 +47,7 @@ def free_gradients(situation: Situation) -> Move | None:
         ends,
         "free gradients right after the optimizer step",
         "optimizer.zero_grad(set_to_none=True) directly after optimizer.step()",
-        replace(AS_IT_IS, set_to_none=True),
+        set_to_none=True,
     )
 
 
@@ -64,13 +65,17 @@ def free_leftovers(situation: Situation) -> Move | None:
         after = spans.after_step(block.start)
         if after is not None and (block.end is None or block.end > after):
             kept.append((block, after))
-    seen = Counter(_kind(block) for block, _ in kept)
+
+    def kind(block: Block) -> tuple[str, str, str, int]:
+        return block.module, block.op, block.source, block.size_bytes
+
+    seen = Counter(kind(block) for block, _ in kept)
     ends: dict[int, float] = {}
     by_source: Counter[str] = Counter()
     for block, after in kept:
         then = spans.after_step(after)
         ends_soon = block.end is not None and (then is None or block.end <= then)
-        if ends_soon or seen[_kind(block)] > 1:
+        if ends_soon or seen[kind(block)] > 1:
             ends[block.start] = after + BEFORE
             by_source[block.source or block.op] = max(by_source[block.source or block.op], block.size_bytes)
     lines = ", ".join(f"{format_size(size)} of {line}" for line, size in by_source.most_common(_NUM_NAMED))
@@ -82,30 +87,22 @@ def free_leftovers(situation: Situation) -> Move | None:
     )
 
 
-def _kind(block: Block) -> tuple[str, str, str, int]:
-    return block.module, block.op, block.source, block.size_bytes
-
-
-def _ending(
-    situation: Situation, ends: dict[int, float], title: str, how: str, settings: Settings | None = None
-) -> Move | None:
+def _ending(situation: Situation, ends: dict[int, float], title: str, how: str, **settings: Any) -> Move | None:
     """The move after which the blocks that begin at these ticks end at these moments."""
     if not ends:
         return None
-    timeline = situation.timeline
-    moved = [life._replace(end=ends.get(life.block.start, life.end)) for life in lives(timeline)]
-    return Move(title, Keeps.EXACT, how, Origin.SIMULATED, rebuild(moved, timeline.marks), situation.options, settings)
+    moved = [life._replace(end=ends.get(life.block.start, life.end)) for life in lives(situation.timeline)]
+    timeline = rebuild(moved, situation.timeline.marks)
+    return situation.move(title, Keeps.EXACT, how, timeline, Origin.SIMULATED, **settings)
 
 
 def expand_segments(situation: Situation) -> Move | None:
     """The same events, with segments that grow instead of new ones beside those that are half empty."""
     if situation.options.expandable_segments:
         return None
-    return Move(
+    title, how = (
         "let the allocator grow its segments",
-        Keeps.EXACT,
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
-        Origin.SIMULATED,
-        situation.timeline,
-        replace(situation.options, expandable_segments=True),
     )
+    move = situation.move(title, Keeps.EXACT, how, situation.timeline, Origin.SIMULATED)
+    return replace(move, options=replace(situation.options, expandable_segments=True))

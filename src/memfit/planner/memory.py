@@ -15,9 +15,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.core.profile import Call, Drop, Profile
+from memfit.core.profile import Drop, Profile, Unit
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
-from memfit.core.timeline import Block, Category, Phase, Timeline
+from memfit.core.timeline import Block, Category, Phase
+from memfit.planner.structure import unit_of
 
 Bytes = NDArray[np.float64]
 
@@ -42,6 +43,11 @@ class Intervals:
         rows = np.array([(d.block, d.start, d.end) for d in drops if d.start < d.end], dtype=np.int64).reshape(-1, 3)
         return cls(rows[:, 0], rows[:, 1], rows[:, 2])
 
+    def and_also(self, other: "Intervals") -> "Intervals":
+        """Those of both."""
+        pairs = ((self.block, other.block), (self.start, other.start), (self.end, other.end))
+        return Intervals(*(np.concatenate(pair) for pair in pairs))
+
 
 @dataclass(frozen=True, slots=True)
 class UnitMemory:
@@ -65,19 +71,32 @@ class UnitMemory:
     inputs_hosted: Intervals
     extra: tuple[tuple[int, int], ...]
 
+    @classmethod
+    def of(cls, unit: Unit, blocks: Sequence[Block]) -> "UnitMemory":
+        """That of a unit of a profile with these blocks."""
+        calls = unit.calls
+        inputs = (drop for call in calls for drop in call.offloads if blocks[drop.block].start < call.forward[0])
+        return cls(
+            unit.path,
+            Intervals.of(drop for call in calls for drop in call.drops),
+            Intervals.of(drop for call in calls for drop in call.holds),
+            Intervals.of(drop for call in calls for drop in call.keeps),
+            Intervals.of(drop for call in calls for drop in call.offloads),
+            Intervals.of(inputs),
+            tuple((call.backward[0], call.extra_bytes) for call in calls),
+        )
+
 
 class StepMemory:
-    """The steady-state step of a profile, at any batch size.
-
-    Args:
-        profile: of the step at some batch size.
-        larger: of the same step at another, or None: then no other size can be answered.
-    """
+    """The steady-state step of a profile; at any batch size, where it was profiled at another one (`larger`), too."""
 
     def __init__(self, profile: Profile, larger: Profile | None = None) -> None:
         self.profile = profile
         timeline = profile.timeline
-        self._first, self._last, update = _steady_span(timeline)
+        # The steady state is that of step 1, up to its update; updates are alike, but the last is in full.
+        self._first = next(mark.tick for mark in timeline.marks if mark.phase is Phase.FORWARD)
+        updates = [mark.tick for mark in timeline.marks if mark.phase is Phase.OPTIMIZER] or [timeline.num_ticks]
+        self._last = updates[0]
         blocks = timeline.blocks
         sizes = np.array([block.size_bytes for block in blocks], dtype=np.float64)
         self._constant, self._slope = sizes, np.zeros_like(sizes)
@@ -102,8 +121,14 @@ class StepMemory:
         permanent = np.array([b.end is None and b.category is Category.WORKSPACE for b in blocks], dtype=bool)
         self._moving &= ~permanent
         self._permanent = permanent
-        self._update = _update_blocks(blocks, update)
-        self.units = tuple(_unit_memory(unit.path, unit.calls, blocks) for unit in profile.units if not unit.refused)
+        change = np.zeros(max(1, timeline.num_ticks - updates[-1] + 1))
+        for block in blocks:
+            if block.start >= updates[-1] and block.category not in _PERSISTENT:
+                change[block.start - updates[-1]] += block.size_bytes
+                change[(timeline.num_ticks if block.end is None else block.end) - updates[-1]] -= block.size_bytes
+        # Greatest sum of temporary blocks of an update.
+        self._update = float(np.cumsum(change).max(initial=0.0))
+        self.units = tuple(UnitMemory.of(unit, blocks) for unit in profile.units if not unit.refused)
         self._index = {unit.path: unit for unit in self.units}
 
     def sizes(self, batch_size: int | None) -> Bytes:
@@ -138,7 +163,7 @@ class StepMemory:
         outside = 0.0
         for index in np.flatnonzero(self._fixed[Category.PARAMETER]):
             block = self.profile.timeline.blocks[index]
-            unit = _numbered(block.module)
+            unit = unit_of(block.module, 1)
             if unit is None:
                 outside += block.size_bytes
             else:
@@ -149,31 +174,30 @@ class StepMemory:
         """Live bytes at each tick of forward and backward pass, of the last micro-batch of an update."""
         sizes = self.sizes(_micro(settings, batch_size))
         change = self._plain_change(settings, sizes)
-        recomputed, offloaded = set(settings.checkpoint), set(settings.offload)
-        for path in settings.checkpoint:
-            unit = self._index.get(path)
-            if unit is not None:
-                self._subtract(change, unit.away, sizes, 1.0)
         chosen = [self._index[path] for path in settings.checkpoint if path in self._index]
-        for segment in held_segments(chosen):
-            self._subtract(change, segment.held, sizes, -1.0)
+        for unit in chosen:
+            self._subtract(change, unit.away, sizes, 1.0)
+        for _, held in held_segments(chosen):
+            self._subtract(change, held, sizes, -1.0)
         for one in chosen:
             for other in chosen:
                 if one is not other:
                     self._subtract(change, overlap(one, other), sizes, -1.0)
-        for path in settings.offload:
-            unit = self._index.get(path)
-            if unit is not None:
-                self._subtract(change, unit.inputs_hosted if path in recomputed else unit.hosted, sizes, 1.0)
+        for hosted in self._hosted(settings):
+            self._subtract(change, hosted, sizes, 1.0)
         curve = np.cumsum(change)[:-1] + self.fixed_bytes(settings, batch_size)
         scale = self._extra_scale(_micro(settings, batch_size))
-        for path in recomputed | offloaded:
-            unit = self._index.get(path)
-            for tick, extra in unit.extra if unit is not None and path in recomputed else ():
+        for unit in chosen:
+            for tick, extra in unit.extra:
                 at = tick - self._first
                 if 0 <= at < len(curve):
                     curve[at] += extra * scale
         return curve
+
+    def _hosted(self, settings: Settings) -> list[Intervals]:
+        """What waits in host memory of each module: of one that is computed again, its inputs alone."""
+        units = [self._index[path] for path in settings.offload if path in self._index]
+        return [unit.inputs_hosted if unit.path in settings.checkpoint else unit.hosted for unit in units]
 
     def _extra_scale(self, micro: int | None) -> float:
         """By how much less a micro-batch needs for the moment than the profiled batch."""
@@ -234,14 +258,7 @@ class StepMemory:
         return np.array(sorted(tick for tick in ticks if 0 <= tick < span), dtype=np.int64)
 
     def savings(self, unit: UnitMemory, away: Intervals, micro: int | None, *, recomputed: bool) -> Bytes:
-        """Bytes that are away at each of `moments`.
-
-        Args:
-            unit: what is chosen.
-            away: what is away then.
-            micro: samples of a micro-batch.
-            recomputed: whether it is computed again, which needs something for the moment.
-        """
+        """Bytes that are away at each of `moments`, less what it needs for the moment to compute the unit again."""
         change = np.zeros(self._last - self._first + 1)
         self._subtract(change, away, self.sizes(micro), -1.0)
         saved: Bytes = np.cumsum(change)[self.moments]
@@ -276,30 +293,14 @@ class StepMemory:
     def hosted_bytes(self, settings: Settings, batch_size: int | None) -> float:
         """Bytes of activations that wait in host memory."""
         sizes = self.sizes(_micro(settings, batch_size))
-        recomputed = set(settings.checkpoint)
-        total = 0.0
-        for path in settings.offload:
-            unit = self._index.get(path)
-            if unit is not None:
-                total += float(sizes[(unit.inputs_hosted if path in recomputed else unit.hosted).block].sum())
-        return total
+        return sum(float(sizes[hosted.block].sum()) for hosted in self._hosted(settings))
 
 
-@dataclass(frozen=True, slots=True)
-class HeldSegment:
-    """A stretch of time in which a block lives longer if any of some units is recomputed.
+def held_segments(units: Sequence[UnitMemory]) -> list[tuple[tuple[int, ...], Intervals]]:
+    """(places of units in the list, what lives longer if any of them is recomputed), each stretch once.
 
-    Args:
-        units: places of these in the list that was asked about.
-        held: the block and the stretch.
+    Stretches are cut so that each is held by all of its units alike: two don't hold it twice.
     """
-
-    units: tuple[int, ...]
-    held: Intervals
-
-
-def held_segments(units: Sequence[UnitMemory]) -> list[HeldSegment]:
-    """What units hold longer, cut so that each stretch is held by all of its units alike: two don't hold it twice."""
     by_block: dict[int, list[tuple[int, int, int]]] = {}
     for index, unit in enumerate(units):
         rows = zip(unit.held.block.tolist(), unit.held.start.tolist(), unit.held.end.tolist(), strict=True)
@@ -312,7 +313,7 @@ def held_segments(units: Sequence[UnitMemory]) -> list[HeldSegment]:
             holders = tuple(sorted({index for start, end, index in spans if start <= first and last <= end}))
             if holders:
                 found.setdefault(holders, []).append(Drop(block, first, last))
-    return [HeldSegment(holders, Intervals.of(drops)) for holders, drops in found.items()]
+    return [(holders, Intervals.of(drops)) for holders, drops in found.items()]
 
 
 def overlap(one: UnitMemory, other: UnitMemory) -> Intervals:
@@ -332,25 +333,6 @@ def _micro(settings: Settings, batch_size: int | None) -> int | None:
     return None if batch_size is None else -(-batch_size // settings.micro_batches)
 
 
-def _steady_span(timeline: Timeline) -> tuple[int, int, tuple[int, int]]:
-    """(first tick of step 1, tick at which its update begins, span of the last update)."""
-    forward = next(mark.tick for mark in timeline.marks if mark.phase is Phase.FORWARD)
-    updates = [mark.tick for mark in timeline.marks if mark.phase is Phase.OPTIMIZER]
-    first_update = updates[0] if updates else timeline.num_ticks
-    return forward, first_update, (updates[-1] if updates else timeline.num_ticks, timeline.num_ticks)
-
-
-def _update_blocks(blocks: Sequence[Block], span: tuple[int, int]) -> float:
-    """Greatest sum of temporary blocks of the last update."""
-    first, last = span
-    change = np.zeros(max(1, last - first + 1))
-    for block in blocks:
-        if block.start >= first and block.category not in _PERSISTENT:
-            change[block.start - first] += block.size_bytes
-            change[(last if block.end is None else block.end) - first] -= block.size_bytes
-    return float(np.cumsum(change).max(initial=0.0))
-
-
 def _same(a: Profile, b: Profile) -> bool:
     return (
         a.batch_size is not None
@@ -360,26 +342,3 @@ def _same(a: Profile, b: Profile) -> bool:
         and len(a.work) == len(b.work)
         and all(x.start == y.start and x.op == y.op for x, y in zip(a.timeline.blocks, b.timeline.blocks, strict=True))
     )
-
-
-def _unit_memory(path: str, calls: Sequence[Call], blocks: Sequence[Block]) -> UnitMemory:
-    def inputs(call: Call) -> list[Drop]:
-        return [drop for drop in call.offloads if blocks[drop.block].start < call.forward[0]]
-
-    return UnitMemory(
-        path,
-        Intervals.of(drop for call in calls for drop in call.drops),
-        Intervals.of(drop for call in calls for drop in call.holds),
-        Intervals.of(drop for call in calls for drop in call.keeps),
-        Intervals.of(drop for call in calls for drop in call.offloads),
-        Intervals.of(drop for call in calls for drop in inputs(call)),
-        tuple((call.backward[0], call.extra_bytes) for call in calls),
-    )
-
-
-def _numbered(module: str) -> str | None:
-    parts = module.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
-    return None

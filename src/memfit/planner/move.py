@@ -1,6 +1,7 @@
 """What a move is: a change to a training step, and the timeline that the step would have after it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from memfit.core.device import Origin
 from memfit.core.replay import AllocatorOptions
@@ -31,6 +32,19 @@ class Situation:
     uses_autocast: bool = False
     is_fusable: bool = True
     autocast: str = "amp-bf16"
+
+    def move(
+        self,
+        title: str,
+        keeps: Keeps,
+        how: str,
+        timeline: Timeline,
+        origin: Origin = Origin.ASSUMED,
+        **settings: Any,
+    ) -> "Move":
+        """The move to another timeline; `settings` are those that a run of the script can have in force, if any."""
+        in_force = replace(AS_IT_IS, **settings) if settings else None
+        return Move(title, keeps, how, origin, timeline, self.options, in_force)
 
 
 AS_IT_IS = Settings(set_to_none=False)

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memfit.core.errors import BadInput
 from memfit.core.settings import Keeps, OptimizerKernels, OptimizerState, Settings
@@ -77,24 +78,14 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
     if words and all(word.startswith("-") for word in words):
         # Nothing but exceptions: to what is allowed by default.
         words = [*DEFAULT_ALLOW, *words]
-    kinds = {kind.value for kind in Keeps} | {"changes"}
-    found: set[str] = set()
+    groups = {name: {name} for name in (*KEEPS, APPROXIMATE)}
+    groups |= {kind.value: {name for name, keeps in KEEPS.items() if keeps is kind} for kind in Keeps}
+    groups["changes"] = groups[Keeps.CHANGES.value]
     for word in words:
-        name = word.removeprefix("-")
-        if name not in kinds and name not in KEEPS and name != APPROXIMATE:
-            raise BadInput(_unknown(word, [*sorted(kinds), APPROXIMATE, *KEEPS]))
-    for word in words:
-        if word in KEEPS or word == APPROXIMATE:
-            found.add(word)
-        elif word in kinds:
-            kind = Keeps.CHANGES if word.startswith("changes") else Keeps(word)
-            found.update(name for name, keeps in KEEPS.items() if keeps is kind)
-    for word in words:
-        if word.startswith("-"):
-            name = word[1:]
-            group = Keeps.CHANGES.value if name == "changes" else name
-            found -= {name, *(move for move, keeps in KEEPS.items() if keeps.value == group)}
-    return frozenset(found)
+        if word.removeprefix("-") not in groups:
+            raise BadInput(_unknown(word, [*sorted({*map(str, Keeps), "changes"}), APPROXIMATE, *KEEPS]))
+    allowed = set().union(*(groups[word] for word in words if word in groups))
+    return frozenset(allowed.difference(*(groups[word[1:]] for word in words if word.startswith("-"))))
 
 
 def _unknown(word: str, known: list[str]) -> str:
@@ -107,17 +98,10 @@ def _unknown(word: str, known: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class UsedMove:
-    """A move that some settings use.
-
-    Args:
-        name: of the move.
-        title: in words.
-        keeps: what it does to the numbers here.
-        without: the same settings but for this move.
-        caveat: what must be known, or "".
-    """
+    """A move that some settings use, in words, and the same settings without it."""
 
     name: str
+    short: str
     title: str
     keeps: Keeps
     without: Settings
@@ -127,106 +111,81 @@ class UsedMove:
 def used_moves(
     settings: Settings,
     *,
-    batch_size: int | None,
+    batch_size: int | None = None,
     approximate: str = "",
     dropout: bool = False,
     plain: Settings = _PLAIN,
 ) -> list[UsedMove]:
-    """The moves of some settings.
+    """The moves of some settings; `approximate` says why micro-batches only approximate the step, if they do."""
+    moves: list[UsedMove] = []
 
-    Args:
-        settings: of a plan.
-        batch_size: samples of the whole batch.
-        approximate: why micro-batches only approximate the step, or "".
-        dropout: whether the step has any.
-        plain: the step as it is.
-    """
-    found: list[UsedMove] = []
+    def add(name: str, short: str, title: str, *fields: str, caveat: str = "", keeps: Keeps | None = None) -> None:
+        back: dict[str, Any] = {field: getattr(plain, field) for field in fields}
+        moves.append(UsedMove(name, short, title, keeps or KEEPS[name], replace(settings, **back), caveat))
 
-    def add(name: str, title: str, caveat: str = "", keeps: Keeps | None = None, **back: object) -> None:
-        found.append(UsedMove(name, title, keeps or KEEPS[name], replace(settings, **back), caveat))  # type: ignore[arg-type]
-
-    if settings.micro_batches > 1:
-        size = "" if batch_size is None else f" of {-(-batch_size // settings.micro_batches)}"
-        title = f"{settings.micro_batches} micro-batches{size}, gradients accumulated"
+    if (parts := settings.micro_batches) > 1:
+        size = "" if batch_size is None else f" of {-(-batch_size // parts)}"
+        title = f"{parts} micro-batches{size}, gradients accumulated"
+        caveat, keeps = approximate or (DROPOUT if dropout else ""), Keeps.CHANGES if approximate else None
         add(
             MICRO_BATCH,
+            f"{parts} micro-batches",
             title,
-            approximate or (DROPOUT if dropout else ""),
-            Keeps.CHANGES if approximate else None,
-            micro_batches=1,
+            "micro_batches",
+            "micro_batch_size",
+            caveat=caveat,
+            keeps=keeps,
         )
-    if settings.checkpoint:
-        count = len(settings.checkpoint)
-        add(CHECKPOINT, f"recompute {count} module{'s' * (count > 1)}: {named(settings.checkpoint)}", checkpoint=())
-    if settings.offload:
-        add(OFFLOAD, f"activations of {named(settings.offload)} wait in host memory", offload=())
+    if count := len(settings.checkpoint):
+        title = f"recompute {count} module{'s' * (count > 1)}: {named(settings.checkpoint)}"
+        add(CHECKPOINT, f"recompute {count}", title, "checkpoint")
+    if count := len(settings.offload):
+        add(OFFLOAD, f"offload {count}", f"activations of {named(settings.offload)} wait in host memory", "offload")
     if settings.precision and settings.precision != plain.precision:
         width = settings.precision.removeprefix("amp-")
         caveat = "with loss scaling" if width == "fp16" else ""
-        add(AUTOCAST, f"autocast to {width}", caveat, precision=plain.precision)
-    if settings.cross_entropy_chunks:
-        add(CHUNKED_LOSS, f"cross entropy in {settings.cross_entropy_chunks} chunks", cross_entropy_chunks=0)
-    add_optimizer_moves(settings, add)
-    if settings.set_to_none and not plain.set_to_none:
-        add(SET_TO_NONE, "free gradients after each update (set_to_none=True)", set_to_none=False)
+        add(AUTOCAST, settings.precision, f"autocast to {width}", "precision", caveat=caveat)
+    if chunks := settings.cross_entropy_chunks:
+        add(CHUNKED_LOSS, "chunked loss", f"cross entropy in {chunks} chunks", "cross_entropy_chunks")
+    if settings.kernels is OptimizerKernels.FUSED:
+        add(FUSED, "fused optimizer", "fused optimizer kernels", "kernels")
+    elif settings.kernels is OptimizerKernels.SINGLE:
+        add(FOREACH_OFF, "single optimizer", "update one parameter at a time (foreach=False)", "kernels")
+    if settings.state is OptimizerState.EIGHT_BIT:
+        add(EIGHT_BIT, "8-bit optimizer state", "8-bit optimizer state", "state")
+    elif settings.state is OptimizerState.HOST:
+        add(HOST_OPTIMIZER, "host optimizer state", "optimizer state and update in host memory", "state")
+    if settings.step_in_backward:
+        title, caveat = "optimizer step inside the backward pass", "gradients can't be clipped by their common norm"
+        add(STEP_IN_BACKWARD, "step in backward", title, "step_in_backward", caveat=caveat)
     if settings.expandable_segments:
-        add(EXPANDABLE, "segments of the allocator that grow", expandable_segments=False)
+        add(EXPANDABLE, "expandable segments", "segments of the allocator that grow", "expandable_segments")
     if settings.channels_last:
-        add(CHANNELS_LAST, "convolutions in channels_last format", channels_last=False)
-    if settings.num_devices > 1:
+        add(CHANNELS_LAST, "channels_last", "convolutions in channels_last format", "channels_last")
+    if (count := settings.num_devices) > 1:
         where = ", shards in host memory" if settings.shard_offload else ""
-        add(SHARD, f"shard over {settings.num_devices} devices (FSDP2){where}", num_devices=1, shard_offload=False)
-    if settings.lora_rank:
-        name = QLORA if settings.quantized_base else LORA
-        bits = " over quantized weights" if settings.quantized_base else ""
-        add(name, f"train adapters of rank {settings.lora_rank}{bits}", lora_rank=0, quantized_base=False)
+        title = f"shard over {count} devices (FSDP2){where}"
+        add(SHARD, f"sharded over {count}", title, "num_devices", "shard_offload")
+    if rank := settings.lora_rank:
+        name, over = (QLORA, " over quantized weights") if settings.quantized_base else (LORA, "")
+        add(name, f"rank {rank} adapters", f"train adapters of rank {rank}{over}", "lora_rank", "quantized_base")
+    if settings.freeze:
+        add(FREEZE, "frozen parts", f"freeze {named(settings.freeze)}", "freeze")
     if settings.donate and not plain.donate:
-        add(DONATE, "parameters and state are updated in place (donated)", donate=False)
+        add(DONATE, "donated", "parameters and state are updated in place (donated)", "donate")
     if settings.jit_compile is not None and settings.jit_compile != plain.jit_compile:
         words = "compile the step as a whole (jit_compile=True)" if settings.jit_compile else "jit_compile=False"
-        add(WHOLE_COMPILE, words, jit_compile=plain.jit_compile)
-    if settings.freeze:
-        add(FREEZE, f"freeze {named(settings.freeze)}", freeze=())
-    return found
+        add(WHOLE_COMPILE, "compiled as a whole" if settings.jit_compile else words, words, "jit_compile")
+    if settings.set_to_none and not plain.set_to_none:
+        add(SET_TO_NONE, "gradients freed early", "free gradients right after each update", "set_to_none")
+    return moves
 
 
-def add_optimizer_moves(settings: Settings, add: object) -> None:
-    """Adds the moves of the optimizer."""
-    assert callable(add)
-    if settings.kernels is OptimizerKernels.FUSED:
-        add(FUSED, "fused optimizer kernels", kernels=OptimizerKernels.KEEP)
-    elif settings.kernels is OptimizerKernels.SINGLE:
-        add(FOREACH_OFF, "update one parameter at a time (foreach=False)", kernels=OptimizerKernels.KEEP)
-    if settings.step_in_backward:
-        caveat = "gradients can't be clipped by their common norm"
-        add(STEP_IN_BACKWARD, "optimizer step inside the backward pass", caveat, step_in_backward=False)
-    if settings.state is OptimizerState.EIGHT_BIT:
-        add(EIGHT_BIT, "8-bit optimizer state", state=OptimizerState.KEEP)
-    elif settings.state is OptimizerState.HOST:
-        add(HOST_OPTIMIZER, "optimizer state and update in host memory", state=OptimizerState.KEEP)
-
-
-def label(settings: Settings) -> str:
+def label(settings: Settings, plain: Settings = _PLAIN) -> str:
     """The moves in a few words."""
-    short = [
-        (f"{settings.micro_batches} micro-batches", settings.micro_batches > 1),
-        (f"recompute {len(settings.checkpoint)}", bool(settings.checkpoint)),
-        (f"offload {len(settings.offload)}", bool(settings.offload)),
-        (settings.precision or "", settings.precision is not None),
-        ("chunked loss", settings.cross_entropy_chunks > 0),
-        (f"{settings.kernels.value} optimizer", settings.kernels is not OptimizerKernels.KEEP),
-        (f"{settings.state.value} optimizer state", settings.state is not OptimizerState.KEEP),
-        ("step in backward", settings.step_in_backward),
-        ("expandable segments", settings.expandable_segments),
-        ("channels_last", settings.channels_last),
-        (f"sharded over {settings.num_devices}", settings.num_devices > 1),
-        (f"rank {settings.lora_rank} adapters", settings.lora_rank > 0),
-        ("frozen parts", bool(settings.freeze)),
-        ("donated", settings.donate),
-        ("compiled as a whole", bool(settings.jit_compile)),
-    ]
-    return ", ".join(text for text, used in short if used) or "as it is"
+    # The precision belongs to the label of every candidate, also where the step has it already.
+    moves = used_moves(settings, plain=replace(plain, precision=None))
+    return ", ".join(move.short for move in moves) or "as it is"
 
 
 _NUM_NAMED = 3

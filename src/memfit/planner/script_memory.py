@@ -32,14 +32,7 @@ _MAX_KEPT = 64
 
 
 class ScriptMemory:
-    """What a device must provide for a script, by settings.
-
-    Args:
-        estimate: of the script on a device without a limit.
-        options: of its allocator.
-        num_devices: devices that it runs on.
-        seen: what else the run showed of the program.
-    """
+    """What a device must provide for a script, by settings."""
 
     def __init__(
         self, estimate: Estimate, options: AllocatorOptions, num_devices: int = 1, seen: Seen | None = None
@@ -76,9 +69,18 @@ class ScriptMemory:
 
     def timeline(self, settings: Settings) -> tuple[Timeline, AllocatorOptions]:
         """The run under these settings; moves that change nothing are skipped."""
+        steps = [
+            (FUSED, settings.kernels is not OptimizerKernels.KEEP),
+            (SET_TO_NONE, settings.set_to_none),
+            (AUTOCAST, settings.precision is not None),
+            *[(MICRO_BATCH, True)] * (settings.micro_batches.bit_length() - 1),
+            (EIGHT_BIT, settings.state is OptimizerState.EIGHT_BIT),
+            (SHARD, settings.num_devices > 1),
+            (EXPANDABLE, settings.expandable_segments),
+        ]
         names: tuple[str, ...] = ()
-        for name in _order(settings):
-            if self._after((*names, name)) is not None:
+        for name, is_used in steps:
+            if is_used and self._after((*names, name)) is not None:
                 names = (*names, name)
         found = self._after(names)
         assert found is not None
@@ -136,18 +138,3 @@ class ScriptMemory:
             lower_bytes=min(live, reserved) + self._estimate.context_bytes,
             upper_bytes=reserved + self._estimate.context_bytes,
         )
-
-
-def _order(settings: Settings) -> list[str]:
-    """The moves of some settings but for checkpointing, in the order in which they are made."""
-    halvings = settings.micro_batches.bit_length() - 1
-    steps = [
-        (FUSED, settings.kernels is not OptimizerKernels.KEEP),
-        (SET_TO_NONE, settings.set_to_none),
-        (AUTOCAST, settings.precision is not None),
-        *((MICRO_BATCH, True) for _ in range(halvings)),
-        (EIGHT_BIT, settings.state is OptimizerState.EIGHT_BIT),
-        (SHARD, settings.num_devices > 1),
-        (EXPANDABLE, settings.expandable_segments),
-    ]
-    return [name for name, used in steps if used]

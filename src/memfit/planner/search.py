@@ -6,54 +6,33 @@ are taken in order of the time they would need with nothing recomputed: as soon 
 found, the rest can't be better. The order is fixed, so the same question has the same answer.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 from memfit.core.settings import Keeps, OptimizerKernels, OptimizerState, Settings
+from memfit.planner.candidate import Candidate, front_of
 from memfit.planner.memory import StepMemory
-from memfit.planner.moves import used_moves
-from memfit.planner.pareto import undominated
-from memfit.planner.selection import Choices, Selection
+from memfit.planner.moves import EIGHT_BIT, FOREACH_OFF, FUSED, HOST_OPTIMIZER, STEP_IN_BACKWARD, used_moves
+from memfit.planner.selection import ModuleMoves, Selection
 from memfit.planner.speed import StepSpeed
 
 # Of the time of a step: a combination that is faster by less than this is not worth a move.
 _WORTH = 0.01
 _MAX_TRIES = 5
+# What makes a variant, the most telling first.
+_VARIANT_SETTINGS = ("precision", "lora_rank", "quantized_base", "freeze", "cross_entropy_chunks", "channels_last")
 # Tried where the batch allows it: parts whose largest has another size than that of fewer parts.
 _PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 192, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way to compute the forward pass that was profiled: as it is, under autocast, with another loss...
-
-    Args:
-        settings: what differs from the step as it is.
-        memory: of this variant.
-        speed: of this variant.
-    """
+    """A way to compute the forward pass that was profiled, and how its settings differ from the step as it is."""
 
     settings: Settings
     memory: StepMemory
     speed: StepSpeed
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Settings with what they are computed to need.
-
-    Args:
-        settings: how the step is run.
-        live_bytes: greatest number of live bytes, before any allocator.
-        seconds: time of a step.
-        variant: the profile behind the figures.
-    """
-
-    settings: Settings
-    live_bytes: float
-    seconds: float
-    variant: Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +70,7 @@ class _Combination:
     settings: Settings
     seconds: float
     space: Space
-    choices: dict[tuple[object, ...], Choices]
+    module_moves: dict[tuple[object, ...], ModuleMoves]
     """Shared by the combinations of a search that have the same."""
 
     @cached_property
@@ -99,11 +78,11 @@ class _Combination:
         space, variant = self.space, self.variant
         micro = None if space.batch_size is None else -(-space.batch_size // self.settings.micro_batches)
         key = (id(variant), micro, space.recompute, space.offload)
-        if key not in self.choices:
-            self.choices[key] = Choices(
+        if key not in self.module_moves:
+            self.module_moves[key] = ModuleMoves(
                 variant.memory, variant.speed, micro, recompute=space.recompute, offload=space.offload
             )
-        return Selection(variant.memory, self.choices[key], self.settings, space.batch_size)
+        return Selection(variant.memory, self.module_moves[key], self.settings, space.batch_size)
 
     @property
     def num_passes(self) -> float:
@@ -113,7 +92,7 @@ class _Combination:
 
     @cached_property
     def changes_training(self) -> bool:
-        moves = used_moves(self.settings, batch_size=None, approximate=self.space.approximate)
+        moves = used_moves(self.settings, approximate=self.space.approximate)
         return any(move.keeps is Keeps.CHANGES for move in moves)
 
     @cached_property
@@ -127,15 +106,12 @@ class _Combination:
             settings = self.selection.cheapest(limit)
             if settings is None:
                 return None
-            found = self.candidate(settings)
-            if found.live_bytes <= limit_bytes:
-                return found
+            candidate = evaluate(self.variant, settings, self.space.batch_size)
+            if candidate.computed_bytes <= limit_bytes:
+                return candidate
             # What is too small for the programme adds up: it gets so much less.
-            limit -= found.live_bytes - limit_bytes + 1
+            limit -= candidate.computed_bytes - limit_bytes + 1
         return None
-
-    def candidate(self, settings: Settings) -> Candidate:
-        return evaluate(self.variant, settings, self.space.batch_size)
 
 
 def evaluate(variant: Variant, settings: Settings, batch_size: int | None) -> Candidate:
@@ -169,25 +145,23 @@ def possible_parts(batch_size: int | None) -> tuple[int, ...]:
 class Search:
     """Searches a space; the integer programmes of its combinations are kept between questions."""
 
-    def __init__(self, space: Space) -> None:
+    has_times, computes_peaks = True, False
+
+    def __init__(self, space: Space, plain: Settings | None = None) -> None:
         self._space = space
-        self._choices: dict[tuple[object, ...], Choices] = {}
+        self._plain = plain or Settings()
         self._beyond: dict[Settings, float] = {}
         self._expected = 0.0
+        module_moves: dict[tuple[object, ...], ModuleMoves] = {}
+        combinations: list[_Combination] = []
+        for variant, optimizer, parts in product(space.variants, space.optimizers, space.parts):
+            if parts == 1 or not (optimizer.step_in_backward or not variant.memory.scales):
+                settings = merged(space.base, variant.settings, optimizer, Settings(micro_batches=parts))
+                seconds = variant.speed.step(settings, space.batch_size)
+                combinations.append(_Combination(variant, settings, seconds, space, module_moves))
         self._combinations = sorted(
-            self._all(), key=lambda one: (one.seconds, one.settings.micro_batches, num_changed(one.settings))
+            combinations, key=lambda one: (one.seconds, one.settings.micro_batches, one.settings.num_changed)
         )
-
-    def _all(self) -> Iterable[_Combination]:
-        space = self._space
-        for variant in space.variants:
-            for optimizer in space.optimizers:
-                for parts in space.parts:
-                    if parts > 1 and (optimizer.step_in_backward or not variant.memory.scales):
-                        continue
-                    settings = merged(space.base, variant.settings, optimizer, Settings(micro_batches=parts))
-                    seconds = variant.speed.step(settings, space.batch_size)
-                    yield _Combination(variant, settings, seconds, space, self._choices)
 
     def exclude(self, candidate: Candidate) -> None:
         """Leaves out what a candidate that can't be run has in common with others.
@@ -211,27 +185,49 @@ class Search:
         """Sets what an allocator takes beyond the live bytes, for combinations of which nothing is known yet."""
         self._expected = beyond_bytes
 
+    def is_traced(self, settings: Settings) -> bool:
+        """Traces correct combinations here, and are no candidates themselves."""
+        return False
+
+    @property
+    def plain(self) -> Candidate:
+        """The step as it is."""
+        return evaluate(self._space.plain or self._space.variants[0], self._plain, self._space.batch_size)
+
+    def evaluate(self, settings: Settings) -> Candidate:
+        """What settings are computed to need, by the variant that they belong to, or the one most like it."""
+        variants = self._space.variants if self._space.plain is None else (*self._space.variants, self._space.plain)
+
+        def likeness(one: Variant) -> list[bool]:
+            # What comes first counts more.
+            return [getattr(one.settings, name) == getattr(settings, name) for name in _VARIANT_SETTINGS]
+
+        return evaluate(max(variants, key=likeness), settings, self._space.batch_size)
+
     def learn(self, candidate: Candidate, needed_bytes: float) -> None:
         """Takes note of what a candidate was proven to need: its combination is searched with that from now on."""
-        self._beyond[_bare(candidate.settings)] = needed_bytes - candidate.live_bytes
+        self._beyond[_bare(candidate.settings)] = needed_bytes - candidate.computed_bytes
 
     def best(self, usable_bytes: float) -> Candidate | None:
         """The fastest whose live bytes, and what the allocator takes beyond, stay within; None when nothing does.
 
         What changes training is used only where nothing else fits, however fast it is.
         """
-        return self._best(self._limits(usable_bytes))
+        best = self._best(self._limits(usable_bytes))
+        if best is None and self._expected > 0:
+            # From now on, nothing is expected beyond the live bytes.
+            self._expected = 0.0
+            best = self._best(self._limits(usable_bytes))
+        return best
 
     def contenders(self, usable_bytes: float, most_seconds: float) -> list[Candidate]:
         """The best of every combination that stays within and takes no longer, quickest first."""
         limits = self._limits(usable_bytes)
         keeping = [one for one in self._combinations if not one.changes_training]
-        found = []
-        for bound, one in _bounded(keeping, limits, most_seconds):
-            candidate = one.cheapest(limits[id(one)]) if bound <= most_seconds else None
-            if candidate is not None and candidate.seconds <= most_seconds:
-                found.append(candidate)
-        return sorted(found, key=lambda candidate: candidate.seconds)
+        bounded = _bounded(keeping, limits, most_seconds)
+        found = [one.cheapest(limits[id(one)]) for bound, one in bounded if bound <= most_seconds]
+        quick = [one for one in found if one is not None and one.seconds <= most_seconds]
+        return sorted(quick, key=lambda candidate: candidate.seconds)
 
     def _limits(self, usable_bytes: float) -> dict[int, float]:
         return {
@@ -239,51 +235,51 @@ class Search:
         }
 
     def _best(self, limits: dict[int, float]) -> Candidate | None:
-        keeping = [one for one in self._combinations if not one.changes_training]
-        best = _best_of(keeping, limits)
-        if best is None and len(keeping) < len(self._combinations):
-            best = _best_of([one for one in self._combinations if one.changes_training], limits)
-        return best
+        for changes_training in (False, True):
+            combinations = [one for one in self._combinations if one.changes_training is changes_training]
+            best: Candidate | None = None
+            for bound, one in _bounded(combinations, limits):
+                if best is not None and bound >= best.seconds * (1 - _WORTH):
+                    break
+                candidate = one.cheapest(limits[id(one)])
+                if candidate is not None and (best is None or candidate.seconds < best.seconds * (1 - _WORTH)):
+                    best = candidate
+            if best is not None:
+                # Of those that are as fast, for all that can be told, the one with the fewest changes.
+                equal = [best]
+                for one in combinations:
+                    if one.seconds > best.seconds * (1 + _WORTH):
+                        break
+                    if one.plain_bytes <= limits[id(one)]:
+                        equal.append(evaluate(one.variant, one.settings, self._space.batch_size))
+                return min(equal, key=lambda one: (one.settings.num_changed, one.seconds))
+        return None
 
     def smallest(self, count: int = 1) -> list[Candidate]:
         """Candidates that need least memory, of equals the fastest, at most so many and one for each combination."""
         most = max((one.settings.micro_batches for one in self._combinations), default=1)
-        # Fewer parts than the most there are never need less.
-        extremes = [one for one in self._combinations if one.settings.micro_batches in (1, most)]
-        found = [one.candidate(one.selection.smallest()) for one in extremes]
-        least = min((one.live_bytes for one in found), default=0.0)
+        found = [
+            evaluate(one.variant, one.selection.smallest(), self._space.batch_size)
+            for one in self._combinations
+            # Fewer parts than the most there are never need less.
+            if one.settings.micro_batches in (1, most)
+        ]
+        least = min((one.computed_bytes for one in found), default=0.0)
         # What differs by less than a hundredth is as small.
-        found.sort(key=lambda one: (round(100 * one.live_bytes / max(1.0, least)), one.seconds))
+        found.sort(key=lambda one: (round(100 * one.computed_bytes / max(1.0, least)), one.seconds))
         return found[:count]
 
     def front(self, num_points: int = 8) -> list[Candidate]:
         """Candidates of which none needs less memory in no more time, largest memory first."""
-        low, high = self.smallest()[0], self._within(float("inf"))
+
+        def within(limit_bytes: float) -> Candidate | None:
+            return self._best({id(one): limit_bytes for one in self._combinations})
+
+        low, high = self.smallest()[0], within(float("inf"))
         assert high is not None, "with no limit everything fits"
-        found = [low, high]
-        for index in range(1, num_points):
-            limit = low.live_bytes + (high.live_bytes - low.live_bytes) * index / num_points
-            best = self._within(limit)
-            if best is not None:
-                found.append(best)
-        return pareto(found)
-
-    def _within(self, limit_bytes: float) -> Candidate | None:
-        """The fastest whose live bytes stay within the limit."""
-        return self._best({id(one): limit_bytes for one in self._combinations})
-
-
-def _best_of(combinations: list[_Combination], limits: dict[int, float]) -> Candidate | None:
-    best: Candidate | None = None
-    for bound, one in _bounded(combinations, limits):
-        if best is not None and bound >= best.seconds * (1 - _WORTH):
-            break
-        found = one.cheapest(limits[id(one)])
-        if found is None:
-            continue
-        if best is None or found.seconds < best.seconds * (1 - _WORTH):
-            best = found
-    return _simplest(combinations, best, limits)
+        step = (high.computed_bytes - low.computed_bytes) / num_points
+        between = [within(low.computed_bytes + step * index) for index in range(1, num_points)]
+        return front_of([low, high, *(one for one in between if one is not None)])
 
 
 def _bounded(
@@ -307,27 +303,9 @@ def _bounded(
     return sorted(found, key=lambda pair: pair[0])
 
 
-def _simplest(combinations: list[_Combination], best: Candidate | None, limits: dict[int, float]) -> Candidate | None:
-    """The candidate with the fewest changes among those that are as fast as the best, for all that can be told."""
-    if best is None:
-        return None
-    equal = [best]
-    for one in combinations:
-        if one.seconds > best.seconds * (1 + _WORTH):
-            break
-        if one.plain_bytes <= limits[id(one)]:
-            equal.append(one.candidate(one.settings))
-    return min(equal, key=lambda found: (num_changed(found.settings), found.seconds))
-
-
 def _bare(settings: Settings) -> Settings:
     """What a combination is told by: everything but the modules and the allocator's segments."""
     return replace(settings, checkpoint=(), offload=(), expandable_segments=False)
-
-
-def pareto(found: Sequence[Candidate]) -> list[Candidate]:
-    """Those that no other beats in both memory and time, largest memory first."""
-    return undominated(found, lambda one: (one.live_bytes, one.seconds))
 
 
 def merged(*parts: Settings) -> Settings:
@@ -339,41 +317,29 @@ def merged(*parts: Settings) -> Settings:
     return result
 
 
-def num_changed(settings: Settings) -> int:
-    """Settings that differ from the defaults."""
-    plain = Settings()
-    return sum(getattr(settings, name) != getattr(plain, name) for name in Settings.__slots__ if name != "weighting")
-
-
-def optimizer_choices(
+def optimizer_ways(
     features: frozenset[str], allowed: frozenset[str], *, on_host: bool, has_optimizer: bool, sharded: bool = False
 ) -> tuple[Settings, ...]:
-    """Settings of the optimizer that make sense for a step, as it is first.
+    """Settings of the optimizer that make sense for a step with these features, as it is first.
 
-    Args:
-        features: of the profile.
-        allowed: names of the moves that may be used.
-        on_host: whether the device is the host itself, where moving things to the host saves nothing.
-        has_optimizer: whether there is one.
-        sharded: whether several devices share parameters and states.
+    On the host itself, moving things to the host saves nothing; of several devices that share states, each moves its
+    shard.
     """
-    found = [Settings()]
     if not has_optimizer:
-        return tuple(found)
-    single, fused = Settings(kernels=OptimizerKernels.SINGLE), Settings(kernels=OptimizerKernels.FUSED)
-    if "fused-optimizer" in allowed and "fusable" in features and "fused" not in features:
-        found.append(fused)
-    if "foreach-off" in allowed and "foreach" in features:
-        found.append(single)
-    steps = "step-in-backward" in allowed and "steppable" in features
-    if steps:
-        found.append(Settings(step_in_backward=True))
-    if steps and fused in found:
-        found.append(replace(fused, step_in_backward=True))
-    if "8-bit-optimizer" in allowed and "adam" in features:
-        found.append(Settings(state=OptimizerState.EIGHT_BIT))
-        if steps:
-            found.append(Settings(state=OptimizerState.EIGHT_BIT, step_in_backward=True))
-    if "host-optimizer" in allowed and not on_host:
-        found.append(Settings(shard_offload=True) if sharded else Settings(state=OptimizerState.HOST))
-    return tuple(found)
+        return (Settings(),)
+    steps = STEP_IN_BACKWARD in allowed and "steppable" in features
+    fuses = FUSED in allowed and "fusable" in features and "fused" not in features
+    narrow = EIGHT_BIT in allowed and "adam" in features
+    on_device = HOST_OPTIMIZER in allowed and not on_host
+    fused, eight_bit = Settings(kernels=OptimizerKernels.FUSED), Settings(state=OptimizerState.EIGHT_BIT)
+    ways = [
+        (Settings(), True),
+        (fused, fuses),
+        (Settings(kernels=OptimizerKernels.SINGLE), FOREACH_OFF in allowed and "foreach" in features),
+        (Settings(step_in_backward=True), steps),
+        (replace(fused, step_in_backward=True), steps and fuses),
+        (eight_bit, narrow),
+        (replace(eight_bit, step_in_backward=True), narrow and steps),
+        (Settings(shard_offload=True) if sharded else Settings(state=OptimizerState.HOST), on_device),
+    ]
+    return tuple(settings for settings, used in ways if used)

@@ -29,12 +29,12 @@ _MOMENTS_PER_ROUND = 8
 _MAX_NODES = 3000
 _GAP = 0.002
 _MIB = 1024.0**2
-# Keeps equal choices apart, so that the first of equal blocks is taken and the solver has no symmetry to explore.
+# Keeps equal moves apart, so that the first of equal blocks is taken and the solver has no symmetry to explore.
 _TIE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _ModuleMove:
     """One variable: a unit that is computed again, waits on the host, or both."""
 
     path: str
@@ -43,22 +43,14 @@ class _Choice:
     seconds: float
 
 
-class Choices:
-    """What can be chosen at one micro-batch size, with what each choice keeps away at every moment.
-
-    Args:
-        memory: of the step.
-        speed: of the step.
-        micro: samples of a micro-batch.
-        recompute: whether modules may be computed again.
-        offload: whether activations may wait on the host.
-    """
+class ModuleMoves:
+    """What can be chosen at one micro-batch size, with what each choice keeps away at every moment."""
 
     def __init__(
         self, memory: StepMemory, speed: StepSpeed, micro: int | None, *, recompute: bool = True, offload: bool = False
     ) -> None:
         self._sizes = memory.sizes(micro)
-        found: list[tuple[float, _Choice, Bytes]] = []
+        found: list[tuple[float, _ModuleMove, Bytes]] = []
         highest = float(self._sizes.sum())
 
         def add(unit: UnitMemory, away: Intervals, *, again: bool, hosted: float) -> None:
@@ -66,7 +58,7 @@ class Choices:
             total = float(saved.max(initial=0.0))
             if total >= _MIN_SHARE * highest:
                 seconds = (speed.recomputation(unit.path, micro) if again else 0.0) + speed.offload(hosted)
-                found.append((total, _Choice(unit.path, again, hosted > 0, seconds), saved))
+                found.append((total, _ModuleMove(unit.path, again, hosted > 0, seconds), saved))
 
         for unit in memory.units:
             hosted, inputs = self._bytes(unit.hosted), self._bytes(unit.inputs_hosted)
@@ -75,7 +67,7 @@ class Choices:
             if offload and hosted:
                 add(unit, unit.hosted, again=False, hosted=hosted)
             if offload and recompute and inputs:
-                add(unit, _both(unit.away, unit.inputs_hosted), again=True, hosted=inputs)
+                add(unit, unit.away.and_also(unit.inputs_hosted), again=True, hosted=inputs)
         order = sorted(range(len(found)), key=lambda index: (-found[index][0], index))[:_MAX_UNITS]
         kept = [found[index] for index in sorted(order)]
         self.all = tuple(choice for _, choice, _ in kept)
@@ -87,13 +79,13 @@ class Choices:
 
     @property
     def num_columns(self) -> int:
-        """Variables of choices, of pairs and of what is held together."""
+        """Variables of moves, of pairs and of what is held together."""
         return len(self.all) + len(self.pairs) + len(self.holders)
 
     def _pairs(
         self, memory: StepMemory, micro: int | None, highest: float
     ) -> tuple[list[tuple[int, int]], list[Bytes]]:
-        """Pairs of choices that save less together than apart, and by how much at each moment, negative."""
+        """Pairs of moves that save less together than apart, and by how much at each moment, negative."""
         units = {unit.path: unit for unit in memory.units}
         again = [(index, units[one.path]) for index, one in enumerate(self.all) if one.recomputed]
         keepers: dict[int, list[tuple[int, UnitMemory]]] = {}
@@ -114,16 +106,15 @@ class Choices:
         return pairs, lost
 
     def _held(self, memory: StepMemory, micro: int | None, highest: float) -> tuple[list[list[int]], list[Bytes]]:
-        """Choices of which any one makes blocks live longer, and how much at each moment, negative."""
+        """ModuleMoves of which any one makes blocks live longer, and how much at each moment, negative."""
         units = {unit.path: unit for unit in memory.units}
         again = [(index, units[one.path]) for index, one in enumerate(self.all) if one.recomputed and not one.offloaded]
         holders: list[list[int]] = []
         rows: list[Bytes] = []
-        for segment in held_segments([unit for _, unit in again]):
-            unit = again[segment.units[0]][1]
-            held = memory.savings(unit, segment.held, micro, recomputed=False)
+        for places, intervals in held_segments([unit for _, unit in again]):
+            held = memory.savings(again[places[0]][1], intervals, micro, recomputed=False)
             if float(held.max(initial=0.0)) >= _MIN_SHARE * highest:
-                holders.append([again[place][0] for place in segment.units])
+                holders.append([again[place][0] for place in places])
                 rows.append(-held)
         return holders, rows
 
@@ -132,17 +123,10 @@ class Choices:
 
 
 class Selection:
-    """The programme of one step at one micro-batch size.
+    """The programme of one step at one micro-batch size."""
 
-    Args:
-        memory: of the step.
-        choices: what can be chosen at that size.
-        settings: everything but `checkpoint` and `offload`, which are chosen here.
-        batch_size: samples of the whole batch.
-    """
-
-    def __init__(self, memory: StepMemory, choices: Choices, settings: Settings, batch_size: int | None) -> None:
-        self._choices = choices
+    def __init__(self, memory: StepMemory, moves: ModuleMoves, settings: Settings, batch_size: int | None) -> None:
+        self._moves = moves
         self._settings = replace(settings, checkpoint=(), offload=())
         self._plain = memory.curve(self._settings, batch_size)[memory.moments]
         self._floor_bytes = memory.update_bytes(self._settings, batch_size)
@@ -167,68 +151,55 @@ class Selection:
             return None
         if float(self._plain.max(initial=0.0)) <= limit_bytes:
             return self._settings
-        return self._solve(limit_bytes, self._relaxed(limit_bytes)[1])
+        values, _ = self._solve(limit_bytes, known=self._relaxed(limit_bytes)[1])
+        return None if values is None else self._with(values)
 
     def smallest(self) -> Settings:
         """The settings that need least memory."""
-        found = self._solve(None, frozenset())
-        return self._settings if found is None else found
+        values, _ = self._solve(None)
+        return self._settings if values is None else self._with(values)
 
     def _relaxed(self, limit_bytes: float) -> tuple[float, frozenset[int]]:
         """(least seconds where modules may be chosen in part, the moments that bind); a linear programme."""
         if limit_bytes not in self._bounds:
-            model = self._programme(limit_bytes, whole=False)
-            self._bounds[limit_bytes] = self._relax(model, limit_bytes)
+            values, moments = self._solve(limit_bytes, whole=False)
+            seconds = float("inf") if values is None else float(values @ self._moves.seconds)
+            self._bounds[limit_bytes] = (seconds, moments)
         return self._bounds[limit_bytes]
 
-    def _relax(self, model: Any, limit_bytes: float) -> tuple[float, frozenset[int]]:
+    def _solve(
+        self, limit_bytes: float | None, *, whole: bool = True, known: frozenset[int] = frozenset()
+    ) -> tuple[NDArray[np.float64] | None, frozenset[int]]:
+        """(values of the variables, None when nothing is within the limit; the moments that bind)."""
+        if whole and not self._moves.all:
+            return None, known
+        model = self._programme(limit_bytes, whole=whole)
         moments: set[int] = set()
+        values = None if whole else np.zeros(self._moves.num_columns)
         curve = self._plain
-        values = np.zeros(self._choices.num_columns)
         for _ in range(_MAX_ROUNDS):
-            fresh = [moment for moment in _highest(curve, limit_bytes) if moment not in moments]
+            fresh = sorted({*_highest(curve, limit_bytes), *known} - moments)
             if not fresh:
                 break
             moments.update(fresh)
             for moment in fresh:
                 self._add_moment(model, moment, limit_bytes)
-            found = _solution(model)
-            if found is None:
-                return float("inf"), frozenset(moments)
-            values = np.array(found[: self._choices.num_columns])
-            curve = self._curve(values)
-        return float(values @ self._choices.seconds), frozenset(moments)
-
-    def _curve(self, values: NDArray[np.float64]) -> Bytes:
-        """What is alive at each moment when so much of each variable is chosen."""
-        away: Bytes = values @ self._choices.savings
-        return self._plain - away
-
-    def _solve(self, limit_bytes: float | None, known: frozenset[int]) -> Settings | None:
-        if not self._choices.all:
-            return None
-        model, chosen = self._programme(limit_bytes), None
-        moments: set[int] = set()
-        curve = self._plain
-        for _ in range(_MAX_ROUNDS):
-            fresh = sorted({moment for moment in (*_highest(curve, limit_bytes), *known) if moment not in moments})
-            if not fresh:
-                return chosen
-            for moment in fresh:
-                moments.add(moment)
-                self._add_moment(model, moment, limit_bytes)
             solution = _solution(model)
             if solution is None:
-                return None
-            values = np.round(solution[: self._choices.num_columns])
-            chosen = self._with(values)
-            curve = self._curve(values)
-            if limit_bytes is not None and float(curve.max(initial=0.0)) <= limit_bytes:
-                return chosen
-        return chosen if limit_bytes is None else None
+                return None, frozenset(moments)
+            values = np.array(solution[: self._moves.num_columns])
+            values = np.round(values) if whole else values
+            # What is alive at each moment when so much of each variable is chosen.
+            curve = self._plain - values @ self._moves.savings
+            if whole and limit_bytes is not None and float(curve.max(initial=0.0)) <= limit_bytes:
+                return values, frozenset(moments)
+        else:
+            if whole and limit_bytes is not None:
+                return None, frozenset(moments)
+        return values, frozenset(moments)
 
     def _with(self, values: NDArray[np.float64]) -> Settings:
-        picked = [one for one, value in zip(self._choices.all, values, strict=False) if value]
+        picked = [one for one, value in zip(self._moves.all, values, strict=False) if value]
         return replace(
             self._settings,
             checkpoint=tuple(one.path for one in picked if one.recomputed),
@@ -245,25 +216,25 @@ class Selection:
             ("mip_max_nodes", _MAX_NODES),
         ):
             model.setOptionValue(name, value)
-        scale = max((one.seconds for one in self._choices.all), default=1.0) or 1.0
+        scale = max((one.seconds for one in self._moves.all), default=1.0) or 1.0
         minimise_peak = limit_bytes is None
-        for index, one in enumerate(self._choices.all):
-            cost = one.seconds / scale + _TIE * (1 + index / len(self._choices.all))
+        for index, one in enumerate(self._moves.all):
+            cost = one.seconds / scale + _TIE * (1 + index / len(self._moves.all))
             model.addVar(0.0, 1.0)
             model.changeColCost(index, 1e-3 * cost if minimise_peak else cost)
             if whole:
                 model.changeColIntegrality(index, highspy.HighsVarType.kInteger)
-        for _ in range(len(self._choices.pairs) + len(self._choices.holders)):
+        for _ in range(len(self._moves.pairs) + len(self._moves.holders)):
             model.addVar(0.0, 1.0)
         if minimise_peak:
             model.addVar(0.0, highspy.kHighsInf)
-            model.changeColCost(self._choices.num_columns, 1.0)
-        for index, pair in enumerate(self._choices.pairs, len(self._choices.all)):
+            model.changeColCost(self._moves.num_columns, 1.0)
+        for index, pair in enumerate(self._moves.pairs, len(self._moves.all)):
             # 1 where both are chosen, else 0: nobody wants it larger than it must be.
             columns, weights = np.array([*pair, index], dtype=np.int32), np.array([1.0, 1.0, -1.0])
             model.addRow(-highspy.kHighsInf, 1.0, 3, columns, weights)
-        first = len(self._choices.all) + len(self._choices.pairs)
-        for index, group in enumerate(self._choices.holders, first):
+        first = len(self._moves.all) + len(self._moves.pairs)
+        for index, group in enumerate(self._moves.holders, first):
             for holder in group:
                 # 1 where any of them is chosen.
                 columns, weights = np.array([holder, index], dtype=np.int32), np.array([1.0, -1.0])
@@ -275,13 +246,14 @@ class Selection:
     def _exclusive(self) -> list[list[int]]:
         """Variables of which at most one may be 1: those of each innermost unit and of all that contain it."""
         by_path: dict[str, list[int]] = {}
-        for index, one in enumerate(self._choices.all):
+        for index, one in enumerate(self._moves.all):
             by_path.setdefault(one.path, []).append(index)
         paths = sorted(by_path)
         inner = [p for i, p in enumerate(paths) if i + 1 == len(paths) or not paths[i + 1].startswith(p + ".")]
         groups = []
         for path in inner:
-            chain = [part for part in _ancestors(path) if part in by_path]
+            names = path.split(".")
+            chain = [part for end in range(len(names)) if (part := ".".join(names[: end + 1])) in by_path]
             group = [index for part in chain for index in by_path[part]]
             if len(group) > 1:
                 groups.append(group)
@@ -289,11 +261,11 @@ class Selection:
 
     def _add_moment(self, model: Any, moment: int, limit_bytes: float | None) -> None:
         """What is alive, less what is kept away, is at most the limit (or the peak that is minimised)."""
-        column = self._choices.savings[:, moment] / _MIB
+        column = self._moves.savings[:, moment] / _MIB
         used = np.flatnonzero(column)
         indices, values = used.astype(np.int32), column[used]
         if limit_bytes is None:
-            indices = np.append(indices, np.int32(self._choices.num_columns))
+            indices = np.append(indices, np.int32(self._moves.num_columns))
             values = np.append(values, 1.0)
             least = float(self._plain[moment]) / _MIB
         else:
@@ -309,15 +281,6 @@ def _solution(model: Any) -> list[float] | None:
         return None
     values: list[float] = model.getSolution().col_value
     return values or None
-
-
-def _both(a: Intervals, b: Intervals) -> Intervals:
-    return Intervals(*(np.concatenate(pair) for pair in ((a.block, b.block), (a.start, b.start), (a.end, b.end))))
-
-
-def _ancestors(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[: index + 1]) for index in range(len(parts))]
 
 
 def _highest(curve: Bytes, limit_bytes: float | None) -> list[int]:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from memfit.catalogue import find_device
 from memfit.core.device import Device, Kind
 from memfit.core.profile import Measurement, Profile, Work
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
-from memfit.core.timeline import Category, Phase
+from memfit.core.timeline import Category, Phase, Timeline
 
-# Shares of the peak rates that well-written training code reaches (assumed; docs/plan.md).
+# Shares of the peak rates that well-written training code reaches (assumed; docs/howto/plan.md).
 _FLOPS_SHARE = 0.6
 _BANDWIDTH_SHARE = 0.75
 # Time between two kernels that PyTorch launches from Python (assumed).
@@ -33,21 +34,18 @@ _LAUNCHES_SINGLE = 10
 _LAUNCHES_FUSED = 4
 # An 8-bit update on a processor, in 32-bit ones: codes are looked up and searched (assumed).
 _EIGHT_BIT_ON_HOST = 3.0
+# What a fused update reads and writes, in parameters: parameter, gradient, two states; all but the gradient written.
+_FUSED_ACCESSES = 7
+_NARROW = {"amp-bf16": "bfloat16", "amp-fp16": "float16"}
+# Whose rates are taken where the catalogue has none for the target.
+_REFERENCE = "rtx-3090"
 # Between devices, bytes per second each way: NVLink where capability says data centre, else PCIe (assumed).
 _INTERCONNECT = 50e9
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Speed of a device.
-
-    Args:
-        flops: floating-point operations per second by dtype.
-        bandwidth: bytes per second of its memory.
-        launch_seconds: least time of an operator.
-        transfer: bytes per second between it and the host.
-        reference: name of the device whose rates are used where the target's own aren't known, or "".
-    """
+    """Speed of a device, in operations and bytes per second; `reference` names the device whose rates were taken."""
 
     flops: dict[str, float]
     bandwidth: float
@@ -56,9 +54,9 @@ class Rates:
     reference: str = ""
 
 
-def rates_of(device: Device, reference: Device) -> Rates:
-    """Rates of a device; those of `reference` where the catalogue has none for it."""
-    known = device if device.flops and device.bandwidth_bytes_per_second else reference
+def rates_of(device: Device) -> Rates:
+    """Rates of a device; those of an RTX 3090 where the catalogue has none for it."""
+    known = device if device.flops and device.bandwidth_bytes_per_second else find_device(_REFERENCE)
     capability = device.capability or (8, 0)
     transfer = next(rate for least, rate in _TRANSFER if capability[0] >= least)
     return Rates(
@@ -103,7 +101,9 @@ class StepSpeed:
         self._flops, self._flops_slope = _line(profile, larger, "flops")
         self._bytes, self._bytes_slope = _line(profile, larger, "moved_bytes")
         if not channels_last:
-            again = np.array([_transposed(work) for work in profile.work], dtype=bool)
+            # A library turns inputs and output of a convolution over to compute it on tensor cores.
+            narrow = ("float16", "bfloat16")
+            again = np.array(["convolution" in work.op and work.dtype in narrow for work in profile.work], dtype=bool)
             self._bytes[again] *= _TRANSPOSED
             self._bytes_slope[again] *= _TRANSPOSED
         self._rate = np.array([rate_of(work, rates) for work in profile.work])
@@ -161,6 +161,12 @@ class StepSpeed:
         computed = sum(float(self._operators(micro)[first:last].sum()) for first, last in self._calls.get(path, ()))
         return computed * self._unit_ratio(path, micro)
 
+    def flops_again(self, path: str, micro: int | None) -> float:
+        """Floating-point operations of computing a module again."""
+        size = self._own if micro is None else micro
+        flops = np.maximum(0.0, self._flops + self._flops_slope * size)
+        return sum(float(flops[first:last].sum()) for first, last in self._calls.get(path, ()))
+
     def _unit_ratio(self, path: str, micro: int | None) -> float:
         """Measured over computed time of a module's forward pass."""
         if self._plain is not None:
@@ -173,12 +179,6 @@ class StepSpeed:
         if path not in nearest.unit_seconds or computed <= 0:
             return self.ratio(micro)
         return nearest.unit_seconds[path] / computed * self.ratio(micro) / self.ratio(nearest.batch_size)
-
-    def flops_again(self, path: str, micro: int | None) -> float:
-        """Floating-point operations of computing a module again."""
-        size = self._own if micro is None else micro
-        flops = np.maximum(0.0, self._flops + self._flops_slope * size)
-        return sum(float(flops[first:last].sum()) for first, last in self._calls.get(path, ()))
 
     def offload(self, hosted_bytes: float) -> float:
         """Seconds to move activations to the host and back."""
@@ -205,7 +205,7 @@ class StepSpeed:
             return (measured * (_EIGHT_BIT_ON_HOST if wide else 1.0) + each) / shards
         plain = float(self._operators(None)[~self._passes].sum()) / shards
         if settings.kernels is OptimizerKernels.FUSED:
-            plain = min(plain, 7 * parameter_bytes / self.rates.bandwidth + self.rates.launch_seconds)
+            plain = min(plain, _FUSED_ACCESSES * parameter_bytes / self.rates.bandwidth + self.rates.launch_seconds)
         return plain + each
 
     def _launches(self, settings: Settings) -> int:
@@ -224,13 +224,7 @@ class StepSpeed:
         return 0.5 * 3 * self._parameter_bytes * (count - 1) / count / _INTERCONNECT
 
     def step(self, settings: Settings, batch_size: int | None, hosted_bytes: float = 0.0) -> float:
-        """Seconds of a whole step.
-
-        Args:
-            settings: how it is run.
-            batch_size: samples of the whole batch.
-            hosted_bytes: activations of one micro-batch that wait in host memory.
-        """
+        """Seconds of a whole step; `hosted_bytes` of one micro-batch wait in host memory."""
         micro = None if batch_size is None else -(-batch_size // settings.micro_batches)
         again = sum(self.recomputation(path, micro) for path in settings.checkpoint)
         each = self.passes(micro) + again + self.offload(hosted_bytes) + self.communication(settings)
@@ -257,11 +251,6 @@ def _line(profile: Profile, larger: Profile | None, name: str) -> tuple[NDArray[
     return values - slope * profile.batch_size, slope
 
 
-def _transposed(work: Work) -> bool:
-    """Whether a library turns inputs and output of a convolution over to compute it on tensor cores."""
-    return "convolution" in work.op and work.dtype in ("float16", "bfloat16")
-
-
 def rate_of(work: Work, rates: Rates) -> float:
     """Floating-point operations per second at which an operator runs."""
     dtype = work.dtype or "float32"
@@ -278,3 +267,71 @@ def _gradient_bytes(profile: Profile) -> float:
     timeline = profile.timeline
     passes = sum(mark.phase is Phase.BACKWARD for mark in timeline.marks)
     return sum(b.size_bytes for b in timeline.blocks if b.category is Category.GRADIENT) / max(1, passes)
+
+
+class ScriptSpeed:
+    """Seconds of a script's step by settings, from the work of its operators in one dry run.
+
+    Computing modules again costs their forward operators once more; autocast runs products and convolutions at the
+    16-bit rate; micro-batches divide operations and bytes, but not launches, and add to gradients once more for each.
+    Where no work was seen, the bytes that the forward pass writes stand in for it: good enough to rank by, and no
+    seconds are shown.
+    """
+
+    def __init__(self, work: Sequence[Work], timeline: Timeline, rates: Rates) -> None:
+        self.is_known = bool(work)
+        # One operator for each block of the first step, which reads twice what it writes.
+        self._work = list(work) or [
+            Work(block.module, block.phase, block.op, 0, 3 * block.size_bytes, "")
+            for block in timeline.blocks
+            if block.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+            and timeline.mark_at(block.start).step <= 1
+        ]
+        self._rates = rates
+        weights = [block.size_bytes for block in timeline.blocks if block.category is Category.PARAMETER]
+        self._parameter_bytes, self._num_tensors = sum(weights), len(weights)
+        self._kept: dict[tuple[str, int, str | None], float] = {}
+
+    def step(self, settings: Settings) -> float:
+        """Seconds of one update with all its passes."""
+        count, precision = settings.micro_batches, settings.precision
+        again = sum(self.module(path, count, precision) for path in settings.checkpoint)
+        accumulation = 3 * (count - 1) * self._parameter_bytes / self._rates.bandwidth
+        return count * (self._passes(count, precision) + again) + accumulation + self._update(settings)
+
+    def module(self, path: str, count: int = 1, precision: str | None = None) -> float:
+        """Seconds of one module's forward pass on one of `count` micro-batches."""
+        key = (path, count, precision)
+        if key not in self._kept:
+            inside = (
+                work
+                for work in self._work
+                if work.phase is Phase.FORWARD and (work.module == path or work.module.startswith(f"{path}."))
+            )
+            self._kept[key] = sum(self._seconds(work, count, precision) for work in inside)
+        return self._kept[key]
+
+    def _passes(self, count: int, precision: str | None) -> float:
+        key = ("", count, precision)
+        if key not in self._kept:
+            passes = [work for work in self._work if work.phase in (Phase.FORWARD, Phase.BACKWARD)]
+            casts = 0.0 if precision is None else 1.5 * self._parameter_bytes / self._rates.bandwidth
+            self._kept[key] = casts + sum(self._seconds(work, count, precision) for work in passes)
+        return self._kept[key]
+
+    def _seconds(self, work: Work, count: int, precision: str | None) -> float:
+        rate, moved = rate_of(work, self._rates), float(work.moved_bytes)
+        if precision is not None and work.flops and work.dtype == "float32":
+            rate = self._rates.flops.get(_NARROW.get(precision, ""), rate)
+            moved /= 2
+        busy = max(work.flops / rate, moved / self._rates.bandwidth)
+        return max(busy / count, self._rates.launch_seconds)
+
+    def _update(self, settings: Settings) -> float:
+        plain = sum(self._seconds(work, 1, None) for work in self._work if work.phase is Phase.OPTIMIZER)
+        rates = self._rates
+        if settings.kernels is OptimizerKernels.FUSED:
+            return min(plain, _FUSED_ACCESSES * self._parameter_bytes / rates.bandwidth + rates.launch_seconds)
+        if settings.kernels is OptimizerKernels.SINGLE:
+            return plain + _LAUNCHES_SINGLE * self._num_tensors * rates.launch_seconds
+        return plain

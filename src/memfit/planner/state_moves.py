@@ -1,13 +1,10 @@
 """Moves on what outlives a step: optimizer temporaries and states, and the sharding of all that over devices."""
 
-from dataclasses import replace
-
-from memfit.core.device import Origin
 from memfit.core.settings import Keeps, OptimizerKernels
 from memfit.core.timeline import Block, Category, Phase
-from memfit.planner.move import AS_IT_IS, Move, Situation
+from memfit.planner.move import Move, Situation
 from memfit.planner.retiming import BEFORE, Life, lives, rebuild, resized
-from memfit.planner.structure import Spans, named_range, repeated_units, unit_of
+from memfit.planner.structure import Spans, repeated_units, unit_of
 
 # bitsandbytes leaves states of fewer elements as they are (min_8bit_size), and keeps a 4-byte scale for each 256.
 _MIN_ELEMENTS = 4096
@@ -30,14 +27,12 @@ def fuse_optimizer(situation: Situation) -> Move | None:
         return None
     dropped -= {block.start for block in largest.values()}
     fused = situation.is_fusable
-    return Move(
+    return situation.move(
         "update parameters with a fused optimizer" if fused else "update one parameter at a time",
         Keeps.ROUNDING,
         f"{'fused=True' if fused else 'foreach=False'} in the constructor of the optimizer",
-        Origin.ASSUMED,
         rebuild([life for life in lives(timeline) if life.block.start not in dropped], timeline.marks),
-        situation.options,
-        replace(AS_IT_IS, kernels=OptimizerKernels.FUSED if fused else OptimizerKernels.SINGLE),
+        kernels=OptimizerKernels.FUSED if fused else OptimizerKernels.SINGLE,
     )
 
 
@@ -55,13 +50,11 @@ def shrink_states(situation: Situation) -> Move | None:
             moved.append(life)
     if not found:
         return None
-    return Move(
+    return situation.move(
         "keep the optimizer's state in 8 bits",
         Keeps.CHANGES,
         "the 8-bit variant of the optimizer, such as bitsandbytes.optim.AdamW8bit or torchao.optim.AdamW8bit",
-        Origin.ASSUMED,
         rebuild(moved, timeline.marks),
-        situation.options,
     )
 
 
@@ -85,24 +78,24 @@ def shard(situation: Situation) -> Move | None:
     if not sizes:
         return None
     largest = max(sizes.values())
+    persistent = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE)
+
+    def is_sharded(block: Block) -> bool:
+        of_update = block.phase is Phase.OPTIMIZER and block.category is Category.TEMPORARY
+        return block.category in persistent or of_update
+
     moved = [
-        resized(life, -(-life.block.size_bytes // 2)) if _sharded(life.block) else life for life in lives(timeline)
+        resized(life, -(-life.block.size_bytes // 2)) if is_sharded(life.block) else life for life in lives(timeline)
     ]
     gathered = {Phase.FORWARD: outside + 2 * largest, Phase.BACKWARD: outside + 3 * largest}
     for span in Spans(timeline).all:
         if span.phase in gathered:
             block = Block(gathered[span.phase], 0, None, Category.TEMPORARY, span.phase, op="all_gather")
             moved.append(Life(block, span.start + BEFORE, span.end + BEFORE))
-    return Move(
+    return situation.move(
         "shard parameters, gradients and states over 2 devices",
         Keeps.ROUNDING,
-        f"torchrun --nproc-per-node 2, fully_shard(block) for each of {named_range(units)}, then fully_shard(model)",
-        Origin.ASSUMED,
+        f"torchrun --nproc-per-node 2, fully_shard(block) for each of {units[0]} to {units[-1]}, then "
+        "fully_shard(model)",
         rebuild(moved, timeline.marks),
-        situation.options,
     )
-
-
-def _sharded(block: Block) -> bool:
-    persistent = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE)
-    return block.category in persistent or (block.phase is Phase.OPTIMIZER and block.category is Category.TEMPORARY)

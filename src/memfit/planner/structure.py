@@ -82,11 +82,6 @@ def repeated_units(timeline: Timeline, level: int) -> list[str]:
     return found if len(found) > 1 else []
 
 
-def named_range(units: list[str]) -> str:
-    """The units as people name them: "layers.0 to layers.31"."""
-    return f"{units[0]} to {units[-1]}"
-
-
 def parameter_sizes(timeline: Timeline) -> dict[str, set[int]]:
     """Sizes of each module's parameters, and half of each: what a cast to 16 bits makes of them."""
     sizes: dict[str, set[int]] = {}

@@ -20,16 +20,16 @@ from memfit.core.estimate import Estimate
 from memfit.core.plan import Plan
 from memfit.core.printing import printable
 from memfit.core.supervised import SupervisedRun
-from memfit.reports import figures, plan_figures, run_figures, supervised_figures
+from memfit.reports.dryrun import figures as run_figures
+from memfit.reports.dryrun.payload import build_run_payload
+from memfit.reports.estimate import figures
+from memfit.reports.estimate.payload import build_payload
+from memfit.reports.estimate.text import format_estimate
 from memfit.reports.files import write_whole
-from memfit.reports.payload import build_payload
-from memfit.reports.plan_payload import build_plan_payload
-from memfit.reports.plan_text import format_plan
-from memfit.reports.run_payload import build_run_payload
-from memfit.reports.run_text import format_run
-from memfit.reports.supervised_payload import build_supervised_payload
-from memfit.reports.supervised_text import format_supervised
-from memfit.reports.text import format_estimate
+from memfit.reports.plan import figures as plan_figures
+from memfit.reports.plan.payload import build_plan_payload
+from memfit.reports.run import figures as supervised_figures
+from memfit.reports.run.payload import build_supervised_payload
 
 _SCRIPTS = {
     "page": ("document", "head", "axes", "curves", "chart", "treemap", "tables", "run", "page"),
@@ -46,18 +46,18 @@ def render_page(estimate: Estimate) -> str:
 
 def render_run_page(run: DryRun) -> str:
     """The page of a dry run as one string of HTML."""
-    return _render(run_figures.verdict(run), format_run(run), build_run_payload(run))
+    return _render(run_figures.verdict(run), str(run_figures.report(run)), build_run_payload(run))
 
 
 def render_plan_page(plan: Plan) -> str:
     """The page of a plan as one string of HTML."""
-    return _render(plan_figures.verdict(plan), format_plan(plan), build_plan_payload(plan), "plan")
+    return _render(plan_figures.verdict(plan), str(plan_figures.report(plan)), build_plan_payload(plan), "plan")
 
 
 def render_supervised_page(run: SupervisedRun) -> str:
     """The page of a supervised run as one string of HTML."""
     verdict = supervised_figures.verdict(run)
-    return _render(verdict, format_supervised(run), build_supervised_payload(run), "supervised")
+    return _render(verdict, str(supervised_figures.report(run)), build_supervised_payload(run), "supervised")
 
 
 def write_page(estimate: Estimate, path: str | os.PathLike[str]) -> Path:

@@ -1,7 +1,7 @@
-"""The shape that reports of several parts share: a verdict, a few lines below it, and titled parts.
+"""The shape that all reports share: a verdict, a few lines below it, and titled parts.
 
-A part holds rows of a breakdown, a table, or lines of text. What is said is decided elsewhere (`run_figures`,
-`plan_figures`); text and terminal show the same parts.
+A part holds rows of a breakdown, figures, a table, or lines of text. What is said is decided elsewhere (the `report` of
+each verb's figures); `str(report)` is its plain text, `terminal.render_report` shows the same in colour.
 """
 
 import textwrap
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from memfit.core.estimate import Note
-from memfit.reports.figures import Row, printable
-from memfit.reports.text import format_row
+from memfit.core.units import format_size
+from memfit.reports.estimate.figures import Figure, Row, format_share, printable, shorten
 
 KEEPS = {"exact": "same results", "rounding": "same up to rounding", "changes training": "changes training"}
 
@@ -20,6 +20,9 @@ HARMLESS = "stand-in-value"
 _NUM_LISTED = 3
 # Longer cells are wrapped, so that a table still reads as one in a log of 120 columns.
 _CELL_WIDTH = 46
+_NAME_WIDTH = 44
+_BAR_WIDTH = 20
+RULE = "-" * 72
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +48,68 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A titled part of a report: rows of a breakdown, a table, or lines of text."""
+    """A titled part of a report: rows of a breakdown, figures with their origins, a table, or lines of text.
+
+    Args:
+        title: of the part.
+        rows: of a breakdown.
+        lines: of text.
+        with_bar: whether rows have bars of their shares.
+        grid: a table.
+        with_share: whether rows have their shares in percent.
+        figures: with their origins.
+        labelled: whether lines begin with a label that ends with a colon.
+    """
 
     title: str
     rows: tuple[Row, ...] = ()
     lines: tuple[str, ...] = ()
     with_bar: bool = False
     grid: Grid | None = None
+    with_share: bool = True
+    figures: tuple[Figure, ...] = ()
+    labelled: bool = False
 
     @property
     def holds_something(self) -> bool:
         """Whether there is anything to show below the title."""
-        return bool(self.rows or self.lines or (self.grid and self.grid.lines))
+        return bool(self.rows or self.lines or self.figures or (self.grid and self.grid.lines))
 
 
-def format_parts(verdict: str, details: list[str], parts: list[Part]) -> list[str]:
-    """The report as lines of plain text."""
-    lines = [verdict, *(f"  {line}" for line in details)]
-    for part in parts:
-        lines += ["", part.title]
-        lines += [format_row(row, with_bar=part.with_bar) for row in part.rows]
-        if part.grid is not None:
-            lines += [f"  {line}" for line in format_grid(part.grid)]
-        lines += [f"  {line}" for line in part.lines]
-    return [line.rstrip() for line in lines]
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that is said about a result; as text it is plain ASCII of our own, for logs and terminals of any encoding.
+
+    Args:
+        verdict: the first line.
+        details: lines below it.
+        parts: titled parts.
+        is_good: whether the verdict is good news; None where it is neither.
+        with_rule: whether a rule sets it off from what a script has printed.
+    """
+
+    verdict: str
+    details: Sequence[str]
+    parts: Sequence[Part]
+    is_good: bool | None
+    with_rule: bool = False
+
+    def __str__(self) -> str:
+        lines = [*([RULE] if self.with_rule else []), self.verdict, *(f"  {line}" for line in self.details)]
+        for part in self.parts:
+            lines += ["", part.title, *(_format_row(row, part) for row in part.rows)]
+            lines += [f"  {figure.label:<34}{figure.value:>20}  {figure.origin}" for figure in part.figures]
+            if part.grid is not None:
+                lines += [f"  {line}" for line in format_grid(part.grid)]
+            lines += [f"  {line}" for line in part.lines]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _format_row(row: Row, part: Part) -> str:
+    name = shorten(row.name, _NAME_WIDTH)
+    share = format_share(row.share) if part.with_share else ""
+    bar = "#" * round(min(1.0, row.share) * _BAR_WIDTH) if part.with_bar else ""
+    return f"  {name:<{_NAME_WIDTH}}{format_size(row.size_bytes):>10}{share:>8}  {bar}"
 
 
 def format_grid(grid: Grid) -> list[str]:

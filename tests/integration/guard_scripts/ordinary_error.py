@@ -14,7 +14,9 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = make_model(sys.argv[1])
-    guard = memfit.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=None, remember=False)
+    guard = memfit.Guard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), plan=None, options=memfit.GuardOptions(remember=False)
+    )
 
     def loss(model, batch):
         if rank == 1:

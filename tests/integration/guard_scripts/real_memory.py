@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import memfit
 from tests.integration.guard_scripts.training import digest
-from tests.unit.adapters.torch.guarding.faults import data_bytes
+from tests.unit.frameworks.torch.guard.faults import data_bytes
 
 WIDTH, SAMPLES = 256, 8192
 
@@ -30,7 +30,7 @@ def main():
         fully_shard(part)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    guard = memfit.Guard(model, optimizer, plan=None, remember=False)
+    guard = memfit.Guard(model, optimizer, plan=None, options=memfit.GuardOptions(remember=False))
     batch = torch.randn(SAMPLES, WIDTH)
     # The first pass of few samples takes what is taken once.
     model(batch[:8]).square().mean().backward()

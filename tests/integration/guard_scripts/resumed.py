@@ -21,7 +21,9 @@ def main():
     rank = dist.get_rank()
     model = make_model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    guard = memfit.Guard(model, optimizer, plan=None, checkpoint=folder, checkpoint_every=1, remember=False)
+    guard = memfit.Guard(
+        model, optimizer, plan=None, checkpoint=folder, options=memfit.GuardOptions(checkpoint_every=1, remember=False)
+    )
     resumed = digest(model, optimizer) if guard.resumed_from is not None else ""
     if guard.resumed_from is None:
         torch.manual_seed(50 + rank)

@@ -9,9 +9,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import memfit
-from memfit.adapters.torch.guarding.ranks import ranks_of
-from memfit.adapters.torch.guarding.transaction import Clipping, Transaction
-from tests.unit.adapters.torch.guarding.faults import Faults
+from memfit.frameworks.torch.guard.ranks import ranks_of
+from memfit.frameworks.torch.guard.transaction import Clipping, Transaction
+from tests.unit.frameworks.torch.guard.faults import Faults
 
 WIDTH = 12
 PHASES = {"forward": 60, "backward": 120, "finish": 40, "commit": 60}
@@ -70,7 +70,12 @@ class Disturbed:
         self.model = make_model(kind)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.guard = memfit.Guard(
-            self.model, self.optimizer, plan=None, clip_norm=0.5, remember=False, grow_after=1, accumulate=1
+            self.model,
+            self.optimizer,
+            plan=None,
+            clip_norm=0.5,
+            accumulate=1,
+            options=memfit.GuardOptions(remember=False, grow_after=1),
         )
         self._injected = Faults({})
         transaction = self.guard._loop.transaction
@@ -98,13 +103,13 @@ class Disturbed:
 
     def _record(self, guard):
         """Notes what each step really runs with; the last try is the one that counts."""
-        settings_of = guard._settings_of
+        settings_of = guard._driver.settings_of
 
         def recorded(batch):
             self._used = settings_of(batch)
             return self._used
 
-        guard._settings_of = recorded
+        guard._driver.settings_of = recorded
 
     def _step(self, batch):
         victim = self._draw.randrange(self._num_ranks)
@@ -156,7 +161,9 @@ def difference_from_plain_loop(kind, rank):
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        guard = memfit.Guard(model, optimizer, plan=None, micro_batch_size=3, clip_norm=0.5, remember=False)
+        guard = memfit.Guard(
+            model, optimizer, plan=None, clip_norm=0.5, options=memfit.GuardOptions(micro_batch_size=3, remember=False)
+        )
         for batch in batches:
             if is_guarded:
                 assert guard.step(mean_loss, batch).micro_batches == 3

@@ -5,7 +5,7 @@ import os
 import resource
 import sys
 
-from memfit.adapters.torch.oom import release
+from memfit.frameworks.torch.oom import release
 
 
 def data_bytes() -> int:

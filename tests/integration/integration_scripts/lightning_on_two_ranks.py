@@ -7,7 +7,8 @@ from contextlib import nullcontext
 import torch
 
 from benchmarks.guard_cases import Faults, Schedule, largest_difference
-from memfit.adapters.torch.torchvision_operators import define_missing_operators
+from memfit import GuardOptions
+from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
 
 define_missing_operators()
 
@@ -58,8 +59,10 @@ if __name__ == "__main__":
     faults._schedule.faults = {step: [(kind, n % 5) for kind, n in f] for step, f in faults._schedule.faults.items()}
     plain = train()
     answer = {
-        "without failures": largest_difference(plain, train(LightningGuard(remember=False))),
-        "with failures": largest_difference(plain, train(LightningGuard(remember=False), faults=faults)),
+        "without failures": largest_difference(plain, train(LightningGuard(options=GuardOptions(remember=False)))),
+        "with failures": largest_difference(
+            plain, train(LightningGuard(options=GuardOptions(remember=False)), faults=faults)
+        ),
         "failures": len(faults.raised),
     }
     # One write, so that lines of processes don't mix.

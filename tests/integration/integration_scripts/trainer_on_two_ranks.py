@@ -7,7 +7,8 @@ from contextlib import nullcontext
 import torch
 
 from benchmarks.guard_cases import Faults, Schedule, largest_difference
-from memfit.adapters.torch.torchvision_operators import define_missing_operators
+from memfit import GuardOptions
+from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
 
 define_missing_operators()
 
@@ -48,7 +49,7 @@ def train(*, guarded, faults=None):
     trainer = Trainer(model, arguments, train_dataset=list(samples()), callbacks=[Steps()])
     trainer.remove_callback(PrinterCallback)
     if guarded:
-        guard_trainer(trainer, remember=False)
+        guard_trainer(trainer, options=GuardOptions(remember=False))
     with faults or nullcontext():
         trainer.train()
     return model

@@ -5,7 +5,7 @@ import json
 import torch
 from forks import forked
 
-from memfit.adapters.torch.torchvision_operators import define_missing_operators
+from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
 
 define_missing_operators()
 

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from memfit.adapters.torch.torchvision_operators import define_missing_operators
+from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
 
 define_missing_operators()
 

@@ -8,9 +8,9 @@ import numpy as np
 from keras import layers, ops
 
 from benchmarks import keras_equality
-from memfit.adapters.keras.fitting.fitted import FittedModel
 from memfit.core.errors import BadModel
 from memfit.core.settings import Settings
+from memfit.frameworks.keras.apply.fitted import FittedModel
 
 BACKEND = keras.backend.backend()
 

@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 from injected import faults, kind_of_steps  # noqa: E402
 
 import memfit  # noqa: E402
-from memfit import _fit_checkpoints, _keras_fit  # noqa: E402
+from memfit.guard import checkpointing  # noqa: E402
 
 NUM_SAMPLES, BATCH = 90, 16
 
@@ -52,15 +52,14 @@ def data():
 def fit(model, *, folder=None, every=2, epochs=3, x=None, callbacks=(), **arguments):
     given = data() if x is None else (x, None)
     batch_size = {"batch_size": BATCH} if x is None else {}
-    return memfit._keras_fit.fit(
+    return memfit.fit(
         model,
         *given,
         checkpoint=folder,
-        checkpoint_every=every if folder else None,
-        remember=False,
         epochs=epochs,
         verbose=0,
         callbacks=list(callbacks),
+        options=memfit.GuardOptions(checkpoint_every=every if folder else None, remember=False),
         **batch_size,
         **arguments,
     )
@@ -112,8 +111,15 @@ def fault_is_undone():
 
     with faults(BACKEND, 3, 1000):
         try:
-            memfit._keras_fit.fit(
-                model, x, y, batch_size=BATCH, verbose=0, remember=False, plan=None, callbacks=[Keep()]
+            memfit.fit(
+                model,
+                x,
+                y,
+                batch_size=BATCH,
+                verbose=0,
+                plan=None,
+                callbacks=[Keep()],
+                options=memfit.GuardOptions(remember=False),
             )
         except memfit.CannotFit as error:
             text = str(error)
@@ -126,11 +132,11 @@ def fault_is_undone():
 def bad_input():
     texts = []
     for call in (
-        lambda: memfit._keras_fit.fit(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), np.ones((4, 2))),
-        lambda: memfit._keras_fit.fit(build(), keep=0),
-        lambda: memfit._keras_fit.fit(build(), plan=7),
-        lambda: memfit._keras_fit.fit("no model"),
-        lambda: _keras_fit.make_callback_class()(checkpoints="a"),
+        lambda: memfit.fit(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), np.ones((4, 2))),
+        lambda: memfit.fit(build(), options=memfit.GuardOptions(keep=0)),
+        lambda: memfit.fit(build(), plan=7),
+        lambda: memfit.fit("no model"),
+        lambda: memfit.keras.Fit(options={"keep": 2}),
     ):
         try:
             call()
@@ -171,7 +177,11 @@ def arguments_of(kind):
         if not (path / "y.npy").exists():
             np.save(path / "x.npy", x)
             np.save(path / "y.npy", y)
-        return {"x": memfit.stream((path / "x.npy", path / "y.npy"), batch_size=BATCH, seed=5).keras()}
+        return {
+            "x": memfit.stream(
+                (path / "x.npy", path / "y.npy"), batch_size=BATCH, options=memfit.StreamOptions(seed=5)
+            ).keras()
+        }
     return {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}
 
 
@@ -238,7 +248,7 @@ def kills(kind):
 
 
 def main():
-    _fit_checkpoints._finished.clear()
+    checkpointing._finished.clear()
     for name in sys.argv[4:]:
         if name.startswith("kills-"):
             found = kills(name.removeprefix("kills-"))

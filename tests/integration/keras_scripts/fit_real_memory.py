@@ -37,12 +37,12 @@ def main():
     model.compile("sgd", "mse")
     x = np.random.default_rng(0).random((NUM_SAMPLES, 64)).astype("float32")
     y = x[:, :1].copy()
-    arguments = {"verbose": 0, "plan": None, "remember": False, "shuffle": False}
+    arguments = {"verbose": 0, "plan": None, "options": memfit.GuardOptions(remember=False), "shuffle": False}
     memfit.fit(model, x[:64], y[:64], batch_size=64, **arguments)
     most = data_bytes() + int(sys.argv[2]) * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     if sys.argv[3:] == ["batches"]:
-        with memfit.Guard(model, plan=None, remember=False) as guard:
+        with memfit.Guard(model, plan=None, options=memfit.GuardOptions(remember=False)) as guard:
             starts = [*range(0, NUM_SAMPLES, BATCH)] * 2
             loss = [guard.train_on_batch(x[at : at + BATCH], y[at : at + BATCH]) for at in starts]
             loss = [float(loss[0]), float(loss[-1])]

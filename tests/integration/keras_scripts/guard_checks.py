@@ -17,9 +17,9 @@ import numpy as np  # noqa: E402
 from injected import faults  # noqa: E402
 
 import memfit  # noqa: E402
-from memfit import _fit_checkpoints  # noqa: E402
-from memfit.adapters.keras.fitting.fitted import FittedModel  # noqa: E402
 from memfit.core.settings import Settings  # noqa: E402
+from memfit.frameworks.keras.apply.fitted import FittedModel  # noqa: E402
+from memfit.guard import checkpointing  # noqa: E402
 
 BATCH, NUM_BATCHES = 12, 4
 
@@ -62,7 +62,7 @@ def is_plain(model):
 def batches_without_faults():
     one, other = build(norm=True), build(norm=True)
     expected = [one.train_on_batch(x, y) for x, y in batches()]
-    with memfit.Guard(other, remember=False) as guard:
+    with memfit.Guard(other, options=memfit.GuardOptions(remember=False)) as guard:
         found = [guard.train_on_batch(x, y) for x, y in batches()]
     return {"difference": difference(one, other), "same": expected == found, "plain": is_plain(other)}
 
@@ -71,7 +71,7 @@ def batches_with_faults():
     one, other = build(), build()
     weighted = {"sample_weight": np.arange(1.0, BATCH + 1), "return_dict": True}
     expected = [one.train_on_batch(x, y, **weighted) for x, y in batches()]
-    with memfit.Guard(other, remember=False) as guard, faults(BACKEND, 2, 2):
+    with memfit.Guard(other, options=memfit.GuardOptions(remember=False)) as guard, faults(BACKEND, 2, 2):
         found = [guard.train_on_batch(x, y, **weighted) for x, y in batches()]
         size = guard.settings.micro_batch_size
         updates = guard.num_updates
@@ -93,7 +93,7 @@ def nothing_helps():
     for first in (1, 3):
         expected, model = build(norm=True), build(norm=True)
         text, before = "", None
-        with memfit.Guard(model, remember=False, plan=None) as guard:
+        with memfit.Guard(model, plan=None, options=memfit.GuardOptions(remember=False)) as guard:
             with faults(BACKEND, first, 1000):
                 try:
                     for x, y in batches():
@@ -117,7 +117,16 @@ def fit_that_fails_at_once():
     x, y = (np.concatenate(part) for part in zip(*batches(), strict=True))
     try:
         with faults(BACKEND, 1, 1000):
-            memfit.fit(model, x, y, batch_size=BATCH, verbose=0, shuffle=False, remember=False, plan=None)
+            memfit.fit(
+                model,
+                x,
+                y,
+                batch_size=BATCH,
+                verbose=0,
+                shuffle=False,
+                plan=None,
+                options=memfit.GuardOptions(remember=False),
+            )
     except memfit.CannotFit:
         pass
     for one in (expected, model):
@@ -129,7 +138,7 @@ def all_that_a_loop_does():
     """A fit, batches, another compile, batches, a fit of the model's own: all train as the plain model."""
     one, other = build(), build()
     x, y = batches()[0]
-    guard = memfit.Guard(other, remember=False)
+    guard = memfit.Guard(other, options=memfit.GuardOptions(remember=False))
     for model, fit, train_on_batch in ((one, one.fit, one.train_on_batch), (other, guard.fit, guard.train_on_batch)):
         with faults(BACKEND, 1, 1 if model is other else 0):
             fit(x, y, batch_size=6, verbose=0, shuffle=False)
@@ -151,9 +160,11 @@ def goes_on():
         expected.train_on_batch(x, y)
     counts = []
     for stop in (2, NUM_BATCHES):
-        _fit_checkpoints._finished.clear()
+        checkpointing._finished.clear()
         model = build(keras.layers.Dropout(0.3))
-        with memfit.Guard(model, checkpoint=FOLDER / "kept", checkpoint_every=1, remember=False) as guard:
+        with memfit.Guard(
+            model, checkpoint=FOLDER / "kept", options=memfit.GuardOptions(checkpoint_every=1, remember=False)
+        ) as guard:
             counts.append([guard.resumed_from, guard.num_updates])
             for x, y in batches()[guard.num_updates : stop]:
                 guard.train_on_batch(x, y)
@@ -187,7 +198,7 @@ def kinds_of_data():
         steps = {"shuffle": False} if not isinstance(make(), types.GeneratorType) else {}
         one.fit(make(), verbose=0, **steps)
         with faults(BACKEND, 2, 1):
-            memfit.fit(other, make(), verbose=0, remember=False, **steps)
+            memfit.fit(other, make(), verbose=0, options=memfit.GuardOptions(remember=False), **steps)
         numbers = [int(model.optimizer.iterations) for model in (one, other)]
         if name == "generator":
             # At the end of data of unknown length, Keras on TensorFlow counts a step that it doesn't make.
@@ -201,7 +212,7 @@ def accumulation_of_keras():
     one, other = build(gradient_accumulation_steps=3), build(gradient_accumulation_steps=3)
     for x, y in batches():
         one.train_on_batch(x, y)
-    with memfit.Guard(other, micro_batch_size=5, remember=False) as guard:
+    with memfit.Guard(other, options=memfit.GuardOptions(micro_batch_size=5, remember=False)) as guard:
         for x, y in batches():
             guard.train_on_batch(x, y)
     return {"difference": difference(one, other)}
@@ -236,9 +247,9 @@ def precision_goes():
     model = build(floatx="float32")
     plain = model.optimizer
     x, y = (part.astype("float32") for part in batches()[0])
-    guard = memfit.Guard(model, remember=False, micro_batch_size=5)
+    guard = memfit.Guard(model, options=memfit.GuardOptions(remember=False, micro_batch_size=5))
     guard.train_on_batch(x, y)
-    guard._batches._loop.put_on(Settings(precision="amp-fp16"))
+    guard._keras._loop.put_on(Settings(precision="amp-fp16"))
     scaled = type(model.optimizer).__name__
     guard.close()
     back = model.optimizer is plain and is_plain(model)

@@ -18,7 +18,7 @@ def out_of_memory(backend):
 
 def kind_of_steps(backend):
     """The class whose `run` is one step."""
-    module = importlib.import_module(f"memfit.adapters.keras.guarding.{backend}_steps")
+    module = importlib.import_module(f"memfit.frameworks.keras.guard.{backend}_steps")
     return next(value for name, value in vars(module).items() if name.endswith("Steps") and name != "Steps")
 
 

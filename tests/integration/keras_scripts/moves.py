@@ -7,9 +7,9 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from memfit.adapters.keras.fitting import low_rank, precision, recomputation
-from memfit.adapters.keras.fitting.units import units
 from memfit.core.settings import Settings
+from memfit.frameworks.keras.apply import low_rank, precision, recomputation
+from memfit.frameworks.keras.apply.units import units
 
 keras.config.set_floatx("float64")
 keras.config.set_dtype_policy("float64")

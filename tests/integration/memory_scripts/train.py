@@ -112,7 +112,9 @@ def main():
     if how != "plain":
         import memfit
 
-        guard = memfit.Guard(model, optimizer, plan="auto" if how == "planned" else None, remember=False)
+        guard = memfit.Guard(
+            model, optimizer, plan="auto" if how == "planned" else None, options=memfit.GuardOptions(remember=False)
+        )
     with torch.no_grad():
         warm_up_state = torch.get_rng_state()
     warm_up(model, batches[0])

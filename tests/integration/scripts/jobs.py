@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import memfit
 from memfit import Job
-from memfit._api import mend_torchvision
+from memfit.api.jobs import mend_torchvision
 
 FOLDER = Path(__file__).parent
 

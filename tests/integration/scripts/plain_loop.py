@@ -62,9 +62,9 @@ def main():
         limit = data_bytes() + options.limit * 2**20
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     if options.rescue:
-        from memfit.adapters.torch.rescue import enable
+        from memfit.frameworks.torch.rescue import Rescue
 
-        enable(eager=options.eager)
+        Rescue(eager=options.eager)
     for _ in range(2):
         value = loss(model(torch.randn(shape)))
         value.backward()

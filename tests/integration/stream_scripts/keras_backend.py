@@ -15,8 +15,8 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from memfit._stream import stream
-from memfit.adapters.keras.streaming import KerasStream, StreamPosition
+from memfit.api.stream import StreamOptions, stream
+from memfit.frameworks.keras.streaming import KerasStream, StreamPosition
 
 NUM_SAMPLES, BATCH, WIDTH = 103, 10, 3
 NUM_BATCHES = 11
@@ -34,7 +34,7 @@ def write(folder):
 
 def opened(folder, *, labels=True, seed=0, shuffle=True):
     source = (str(folder / "x.npy"), str(folder / "y.npy")) if labels else str(folder / "x.npy")
-    return stream(source, batch_size=BATCH, seed=seed, shuffle=shuffle, memory="16MiB")
+    return stream(source, batch_size=BATCH, options=StreamOptions(seed=seed), shuffle=shuffle, memory="16MiB")
 
 
 def linear(built=True, steps_per_execution=1):

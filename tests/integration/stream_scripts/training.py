@@ -29,11 +29,11 @@ def augment(features):
     return features + 0.1 * torch.randn(4).numpy() + 0.1 * np.random.rand() + 0.1 * random.random()
 
 
-def open_stream(folder, **options):
+def open_stream(folder, *, seed=3, **arguments):
     """With a transform, so that however small the data is, several workers have something to do."""
     paths = (Path(folder) / "x.npy", Path(folder) / "y.npy")
-    options = {"batch_size": 8, "transform": augment, "memory": "16MiB", "seed": 3} | options
-    return memfit.stream(paths, **options)
+    arguments = {"batch_size": 8, "transform": augment, "memory": "16MiB"} | arguments
+    return memfit.stream(paths, **arguments, options=memfit.StreamOptions(seed=seed))
 
 
 def loss_of(model, batch):
@@ -57,7 +57,13 @@ def train(data, checkpoints, form, num_workers, stop=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    guard = memfit.Guard(model, optimizer, plan=None, checkpoint=checkpoints, checkpoint_every=4, remember=False)
+    guard = memfit.Guard(
+        model,
+        optimizer,
+        plan=None,
+        checkpoint=checkpoints,
+        options=memfit.GuardOptions(checkpoint_every=4, remember=False),
+    )
     loader = make_loader(open_stream(data), form, num_workers)
     seen = []
     for _ in range(EPOCHS):

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.allocator.bfc import BestFitAllocator, replay_best_fit
+from memfit.allocator import replay_best_fit
+from memfit.allocator.bfc import BestFitAllocator
 from memfit.core.timeline import Block, Category, Phase, Timeline
 from memfit.core.units import MIB
 
@@ -50,7 +51,7 @@ def test_a_chunk_twice_the_request_is_split():
     allocator = BestFitAllocator()
     chunk = allocator.malloc(MIB)
     assert chunk is not None and chunk.size == MIB
-    assert [free.size for free in allocator.chunks()] == [MIB]
+    assert [free.size for free in allocator.pool.free_blocks()] == [MIB]
 
 
 def test_more_than_128_mib_are_never_left_unused():
@@ -97,7 +98,7 @@ def test_chunks_never_overlap_and_join_completely(operations, capacity, growth):
             if chunk is not None:
                 assert chunk.size >= size
                 held.append(chunk)
-        free = allocator.chunks()
+        free = allocator.pool.free_blocks()
         spans = sorted((c.address, c.address + c.size) for c in [*held, *free])
         assert all(end <= start for (_, end), (start, _) in pairwise(spans))
         # Two free neighbours would have been joined.
@@ -108,4 +109,4 @@ def test_chunks_never_overlap_and_join_completely(operations, capacity, growth):
     for chunk in held:
         allocator.free(chunk)
     assert allocator.allocated == 0
-    assert len(allocator.chunks()) == allocator.num_regions
+    assert len(allocator.pool.free_blocks()) == allocator.num_segments

@@ -216,7 +216,7 @@ def test_settings_that_pytorch_refuses_are_refused(options: AllocatorOptions, me
 
 
 def test_the_worked_example_of_the_documentation_holds() -> None:
-    page = Path(__file__).parents[3] / "docs" / "allocator.md"
+    page = Path(__file__).parents[3] / "docs" / "concepts" / "allocator.md"
 
     results = doctest.testfile(str(page), module_relative=False)
 

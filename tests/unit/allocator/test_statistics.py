@@ -1,3 +1,4 @@
+from memfit.allocator.pool import IN_USE, Block, Pool
 from memfit.allocator.statistics import Level, PoolStatistics
 
 
@@ -8,8 +9,8 @@ def values(level: Level) -> dict[str, int]:
 def test_a_level_keeps_its_peak_and_the_sums_of_rises_and_falls():
     level = Level()
 
-    for value in (3, 10, 4, 6):
-        level.move_to(value)
+    for change in (3, 7, -6, 2):
+        level.add(change)
 
     # 3 + 7 + 2 up, 6 down
     assert values(level) == {"current": 6, "peak": 10, "allocated": 12, "freed": 6}
@@ -17,13 +18,13 @@ def test_a_level_keeps_its_peak_and_the_sums_of_rises_and_falls():
 
 def test_resets_begin_at_the_current_value():
     level = Level()
-    level.move_to(10)
-    level.move_to(4)
+    level.add(10)
+    level.add(-6)
 
     level.reset_peak()
     level.reset_total()
-    level.move_to(5)
-    level.move_to(1)
+    level.add(1)
+    level.add(-4)
 
     assert values(level) == {"current": 1, "peak": 5, "allocated": 1, "freed": 4}
 
@@ -40,21 +41,21 @@ def test_rises_counted_elsewhere_are_taken_over():
     assert values(level) == {"current": 20, "peak": 20, "allocated": 7, "freed": 2}
 
 
-def test_the_sum_of_pools_keeps_its_own_peak():
-    # GIVEN peaks of 5 and 8 at different times, 9 at most together
-    small, large, both = PoolStatistics(), PoolStatistics(), PoolStatistics()
-    small.allocated_bytes.move_to(5)
-    small.allocated_bytes.move_to(1)
-    large.allocated_bytes.move_to(8)
-    both.allocated_bytes.peak = 9
+def test_a_block_counts_by_what_it_takes_and_by_what_was_asked_for():
+    statistics = PoolStatistics()
+    block = Block(Pool(), 0, 512, IN_USE)
+    block.requested = 100
 
-    both.add(small, large)
+    statistics.count(block, 1)
+    statistics.count(block, -1)
 
-    assert values(both.allocated_bytes) == {"current": 9, "peak": 9, "allocated": 13, "freed": 4}
+    assert values(statistics.allocation) == {"current": 0, "peak": 1, "allocated": 1, "freed": 1}
+    assert values(statistics.allocated_bytes) == {"current": 0, "peak": 512, "allocated": 512, "freed": 512}
+    assert values(statistics.requested_bytes) == {"current": 0, "peak": 100, "allocated": 100, "freed": 100}
 
 
 def test_active_blocks_are_the_allocated_ones():
-    levels = dict(PoolStatistics().levels())
+    levels = PoolStatistics().levels()
 
     assert levels["active"] is levels["allocation"]
     assert levels["active_bytes"] is levels["allocated_bytes"]

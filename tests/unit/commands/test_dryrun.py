@@ -11,9 +11,8 @@ import pytest
 
 import memfit
 from memfit.commands import build_parser, main
-from memfit.core.dryrun import DryRun
-from memfit.runs import launch
-from tests.unit.runs import fake_child
+from memfit.core.dryrun import DryRun, DryRunOptions
+from tests.unit.processes import fake_child
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,7 +23,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("raise AssertionError('only the child runs this')\n")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text("")
-    monkeypatch.setattr(launch, "COMMAND", (sys.executable, fake_child.__file__))
+    monkeypatch.setattr("memfit.processes.programs.DRYRUN", (sys.executable, fake_child.__file__))
     monkeypatch.setenv(fake_child.LOG, str(tmp_path / "children.log"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -98,7 +97,7 @@ def test_json_is_alone_on_standard_output(folder, capfd):
 
 def test_json_equals_what_the_api_says(folder, capfd):
     _, written = run(capfd, "-d", "t4", "--json", "train.py", "complete")
-    expected = memfit.dryrun("train.py", ["complete"], device="t4", quiet_output=True)
+    expected = memfit.dryrun("train.py", ["complete"], device="t4", options=DryRunOptions(quiet_output=True))
 
     found = DryRun.from_json(written.out)
     assert (found.estimate, found.outcome, found.arguments) == (expected.estimate, expected.outcome, ("complete",))
@@ -216,9 +215,9 @@ INTERRUPTED = """
 import sys
 
 from memfit.commands import main
-from memfit.runs import launch
+from memfit.processes import programs
 
-launch.COMMAND = (sys.executable, sys.argv[1])
+programs.DRYRUN = (sys.executable, sys.argv[1])
 sys.exit(main(["dryrun", "-d", "t4", *sys.argv[2:]]))
 """
 

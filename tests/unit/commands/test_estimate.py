@@ -63,7 +63,7 @@ def test_a_page_beside_json_leaves_json_alone(script, capsys, tmp_path):
 
 
 def test_an_impossible_page_is_refused_before_the_work(script, capsys, monkeypatch):
-    monkeypatch.setattr(memfit._api, "estimate", None)
+    monkeypatch.setattr(memfit.api.estimate, "estimate", None)
     code, written = run(capsys, f"{script}:job", "-d", "rtx-3090", "--html", "missing/memory.html")
 
     assert code == 2
@@ -84,7 +84,7 @@ def test_several_devices_give_a_table_and_a_list(script, capsys):
 
 
 def test_a_wrong_name_among_devices_is_refused_before_the_work(script, capsys, monkeypatch):
-    monkeypatch.setattr(memfit._api, "estimate", None)
+    monkeypatch.setattr(memfit.api.estimate, "estimate", None)
     code, written = run(capsys, f"{script}:job", "-d", "t4,xyz")
 
     assert (code, written.out) == (2, "")

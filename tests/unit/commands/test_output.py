@@ -5,6 +5,7 @@ import pytest
 
 from memfit.commands import output
 from memfit.core.errors import BadFile
+from memfit.reports.dryrun.figures import report
 from tests.unit.reports.builders import RTX_3090, make_estimate
 from tests.unit.reports.run_builders import make_dead_run
 
@@ -29,7 +30,7 @@ def test_everything_is_written_to_standard_output(capsys):
 
 
 def test_a_run_is_written_to_standard_output(capsys):
-    output.print_run(make_dead_run())
+    output.print_report(report(make_dead_run()))
 
     written = capsys.readouterr()
     assert "train.py would run out of memory on" in written.out
@@ -115,7 +116,7 @@ def test_what_a_report_forgets_to_escape_cannot_steer_the_terminal(capsys, monke
 
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    output._print(Text("a\x1b]0;owned\x9bb\u202e", style="bold"))
+    output._console().print(Text("a\x1b]0;owned\x9bb\u202e", style="bold"))
 
     # The colours are ours; the name's own escapes are shown.
     assert "a\\x1b]0;owned\\x9bb\\u202e" in capsys.readouterr().out

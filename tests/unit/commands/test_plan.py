@@ -8,7 +8,7 @@ from memfit.commands import plan as command
 from memfit.commands.parser import UsageError
 from memfit.core.errors import StepFailed
 from memfit.core.plan import Plan, PlanNotFound
-from memfit.reports.plan_code import format_code
+from memfit.reports.plan.code import format_code
 from tests import jobs
 from tests.unit.reports.plan_builders import make_plan, make_small_plan
 
@@ -33,14 +33,14 @@ class Planner:
 @pytest.fixture
 def planner(monkeypatch):
     stub = Planner(make_plan())
-    monkeypatch.setattr(command._plan, "plan", stub)
+    monkeypatch.setattr(command.memfit, "plan", stub)
     return stub
 
 
 @pytest.fixture
 def script_planner(monkeypatch, tmp_path):
     stub = Planner(make_plan(subject="train.py"))
-    monkeypatch.setattr(command._script_plan, "plan_script", stub)
+    monkeypatch.setattr(command.memfit, "plan_script", stub)
     monkeypatch.chdir(tmp_path)
     return stub
 
@@ -70,15 +70,13 @@ def test_what_is_asked_for_reaches_the_planner(script, planner, capsys):
     assert first == {
         "device": "t4",
         "budget": "10GiB",
-        "effective_batch": 64,
         "precision": "auto",
         "allow": ["exact", "lora"],
         "count": 4,
-        "measure": False,
-        "seconds": 7.5,
+        "options": memfit.PlanOptions(effective_batch=64, measure=False, seconds=7.5),
     }
-    assert second["seconds"] is None
-    assert (second["effective_batch"], second["precision"], second["measure"]) == (6, "amp-bf16", None)
+    assert second["options"] == memfit.PlanOptions(effective_batch=6)
+    assert second["precision"] == "amp-bf16"
     assert second["allow"] == ["exact", "rounding"]
     assert other.precision == "amp-bf16"
 
@@ -218,7 +216,7 @@ def test_what_follows_the_script_is_its_own(script_planner, capsys, line, given)
     (arguments, options) = script_planner.asked[0]
     assert code == 0
     assert arguments == ("train.py", given)
-    assert (options["device"], options["quiet_output"], options["precision"]) == ("t4", True, "keep")
+    assert (options["device"], options["options"].quiet_output, options["precision"]) == ("t4", True, "keep")
 
 
 def test_the_plan_of_a_script_is_printed(script_planner, capsys):
@@ -302,7 +300,9 @@ def test_json_equals_what_the_api_says(script, capsys):
 
     found = Plan.from_json(written.out)
     allow = ("exact", "rounding", "approximate")
-    expected = memfit.plan(jobs.conv_job(), device="cpu", budget=budget, allow=allow, measure=False)
+    expected = memfit.plan(
+        jobs.conv_job(), device="cpu", budget=budget, allow=allow, options=memfit.PlanOptions(measure=False)
+    )
     assert code == 0
     assert found.fits
     assert found.moves

@@ -1,4 +1,7 @@
 import inspect
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +48,11 @@ def test_the_docstring_draws_every_error():
     drawn = errors.__doc__
 
     assert [name for name in classes() if name not in drawn] == []
+
+
+def test_install_hints_name_extras_that_have_the_package():
+    settings = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    extras = settings["project"]["optional-dependencies"]
+
+    for package, extra in errors.EXTRAS.items():
+        assert any(re.match(rf"{package}\b", requirement) for requirement in extras[extra]), package

@@ -1,6 +1,7 @@
 import pytest
 
-from memfit.core.printing import printable
+from memfit.core.printing import printable, printable_traceback
+from memfit.core.units import parse_size
 
 HOSTILE = ["\x1b[2J", "\x07", "\r", "\x9b31m", "\x7f", "\u202e", "\u2066", "\u200b", "\udcff", "\u2028"]
 
@@ -15,3 +16,19 @@ def test_nothing_that_steers_a_terminal_is_left(sign):
 
 def test_names_of_any_language_stay():
     assert printable("модель 模型 modèle \U0001f600") == "модель 模型 modèle \U0001f600"
+
+
+def test_a_traceback_has_none_of_our_frames():
+    # GIVEN an error of memfit's that led to one of the caller's
+    try:
+        try:
+            parse_size("much")
+        except ValueError as error:
+            raise KeyError("a\x1b[1m") from error
+    except KeyError as error:
+        text = printable_traceback(error)
+
+    assert text.count("Traceback (most recent call last):") == 2
+    assert "direct cause" in text and "parse_size(" in text
+    assert [line for line in text.splitlines() if "File " in line and "test_printing" not in line] == []
+    assert "\x1b" not in text

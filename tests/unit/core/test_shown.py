@@ -1,6 +1,7 @@
 import dataclasses
 from pathlib import Path
 
+import optuna
 import pytest
 
 import memfit
@@ -8,7 +9,7 @@ from memfit.core.device import Device, Kind, Origin
 from memfit.core.guarding import StepResult
 from memfit.core.settings import Settings
 from memfit.core.shown import Shown
-from memfit.guard.search import Best, Search
+from memfit.guard.search import Search
 from tests.unit.reports.builders import RTX_3090, make_estimate
 from tests.unit.reports.plan_builders import make_plan
 from tests.unit.reports.run_builders import make_dead_run
@@ -16,6 +17,9 @@ from tests.unit.reports.run_builders import make_dead_run
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m\u202e"
 
 ESTIMATE = make_estimate()
+STUDY = optuna.create_study()
+ENDED = {"position": 0, "outcome": "finished", "seconds": 0.1, "memory_bytes": None, "held": "", "error": ""}
+STUDY.add_trial(optuna.trial.create_trial(value=0.25, user_attrs=ENDED))
 RESULTS = {
     "<Estimate of ResNet: 1.13 GiB on rtx-3090, fits>": ESTIMATE,
     "<Plan of ResNet: 900.0 MiB of 900.0 MiB on rtx-3090, 4 moves, 1.19 times as long>": make_plan(),
@@ -29,7 +33,7 @@ RESULTS = {
     "<StepResult loss tuple: 1 pass, no retry, accumulating>": StepResult((1, 2), 1, 0, False, False, Settings()),
     "<Device rtx-3090: NVIDIA GeForce RTX 3090, 23.7 GiB usable (measured)>": RTX_3090,
     "<Device x: X, memory unknown>": Device("x", "X", Kind.CUDA, None, None, Origin.ASSUMED),
-    "<Search of 0 trials: best 0.25 in trial 7>": Search((), Best(7, {}, 0.25, None), Path(), False, None),
+    "<Search of 1 trials: best 0.25 in trial 0>": Search(STUDY, Path("missing"), None),
     "<Job of a function: training, precision as given>": memfit.Job(lambda: None),
 }
 

@@ -23,7 +23,7 @@ def test_a_run_survives_its_json():
         ({"format": "memfit.plan"}, "expected a memfit.run of version 1, got memfit.plan 1"),
         ({"version": 9}, "got memfit.run 9"),
         ({"outcome": "eaten"}, "not a run written by memfit: ValueError"),
-        ({"attempts": [{}]}, "not a run written by memfit: KeyError"),
+        ({"attempts": [{}]}, "not a run written by memfit: TypeError"),
     ],
 )
 def test_json_of_something_else_is_refused(change, message):

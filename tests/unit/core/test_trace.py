@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from memfit._estimator import Estimator
 from memfit.catalogue import find_device
 from memfit.core.job import Job
 from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Block, Category, Phase, Timeline
 from memfit.core.trace import Serving, Trace, Tracer
+from memfit.estimator.estimator import Estimator
 
 
 def trace(size: int = 1000, **values) -> Trace:
@@ -30,31 +30,30 @@ class Traced:
         return trace(250 * (batch_size or 4), **self._values)
 
 
-def estimated(monkeypatch, device: str = "cpu", **values):
+def estimated(device: str = "cpu", **values):
     tracer: Tracer = Traced(**values)
-    monkeypatch.setattr("memfit._estimator.open_job", lambda *arguments: tracer)
-    return Estimator(Job(print, None, ()), find_device(device), AllocatorOptions()).run()
+    return Estimator(Job(print, None, ()), find_device(device), AllocatorOptions(), tracer, "JAX").run()
 
 
-def test_blocks_are_asked_for_one_by_one(monkeypatch):
-    found = estimated(monkeypatch)
+def test_blocks_are_asked_for_one_by_one():
+    found = estimated()
 
     assert found.peak_bytes == 1100
     assert found.state_bytes == {"parameter": 100}
     assert found.at_batch(8).peak_bytes == 2100
 
 
-def test_what_a_compiler_laid_out_is_the_peak(monkeypatch):
-    found = estimated(monkeypatch, assigned_bytes=1500, state_bytes={Category.GRADIENT: 7})
+def test_what_a_compiler_laid_out_is_the_peak():
+    found = estimated(assigned_bytes=1500, state_bytes={Category.GRADIENT: 7})
 
     assert found.peak_bytes == 1500
     assert found.allocated_peak_bytes == 1100
     assert found.state_bytes == {"gradient": 7}
 
 
-def test_the_allocator_of_tensorflow_rounds_otherwise(monkeypatch):
-    served = estimated(monkeypatch, "t4", serving=Serving.BEST_FIT)
-    cached = estimated(monkeypatch, "t4", serving=Serving.CACHING)
+def test_the_allocator_of_tensorflow_rounds_otherwise():
+    served = estimated("t4", serving=Serving.BEST_FIT)
+    cached = estimated("t4", serving=Serving.CACHING)
 
     assert served.allocated_peak_bytes == 256 + 1024
     assert cached.allocated_peak_bytes == 512 + 1024

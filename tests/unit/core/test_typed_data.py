@@ -1,7 +1,7 @@
 """Data of the wrong type are noticed when they are read, not when they are used."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NotRequired, TypedDict
 
 import pytest
@@ -13,7 +13,7 @@ from memfit.core.estimate import Estimate
 from memfit.core.plan import Plan
 from memfit.core.supervised import SupervisedRun
 from memfit.core.timeline import Phase, Timeline
-from memfit.core.typed_data import Count, checked, mismatch
+from memfit.core.typed_data import Count, checked, made_of, mismatch
 from tests.unit.core.supervised_builders import make_supervised
 from tests.unit.reports.builders import make_estimate, make_timeline
 from tests.unit.reports.plan_builders import make_plan
@@ -130,3 +130,23 @@ def test_any_wrong_value_in_a_file_is_refused_or_harmless(name):
             assert str(read) and repr(read), path
             read.to_json()
     assert num_refused > 100
+
+
+def test_a_dataclass_is_made_of_what_asdict_and_json_made_of_it():
+    @dataclass(frozen=True)
+    class Inner:
+        size: tuple[int, ...]
+        phase: Phase | None = None
+
+    @dataclass(frozen=True)
+    class Outer:
+        parts: tuple[Inner, ...]
+        by_name: dict[str, int]
+        last: Inner | None = None
+
+    value = Outer((Inner((1, 2)), Inner((), Phase.FORWARD)), {"a": 1}, Inner((3,)))
+    data = json.loads(json.dumps(asdict(value)))
+
+    assert made_of(Outer, {**data, "unknown": 1}) == value
+    with pytest.raises(TypeError):
+        made_of(Outer, {"parts": []})

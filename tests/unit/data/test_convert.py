@@ -8,8 +8,9 @@ import pytest
 from memfit.core.errors import BadFile, BadInput
 from memfit.data import convert as converting
 from memfit.data import journal as journals
-from memfit.data.convert import convert, paths_of, size_on_disk
+from memfit.data.convert import ConvertOptions, convert_data, paths_of, size_on_disk
 from memfit.data.sources.opening import open_source
+from tests.sources import NamedSamples
 
 VALUES = np.random.default_rng(0).standard_normal((500, 4))
 LABELS = np.arange(500) % 7
@@ -24,30 +25,30 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_conversion_reports_what_it_did(folder):
-    done = convert("x.npy", "small.npy", dtype="float32", chunk="1KiB")
+    done = convert_data("x.npy", "small.npy", dtype="float32", options=ConvertOptions(chunk="1KiB"))
 
     assert np.array_equal(np.load("small.npy"), VALUES.astype("f4"))
     assert done.num_samples == 500
     assert (done.source_bytes, done.destination_bytes) == (128 + 16_000, 128 + 8_000)
-    assert 0 < done.max_relative_error <= 2.0**-24
-    assert done.max_absolute_error == np.abs(VALUES - VALUES.astype("f4")).max()
-    assert (done.num_overflow, done.num_underflow, done.num_nan, done.num_infinite) == (0, 0, 0, 0)
+    assert 0 < done.totals["max_relative_error"] <= 2.0**-24
+    assert done.totals["max_absolute_error"] == np.abs(VALUES - VALUES.astype("f4")).max()
+    assert [done.totals[f"num_{what}"] for what in ("overflow", "underflow", "nan", "infinite")] == [0, 0, 0, 0]
     data = json.loads(json.dumps(done.to_json()))
     assert data["format"] == "memfit conversion"
     assert data["fields"][0]["dtype_after"] == "float32"
-    assert data["max_relative_error"] == done.max_relative_error
+    assert data["max_relative_error"] == done.totals["max_relative_error"]
 
 
 def test_without_a_type_the_bytes_are_the_same(folder):
-    done = convert("x.npy", "same.npy")
+    done = convert_data("x.npy", "same.npy")
 
     assert (folder / "same.npy").read_bytes() == (folder / "x.npy").read_bytes()
-    assert done.max_absolute_error == 0
+    assert done.totals["max_absolute_error"] == 0
 
 
 @pytest.mark.parametrize("destination", ["both", "both.h5", "both.parquet"])
 def test_several_fields_keep_their_values_in_every_format(folder, destination):
-    convert(("x.npy", "y.npy"), destination, dtype="float32", chunk="4KiB")
+    convert_data(("x.npy", "y.npy"), destination, dtype="float32", options=ConvertOptions(chunk="4KiB"))
 
     source = open_source(destination, **({"labels": "y"} if destination.endswith("parquet") else {}))
     out = [np.empty((500, *field.shape), field.dtype) for field in source.fields]
@@ -60,19 +61,19 @@ def test_several_fields_keep_their_values_in_every_format(folder, destination):
 def test_names_of_classes_are_reported_and_kept(folder):
     (folder / "x.csv").write_text("a,kind\n1,dog\n2,cat\n3,dog\n")
 
-    done = convert("x.csv", "x.parquet", labels="kind")
+    done = convert_data("x.csv", "x.parquet", labels="kind")
 
     assert done.classes == ("cat", "dog")
     assert open_source("x.parquet", labels="kind").classes == ("cat", "dog")
-    convert("x.csv", "named", labels="kind")
-    convert("x.csv", "named", labels="kind", overwrite=True)
+    convert_data("x.csv", "named", labels="kind")
+    convert_data("x.csv", "named", labels="kind", overwrite=True)
     assert json.loads((folder / "named" / "classes.json").read_text()) == ["cat", "dog"]
 
 
 @pytest.mark.parametrize("destination", ["named", "named.h5"])
 def test_what_was_converted_opens_as_the_source_did(folder, destination):
     (folder / "x.csv").write_text("a,b,kind\n1,4,dog\n2,5,cat\n3,6,dog\n")
-    convert("x.csv", destination, labels="kind")
+    convert_data("x.csv", destination, labels="kind")
 
     source = open_source(destination)
 
@@ -84,14 +85,14 @@ def test_what_was_converted_opens_as_the_source_did(folder, destination):
     assert out[0].tolist() == [[1, 4], [2, 5], [3, 6]]
     assert out[1].tolist() == [1, 0, 1]
     # and once more, from there
-    convert(destination, "again")
+    convert_data(destination, "again")
     assert open_source("again").classes == ("cat", "dog")
 
 
 @pytest.mark.parametrize("destination", ["named", "named.h5"])
 def test_features_alone_stay_features(folder, destination):
     np.savez("two.npz", one=VALUES, y=VALUES[:, 0], label=LABELS)
-    convert("two.npz", destination)
+    convert_data("two.npz", destination)
 
     fields = open_source(destination).fields
 
@@ -99,23 +100,23 @@ def test_features_alone_stay_features(folder, destination):
 
 
 def test_the_destination_is_not_replaced_unasked(folder):
-    convert("x.npy", "small.npy")
+    convert_data("x.npy", "small.npy")
     with pytest.raises(BadFile, match=r"'small.npy' is there already. Replace it with --overwrite"):
-        convert("x.npy", "small.npy", dtype="float32")
+        convert_data("x.npy", "small.npy", dtype="float32")
 
-    convert("x.npy", "small.npy", dtype="float32", overwrite=True)
+    convert_data("x.npy", "small.npy", dtype="float32", overwrite=True)
 
     assert np.load("small.npy").dtype == "float32"
 
 
 def test_a_folder_is_replaced_only_where_it_holds_nothing_else(folder):
-    convert(("x.npy", "y.npy"), "both")
-    convert(("x.npy", "y.npy"), "both", dtype="float32", overwrite=True)
+    convert_data(("x.npy", "y.npy"), "both")
+    convert_data(("x.npy", "y.npy"), "both", dtype="float32", overwrite=True)
     assert np.load("both/x.npy").dtype == "float32"
     (folder / "both" / "notes.txt").touch()
 
     with pytest.raises(BadFile, match=r"holds 'notes.txt', which is no .npy file"):
-        convert(("x.npy", "y.npy"), "both", overwrite=True)
+        convert_data(("x.npy", "y.npy"), "both", overwrite=True)
 
 
 def test_source_and_destination_are_kept_apart(folder):
@@ -125,11 +126,11 @@ def test_source_and_destination_are_kept_apart(folder):
 
     for destination in ("x.npy", "./x.npy", "linked.npy"):
         with pytest.raises(BadInput, match=r"both source and destination"):
-            convert("x.npy", destination, overwrite=True)
+            convert_data("x.npy", destination, overwrite=True)
     with pytest.raises(BadInput, match=r"lies inside the source"):
-        convert("shards", "shards/b.npy")
+        convert_data("shards", "shards/b.npy")
     with pytest.raises(BadInput, match=r"lies inside the destination"):
-        convert("shards/a.npy", "shards", overwrite=True)
+        convert_data("shards/a.npy", "shards", overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -145,20 +146,20 @@ def test_source_and_destination_are_kept_apart(folder):
 )
 def test_destinations_that_can_not_be(folder, destination, message):
     with pytest.raises(BadInput, match=message):
-        convert("y.npy", destination)
+        convert_data("y.npy", destination)
 
 
 def test_a_pipe_is_no_destination(folder):
     os.mkfifo("pipe.npy")
     with pytest.raises(BadFile, match=r"is not a file"):
-        convert("x.npy", "pipe.npy", overwrite=True)
+        convert_data("x.npy", "pipe.npy", overwrite=True)
 
 
 def test_a_disk_that_is_too_small_is_noticed_before(folder, monkeypatch):
     monkeypatch.setattr(converting, "free_bytes", lambda path: 1000)
 
     with pytest.raises(BadFile, match=r"would take 15\.6 KiB, and its disk has 1000 B left"):
-        convert("x.npy", "small.npy")
+        convert_data("x.npy", "small.npy")
 
     assert not list(folder.glob(".small*"))
     assert not (folder / "small.npy").exists()
@@ -170,22 +171,19 @@ def test_a_folder_that_can_not_be_written_is_named(folder, monkeypatch):
 
     monkeypatch.setattr(journals.Journal, "_acquire", refuse)
     with pytest.raises(BadFile, match=r"'small\.npy' can't be written: Permission denied"):
-        convert("x.npy", "small.npy")
+        convert_data("x.npy", "small.npy")
 
 
-def test_samples_of_different_shapes_are_refused():
-    from dataclasses import replace
-
-    from memfit.data.source import Field
-
+def test_samples_of_different_shapes_are_refused(folder):
     with pytest.raises(BadInput, match=r"differ in shape"):
-        converting._check_fields([replace(Field("image", np.dtype("u1"), (2, 2)), is_ragged=True)])
+        convert_data(NamedSamples(3), "small.npy")
 
 
 def test_bad_options_are_refused_before_anything_is_written(folder):
-    for options in ({"dtype": "int8"}, {"chunk": "many"}, {"chunk": "0"}, {"dtype": "foo"}, {"compression": "gzip"}):
+    chunks = [{"options": ConvertOptions(chunk=size)} for size in ("many", "0")]
+    for options in (*chunks, {"dtype": "int8"}, {"dtype": "foo"}, {"compression": "gzip"}):
         with pytest.raises(BadInput):
-            convert("x.npy", "small.npy", **options)
+            convert_data("x.npy", "small.npy", **options)
     assert sorted(path.name for path in folder.iterdir()) == ["x.npy", "y.npy"]
 
 
@@ -193,7 +191,7 @@ def test_a_truncated_source_leaves_nothing(folder):
     (folder / "cut.npy").write_bytes((folder / "x.npy").read_bytes()[:-8])
 
     with pytest.raises(BadFile, match=r"cut"):
-        convert("cut.npy", "small.npy")
+        convert_data("cut.npy", "small.npy")
 
     assert sorted(path.name for path in folder.iterdir()) == ["cut.npy", "x.npy", "y.npy"]
 

@@ -1,8 +1,14 @@
+import gc
 import os
 
+import numpy as np
 import pytest
 
+from memfit.catalogue.host import resident_bytes
+from memfit.core import heap
+from memfit.core.units import MIB
 from memfit.data import direct_reads
+from memfit.data.direct_reads import HUGE_BYTES, pages
 
 DATA = bytes(range(256)) * 4096
 
@@ -86,3 +92,30 @@ def test_a_forked_child_does_not_write_into_its_parents_scratch_memory(tmp_path)
     # THEN the parent's is unchanged
     assert status == 0
     assert set(held) == {1}
+
+
+def test_memory_begins_with_a_huge_page_and_is_zero():
+    view = pages(3 * HUGE_BYTES + 5)
+
+    assert len(view) == 3 * HUGE_BYTES + 5
+    assert np.frombuffer(view, np.uint8).ctypes.data % HUGE_BYTES == 0
+    assert not any(view[::4096])
+    view[-1] = 1
+
+
+def test_what_nobody_uses_goes_back_at_once():
+    before = resident_bytes()
+    array = np.frombuffer(pages(64 * MIB), np.uint8)
+    array[:] = 1
+    assert resident_bytes() - before > 60 * MIB
+
+    del array
+    gc.collect()
+
+    assert resident_bytes() - before < 16 * MIB
+
+
+def test_the_heap_is_trimmed_where_the_system_can(monkeypatch):
+    heap.give_back()
+    monkeypatch.setattr("sys.platform", "win32")
+    heap.give_back()

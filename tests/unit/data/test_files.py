@@ -8,7 +8,7 @@ import pytest
 
 from memfit.core.errors import BadFile
 from memfit.data import direct_reads, files
-from memfit.data.files import LocalFile, SequentialReader, fingerprint_of, open_file, stat_of
+from memfit.data.files import BlockReader, LocalFile, fingerprint_of, open_file, stat_of
 
 CONTENTS = bytes(range(256)) * 512
 
@@ -54,13 +54,10 @@ def test_reads_longer_than_the_system_gives_at_once_are_put_together(path, monke
     assert read(open_file(path), 5, 12_345) == CONTENTS[5:12_350]
 
 
-@pytest.mark.parametrize("lacking", [["preadv"], ["preadv", "pread"], ["posix_fadvise"]])
-def test_systems_that_lack_calls_read_the_same(path, monkeypatch, lacking):
-    for name in lacking:
-        monkeypatch.delattr(os, name)
+def test_systems_without_hints_read_the_same(path, monkeypatch):
+    monkeypatch.delattr(os, "posix_fadvise")
     file = open_file(path)
 
-    file.will_need(0, 100)
     assert read(file, 100, 70_000) == CONTENTS[100:70_100]
     file.drop(0, 100)
 
@@ -90,7 +87,7 @@ def test_failures_of_the_disk_name_file_and_offset(path, monkeypatch):
     def fail(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(files, "_read", fail)
+    monkeypatch.setattr(os, "preadv", fail)
 
     with pytest.raises(BadFile, match=r"data\.bin' can't be read at offset 7: Input/output error"):
         read(open_file(path), 7, 1)
@@ -209,19 +206,17 @@ def test_a_descriptor_in_use_is_closed_only_when_its_reader_is_done(path):
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no such call here")
-def test_hints_cover_whole_pages_and_end_with_the_file(path, monkeypatch):
+def test_hints_cover_whole_pages(path, monkeypatch):
     said = []
     file = open_file(path)
     read(file, 0, 1)
     monkeypatch.setattr(os, "posix_fadvise", lambda _, *advice: said.append(advice))
 
     file.drop(5000, 10)
-    file.will_need(1000, 10**9)
     file.drop(0, 0)
 
     page = files._PAGE_BYTES
-    assert said[0] == (5000 // page * page, page, os.POSIX_FADV_DONTNEED)
-    assert said[1:] == [(1000, len(CONTENTS) - 1000, os.POSIX_FADV_WILLNEED)]
+    assert said == [(5000 // page * page, page, os.POSIX_FADV_DONTNEED)]
 
 
 def test_hints_that_fail_are_no_failure(path, monkeypatch):
@@ -231,7 +226,6 @@ def test_hints_that_fail_are_no_failure(path, monkeypatch):
     monkeypatch.setattr(os, "posix_fadvise", fail, raising=False)
     file = open_file(path)
 
-    file.will_need(0, 10)
     file.drop(0, 10)
     assert read(file, 0, 10) == CONTENTS[:10]
 
@@ -263,7 +257,7 @@ def test_addresses_are_given_to_the_remote_reader(monkeypatch):
 
 
 def test_a_sequential_reader_is_an_ordinary_file(path):
-    with SequentialReader(open_file(path), block_bytes=1000) as reader:
+    with BlockReader(open_file(path), block_bytes=1000) as reader:
         assert reader.readable() and reader.seekable()
         assert reader.readall() == CONTENTS
         assert reader.read(1) == b""
@@ -278,9 +272,9 @@ def test_a_sequential_reader_gives_pages_back_behind_itself(path, monkeypatch):
     dropped = []
     monkeypatch.setattr(LocalFile, "drop", lambda _, offset, length: dropped.append((offset, length)))
 
-    SequentialReader(open_file(path), block_bytes=60_000).readall()
+    BlockReader(open_file(path), block_bytes=60_000).readall()
 
-    assert dropped[1:] == [(0, 60_000), (60_000, 60_000)]
+    assert dropped == [(0, 60_000), (60_000, 60_000), (120_000, len(CONTENTS) - 120_000)]
 
 
 def test_blocks_are_read_past_the_cache_and_the_same_without(tmp_path, monkeypatch):

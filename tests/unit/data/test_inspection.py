@@ -7,7 +7,7 @@ import pytest
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import MIB
 from memfit.data import inspection
-from memfit.data.inspection import inspect
+from memfit.data.inspection import inspect_data
 
 VALUES = np.random.default_rng(0).standard_normal((3000, 100))
 
@@ -21,7 +21,7 @@ def folder(tmp_path, monkeypatch):
 def test_a_file_is_described(folder):
     np.save("x.npy", VALUES)
 
-    found = inspect("x.npy")
+    found = inspect_data("x.npy")
 
     assert (found.name, found.num_samples) == ("x.npy", 3000)
     assert found.loaded_bytes == VALUES.nbytes
@@ -44,7 +44,7 @@ def test_the_first_look_is_at_a_sample_of_the_values(folder, monkeypatch):
     np.save("x.npy", values)
     monkeypatch.setattr(inspection, "_LOOK_BYTES", 16 * 800 * 10)
 
-    seen = inspect("x.npy").fields[0].seen
+    seen = inspect_data("x.npy").fields[0].seen
 
     assert seen.num_values == 16 * 10 * 100
     assert (seen.num_nan, seen.num_infinite, seen.maximum) == (1, 1, 99.0)
@@ -54,7 +54,7 @@ def test_labels_and_narrow_types_save_nothing(folder):
     np.save("x.npy", VALUES.astype("f4"))
     np.save("y.npy", np.arange(3000))
 
-    found = inspect(("x.npy", "y.npy"))
+    found = inspect_data(("x.npy", "y.npy"))
 
     assert found.savings == {"float16": 3000 * 100 * 2}
     assert [(field.name, field.is_label) for field in found.fields] == [("x", False), ("y", True)]
@@ -65,8 +65,8 @@ def test_labels_and_narrow_types_save_nothing(folder):
 def test_how_it_streams_follows_from_the_budget(folder):
     np.save("x.npy", VALUES.astype("f4"))
 
-    whole = inspect("x.npy", memory="64MiB").streaming
-    parts = inspect("x.npy", memory="1MiB", batch_size=8).streaming
+    whole = inspect_data("x.npy", memory="64MiB").streaming
+    parts = inspect_data("x.npy", memory="1MiB", batch_size=8).streaming
 
     assert whole.neighbours_together == whole.neighbours_at_best
     assert parts.neighbours_together > 2 * parts.neighbours_at_best > 0
@@ -78,12 +78,12 @@ def test_few_blocks_are_warned_of(folder, monkeypatch):
     monkeypatch.setattr(inspection, "_FEW_BLOCKS", 200)
     np.save("x.npy", VALUES.astype("f4"))
 
-    (warning,) = inspect("x.npy", memory="1MiB", batch_size=8).warnings
+    (warning,) = inspect_data("x.npy", memory="1MiB", batch_size=8).warnings
 
     assert "of samples are followed by one of the same block, against" in warning
     assert warning.endswith("in a full shuffle. More memory helps.")
     # All of it in one window is a full shuffle, however few blocks it has.
-    assert inspect("x.npy", memory="64MiB").warnings == ()
+    assert inspect_data("x.npy", memory="64MiB").warnings == ()
 
 
 def test_few_large_chunks_are_warned_of(folder):
@@ -91,7 +91,7 @@ def test_few_large_chunks_are_warned_of(folder):
     with h5py.File("x.h5", "w") as file:
         file.create_dataset("x", data=VALUES.astype("f4"), chunks=(100, 100))
 
-    (warning,) = inspect("x.h5", memory="4MiB", batch_size=8).warnings
+    (warning,) = inspect_data("x.h5", memory="4MiB", batch_size=8).warnings
 
     assert "smaller chunks: `memfit data convert --chunk 256KiB`" in warning
 
@@ -99,7 +99,7 @@ def test_few_large_chunks_are_warned_of(folder):
 def test_a_budget_that_is_too_small_is_a_warning(folder):
     np.save("x.npy", VALUES)
 
-    found = inspect("x.npy", memory="10KiB", batch_size=512)
+    found = inspect_data("x.npy", memory="10KiB", batch_size=512)
 
     assert found.streaming is None
     assert "is too little for batches of 512 samples" in found.warnings[0]
@@ -110,7 +110,7 @@ def test_what_is_unpacked_first_is_warned_of(folder):
     np.save("fortran.npy", np.asfortranarray(VALUES))
 
     for path, reason in (("x.npz", "compressed"), ("fortran.npy", "Fortran order")):
-        found = inspect(path)
+        found = inspect_data(path)
         assert found.streaming.is_unpacked_first
         assert reason in found.warnings[0]
         assert "unpacked to a scratch folder (2.29 MiB) when it is streamed for the first time" in found.warnings[0]
@@ -124,7 +124,7 @@ def test_images_are_described(folder):
         for number in range(3):
             image.fromarray(np.full((8, 8 + number, 3), number, np.uint8)).save(f"images/{name}/{number}.png")
 
-    found = inspect("images")
+    found = inspect_data("images")
 
     assert found.classes == ("cat", "dog")
     assert found.fields[0].is_ragged
@@ -136,7 +136,7 @@ def test_text_labels_have_no_values(folder):
     np.save("names.npy", np.array(["a", "b"] * 50))
     np.save("x.npy", VALUES[:100])
 
-    found = inspect({"x": "x.npy"})
+    found = inspect_data({"x": "x.npy"})
 
     assert found.fields[0].seen is not None
     assert inspection._seen([]) is None
@@ -149,22 +149,22 @@ def test_whose_limit_it_is(folder, monkeypatch, host):
     monkeypatch.setattr(inspection, "host_memory_bytes", lambda: host)
     monkeypatch.setattr(inspection, "cgroup_limit_bytes", lambda: host)
 
-    found = inspect("x.npy")
+    found = inspect_data("x.npy")
 
     assert (found.host_bytes, found.is_limited) == (host, host is not None)
 
 
 def test_bad_input_is_refused(folder):
     with pytest.raises(BadFile, match=r"there is no 'x.npy'"):
-        inspect("x.npy")
+        inspect_data("x.npy")
     np.save("x.npy", VALUES)
     with pytest.raises(BadInput, match=r"batch_size must be at least 1, but 0 was given"):
-        inspect("x.npy", batch_size=0)
+        inspect_data("x.npy", batch_size=0)
     with pytest.raises(BadInput, match=r"is not a size"):
-        inspect("x.npy", memory="much")
+        inspect_data("x.npy", memory="much")
     np.save("objects.npy", np.array([{}, 3], dtype=object), allow_pickle=True)
     with pytest.raises(BadFile, match=r"pickle"):
-        inspect("objects.npy")
+        inspect_data("objects.npy")
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -177,14 +177,14 @@ def test_columns_that_cannot_be_features_are_left_out_and_named(folder, kind):
         table = {"a": [1.0, 2.0], "name": ["x", "y"], "b": [4.0, 5.0], "kind": ["dog", "cat"]}
         parquet.write_table(pyarrow.table(table), "t.parquet")
 
-    found = inspect(f"t.{kind}")
+    found = inspect_data(f"t.{kind}")
 
     assert [(field.name, field.shape) for field in found.fields] == [("features", (2,))]
     assert "left out here: 'name', 'kind' of " in found.warnings[0]
     assert "are text, which can't be features" in found.warnings[0]
     assert "or use as labels with labels=. Looked at: 'a', 'b'." in found.warnings[0]
-    assert "'name' of" in inspect(f"t.{kind}", labels="kind").warnings[0]
-    assert inspect(f"t.{kind}", labels="kind").classes == ("cat", "dog")
+    assert "'name' of" in inspect_data(f"t.{kind}", labels="kind").warnings[0]
+    assert inspect_data(f"t.{kind}", labels="kind").classes == ("cat", "dog")
 
 
 def test_columns_that_were_asked_for_are_not_left_out(folder):
@@ -200,4 +200,4 @@ def test_columns_that_were_asked_for_are_not_left_out(folder):
         ({"x": "t.csv"}, {}),
     ):
         with pytest.raises(BadInput, match=r"'kind' of .* is text"):
-            inspect(source, **options)
+            inspect_data(source, **options)

@@ -143,12 +143,6 @@ def test_a_lock_that_was_removed_meanwhile_is_made_again(journal, monkeypatch):
         assert journal._lock.exists()
 
 
-def test_systems_without_locks_go_without(journal, monkeypatch):
-    monkeypatch.setattr(journals, "fcntl", None)
-    with journal.locked(wait=False), journal.locked(wait=False):
-        pass
-
-
 def test_file_systems_without_locks_go_without(journal, monkeypatch):
     def flock(descriptor, operation):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -1,3 +1,5 @@
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -49,7 +51,7 @@ def test_large_values_are_counted_with_the_first_of_them():
     _, found = converted(values, "float32", start=100)
 
     assert found.num_overflow == 2
-    assert found.first_overflow == (30_100, "-1e+300")
+    assert found.first_overflow == [30_100, "-1e+300"]
     assert found.minimum == -1e300
 
 
@@ -145,15 +147,13 @@ def test_statistics_survive_json():
 
     _, found = converted([1e300, 0.1, np.nan, 1e-300], "float32")
 
-    again = Statistics.from_json(json.loads(json.dumps(found.to_json())))
+    again = Statistics(**json.loads(json.dumps(asdict(found))))
 
     assert again == found
     for dtype in ("g", "i8", "f2"):
         converter = Converter(Field("x", np.dtype(dtype), ()), np.dtype(dtype))
         converter.run(0, np.arange(3).astype(dtype), np.empty(3, dtype))
-        assert json.loads(json.dumps(converter.statistics.to_json()))["maximum"] == 2
-    assert found.copy() == found
-    assert found.copy() is not found
+        assert json.loads(json.dumps(asdict(converter.statistics)))["maximum"] == 2
 
 
 def fields(*dtypes, label=None):

@@ -8,7 +8,7 @@ import pytest
 
 from memfit.core.errors import BadFile, MissingDependency
 from memfit.data import remote_files
-from memfit.data.remote_files import as_file, glob_remote, is_folder, list_folder, open_remote, shown, stat_remote
+from memfit.data.remote_files import RemoteFile, as_file, glob_remote, is_folder, list_folder, shown, stat_remote
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -23,7 +23,6 @@ class Faulty(fsspec.AbstractFileSystem):
     errors = ()
     num_calls = 0
     short_by = 0
-    waiting = None
 
     @classmethod
     def _fail(cls):
@@ -36,8 +35,6 @@ class Faulty(fsspec.AbstractFileSystem):
         return {"name": path, "size": None if "endless" in path else len(CONTENTS), "type": "file", "ETag": '"1"'}
 
     def cat_file(self, path, start=None, end=None, **_):
-        if self.waiting is not None:
-            self.waiting.wait(5)
         self._fail()
         return CONTENTS[start : max(start, end - self.short_by)]
 
@@ -52,10 +49,6 @@ def faulty(monkeypatch):
     monkeypatch.setattr(Faulty, "errors", [])
     monkeypatch.setattr(Faulty, "num_calls", 0)
     yield Faulty
-    # What was fetched ahead and dropped may still be under way, and would take the next test's errors.
-    pool, remote_files._fetcher._pool = remote_files._fetcher._pool, None
-    if pool is not None:
-        pool.shutdown()
 
 
 @pytest.fixture
@@ -77,7 +70,7 @@ def read(file, offset, length):
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 0), (0, 10), (1000, 5000), (1 << 19, 1 << 19), (0, 1 << 20)])
 def test_any_run_of_bytes_can_be_read(folder, offset, length):
-    file = open_remote(f"{folder}/a.bin")
+    file = RemoteFile(f"{folder}/a.bin")
 
     assert file.size == len(CONTENTS)
     assert file.name == "memory://data/a.bin"
@@ -87,12 +80,12 @@ def test_any_run_of_bytes_can_be_read(folder, offset, length):
 def test_files_of_this_machine_can_be_given_as_addresses(tmp_path):
     (tmp_path / "x.bin").write_bytes(CONTENTS)
 
-    assert read(open_remote(f"file://{tmp_path}/x.bin"), 77, 100) == CONTENTS[77:177]
+    assert read(RemoteFile(f"file://{tmp_path}/x.bin"), 77, 100) == CONTENTS[77:177]
 
 
 def test_long_reads_are_several_requests(faulty, monkeypatch):
     monkeypatch.setattr(remote_files, "_PIECE_BYTES", 100_000)
-    file = open_remote("faulty://x")
+    file = RemoteFile("faulty://x")
 
     assert read(file, 5, 1_000_000) == CONTENTS[5:1_000_005]
     assert faulty.num_calls == 1 + 10
@@ -100,29 +93,26 @@ def test_long_reads_are_several_requests(faulty, monkeypatch):
 
 def test_reads_beyond_the_end_name_what_is_missing(folder):
     with pytest.raises(BadFile, match=r"'memory://data/b\.bin' ends too early: of 10 bytes at offset 1 the last 8 are"):
-        read(open_remote(f"{folder}/b.bin"), 1, 10)
+        read(RemoteFile(f"{folder}/b.bin"), 1, 10)
 
 
 def test_it_can_be_pickled_and_forked(folder):
-    file = open_remote(f"{folder}/a.bin")
-    file.will_need(0, 100)
+    file = RemoteFile(f"{folder}/a.bin")
 
     assert read(pickle.loads(pickle.dumps(file)), 3, 5) == CONTENTS[3:8]
     if hasattr(os, "fork"):
         child = os.fork()
         if child == 0:
-            file.will_need(0, 100)
             os._exit(0 if read(file, 0, 100) == CONTENTS[:100] else 1)
         assert os.waitpid(child, 0)[1] == 0
 
 
 def test_several_threads_may_read(folder):
-    file = open_remote(f"{folder}/a.bin")
+    file = RemoteFile(f"{folder}/a.bin")
     wrong = []
 
     def check(start):
         for offset in range(start, start + 40_000, 1_000):
-            file.will_need(offset, 1_000)
             if read(file, offset, 1_000) != CONTENTS[offset : offset + 1_000]:
                 wrong.append(offset)
 
@@ -135,59 +125,9 @@ def test_several_threads_may_read(folder):
     assert wrong == []
 
 
-# Reading ahead.
-
-
-def test_announced_runs_are_fetched_once_and_forgotten_when_read(faulty):
-    file = open_remote("faulty://x")
-    for start in range(0, 50_000, 1_000):
-        file.will_need(start, 1_000)
-
-    for start in range(0, 50_000, 1_000):
-        assert read(file, start, 600) == CONTENTS[start : start + 600]
-        assert read(file, start + 600, 400) == CONTENTS[start + 600 : start + 1_000]
-
-    assert faulty.num_calls == 1 + 50
-    assert remote_files._fetcher._num_bytes == 0
-
-
-def test_no_more_than_the_limit_is_fetched_ahead(faulty, monkeypatch):
-    monkeypatch.setattr(remote_files, "_AHEAD_BYTES", 10_000)
-    file = open_remote("faulty://x")
-    file.will_need(0, 6_000)  # more than half of the room
-    for start in range(0, 50_000, 2_000):
-        file.will_need(start, 2_000)
-        assert remote_files._fetcher._num_bytes <= 10_000
-
-    # Runs that nobody comes for give way.
-    for start in range(30_000, 50_000, 2_000):
-        assert read(file, start, 2_000) == CONTENTS[start : start + 2_000]
-    file.close()
-
-    assert remote_files._fetcher._num_bytes == 0
-    assert not remote_files._fetcher._announced
-    assert remote_files._fetcher._pool is None
-    file.will_need(0, 10)
-    assert read(file, 0, 10) == CONTENTS[:10]
-
-
-def test_runs_that_are_dropped_are_not_waited_for(faulty, monkeypatch):
-    monkeypatch.setattr(faulty, "waiting", threading.Event())
-    file = open_remote("faulty://x")
-    for start in range(0, 8_000, 1_000):
-        file.will_need(start, 1_000)
-
-    file.drop(0, 8_000)
-
-    assert remote_files._fetcher._num_bytes == 0
-    faulty.waiting.set()
-    assert read(file, 0, 1_000) == CONTENTS[:1_000]
-
-
-def test_an_error_while_reading_ahead_comes_when_the_run_is_read(faulty):
-    file = open_remote("faulty://x")
+def test_a_request_that_is_refused_is_told(faulty):
+    file = RemoteFile("faulty://x")
     faulty.errors.append(PermissionError("no"))
-    file.will_need(0, 100)
 
     with pytest.raises(BadFile, match="the server refused it"):
         read(file, 0, 100)
@@ -198,7 +138,7 @@ def test_an_error_while_reading_ahead_comes_when_the_run_is_read(faulty):
 
 
 def test_errors_that_pass_are_tried_again(faulty):
-    file = open_remote("faulty://x")
+    file = RemoteFile("faulty://x")
     faulty.errors[:] = [TimeoutError("slow"), ConnectionResetError("reset"), OSError(errno.EIO, "strange")]
 
     assert read(file, 0, 10) == CONTENTS[:10]
@@ -206,7 +146,7 @@ def test_errors_that_pass_are_tried_again(faulty):
 
 
 def test_there_is_an_end_to_trying(faulty):
-    file = open_remote("faulty://x")
+    file = RemoteFile("faulty://x")
     faulty.errors[:] = [TimeoutError("slow")] * 10
 
     with pytest.raises(BadFile, match=r"^'faulty://x' can't be read \(tried 4 times\): slow\.$"):
@@ -214,7 +154,7 @@ def test_there_is_an_end_to_trying(faulty):
 
 
 def test_short_answers_are_noticed(faulty, monkeypatch):
-    file = open_remote("faulty://x")
+    file = RemoteFile("faulty://x")
     monkeypatch.setattr(faulty, "short_by", 3)
 
     with pytest.raises(BadFile, match="3 of 10 bytes at offset 0 are missing"):
@@ -222,7 +162,7 @@ def test_short_answers_are_noticed(faulty, monkeypatch):
 
 
 def test_servers_that_give_whole_files_are_noticed(faulty, monkeypatch):
-    file = open_remote("faulty://x")
+    file = RemoteFile("faulty://x")
     monkeypatch.setattr(faulty, "short_by", -5)
 
     with pytest.raises(
@@ -254,7 +194,7 @@ def test_what_cannot_be_mended_is_said_once(faulty, error, text):
     faulty.errors.append(error)
 
     with pytest.raises(BadFile, match=text) as caught:
-        open_remote("s3://bucket/x.npy")
+        RemoteFile("s3://bucket/x.npy")
 
     assert faulty.num_calls == 1
     assert caught.value.__cause__ is None
@@ -266,7 +206,7 @@ def test_no_secret_is_shown(faulty, monkeypatch):
     faulty.errors.append(ValueError("signed with wJalrXUtnFEMI for https://h/x?X-Amz-Signature=abc and p4ss"))
 
     with pytest.raises(BadFile) as caught:
-        open_remote("faulty://ada:p4ss@host/x")
+        RemoteFile("faulty://ada:p4ss@host/x")
 
     assert str(caught.value) == (
         "'faulty://ada:***@host/x' can't be read: signed with *** for https://h/x?... and ***."
@@ -276,12 +216,12 @@ def test_no_secret_is_shown(faulty, monkeypatch):
 
 def test_files_of_unknown_size_are_refused(faulty):
     with pytest.raises(BadFile, match="can't be read in parts: its server doesn't say how large it is"):
-        open_remote("faulty://endless")
+        RemoteFile("faulty://endless")
 
 
 def test_folders_are_no_files(folder):
     with pytest.raises(BadFile, match="'memory://data/more' is a folder"):
-        open_remote(f"{folder}/more")
+        RemoteFile(f"{folder}/more")
 
 
 def test_missing_packages_are_named(monkeypatch):
@@ -290,17 +230,17 @@ def test_missing_packages_are_named(monkeypatch):
 
     monkeypatch.setattr("fsspec.core.url_to_fs", fail)
     with pytest.raises(MissingDependency, match=r"pip install s3fs"):
-        open_remote("s3://bucket/x.npy")
+        RemoteFile("s3://bucket/x.npy")
     with pytest.raises(MissingDependency, match=r"for gs:// addresses that isn't installed. Install s3fs"):
-        open_remote("gs://bucket/x.npy")
+        RemoteFile("gs://bucket/x.npy")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(MissingDependency, match=r"pip install fsspec"):
-        open_remote("s3://bucket/x.npy")
+        RemoteFile("s3://bucket/x.npy")
 
 
 def test_unknown_protocols_are_refused():
     with pytest.raises(BadFile, match=r"'fax://x' can't be read: Protocol not known: fax\."):
-        open_remote("fax://x")
+        RemoteFile("fax://x")
 
 
 # Looking around.
@@ -351,7 +291,7 @@ def test_patterns_find_files(folder, tmp_path):
 def test_a_file_object_reads_seeks_and_keeps_little(folder, monkeypatch):
     monkeypatch.setattr(remote_files, "_BLOCK_BYTES", 1_000)
     with as_file(f"{folder}/a.bin") as file:
-        assert (file.readable(), file.seekable(), file.name) == (True, True, "memory://data/a.bin")
+        assert (file.readable(), file.seekable()) == (True, True)
         assert file.read(10) == CONTENTS[:10]
         assert file.seek(995) == 995
         assert file.read(20) == CONTENTS[995:1_015]

@@ -5,7 +5,7 @@ import pytest
 
 from memfit.core.errors import BadFile, BadInput
 from memfit.data import speed
-from memfit.data.speed import files_in, measure_speed
+from memfit.data.speed import bench_data, files_in
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def check(found, num_samples=2000):
 
 
 def test_data_that_fits_is_measured_by_whole_epochs(folder):
-    found = measure_speed("x.npy", seconds=0.01)
+    found = bench_data("x.npy", seconds=0.01)
 
     check(found)
     assert found.num_rows % 2000 == 0
@@ -35,28 +35,28 @@ def test_data_that_fits_is_measured_by_whole_epochs(folder):
 
 
 def test_other_data_is_measured_once_memory_is_filled(folder):
-    found = measure_speed("x.npy", seconds=0.01, memory="512KiB", batch_size=8)
+    found = bench_data("x.npy", seconds=0.01, memory="512KiB", batch_size=8)
 
     check(found)
     assert found.memory_bytes == 512 * 1024
 
 
 def test_batches_may_be_made_by_workers(folder):
-    check(measure_speed("x.npy", seconds=0.01, num_workers=2))
+    check(bench_data("x.npy", seconds=0.01, num_workers=2))
 
 
 def test_labels_and_several_features_count_once(folder):
     np.save("y.npy", np.arange(2000))
 
-    check(measure_speed(("x.npy", "y.npy"), seconds=0.01))
-    check(measure_speed({"a": "x.npy", "b": "y.npy"}, seconds=0.01))
+    check(bench_data(("x.npy", "y.npy"), seconds=0.01))
+    check(bench_data({"a": "x.npy", "b": "y.npy"}, seconds=0.01))
 
 
 def test_what_has_to_be_unpacked_is_measured_afterwards(folder, monkeypatch, capsys):
     monkeypatch.setenv("MEMFIT_SPOOL", str(folder / "spool"))
     np.savez_compressed("x.npz", x=np.zeros((2000, 100), "f4"))
 
-    found = measure_speed("x.npz", seconds=0.01)
+    found = bench_data("x.npz", seconds=0.01)
 
     check(found)
     assert found.disk_bytes == 2000 * 400 + 128
@@ -72,16 +72,16 @@ def test_bad_input_is_refused(folder):
         ({"batch_size": 0}, "batch_size"),
     ):
         with pytest.raises(BadInput, match=message):
-            measure_speed("x.npy", **options)
+            bench_data("x.npy", **options)
     with pytest.raises(BadFile):
-        measure_speed("nothing.npy")
+        bench_data("nothing.npy")
 
 
 def test_systems_that_say_nothing_leave_it_unknown(folder, monkeypatch):
     monkeypatch.setattr(speed, "_held_bytes", lambda: None)
     monkeypatch.delattr(speed.os, "posix_fadvise")
 
-    found = measure_speed("x.npy", seconds=0.01)
+    found = bench_data("x.npy", seconds=0.01)
 
     assert found.peak_bytes is None
     assert not found.is_cold

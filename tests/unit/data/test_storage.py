@@ -77,13 +77,17 @@ def test_row_groups_of_parquet(tmp_path, size, is_warned):
     assert [("large for shuffling" in warning) for warning in found.warnings] == [True] * is_warned
 
 
-def test_text_should_be_converted(tmp_path):
+def test_text_is_converted_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMFIT_SPOOL", "there")
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
 
     found = storage_of([tmp_path / "x.csv", tmp_path / "x.csv"], [])
 
-    assert found.lines == ("text, one line a sample (2 files; the first is described)",)
-    assert "parses it once" in found.warnings[0]
+    assert found.is_text
+    assert found.lines == (
+        "text, one line a sample; converted once to Arrow in 'there', and read from there "
+        "(2 files; the first is described)",
+    )
 
 
 def test_nothing_is_said_of_what_can_not_be_looked_at(tmp_path):

@@ -7,12 +7,12 @@ import pytest
 from memfit.core.errors import BadFile, BadInput
 from memfit.data import transfer as transfers
 from memfit.data.journal import Journal
-from memfit.data.source import Field, Layout
-from memfit.data.transfer import Overflow, Transfer, free_bytes, read_block
-from memfit.data.writing import NpyWriter, plan_target
+from memfit.data.source import Field, Layout, SampleSource, Source
+from memfit.data.transfer import Overflow, Transfer, free_bytes
+from memfit.data.writing import _NpyWriter, plan_target
 
 
-class ArraySource:
+class ArraySource(Source):
     """Samples of an array in memory."""
 
     name = "array"
@@ -81,7 +81,7 @@ def test_no_samples_are_a_file_too(tmp_path):
 
 
 def interrupt_after(monkeypatch, num_writes, error):
-    real = NpyWriter.write
+    real = _NpyWriter.write
     calls = []
 
     def write(self, start, arrays):
@@ -90,7 +90,7 @@ def interrupt_after(monkeypatch, num_writes, error):
             raise error
         real(self, start, arrays)
 
-    monkeypatch.setattr(NpyWriter, "write", write)
+    monkeypatch.setattr(_NpyWriter, "write", write)
 
 
 def test_an_interrupted_transfer_goes_on(tmp_path, monkeypatch):
@@ -192,13 +192,18 @@ def test_errors_that_are_nobody_elses_are_not_hidden(tmp_path, monkeypatch):
         transfer(ArraySource(VALUES), tmp_path / "x.npy").run()
 
 
-class SampleArrays(ArraySource):
+class SampleArrays(SampleSource):
     layout = Layout(is_by_sample=True)
 
     def __init__(self, samples):
-        super().__init__(np.asarray([samples[0]]))
+        first = np.asarray(samples[0])
+        self.name = "folder"
+        self.fields = (Field("x", first.dtype, first.shape),)
         self._samples = samples
         self.num_samples = len(samples)
+
+    def fingerprint(self):
+        return "folder"
 
     def read_sample(self, sample):
         value = self._samples[sample]
@@ -220,9 +225,9 @@ def test_samples_are_read_one_by_one_where_they_are_files(tmp_path):
 def test_samples_of_other_shapes_and_gaps_are_refused():
     out = [np.empty((2, 2))]
     with pytest.raises(BadInput, match=r"samples differ in shape: 1.png is \[3\], and the first one is \[2\]"):
-        read_block(SampleArrays([[1.0, 2], [3, 4, 5]]), 0, 2, out)
+        SampleArrays([[1.0, 2], [3, 4, 5]]).read(0, 2, out)
     with pytest.raises(BadFile, match=r"1.png can't be read"):
-        read_block(SampleArrays([[1.0, 2], None]), 0, 2, out)
+        SampleArrays([[1.0, 2], None]).read(0, 2, out)
 
 
 def test_room_is_that_of_the_nearest_folder(tmp_path):

@@ -3,7 +3,6 @@
 import errno
 import faulthandler
 import gc
-import logging
 import multiprocessing
 import os
 import pickle
@@ -21,7 +20,7 @@ import pytest
 
 from memfit.core.errors import BadFile, BadInput, MemfitError
 from memfit.core.units import MIB
-from memfit.data import workers
+from memfit.data import windows, workers
 from memfit.data.geometry import Geometry
 from memfit.data.stream import Stream
 from memfit.data.workers import WorkerBatches
@@ -231,7 +230,7 @@ def test_an_interrupt_ends_the_processes(monkeypatch):
     batches = WorkerBatches(Given(10**9, same_number), 2, limit_bytes=MIB)
 
     class Interrupted:
-        def wait(self, objects):
+        def wait(self, objects, timeout):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(workers, "connection", Interrupted())
@@ -325,24 +324,15 @@ class TestSharing:
         monkeypatch.delattr(os, "memfd_create", raising=False)
         assert numbers(WorkerBatches(stream_of(), 2, limit_bytes=MIB)) == numbers(stream_of())
 
-    def test_without_room_for_files_pipes_are_used_and_that_is_said_once(self, monkeypatch, caplog):
+    def test_without_room_for_batches_that_is_said(self, monkeypatch):
         def full(file, start, size):
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(os, "posix_fallocate", full)
         # Forked, whatever else the process of the tests has loaded: what is changed here must be so there.
         monkeypatch.setattr("memfit.data.workers._NOT_FORKABLE", ())
-        with caplog.at_level(logging.WARNING):
-            assert numbers(WorkerBatches(stream_of(), 2, limit_bytes=MIB)) == numbers(stream_of())
-        assert caplog.text.count("go through pipes, which is slower: No space left on device.") == 1
-
-    def test_where_processes_cannot_share_files(self, monkeypatch):
-        monkeypatch.setattr(workers._Memory, "make", lambda: None)
-        batches = WorkerBatches(
-            Given(5, lambda number: [np.arange(number), np.zeros(100_000)]), 2, limit_bytes=10 * MIB
-        )
-        found = [(batch[0].tolist(), batch[1].sum()) for batch in batches]
-        assert found == [(list(range(number)), 0) for number in range(5)]
+        with pytest.raises(MemfitError, match=r"has no room for batches of .* bytes .*: No space left on device"):
+            list(WorkerBatches(stream_of(), 2, limit_bytes=MIB))
 
     def test_nothing_in_dev_shm(self):
         if not os.path.isdir("/dev/shm"):
@@ -363,11 +353,43 @@ class TestSharing:
         assert list(batches) == list(range(10))
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_what_a_process_does_step_by_step(is_shared):
+def test_a_process_that_never_begins_is_ended_and_named(monkeypatch):
+    # GIVEN a process that waits for ever before it has begun, as for a lock that nobody will release
+    monkeypatch.setattr(workers, "_NOT_FORKABLE", ())
+    monkeypatch.setattr(workers, "_BEGIN_SECONDS", 0.5)
+    monkeypatch.setattr(workers, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(workers, "_work", lambda *_: time.sleep(600))
+    batches = WorkerBatches(Given(3, same_number), 1, limit_bytes=MIB)
+
+    with pytest.raises(MemfitError, match=r"worker 0 of the stream .* has not begun its work"):
+        next(batches)
+    assert not batches._workers
+
+
+def test_workers_begin_whatever_locks_other_threads_hold(monkeypatch):
+    # GIVEN a stream that is being read, whose thread starts others at the moment of the fork
+    monkeypatch.setattr(workers, "_NOT_FORKABLE", ())
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def hold():
+        with windows._small_stacks():
+            is_held.set()
+            may_go.wait(1)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait()
+
+    # THEN workers don't find its lock taken for ever
+    assert numbers(WorkerBatches(stream_of(), 2, limit_bytes=MIB)) == numbers(stream_of())
+    may_go.set()
+    thread.join()
+
+
+def test_what_a_process_does_step_by_step():
     # GIVEN the program in a thread, and the process's work in this one
     near, far = multiprocessing.Pipe()
-    memory = workers._Memory.make() if is_shared else None
+    memory = workers._Memory()
     lives, never = multiprocessing.Pipe()
     program = workers._Worker(0, SimpleNamespace(sentinel=lives), near, memory)
     found, signals = [], [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -392,8 +414,7 @@ def test_what_a_process_does_step_by_step(is_shared):
     taking.join()
     for end in (near, far, lives, never):
         end.close()
-    if memory is not None:
-        memory.close()
+    memory.close()
 
     assert found == [[number, number + 1, number + 2] for number in range(6)]
 

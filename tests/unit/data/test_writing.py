@@ -152,7 +152,7 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
     writer = writer_for(plan_target(tmp_path / name, (Y,), 3))
 
-    with pytest.raises(MissingDependency, match=rf"{module}: pip install {module}"):
+    with pytest.raises(MissingDependency, match=rf"{module}: `pip install {module}`"):
         writer.open(tmp_path / name, 0)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from memfit.core.guarding import BatchSize, OutOfMemory, Where
+from memfit.core.guarding import BadCheckpoint, BatchSize, Fallbacks, OutOfMemory, Where
 from memfit.core.settings import OptimizerKernels, Settings, Weighting
 from memfit.guard.attempts import Attempts
 
@@ -74,7 +74,7 @@ def test_what_was_found_holds_for_the_next_step_and_for_other_shapes():
 
 
 def test_stronger_moves_come_when_the_micro_batch_can_not_be_smaller():
-    attempts = Attempts(Settings(), stronger=[BLOCKS])
+    attempts = Attempts(Settings(), Fallbacks(stronger=(BLOCKS,)))
 
     tried = play(attempts, BatchSize(4, 8.0), 4.0)
 
@@ -82,7 +82,7 @@ def test_stronger_moves_come_when_the_micro_batch_can_not_be_smaller():
 
 
 def test_stronger_moves_come_first_where_parts_differ_from_the_whole():
-    attempts = Attempts(Settings(), stronger=[BLOCKS], whole_first=True)
+    attempts = Attempts(Settings(), Fallbacks(stronger=(BLOCKS,), whole_first=True))
 
     tried = play(attempts, BatchSize(4, 8.0), 4.0)
 
@@ -90,13 +90,13 @@ def test_stronger_moves_come_first_where_parts_differ_from_the_whole():
 
 
 def test_at_last_nothing_is_left():
-    attempts = Attempts(Settings(), stronger=[BLOCKS])
+    attempts = Attempts(Settings(), Fallbacks(stronger=(BLOCKS,)))
 
     assert play(attempts, BatchSize(4, 8.0), 1.0)[-1] is None
 
 
 def test_a_batch_that_can_not_be_split_gets_the_stronger_moves_at_once():
-    attempts = Attempts(Settings(), stronger=[BLOCKS])
+    attempts = Attempts(Settings(), Fallbacks(stronger=(BLOCKS,)))
 
     assert attempts.failed(BatchSize(None), FAILURE, in_update=False)
     assert attempts.settings(BatchSize(None)).checkpoint == BLOCKS["checkpoint"]
@@ -104,7 +104,7 @@ def test_a_batch_that_can_not_be_split_gets_the_stronger_moves_at_once():
 
 
 def test_moves_that_can_not_be_put_on_are_left_out():
-    attempts = Attempts(Settings(), stronger=[BLOCKS])
+    attempts = Attempts(Settings(), Fallbacks(stronger=(BLOCKS,)))
     attempts.failed(BatchSize(None), FAILURE, in_update=False)
 
     assert attempts.without_level()
@@ -124,7 +124,7 @@ def test_an_update_is_tried_once_more_as_it_is_then_with_kernels_that_need_less(
 
 
 def test_it_grows_back_when_memory_allows():
-    attempts = Attempts(Settings(), grow_after=3)
+    attempts = Attempts(Settings(), Fallbacks(grow_after=3))
     size = BatchSize(64)
     play(attempts, size, 8)
 
@@ -139,7 +139,7 @@ def test_it_grows_back_when_memory_allows():
 
 
 def test_growing_in_vain_costs_less_and_less():
-    attempts = Attempts(Settings(), grow_after=2)
+    attempts = Attempts(Settings(), Fallbacks(grow_after=2))
     size = BatchSize(64)
     play(attempts, size, 8)
 
@@ -152,7 +152,7 @@ def test_growing_in_vain_costs_less_and_less():
 
 
 def test_between_the_good_and_the_bad_a_larger_size_is_found():
-    attempts = Attempts(Settings(), grow_after=1)
+    attempts = Attempts(Settings(), Fallbacks(grow_after=1))
     size = BatchSize(64)
 
     for _ in range(200):
@@ -162,11 +162,11 @@ def test_between_the_good_and_the_bad_a_larger_size_is_found():
 
 
 def test_findings_last():
-    attempts = Attempts(Settings(), stronger=[BLOCKS])
+    attempts = Attempts(Settings(), Fallbacks(stronger=(BLOCKS,)))
     size = BatchSize(4, 8.0)
     play(attempts, size, 4.0)
 
-    later = Attempts(Settings(), stronger=[BLOCKS])
+    later = Attempts(Settings(), Fallbacks(stronger=(BLOCKS,)))
     later.load(json.loads(json.dumps(attempts.to_json())))
 
     assert later.settings(size) == attempts.settings(size)
@@ -180,7 +180,10 @@ def test_a_supervisor_bounds_the_micro_batch():
 
 
 def test_the_neediest_process_decides():
-    needy, other = Attempts(Settings(), stronger=[BLOCKS]), Attempts(Settings(), stronger=[BLOCKS])
+    needy, other = (
+        Attempts(Settings(), Fallbacks(stronger=(BLOCKS,))),
+        Attempts(Settings(), Fallbacks(stronger=(BLOCKS,))),
+    )
     size = BatchSize(4, 8.0)
     play(needy, size, 4.0)
 
@@ -199,7 +202,7 @@ def test_the_weighting_of_losses_stays_with_all_settings():
 
 
 def test_weaker_moves_are_tried_again_where_whole_batches_fit():
-    attempts = Attempts(Settings(), stronger=[BLOCKS], whole_first=True, grow_after=3)
+    attempts = Attempts(Settings(), Fallbacks(stronger=(BLOCKS,), whole_first=True, grow_after=3))
     size = BatchSize(8)
     attempts.failed(size, FAILURE, in_update=False)
     assert attempts.settings(size).checkpoint
@@ -234,7 +237,7 @@ def test_a_micro_batch_has_the_samples_that_a_norm_needs():
 
 
 def test_what_is_on_trial_is_no_finding():
-    attempts = Attempts(Settings(), grow_after=2)
+    attempts = Attempts(Settings(), Fallbacks(grow_after=2))
     size = BatchSize(8)
     play(attempts, size, 4)
     while not attempts._is_trial:
@@ -254,9 +257,9 @@ def test_a_resumed_run_grows_when_the_uninterrupted_one_does(num_steps):
     def steps(attempts, number):
         return [play(attempts, size, 5)[-1].micro_batches for _ in range(number)]
 
-    whole = Attempts(Settings(), stronger=[BLOCKS], grow_after=2)
+    whole = Attempts(Settings(), Fallbacks(stronger=(BLOCKS,), grow_after=2))
     expected = steps(whole, 24)
-    first, second = (Attempts(Settings(), stronger=[BLOCKS], grow_after=2) for _ in range(2))
+    first, second = (Attempts(Settings(), Fallbacks(stronger=(BLOCKS,), grow_after=2)) for _ in range(2))
     done = steps(first, num_steps)
     second.load(json.loads(json.dumps(first.to_json())), resumes=True)
 
@@ -280,3 +283,8 @@ def test_sizes_that_are_no_whole_numbers_of_elements_are_kept():
     attempts.settle(attempts.votes())
 
     assert attempts.settings(size).micro_batch_size == 4
+
+
+def test_progress_without_attempts_is_refused():
+    with pytest.raises(BadCheckpoint, match="has no attempts"):
+        Attempts.check_progress({"update": 3})

@@ -17,7 +17,15 @@ def test_without_a_folder_nothing_is_kept():
     ceilings = Ceilings(None)
     ceilings.put("key", {"most": 8.0})
 
-    assert ceilings.get("key") is None
+    assert Ceilings(None).get("key") is None
+    # But for those who share it.
+    assert ceilings.get("key", only_own=True) == {"most": 8.0}
+
+
+def test_findings_of_earlier_runs_can_be_left_out(tmp_path):
+    Ceilings(tmp_path).put("key", {"most": 8.0})
+
+    assert Ceilings(tmp_path).get("key", only_own=True) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 99, "entries": {"key": {}}}', '{"version": 1}', "\x00"])
@@ -34,8 +42,8 @@ def test_the_oldest_go_when_there_are_many(tmp_path):
     for number in range(300):
         ceilings.put(f"key {number}", {"most": number})
 
-    assert ceilings.get("key 0") is None
-    assert ceilings.get("key 299") == {"most": 299}
+    assert Ceilings(tmp_path).get("key 0") is None
+    assert Ceilings(tmp_path).get("key 299") == {"most": 299}
     assert [path.name for path in tmp_path.iterdir()] == ["ceilings.json"]
 
 

@@ -1,5 +1,6 @@
 """The newest whole checkpoint is always found, whatever happened to the process, the disk or the files."""
 
+import errno
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given
@@ -346,7 +348,7 @@ def test_a_disk_that_is_full_of_something_else_costs_nothing(folder, monkeypatch
         file.truncate(0)
     shutil.rmtree(manifest)
     folder.write(3, lambda directory: (directory / "large").write_bytes(b"x" * 100_000))
-    monkeypatch.setattr(checkpoints, "_free_bytes", lambda path: 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
 
     def full(directory):
         raise OSError(28, "No space left on device")
@@ -399,7 +401,6 @@ def test_only_one_is_finished_at_a_time(folder, monkeypatch):
 
     monkeypatch.setattr(checkpoints, "describe", slow)
     write(folder, 1, asynchronous=True)
-    assert folder.is_busy
 
     # WHEN the next checkpoint is due before the last is on disk
     for step in (2, 3):
@@ -408,7 +409,6 @@ def test_only_one_is_finished_at_a_time(folder, monkeypatch):
 
     # THEN it waits
     assert max(most) == 1
-    assert not folder.is_busy
     assert len(names(folder.path)) == 3
 
 
@@ -702,3 +702,107 @@ def test_a_system_without_directories_that_can_be_opened(folder, monkeypatch):
 
     assert write(folder, 1)
     assert folder.latest().step == 1
+
+
+def test_a_copy_of_the_folder_does_not_let_another_run_in(folder, tmp_path):
+    # GIVEN a run whose lock is undone by whoever closes another descriptor of its file
+    write(folder, 1)
+    shutil.copytree(folder.path, tmp_path / "backup")
+
+    # WHEN it has written once more
+    write(folder, 2)
+
+    # THEN another process is kept out
+    code = f"from memfit.guard.checkpoints import Folder; Folder({str(folder.path)!r}, announce=print).claim()"
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "in use by another run" in done.stderr
+
+
+def test_without_locks_the_files_of_a_living_process_stay(folder, tmp_path, monkeypatch):
+    # GIVEN a file system without locks, and a checkpoint that another living process is writing
+    def refuse(*arguments):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(possession.fcntl, "lockf", refuse)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        theirs = folder.path / f".step-000000009.tmp-{other.pid}-0123abcd"
+        theirs.mkdir(parents=True)
+        (theirs / checkpoints.UNFINISHED).touch()
+
+        write(folder, 1)
+
+        assert theirs.is_dir()
+        other.stdin.close()
+
+
+def test_a_file_that_is_held_open_on_a_network_does_not_keep_a_full_disk_busy(folder, said):
+    # GIVEN a checkpoint that can't go as long as somebody has a file of it open
+    folder.keep = 1
+    write(folder, 1)
+    (folder.path / "step-000000001" / ".nfs0001").touch()
+    write(folder, 2)
+
+    def full(directory):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    # THEN a full disk is said, and not tried for ever
+    assert not folder.write(3, full)
+    assert "the disk is full" in said[-1]
+
+
+def test_memory_that_runs_out_while_a_checkpoint_is_written_stops_nothing(folder, said):
+    def hungry(directory):
+        raise MemoryError("no room for a copy")
+
+    assert not folder.write(1, hungry)
+    assert "memory ran out" in said[-1]
+    assert write(folder, 2)
+
+
+def test_what_could_not_be_removed_is_removed_later(folder, said, monkeypatch):
+    # GIVEN an error that passes while the oldest checkpoint is removed
+    folder.keep = 1
+    write(folder, 1)
+    plain, failed = Path.unlink, []
+
+    def unlink(path, *arguments, **options):
+        if path.name == "model.bin" and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, "Input/output error")
+        return plain(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    write(folder, 2)
+    assert names(folder.path) == ["step-000000001", "step-000000002"]
+
+    # THEN it goes with the next one, and nobody is told that it is somebody else's
+    write(folder, 3)
+    assert names(folder.path) == ["step-000000003"]
+    assert not any("didn't write" in text for text in said)
+
+
+def test_a_kill_while_old_ones_are_removed_hides_no_file_of_the_users(folder, said):
+    # GIVEN a checkpoint with a file of the user's, which a run that is dead had begun to remove
+    write(folder, 1)
+    (folder.path / "step-000000001" / "notes.txt").write_text("mine")
+    write(folder, 2)
+    os.rename(folder.path / "step-000000001", folder.path / ".step-000000001.old-1-0123abcd")
+
+    write(folder, 3)
+
+    assert (folder.path / "step-000000001" / "notes.txt").read_text() == "mine"
+    assert not (folder.path / "step-000000001" / "model.bin").exists()
+    folder.wait()
+    assert any("notes.txt" in text for text in said)
+
+
+def test_a_folder_that_is_full_is_left_without_a_trace(folder, monkeypatch):
+    def write_bytes(path, data):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    with pytest.raises(BadFile, match="the disk is full"):
+        folder.claim()
+    assert names(folder.path) == []

@@ -8,8 +8,7 @@ from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Phase, Timeline
 from memfit.core.units import MIB
 from memfit.planner.script_memory import ScriptMemory
-from memfit.planner.script_speed import ScriptSpeed
-from memfit.planner.speed import rates_of
+from memfit.planner.speed import ScriptSpeed, rates_of
 from tests.unit.planner.builders import training
 
 CONTEXT = 100 * MIB
@@ -58,4 +57,4 @@ def memory_of(timeline: Timeline) -> ScriptMemory:
 def speed_of(timeline: Timeline, operators: tuple[Work, ...] = work()) -> ScriptSpeed:
     """Speed of a script with this timeline on an A100."""
     device = find_device("a100-40gb")
-    return ScriptSpeed(operators, timeline, rates_of(device, device))
+    return ScriptSpeed(operators, timeline, rates_of(device))

@@ -101,8 +101,8 @@ def test_what_two_units_hold_is_held_once():
 
     # THEN the common stretch belongs to both, the rest to the one that holds on
     found = {
-        (segment.units, block, start, end)
-        for segment in segments
-        for block, start, end in zip(segment.held.block, segment.held.start, segment.held.end, strict=True)
+        (units, block, start, end)
+        for units, held in segments
+        for block, start, end in zip(held.block, held.start, held.end, strict=True)
     }
     assert found == {((0, 1), 7, 10, 20), ((1,), 7, 20, 30), ((1,), 8, 0, 5)}

@@ -2,7 +2,7 @@ import pytest
 
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.planner.memory import StepMemory
-from memfit.planner.search import Candidate, Search, Space, Variant, merged, optimizer_choices, pareto, possible_parts
+from memfit.planner.search import Search, Space, Variant, merged, optimizer_ways, possible_parts
 from tests.unit.planner.profiles import Chain, speed_of
 
 
@@ -34,7 +34,7 @@ def test_with_room_nothing_changes(space):
 def test_what_is_found_stays_within_the_limit(space, share):
     limit = share * space.variants[0].memory.peak(Settings(), 8)
     found = Search(space).best(limit)
-    assert found.live_bytes <= limit
+    assert found.computed_bytes <= limit
 
 
 def test_less_memory_never_takes_less_time(space):
@@ -60,14 +60,14 @@ def test_the_best_is_no_slower_than_any_single_move(space):
 def test_nothing_fits_below_the_smallest(space):
     search = Search(space)
     smallest = search.smallest()[0]
-    assert search.best(0.9 * smallest.live_bytes) is None
-    assert search.best(1.02 * smallest.live_bytes) is not None
+    assert search.best(0.9 * smallest.computed_bytes) is None
+    assert search.best(1.02 * smallest.computed_bytes) is not None
 
 
 def test_the_front_falls_in_memory_and_rises_in_time(space):
     front = Search(space).front()
     assert len(front) >= 3
-    assert [one.live_bytes for one in front] == sorted((one.live_bytes for one in front), reverse=True)
+    assert [one.computed_bytes for one in front] == sorted((one.computed_bytes for one in front), reverse=True)
     assert [one.seconds for one in front] == sorted(one.seconds for one in front)
 
 
@@ -88,13 +88,6 @@ def test_a_variant_with_less_memory_is_taken_when_needed():
     assert Search(space).best(limit).settings.precision == "amp-bf16"
 
 
-def test_pareto_drops_what_is_beaten(space):
-    variant = space.variants[0]
-    points = [(10.0, 3.0), (20.0, 2.0), (15.0, 3.5), (30.0, 2.0), (40.0, 1.0)]
-    kept = pareto([Candidate(Settings(), memory, seconds, variant) for memory, seconds in points])
-    assert [(one.live_bytes, one.seconds) for one in kept] == [(40.0, 1.0), (20.0, 2.0), (10.0, 3.0)]
-
-
 def test_merging_keeps_what_differs():
     found = merged(Settings(precision="amp-bf16"), Settings(micro_batches=4))
     assert (found.precision, found.micro_batches) == ("amp-bf16", 4)
@@ -103,14 +96,14 @@ def test_merging_keeps_what_differs():
 def test_choices_of_the_optimizer_follow_what_it_can_do():
     everything = frozenset(["fused-optimizer", "foreach-off", "step-in-backward", "8-bit-optimizer", "host-optimizer"])
     features = frozenset(["fusable", "foreach", "steppable", "adam"])
-    on_gpu = optimizer_choices(features, everything, on_host=False, has_optimizer=True)
+    on_gpu = optimizer_ways(features, everything, on_host=False, has_optimizer=True)
     assert on_gpu[0] == Settings()
     assert Settings(kernels=OptimizerKernels.FUSED) in on_gpu
     assert Settings(state=OptimizerState.HOST) in on_gpu
-    on_cpu = optimizer_choices(features, everything, on_host=True, has_optimizer=True)
+    on_cpu = optimizer_ways(features, everything, on_host=True, has_optimizer=True)
     assert Settings(state=OptimizerState.HOST) not in on_cpu
-    assert optimizer_choices(features, everything, on_host=False, has_optimizer=False) == (Settings(),)
-    assert optimizer_choices(frozenset(), everything - {"host-optimizer"}, on_host=False, has_optimizer=True) == (
+    assert optimizer_ways(features, everything, on_host=False, has_optimizer=False) == (Settings(),)
+    assert optimizer_ways(frozenset(), everything - {"host-optimizer"}, on_host=False, has_optimizer=True) == (
         Settings(),
     )
 
@@ -123,7 +116,7 @@ def test_what_the_allocator_takes_beyond_is_learned_by_combination(space):
 
     # WHEN a proof needs more than was computed
     first = search.best(0.8 * plain)
-    search.learn(first, first.live_bytes + 0.3 * plain)
+    search.learn(first, first.computed_bytes + 0.3 * plain)
 
     # THEN those settings are not offered again, and others that nothing is known of are
     second = search.best(0.8 * plain)
@@ -134,7 +127,7 @@ def test_what_is_expected_holds_for_all(space):
     search = Search(space)
     plain = space.variants[0].memory.peak(Settings(), 8)
     search.expect(0.5 * plain)
-    assert search.best(plain).live_bytes <= 0.5 * plain
+    assert search.best(plain).computed_bytes <= 0.5 * plain
 
 
 def test_what_cannot_be_run_is_left_out(space):
@@ -158,5 +151,5 @@ def test_what_changes_training_comes_last():
     space = Space((plain, lighter), (Settings(),), (1,), 8)
     peak = plain.memory.peak(Settings(), 8)
     assert not Search(space).best(0.8 * peak).settings.lora_rank
-    smallest = Search(Space((plain,), (Settings(),), (1,), 8)).smallest()[0].live_bytes
+    smallest = Search(Space((plain,), (Settings(),), (1,), 8)).smallest()[0].computed_bytes
     assert Search(space).best(0.9 * smallest).settings.lora_rank

@@ -6,14 +6,14 @@ import pytest
 
 from memfit.core.settings import Settings
 from memfit.planner.memory import StepMemory
-from memfit.planner.selection import Choices, Selection
+from memfit.planner.selection import ModuleMoves, Selection
 from tests.unit.planner.profiles import Chain, speed_of
 
 
 def selection_of(chain, **options):
     profile = chain.profile()
     memory, speed = StepMemory(profile), speed_of(profile)
-    return Selection(memory, Choices(memory, speed, 4, **options), Settings(), 4), memory, speed
+    return Selection(memory, ModuleMoves(memory, speed, 4, **options), Settings(), 4), memory, speed
 
 
 def antichains(paths):
@@ -93,12 +93,12 @@ def test_what_recomputing_needs_for_the_moment_counts():
     profile = chain.profile()
     memory, speed = StepMemory(profile), speed_of(profile)
     limit = 0.7 * memory.peak(Settings(), 4)
-    plain = Selection(memory, Choices(memory, speed, 4), Settings(), 4).cheapest(limit)
+    plain = Selection(memory, ModuleMoves(memory, speed, 4), Settings(), 4).cheapest(limit)
     dear = chain.with_extra(profile, plain.checkpoint[0], 10**12)
     memory = StepMemory(dear)
 
     # WHEN the choice is made again
-    found = Selection(memory, Choices(memory, speed_of(dear), 4), Settings(), 4).cheapest(limit)
+    found = Selection(memory, ModuleMoves(memory, speed_of(dear), 4), Settings(), 4).cheapest(limit)
 
     # THEN it is another
     assert found is None or plain.checkpoint[0] not in found.checkpoint

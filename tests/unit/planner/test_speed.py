@@ -1,10 +1,17 @@
+from dataclasses import replace
+
 import pytest
 
 from memfit.catalogue import find_device
 from memfit.core.profile import Measurement
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.planner.move import AS_IT_IS
 from memfit.planner.speed import rates_of
 from tests.unit.planner.profiles import Chain, speed_of
+from tests.unit.planner.script_builders import NUM_LAYERS, stack, work
+from tests.unit.planner.script_builders import speed_of as script_speed_of
+
+ALL = tuple(f"layers.{number}" for number in range(NUM_LAYERS))
 
 
 @pytest.fixture
@@ -35,7 +42,6 @@ def test_recomputation_is_the_forward_pass_of_the_module(chain):
     speed = scaled(chain)
     assert speed.recomputation("layers.1", 4) == pytest.approx(2 * 3e9 * 4 / 1e12)
     assert speed.recomputation("layers.1", 4) == pytest.approx(2 * speed.recomputation("layers.1.a", 4))
-    assert speed.flops_again("layers.1", 4) == pytest.approx(2 * 3e9 * 4)
     assert speed.recomputation("nowhere", 4) == 0
 
 
@@ -79,20 +85,19 @@ def test_sharding_costs_communication(chain):
 
 def test_rates_are_shares_of_the_catalogue_s():
     device = find_device("a100-40gb")
-    rates = rates_of(device, find_device("rtx-3090"))
+    rates = rates_of(device)
     assert 0 < rates.flops["float32"] < device.flops["float32"]
     assert 0 < rates.bandwidth < device.bandwidth_bytes_per_second
     assert rates.reference == ""
 
 
 def test_a_device_of_unknown_speed_borrows_that_of_another():
-    rates = rates_of(find_device("24GiB"), find_device("rtx-3090"))
+    rates = rates_of(find_device("24GiB"))
     assert "3090" in rates.reference and rates.flops
 
 
 def test_newer_devices_have_a_faster_bus():
-    reference = find_device("rtx-3090")
-    speeds = [rates_of(find_device(name), reference).transfer for name in ("t4", "a100", "h100")]
+    speeds = [rates_of(find_device(name)).transfer for name in ("t4", "a100", "h100")]
     assert speeds == sorted(speeds) and len(set(speeds)) == 3
 
 
@@ -118,3 +123,57 @@ def test_measured_updates_know_of_those_in_8_bits(chain):
     speed = scaled(chain, updates={"keep": 1.0, "single": 2.0})
     assert speed.update(Settings(state=OptimizerState.EIGHT_BIT)) > 1.0
     assert speed.update(Settings(step_in_backward=True)) == 2.0
+
+
+@pytest.fixture(scope="module")
+def script_speed():
+    return script_speed_of(stack())
+
+
+def test_computing_everything_again_costs_a_third_of_both_passes(script_speed):
+    update = script_speed.step(AS_IT_IS) - 3 * NUM_LAYERS * script_speed.module("layers.0")
+
+    assert script_speed.step(replace(AS_IT_IS, checkpoint=ALL)) - update == pytest.approx(
+        4 / 3 * (script_speed.step(AS_IT_IS) - update)
+    )
+
+
+def test_a_part_costs_its_share(script_speed):
+    one = script_speed.step(replace(AS_IT_IS, checkpoint=ALL[:1])) - script_speed.step(AS_IT_IS)
+    three = script_speed.step(replace(AS_IT_IS, checkpoint=ALL[:3])) - script_speed.step(AS_IT_IS)
+
+    assert three == pytest.approx(3 * one)
+    assert one == pytest.approx(script_speed.module("layers.0"))
+    # "layers.1" is no part of "layers.10".
+    assert script_speed.module("layers") == pytest.approx(NUM_LAYERS * one)
+    assert script_speed.module("layer") == 0
+
+
+def test_autocast_is_faster_and_micro_batches_a_little_slower(script_speed):
+    plain = script_speed.step(AS_IT_IS)
+
+    assert script_speed.step(replace(AS_IT_IS, precision="amp-bf16")) < 0.5 * plain
+    assert plain < script_speed.step(replace(AS_IT_IS, micro_batches=2)) < 1.05 * plain
+
+
+def test_micro_batches_of_small_operators_cost_their_launches():
+    # GIVEN operators that take no longer than it takes to launch them
+    small = script_speed_of(stack(), work(flops=1))
+    half = replace(AS_IT_IS, micro_batches=512)
+
+    assert small.step(half) > 2 * small.step(AS_IT_IS)
+
+
+def test_a_fused_update_is_faster_and_a_single_one_slower(script_speed):
+    plain = script_speed.step(AS_IT_IS)
+
+    assert script_speed.step(replace(AS_IT_IS, kernels=OptimizerKernels.FUSED)) < plain
+    assert script_speed.step(replace(AS_IT_IS, kernels=OptimizerKernels.SINGLE)) > plain
+
+
+def test_without_work_the_timeline_ranks():
+    speed = script_speed_of(stack(), ())
+
+    assert not speed.is_known
+    assert speed.step(replace(AS_IT_IS, checkpoint=ALL[:1])) > speed.step(AS_IT_IS)
+    assert script_speed_of(stack()).is_known

@@ -6,7 +6,6 @@ from memfit.planner.structure import (
     Spans,
     has_batch_norm,
     has_dropout,
-    named_range,
     of_the_graph,
     parameter_sizes,
     repeated_units,
@@ -91,10 +90,6 @@ def _plain_sequential():
         script.allocate(1, Category.ACTIVATION, str(number))
         script.allocate(1, Category.ACTIVATION, str(number))
     return script.timeline()
-
-
-def test_a_range_is_named_by_its_ends():
-    assert named_range(["h.0", "h.1", "h.2"]) == "h.0 to h.2"
 
 
 def test_sizes_of_parameters_and_their_halves():

@@ -1,22 +1,27 @@
 import pytest
 
 from memfit.core.estimate import Note
-from memfit.reports.figures import Row
-from memfit.reports.parts import Grid, Line, Part, format_grid, format_parts, listed, note_line, sum_up
+from memfit.reports.estimate.figures import Figure, Row
+from memfit.reports.parts import Grid, Line, Part, Report, format_grid, listed, note_line, sum_up
 
 
 def test_a_report_is_a_verdict_lines_and_parts():
     parts = [
         Part("Rows", rows=(Row("parameter", 1024, 0.5),)),
+        Part("Sizes", rows=(Row("batch", 2048, 0.5),), with_share=False, figures=(Figure("peak", "1 B", "simulated"),)),
         Part("Table", grid=Grid(("a", ">b"), (Line(("x", "1")),)), lines=("below",)),
     ]
 
-    assert format_parts("verdict", ["detail"], parts) == [
+    assert str(Report("verdict", ["detail"], parts, True)).split("\n") == [
         "verdict",
         "  detail",
         "",
         "Rows",
         "  parameter                                     1.00 KiB   50.0%",
+        "",
+        "Sizes",
+        "  batch                                         2.00 KiB",
+        "  peak                                               1 B  simulated",
         "",
         "Table",
         "  a  b",

@@ -1,18 +1,16 @@
 import dataclasses
 import io
 import re
-import sys
 
 import pytest
 from rich.console import Console
 
-from memfit.core.errors import BadInput, MissingDependency
+from memfit.core.errors import BadInput
 from memfit.core.estimate import Note
 from memfit.core.timeline import Category, Phase
 from memfit.core.units import GIB, MIB
-from memfit.reports import figures
+from memfit.reports.estimate import figures
 from memfit.reports.terminal import (
-    print_estimate,
     render_comparison,
     render_devices,
     render_estimate,
@@ -68,17 +66,11 @@ def test_bars_are_ascii_where_the_console_is():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
 
     # WHEN the estimate is printed
-    print_estimate(make_estimate(), Console(file=stream, width=120))
+    Console(file=stream, width=120).print(render_estimate(make_estimate()))
 
     # THEN bars are drawn with what there is
     stream.seek(0)
     assert "######" in stream.read()
-
-
-def test_print_goes_to_standard_output(capsys):
-    print_estimate(make_estimate())
-
-    assert "ResNet: training" in capsys.readouterr().out
 
 
 def test_failure_is_told():
@@ -125,6 +117,13 @@ def test_a_comparison_has_the_notes_with_their_device():
     text = draw(render_comparison([dataclasses.replace(make_estimate(), notes=()), noted]))
 
     assert f"{figures.device_title(MYSTERY)}: device lacks precision: no bfloat16" in text
+
+
+def test_a_model_on_several_devices_is_told_apart_on_a_narrow_terminal():
+    text = draw(render_comparison([make_estimate(), make_estimate(device=MYSTERY)]), width=40)
+
+    peaks = "".join(text.partition("peak\n")[2].partition("allocated\n")[0].split())
+    assert "RTX" in peaks and "Mystery" in peaks
 
 
 def test_comparison_of_nothing_is_refused():
@@ -217,13 +216,6 @@ def test_max_batch_that_never_fits_or_is_unknown():
 )
 def test_max_batch_in_one_sentence(safe, limit, text):
     assert text in draw(render_max_batch([(48, 20 * GIB, True)], safe, limit, RTX_3090))
-
-
-def test_missing_rich_names_the_cure(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-
-    with pytest.raises(MissingDependency, match="pip install rich"):
-        render_estimate(make_estimate())
 
 
 def test_unknown_context_is_not_zero():

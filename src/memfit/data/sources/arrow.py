@@ -11,18 +11,17 @@ Layout: https://arrow.apache.org/docs/format/Columnar.html#encapsulated-message-
 
 import os
 import struct
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput, MissingDependency
+from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
 from memfit.core.units import MIB
-from memfit.data.files import ByteFile, fingerprint_of, is_remote, open_file
-from memfit.data.source import Array, Field, Layout
-from memfit.data.sources.arrow_columns import BatchReader, describe_type, find_classes, reason_of
+from memfit.data.files import ByteFile, open_file, read_bytes
+from memfit.data.source import Array, Layout, PerThread
+from memfit.data.sources.arrow_columns import TableSource, describe_type, find_classes, reason_of
 from memfit.data.sources.table_fields import Column, Part, choose_fields
 
 _MAGIC = b"ARROW1"
@@ -38,47 +37,35 @@ def open_arrow(
     *,
     columns: Sequence[str] | str | None = None,
     labels: Sequence[str] | str | None = None,
+    classes: tuple[str, ...] | None = None,
 ) -> "ArrowSource":
-    """The rows of an Arrow or Feather file.
-
-    Args:
-        path: of the file; may be an address such as s3://bucket/file.arrow.
-        columns: names of the columns to use; all of them if None.
-        labels: names of those that are labels.
-
-    Raises:
-        BadFile: it isn't an Arrow file, or is damaged.
-        BadInput: no such column, or one that can't be streamed.
-    """
+    """The rows of an Arrow or Feather file."""
     name = os.fspath(path)
     try:
         import pyarrow as pa
     except ImportError as error:
         raise MissingDependency(
-            f"{name!r} is an Arrow file, for which pyarrow is needed: pip install pyarrow"
+            f"{name!r} is an Arrow file, for which pyarrow is needed: {how_to_install('pyarrow')}"
         ) from error
     file = open_file(path)
     contents = _contents(file)
     shown = repr(name)
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(contents.preamble))
-        first = _Batches(file, contents, range(len(schema))).get(0) if contents.places else None
+        first = _Batches(file, contents, range(len(schema))).get(0) if len(contents.places) else None
         table = tuple(
             describe_type(field.name, field.type, None if first is None else first.column(place))
             for place, field in enumerate(schema)
         )
         del first
         parts = choose_fields(table, columns=columns, labels=labels, source=shown)
-        classes: tuple[str, ...] = ()
         for part in parts:
-            if part.has_classes:
+            if part.has_classes and classes is None:
                 reader = _Batches(file, contents, part.columns)
                 classes = find_classes(map(reader.get, range(len(contents.places))), part.field.name, shown)
     except (OSError, pa.ArrowException) as error:
         raise BadFile(f"{shown} is damaged: {reason_of(error)}. Copy or make it again.") from error
-    # Workers may run in another folder than the one in which a relative path was given.
-    place = name if is_remote(name) else os.path.abspath(os.path.expanduser(name))
-    return ArrowSource(place, file, contents, table, parts, classes)
+    return ArrowSource(name, file, contents, table, parts, classes or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +75,12 @@ class _Contents:
     Attributes:
         preamble: the messages that describe the columns and hold the values of those that are stored as numbers of
             entries in a dictionary.
-        places: offset and bytes of each batch's message.
+        places: offset and bytes of each batch's message, one row a batch.
         edges: first rows of the batches and, last, the number of rows.
     """
 
     preamble: bytes
-    places: tuple[tuple[int, int], ...]
+    places: Array
     edges: Array
 
 
@@ -112,21 +99,24 @@ class _Batches:
         if self._kept[0] != number:
             # The old one goes before the new one comes.
             self._kept = -1, None
-            offset, size = self._contents.places[number]
+            offset, size = self._contents.places[number].tolist()
             num_before = len(self._contents.preamble)
             stream = np.empty(num_before + size, np.uint8)
             stream[:num_before] = np.frombuffer(self._contents.preamble, np.uint8)
             self._file.read_into(offset, stream[num_before:])
             options = pa.ipc.IpcReadOptions(included_fields=self._columns, use_threads=False)
-            self._kept = number, pa.ipc.open_stream(pa.py_buffer(stream), options=options).read_next_batch()
+            # Arrow's own allocator keeps what it once had, which every forked worker would copy.
+            pool = pa.system_memory_pool()
+            reader = pa.ipc.open_stream(pa.py_buffer(stream), options=options, memory_pool=pool)
+            self._kept = number, reader.read_next_batch()
         return self._kept[1]
 
 
-class ArrowSource:
+class ArrowSource(TableSource):
     """Rows of an Arrow file, read batch by batch.
 
     Args:
-        place: where it is, from any folder.
+        path: where it is.
         file: its bytes.
         contents: where the batches lie.
         table: all its columns.
@@ -136,67 +126,31 @@ class ArrowSource:
 
     def __init__(
         self,
-        place: str,
+        path: str,
         file: ByteFile,
         contents: _Contents,
         table: tuple[Column, ...],
         parts: tuple[Part, ...],
         classes: tuple[str, ...],
     ) -> None:
-        self._place = place
+        super().__init__("arrow", file.name, path, table, parts, classes, contents.edges)
         self._file = file
         self._contents = contents
-        self._table = table
-        self._parts = parts
-        self._classes = classes
-        self._reader = BatchReader(repr(file.name), table, parts, classes)
-        self._threads = threading.local()
-
-    @property
-    def name(self) -> str:
-        """The path, as given."""
-        return self._file.name
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """Features first, then labels."""
-        return tuple(part.field for part in self._parts)
-
-    @property
-    def num_samples(self) -> int:
-        """Rows."""
-        return int(self._contents.edges[-1])
-
-    @property
-    def layout(self) -> Layout:
-        """Blocks are the batches."""
-        stored = max((size for _, size in self._contents.places), default=0)
-        rows = int(np.diff(self._contents.edges).max(initial=0))
+        self._batches: PerThread[_Batches] = PerThread()
+        stored = int(contents.places[:, 1].max(initial=0))
         # A batch as stored and, where it is compressed, unpacked.
-        unpacked = rows * sum(field.sample_bytes for field in self.fields)
-        return Layout(self._contents.edges, len(self._contents.preamble) + stored + unpacked + _SPARE_BYTES)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The different strings of the labels, sorted."""
-        return self._classes
-
-    def fingerprint(self) -> str:
-        """Changes with the file's size and time of change, and with the choice of columns."""
-        chosen = [self._table[place].name for part in self._parts for place in part.columns]
-        return fingerprint_of([self._place], "arrow", chosen, [part.field.is_label for part in self._parts])
+        unpacked = int(np.diff(contents.edges).max(initial=0)) * self.sample_bytes
+        self.layout = Layout(contents.edges, len(contents.preamble) + stored + unpacked + _SPARE_BYTES)
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
         """Fills `out` with samples `start` to `stop`."""
         import pyarrow as pa
 
-        edges = self._contents.edges
-        row = start
-        while row < stop:
-            number = int(np.searchsorted(edges, row, side="right")) - 1
-            first, end = int(edges[number]), min(stop, int(edges[number + 1]))
+        batches = self._batches.get(lambda: _Batches(self._file, self._contents, self._columns))
+        for number, row, end in self._blocks(start, stop):
+            first = int(self._edges[number])
             try:
-                batch = self._batches().get(number).slice(row - first, end - row)
+                batch = batches.get(number).slice(row - first, end - row)
                 self._reader.put(batch, row, [array[row - start : end - start] for array in out])
             except (OSError, pa.ArrowException) as error:
                 raise BadFile(
@@ -204,53 +158,30 @@ class ArrowSource:
                     f"{self._contents.places[number][0]} of the file, is damaged: {reason_of(error)}. Copy or make the "
                     "file again."
                 ) from error
-            row = end
 
     def drop(self, start: int, stop: int) -> None:
         """Gives the kernel's pages of these samples' batches back."""
-        for offset, size in self._between(start, stop):
-            self._file.drop(offset, size)
+        for number, _, _ in self._blocks(start, stop):
+            self._file.drop(*self._contents.places[number].tolist())
 
     def close(self) -> None:
         """Closes the file in this process; a later read opens it again."""
-        self._threads = threading.local()
+        self._batches.take_out()
         self._file.close()
-
-    def _between(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        if stop <= start:
-            return ()
-        low = int(np.searchsorted(self._contents.edges, start, side="right")) - 1
-        return self._contents.places[low : int(np.searchsorted(self._contents.edges, stop))]
-
-    def _batches(self) -> _Batches:
-        batches: _Batches | None = getattr(self._threads, "batches", None)
-        if batches is None:
-            columns = (place for part in self._parts for place in part.columns)
-            batches = self._threads.batches = _Batches(self._file, self._contents, columns)
-        return batches
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._place, self._file, self._contents, self._table, self._parts, self._classes
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
-
-    def __repr__(self) -> str:
-        return f"ArrowSource({self.name!r})"
 
 
 def _contents(file: ByteFile) -> _Contents:
     """Goes from message to message and looks at their descriptions."""
-    offset = 8 if _bytes(file, 0, 6) == _MAGIC else 0
+    offset = 8 if read_bytes(file, 0, 6) == _MAGIC else 0
     preamble, edges = b"", [0]
     places: list[tuple[int, int]] = []
     while file.size - offset >= 8:
-        marker, size = struct.unpack("<II", _bytes(file, offset, 8))
+        marker, size = struct.unpack("<II", read_bytes(file, offset, 8))
         if marker == _CONTINUES and size == 0:
             break
         if marker != _CONTINUES or not 0 < size <= min(_MOST_DESCRIPTION_BYTES, file.size - offset - 8):
             raise BadFile(f"{file.name!r} is not an Arrow or Feather file, or is damaged at offset {offset}.")
-        description = _bytes(file, offset + 8, size)
+        description = read_bytes(file, offset + 8, size)
         try:
             kind, num_rows, body_bytes = _described(description)
         except (struct.error, IndexError) as error:
@@ -267,14 +198,14 @@ def _contents(file: ByteFile) -> _Contents:
                 "can't be read by themselves. Store the table as Parquet."
             )
         if kind in (_SCHEMA, _DICTIONARY):
-            preamble += _bytes(file, offset, whole)
+            preamble += read_bytes(file, offset, whole)
         elif kind == _BATCH and num_rows:
             places.append((offset, whole))
             edges.append(edges[-1] + num_rows)
         offset += whole
     if not preamble:
         raise BadFile(f"{file.name!r} is not an Arrow or Feather file: it doesn't say what its columns are.")
-    return _Contents(preamble, tuple(places), np.array(edges, np.int64))
+    return _Contents(preamble, np.array(places, np.int64).reshape(-1, 2), np.array(edges, np.int64))
 
 
 def _described(message: bytes) -> tuple[int, int, int]:
@@ -302,9 +233,3 @@ def _member(message: bytes, table: int, number: int) -> int:
         return 0
     distance: int = struct.unpack_from("<H", message, members + 4 + 2 * number)[0]
     return table + distance if distance else 0
-
-
-def _bytes(file: ByteFile, offset: int, size: int) -> bytes:
-    buffer = bytearray(min(size, max(0, file.size - offset)))
-    file.read_into(offset, buffer)
-    return bytes(buffer)

@@ -5,24 +5,19 @@ another way. What NumPy has no room for is refused where it is met, with the col
 of different lengths. A missing fraction becomes NaN, which means the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
-from memfit.data.source import Array
+from memfit.data.files import absolute, fingerprint_of
+from memfit.data.source import Array, Source
 from memfit.data.sources.table_fields import MOST_CLASSES, Column, Part, fill, sort_classes
 
 
 def describe_type(name: str, kind: Any, first: Any = None) -> Column:
-    """What a column is to `choose_fields`.
-
-    Args:
-        name: of the column.
-        kind: its Arrow type.
-        first: an array with the column's first value, from which the lengths of lists are taken.
-    """
+    """What a column is to `choose_fields`."""
     import pyarrow as pa
 
     stored_as = str(kind) if len(str(kind)) <= 60 else f"{str(kind)[:60]}..."
@@ -95,14 +90,15 @@ class BatchReader:
     def put(self, batch: Any, row: int, out: Sequence[Array]) -> None:
         """Fills `out` with a batch that begins at sample `row`."""
         for part, array in zip(self._parts, out, strict=True):
-            fill(array, [self._values(batch, place, row, part) for place in part.columns])
-
-    def _values(self, batch: Any, place: int, row: int, part: Part) -> Array:
-        name = self._table[place].name
-        column = batch.column(batch.schema.get_field_index(name))
-        if part.has_classes:
-            return self._class_numbers(column, name, row)
-        return self._numbers(column, name, row, self._table[place].shape)
+            values = []
+            for place in part.columns:
+                name, shape = self._table[place].name, self._table[place].shape
+                column = batch.column(batch.schema.get_field_index(name))
+                if part.has_classes:
+                    values.append(self._class_numbers(column, name, row))
+                else:
+                    values.append(self._numbers(column, name, row, shape))
+            fill(array, values)
 
     def _class_numbers(self, column: Any, name: str, row: int) -> Array:
         import pyarrow as pa
@@ -167,6 +163,55 @@ class BatchReader:
         )
 
 
+class TableSource(Source):
+    """Rows of a file that Arrow reads, block by block.
+
+    Args:
+        kind: of the file, which its fingerprint depends on.
+        name: what the user calls it.
+        path: of the file, or its address.
+        table: all its columns.
+        parts: the fields, and the columns that they are made of.
+        classes: names of the classes, where labels are text.
+        edges: first rows of the blocks and, last, the number of rows.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        path: str,
+        table: Sequence[Column],
+        parts: Sequence[Part],
+        classes: tuple[str, ...],
+        edges: Array,
+    ) -> None:
+        self._kind = kind
+        self._place = absolute(path)
+        self._parts = parts
+        self._edges = edges
+        self._columns = [place for part in parts for place in part.columns]
+        self._names = [table[place].name for place in self._columns]
+        self._reader = BatchReader(repr(name), table, parts, classes)
+        self.name = name
+        self.fields = tuple(part.field for part in parts)
+        self.num_samples = int(edges[-1])
+        self.classes = classes
+
+    def fingerprint(self) -> str:
+        """Changes with the file's size and time of change, and with the choice of columns."""
+        return fingerprint_of([self._place], self._kind, self._names, [field.is_label for field in self.fields])
+
+    def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Number of each block that these rows lie in, and which of the rows do."""
+        row = start
+        while row < stop:
+            block = int(np.searchsorted(self._edges, row, side="right")) - 1
+            end = min(stop, int(self._edges[block + 1]))
+            yield block, row, end
+            row = end
+
+
 def _flattened(column: Any) -> Any:
     """The values of lists, one after the other, of a column in which none is missing.
 
@@ -182,13 +227,7 @@ def _flattened(column: Any) -> Any:
 
 
 def find_classes(batches: Any, name: str, source: str) -> tuple[str, ...]:
-    """The different strings of a column, sorted.
-
-    Args:
-        batches: of this column alone, one after the other.
-        name: of the column.
-        source: what the user calls the file.
-    """
+    """The different strings of a column, sorted."""
     import pyarrow as pa
 
     found: set[str] = set()

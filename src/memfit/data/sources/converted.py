@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.core.errors import MemfitError
-from memfit.data.files import open_file
+from memfit.data.files import open_file, read_bytes
 from memfit.data.source import Field
 from memfit.data.writing import CLASSES_FILE, FIELDS_FILE, FIELDS_FORMAT
 
@@ -37,12 +37,7 @@ class Member:
 
 
 def read_members(entries: Sequence[str], data: Sequence[str]) -> list[Member]:
-    """The fields of a folder, features first; none where it doesn't say, or says it of other files.
-
-    Args:
-        entries: paths of all that is in the folder.
-        data: those that hold samples.
-    """
+    """The fields of a folder, features first; none where it doesn't say, or says it of other files."""
     said = _read_json(entries, FIELDS_FILE)
     if not isinstance(said, dict) or said.get("format") != FIELDS_FORMAT or not isinstance(said.get("fields"), list):
         return []
@@ -66,11 +61,7 @@ def read_members(entries: Sequence[str], data: Sequence[str]) -> list[Member]:
 
 
 def read_classes(entries: Sequence[str]) -> tuple[str, ...]:
-    """Names of the classes that a folder has; () where it has none.
-
-    Args:
-        entries: paths of all that is in the folder.
-    """
+    """Names of the classes that a folder has; () where it has none."""
     return as_classes(_read_json(entries, CLASSES_FILE))
 
 
@@ -95,8 +86,7 @@ def _read_json(entries: Sequence[str], name: str) -> Any:
         file = open_file(path)
         if file.size > _MOST_BYTES:
             return None
-        content = bytearray(file.size)
-        file.read_into(0, content)
+        content = read_bytes(file, 0, file.size)
         file.close()
         return json.loads(content.decode("utf-8"))
     except (MemfitError, OSError, ValueError, RecursionError):

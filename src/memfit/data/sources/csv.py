@@ -1,287 +1,450 @@
-"""CSV files: numbers written as text, which have to be read as text and turned back.
+"""CSV files: read once from beginning to end by Arrow, and from then on from a file of numbers in the spool folder.
 
-Rows are found through an index of blocks (csv_index.py). To read a run of them, the bytes of its blocks are read and
-parsed by Arrow, which works without Python's lock; the rest of the first and last block is thrown away, so that runs
-that begin and end with blocks waste nothing. Numbers that can be told only from the whole file, such as what a column
-is and which classes its labels have, come from the index, and never change from block to block.
+Rows of text have no fixed length, so that the millionth can be found only by reading those before it, and parsing them
+in every epoch takes longer than training on them. So the chosen columns are converted when the file is opened, block
+after block in bounded memory, to an Arrow file of compressed batches, which any process can read anywhere; it takes
+about as much room as the text. The next opening finds it there, as long as the file and the choice are the same.
+
+What a column holds is guessed from the first rows. Where a later row disagrees, labels become floating-point numbers,
+then text; in features that is an error. Python's `csv` reads up to a row that Arrow refuses, to name its line.
 """
 
+import contextlib
+import csv
+import gzip
+import io
+import json
 import os
-from collections.abc import Sequence
-from typing import Any
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from memfit.core.errors import BadFile
-from memfit.core.units import KIB
-from memfit.data.files import fingerprint_of
-from memfit.data.source import Array, Field, Layout
-from memfit.data.sources.csv_bytes import PackedBytes, PlainBytes, open_bytes
-from memfit.data.sources.csv_cache import load_index
-from memfit.data.sources.csv_dialect import MISSING, is_number
-from memfit.data.sources.csv_index import Index, arrow, check_widths, parse
-from memfit.data.sources.csv_records import Malformed, iterate_cells
-from memfit.data.sources.table_fields import Column, Part, choose_fields, fill
+from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
+from memfit.core.units import KIB, MIB, format_size
+from memfit.data.files import BlockReader, ByteFile, absolute, fingerprint_of, is_remote, open_file, stat_of
+from memfit.data.journal import Journal, write_whole
+from memfit.data.source import Field
+from memfit.data.sources.arrow import ArrowSource, open_arrow
+from memfit.data.sources.csv_dialect import MISSING, Dialect, find_dialect
+from memfit.data.sources.joined import Passing
+from memfit.data.sources.spool import DESCRIPTION, announce, make_once
+from memfit.data.sources.table_fields import MOST_CLASSES, Column, Part, choose_fields, fill, sort_classes
 
-# Blocks that follow each other are parsed together up to this size: the more at once, the less each call weighs.
-_PIECE_BYTES = 512 * KIB
-# Memory that parsing takes for each byte of text: the text twice, and for a cell of two bytes its place and its number.
-_PARSING_FACTOR = 8
+_GZIP_MAGIC = b"\x1f\x8b"
+_HEAD_BYTES = 64 * KIB
+# Arrow reads 32 blocks ahead. It takes as long to begin a column as to read half a KiB of it.
+_BLOCK_BYTES = 64 * KIB
+_COLUMN_BYTES = 256
+_LONGEST_RECORD = 16 * MIB
+# Of the Arrow file: what is unpacked together. The places of all batches are held in memory.
+_BATCH_BYTES = 128 * KIB
+_MOST_BATCHES = 2**17
+_LONGEST_CLASSES = 16 * MIB
+# Smaller files are converted before anybody has read that they are.
+_ANNOUNCED_BYTES = 4 * MIB
+_SHOWN = 60
+_FORMAT = 1
+_ROWS = "rows.arrow"
+# Types to read a column as and to store it as, the first that holds all cells. Only floating-point numbers can be
+# missing, and only they are features.
+_TRIALS = {
+    "int": (("int64", "int64"), ("float64", "float64"), ("string", "string")),
+    "float": (("float64", "float64"), ("string", "string")),
+    "bool": (("bool", "int64"), ("bool", "float64"), ("string", "string")),
+    "": (("float64", "float64"), ("bool", "float64"), ("string", "string")),
+    "text": (("string", "string"),),
+}
 _DTYPES = {
     "int": np.dtype(np.int64),
-    "float": np.dtype(np.float64),
     "bool": np.dtype(np.bool_),
+    "float": np.dtype(np.float64),
     "": np.dtype(np.float64),
 }
-_NAMED = 5
 
 
-class CsvSource:
-    """Rows of a CSV file.
+class CsvSource(Passing):
+    """Rows of a CSV file, read from the Arrow file that was made of them.
 
     Args:
-        text: of the file.
-        index: of its rows.
-        parts: its fields.
+        source: the Arrow file.
+        fields: of the CSV file.
+        name: its path, as the user gave it.
+        fingerprint: of the CSV file and of what was chosen of it.
 
     Attributes:
-        notes: what a user should know of how the file was understood.
+        paths: of the Arrow file.
     """
 
-    def __init__(self, text: PlainBytes | PackedBytes, index: Index, parts: tuple[Part, ...]) -> None:
-        self._text = text
-        self._index = index
-        self._parts = parts
-        self._piece_bytes = max(_PIECE_BYTES, int(np.diff(index.offsets).max()))
-        self._places = sorted({place for part in parts for place in part.columns})
-        self._order = {place: number for number, place in enumerate(self._places)}
-        self._types = {place: index.columns[place].kind for place in self._places}
-        labelled = [part.columns[0] for part in parts if part.has_classes]
-        self._classes = index.classes[labelled[0]] if labelled else ()
-        for place in labelled:
-            self._types[place] = "text"
-        self._numbers: dict[str, int] | None = None
-        self.notes = _notes(index, parts)
-
-    @property
-    def name(self) -> str:
-        """Its path, as the user gave it."""
-        return self._text.name
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """The matrix of the features, then the labels."""
-        return tuple(part.field for part in self._parts)
-
-    @property
-    def num_samples(self) -> int:
-        """Its rows, without that of the names."""
-        return int(self._index.rows[-1])
-
-    @property
-    def layout(self) -> Layout:
-        """Blocks of rows."""
-        is_packed = self._text.is_packed
-        return Layout(
-            edges=self._index.rows,
-            scratch_bytes=_PARSING_FACTOR * self._piece_bytes,
-            is_sequential=is_packed,
-            reason=f"{self.name} is packed by gzip, and can only be unpacked from its beginning" if is_packed else "",
-        )
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The different strings among the labels, sorted; () where labels are numbers."""
-        return self._classes
+    def __init__(self, source: ArrowSource, fields: tuple[Field, ...], name: str, fingerprint: str) -> None:
+        super().__init__(source, fields)
+        self.paths = (Path(source.name),)
+        self.name = name
+        self._fingerprint = fingerprint
 
     def fingerprint(self) -> str:
         """Changes with the file, and with what is chosen of it."""
-        names = self._index.dialect.names
-        chosen = [(part.field.name, [names[place] for place in part.columns]) for part in self._parts]
-        return fingerprint_of([self._text.path], "csv", chosen)
-
-    def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills `out` with rows `start` to `stop`.
-
-        Raises:
-            BadFile: a row can't be read; says in which line.
-        """
-        rows, offsets = self._index.rows, self._index.offsets
-        first, end = self._blocks(start, stop)
-        while first < end:
-            after = max(first + 1, int(np.searchsorted(offsets, offsets[first] + self._piece_bytes, "right")) - 1)
-            after = min(after, end)
-            low, high = max(start, int(rows[first])), min(stop, int(rows[after]))
-            table = self._parse(first, after).slice(low - int(rows[first]), high - low)
-            for part, array in zip(self._parts, out, strict=True):
-                values = [self._values(table.column(self._order[place]), place) for place in part.columns]
-                fill(array[low - start : high - start], values)
-            first = after
-
-    def drop(self, start: int, stop: int) -> None:
-        """Gives the kernel's pages of these rows back."""
-        first, end = self._blocks(start, stop)
-        self._text.drop(int(self._index.offsets[first]), int(self._index.offsets[end]))
-
-    def close(self) -> None:
-        """Closes the file; a later read opens it again."""
-        self._text.close()
-
-    def _blocks(self, start: int, stop: int) -> tuple[int, int]:
-        """The first block with some of these rows, and the one after the last."""
-        rows = self._index.rows
-        first = int(np.searchsorted(rows, start, "right")) - 1
-        return first, max(first, int(np.searchsorted(rows, stop, "left")))
-
-    def _parse(self, first: int, after: int) -> Any:
-        """The table of some blocks."""
-        index = self._index
-        data = self._text.read(int(index.offsets[first]), int(index.offsets[after]))
-        try:
-            table = parse(data, index.dialect, self._types, self._places)
-        except arrow().ArrowInvalid as error:
-            raise self._bad_row(bytes(data), int(index.lines[first]), str(error)) from None
-        expected = int(index.rows[after] - index.rows[first])
-        if table.num_rows != expected:
-            raise self._changed(
-                f"and has {table.num_rows} rows from line {index.lines[first]} on instead of {expected}"
-            )
-        return table
-
-    def _values(self, column: Any, place: int) -> Array:
-        kind, facts = self._types[place], self._index.columns[place]
-        if kind == "text":
-            return self._class_numbers(column)
-        if column.null_count and not facts.num_missing:
-            raise self._changed(f"and has empty cells in column {self._index.dialect.names[place]!r}, which had none")
-        if kind == "bool":
-            column = column.cast(arrow().float64() if facts.num_missing else arrow().uint8())
-        # Of integers with gaps this makes floating-point numbers, and NaN of the gaps.
-        found: Array = column.to_numpy()
-        return found
-
-    def _class_numbers(self, column: Any) -> Array:
-        if self._numbers is None:
-            self._numbers = {name: number for number, name in enumerate(self._classes)}
-        encoded = column.combine_chunks().dictionary_encode()
-        names = encoded.dictionary.to_pylist()
-        unknown = [name for name in names if name not in self._numbers]
-        if unknown:
-            raise self._changed(f"and has the label {unknown[0]!r}, which it hadn't")
-        numbers = np.array([self._numbers[name] for name in names], np.int64)
-        found: Array = numbers[encoded.indices.to_numpy()]
-        return found
-
-    def _bad_row(self, data: bytes, line: int, reason: str) -> BadFile:
-        """An error for rows that could be read when the file was opened."""
-        if not data.endswith(b"\n"):
-            data += b"\n"
-        dialect = self._index.dialect
-        try:
-            check_widths(data, dialect)
-            for position, cells in iterate_cells(data, dialect.delimiter):
-                for place, kind in self._types.items():
-                    cell = cells[place]
-                    if kind != "text" and cell not in MISSING and not is_number(cell, dialect.decimal):
-                        raise Malformed(position, f"column {dialect.names[place]!r} has {cell!r}, which is no number")
-        except Malformed as problem:
-            line += data.count(b"\n", 0, problem.position)
-            return self._changed(f"line {line}: {problem.text}")
-        return self._changed(f"from line {line} on: {reason}")
-
-    def _changed(self, found: str) -> BadFile:
-        return BadFile(
-            f"{self.name!r} was changed since it was opened, {found}. Leave the file as it is while it is read, "
-            "or start again."
-        )
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._text, self._index, self._parts
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+        return self._fingerprint
 
 
 def open_csv(
     path: str | os.PathLike[str], *, columns: Sequence[str] | str | None, labels: Sequence[str] | str | None
 ) -> CsvSource:
-    """A CSV file (.csv, .tsv, either of them packed by gzip), of which the first opening looks through all rows.
+    """A CSV file (.csv, .tsv, either of them packed by gzip), which the first opening converts.
 
     Delimiter (comma, semicolon, tab, bar), decimal mark and names of the columns are found from the first rows. Where
     the file has no names they are "column 0", "column 1" and so on, and numbers alone name them too. Empty cells and
     the usual words for them ("NA", "null") are NaN. Blank lines are passed over, and so are lines at the beginning that
     start with "#".
-
-    Args:
-        path: of the file, or its address.
-        columns: names of the columns to use; all if None.
-        labels: names of those that are labels.
-
-    Raises:
-        BadFile: a row can't be read; says in which line.
-        BadInput: there are no such columns, or they can't be used in this way.
     """
-    arrow()
-    text = open_bytes(path)
-    label_names = [labels] if isinstance(labels, str) else [name for name in labels or () if isinstance(name, str)]
-    numbered = [f"column {name}" for name in label_names if name.isdecimal()]
-    index = load_index(text, [*label_names, *numbered])
-    columns, labels = _by_number(columns, index), _by_number(labels, index)
-    _check_numbers(index, columns, labels, text.name)
-    table = [_column(index, place) for place in range(len(index.columns))]
-    return CsvSource(text, index, choose_fields(table, columns=columns, labels=labels, source=text.name))
+    try:
+        import pyarrow.csv  # noqa: F401
+    except ImportError as error:
+        raise MissingDependency(
+            f"CSV files are read with pyarrow, which can't be imported ({error}). Install it with "
+            f"{how_to_install('pyarrow')}."
+        ) from None
+    file = open_file(path)
+    with _unpacking(file.name):
+        dialect = find_dialect(_read_head(file), file.name)
+    columns, labels = _by_number(columns, dialect), _by_number(labels, dialect)
+    table = [
+        Column(name, _DTYPES.get(kind), is_text=kind == "text", stored_as=kind or "empty")
+        for name, kind in zip(dialect.names, dialect.kinds, strict=True)
+    ]
+    parts = choose_fields(table, columns=columns, labels=labels, source=file.name)
+    place = absolute(os.fspath(path))
+    chosen = [(part.field.name, [dialect.names[column] for column in part.columns]) for part in parts]
+    # Files of one name and size in two folders are two; an address is taken without its signature.
+    key = fingerprint_of([place], "csv", _FORMAT, file.name if is_remote(place) else place, chosen)
+
+    def convert(folder: Path) -> None:
+        if file.size >= _ANNOUNCED_BYTES:
+            announce(f"memfit: converting {file.name} to {str(folder)!r}, once. Later runs find it there.")
+        before = stat_of(place)
+        _Conversion(file, dialect, parts).run(Journal(folder))
+        if stat_of(place) != before:
+            Journal(folder).discard()
+            raise BadFile(f"{file.name!r} was changed while it was read. Wait until it is written, and start again.")
+        Journal(folder).finish()
+
+    source = make_once(key, lambda folder: _open_converted(folder, parts), convert, file.name, file.size)
+    fields = tuple(
+        replace(stored, name=part.field.name, is_tabular=part.field.is_tabular)
+        for stored, part in zip(source.fields, parts, strict=True)
+    )
+    return CsvSource(source, fields, file.name, fingerprint_of([place], "csv", chosen))
 
 
-def _by_number(given: Any, index: Index) -> Any:
-    """Names with numbers alone replaced by those of columns that have no other name."""
+def _open_converted(folder: Path, parts: Sequence[Part]) -> ArrowSource | None:
+    """What was made before; None where it isn't there or isn't whole."""
+    labels = [str(number) for number, part in enumerate(parts) if part.field.is_label]
+    try:
+        classes = tuple(json.loads((folder / DESCRIPTION).read_bytes())["classes"])
+        return open_arrow(folder / _ROWS, columns="0", labels=labels, classes=classes)
+    except (OSError, ValueError, KeyError, TypeError, BadFile):
+        return None
+
+
+def _by_number(given: Any, dialect: Dialect) -> Any:
+    """Names, with numbers alone replaced by those of columns that have no other name."""
     if isinstance(given, str):
         given = [given]
-    if given is None or index.dialect.has_header:
+    if given is None or dialect.has_header:
         return given
     return [f"column {name}" if isinstance(name, str) and name.isdecimal() else name for name in given]
 
 
-def _check_numbers(index: Index, columns: Any, labels: Any, source: str) -> None:
-    """Raises BadFile where a column of features has text in some row."""
-    for name, facts in zip(index.dialect.names, index.columns, strict=True):
-        is_feature = (columns is None or name in columns) and not (labels and name in labels)
-        if facts.odd_line and is_feature:
-            raise BadFile(
-                f"{source!r}, line {facts.odd_line}: column {name!r} has {facts.odd_cell}, where other rows have "
-                "numbers. Correct the row, or choose other columns with columns=."
+@contextlib.contextmanager
+def _unpacking(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise BadFile(
+            f"{name!r} can't be unpacked: {str(error).rstrip('.')}. It is truncated or damaged; copy or make it again."
+        ) from error
+
+
+def _open_bytes(file: ByteFile) -> io.BufferedIOBase:
+    """The text of a file; whether it is packed is told by its first bytes, whatever its name."""
+    reader = io.BufferedReader(BlockReader(file))
+    return gzip.GzipFile(fileobj=reader, mode="rb") if reader.peek(2).startswith(_GZIP_MAGIC) else reader
+
+
+def _read_head(file: ByteFile) -> bytes:
+    """The first lines."""
+    text = _open_bytes(file)
+    head = text.read(_HEAD_BYTES)
+    while len(head.splitlines()) < 3 and len(head) < _LONGEST_RECORD and (more := text.read(len(head))):
+        head += more
+    return head[: head.rfind(b"\n") + 1 or len(head)] if text.read(1) else head
+
+
+class _Rows(io.RawIOBase):
+    """The text from the first row on, and behind it a row of empty cells.
+
+    That row comes out by itself, unless a quote is opened before it and never closed.
+    """
+
+    def __init__(self, file: ByteFile, dialect: Dialect) -> None:
+        super().__init__()
+        self._text = _open_bytes(file)
+        self._text.read(dialect.start)
+        self._closing = b"\n" + dialect.delimiter.join(['""'] * len(dialect.names)).encode() + b"\n"
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        data = self._text.read(len(buffer))
+        if not data:
+            data, self._closing = self._closing[: len(buffer)], self._closing[len(buffer) :]
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _WholeLineEnds(io.BufferedReader):
+    """Never ends a block between a carriage return and what follows.
+
+    Arrow (26.0.1) takes a line feed at the beginning of a block for the rest of a line end, also inside of quotes.
+    """
+
+    _kept = b""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = self._kept + super().read(-1 if size is None or size < 0 else size - len(self._kept))
+        self._kept = b""
+        if len(data) > 1 and data.endswith(b"\r"):
+            data, self._kept = data[:-1], b"\r"
+        return data
+
+
+class _Misfit(Exception):
+    """A cell of a column, in a row counted from 1, that isn't of the type that the column was read as."""
+
+
+class _TooLong(Exception):
+    """A record is longer than Arrow's blocks; says in which row, counted from 1."""
+
+
+class _Types(NamedTuple):
+    """Of a column: what it is read as, and stored as."""
+
+    read: str
+    stored: str
+
+
+class _Conversion:
+    """Makes an Arrow file of a CSV file: one column for each field."""
+
+    def __init__(self, file: ByteFile, dialect: Dialect, parts: Sequence[Part]) -> None:
+        self._file = file
+        self._dialect = dialect
+        self._parts = parts
+        self._trials: dict[int, list[_Types]] = {}
+        for part in parts:
+            for column in part.columns:
+                trials = [_Types(*types) for types in _TRIALS[dialect.kinds[column]]]
+                self._trials[column] = (
+                    trials if part.field.is_label else [types for types in trials if types.stored == "float64"]
+                )
+        self._block_bytes = max(_BLOCK_BYTES, min(_COLUMN_BYTES * len(dialect.names), 1 * MIB))
+        self._num_rows = 0
+        self._classes: set[str] = set()
+
+    def run(self, journal: Journal) -> None:
+        """Leaves a folder with the Arrow file and what is known of it in the journal's place for unfinished files."""
+        journal.discard()
+        journal.part.mkdir()
+        try:
+            while not self._is_written(journal.part / _ROWS):
+                pass
+            if not self._num_rows:
+                raise BadFile(f"{self._file.name!r} has names of columns but no rows. At least one row was expected.")
+            classes = sort_classes(self._classes, self._parts[-1].field.name, self._file.name)
+            description = {"name": self._file.name, "classes": classes}
+            write_whole(journal.part / DESCRIPTION, json.dumps(description).encode())
+        except BaseException:
+            journal.discard()
+            raise
+        finally:
+            self._file.close()
+
+    def _is_written(self, path: Path) -> bool:
+        """Tries to write the file; False where that has to be tried again in another way."""
+        try:
+            with _unpacking(self._file.name):
+                self._write(path)
+        except _TooLong as problem:
+            if self._block_bytes >= _LONGEST_RECORD:
+                raise self._bad_row(problem.args[0]) from None
+            self._block_bytes *= 2
+            return False
+        except _Misfit as misfit:
+            column, row = misfit.args
+            if len(self._trials[column]) == 1:
+                raise self._bad_row(row, "", column) from None
+            del self._trials[column][0]
+            return False
+        return True
+
+    def _write(self, path: Path) -> None:
+        import pyarrow as pa
+
+        self._num_rows = 0
+        self._classes = set()
+        fields = []
+        for number, part in enumerate(self._parts):
+            kind = pa.type_for_alias(self._trials[part.columns[0]][0].stored)
+            kind = kind if part.field.is_label else pa.list_(kind, len(part.columns))
+            fields.append(pa.field(str(number), kind))
+        schema = pa.schema(fields)
+        options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
+        batch_bytes = max(_BATCH_BYTES, self._file.size // _MOST_BATCHES)
+        each = max(1, batch_bytes // (8 * len(self._trials)))
+        with pa.OSFile(os.fspath(path), "wb") as sink, pa.ipc.new_stream(sink, schema, options=options) as writer:
+            for batch in self._batches():
+                columns = dict(zip(sorted(self._trials), batch.columns, strict=True))
+                arrays = [self._field(part, columns) for part in self._parts]
+                writer.write_table(pa.table(arrays, schema=schema), max_chunksize=each)
+                self._num_rows += batch.num_rows
+        with open(path, "rb") as written:
+            os.fsync(written.fileno())
+
+    def _batches(self) -> Iterator[Any]:
+        """The chosen columns, in the order of the file, some rows at a time."""
+        import pyarrow as pa
+        import pyarrow.csv
+
+        names = [str(column) for column in range(len(self._dialect.names))]
+        chosen = sorted(self._trials)
+        last = None
+        try:
+            reader = pyarrow.csv.open_csv(
+                _WholeLineEnds(_Rows(self._file, self._dialect)),
+                read_options=pyarrow.csv.ReadOptions(
+                    use_threads=False, block_size=self._block_bytes, column_names=names
+                ),
+                parse_options=pyarrow.csv.ParseOptions(delimiter=self._dialect.delimiter, newlines_in_values=True),
+                convert_options=pyarrow.csv.ConvertOptions(
+                    column_types={names[column]: pa.type_for_alias(self._trials[column][0].read) for column in chosen},
+                    include_columns=[names[column] for column in chosen],
+                    null_values=MISSING,
+                    decimal_point=self._dialect.decimal,
+                ),
+                # Arrow's own allocator keeps what it once had.
+                memory_pool=pa.system_memory_pool(),
+            )
+            for batch in reader:
+                if not batch.num_rows:
+                    # Nothing but blank lines.
+                    continue
+                if last is not None:
+                    yield last
+                last = batch
+        except pa.ArrowInvalid as error:
+            column, row = _number_in(r"column #(\d+)", error), _number_in(r"Row #(\d+)", error)
+            if column is not None and row is not None:
+                raise _Misfit(column, row) from None
+            row = row or self._num_rows + (0 if last is None else last.num_rows) + 1
+            if "straddling" in str(error):
+                raise _TooLong(row) from None
+            raise self._bad_row(row, str(error)) from None
+        assert last is not None
+        end = last.num_rows - 1
+        if any(last.column(number)[end].as_py() not in (None, "") for number in range(len(chosen))):
+            raise self._bad_row(self._num_rows + end + 1)
+        if end:
+            yield last.slice(0, end)
+
+    def _field(self, part: Part, columns: dict[int, Any]) -> Any:
+        import pyarrow as pa
+
+        if not part.field.is_label:
+            values = [columns[place].cast(pa.float64()).to_numpy(zero_copy_only=False) for place in part.columns]
+            matrix = np.empty((len(values[0]), len(values)))
+            fill(matrix, values)
+            return pa.FixedSizeListArray.from_arrays(matrix.reshape(-1), len(values))
+        place = part.columns[0]
+        column, types = columns[place], self._trials[place][0]
+        if types.stored == "string":
+            self._note_classes(column, place)
+        elif types.stored == "int64" and column.null_count:
+            raise _Misfit(place, self._num_rows + 1)
+        return column.cast(types.stored)
+
+    def _note_classes(self, column: Any, place: int) -> None:
+        self._classes.update(column.unique().to_pylist())
+        name, source = self._dialect.names[place], self._file.name
+        if "" in self._classes:
+            row = self._num_rows + 1 + column.index("").as_py()
+            raise self._bad_row(
+                row, f"column {name!r} is empty, and labels are needed in every row. Fill it in, or take such rows out"
+            )
+        if len(self._classes) > MOST_CLASSES:
+            sort_classes(self._classes, name, source)
+        if sum(map(len, self._classes)) > _LONGEST_CLASSES:
+            raise BadInput(
+                f"column {name!r} of {source!r} has too long and too many different strings to be classes. Name "
+                "another column as labels, or store numbers."
             )
 
-
-def _column(index: Index, place: int) -> Column:
-    name, facts = index.dialect.names[place], index.columns[place]
-    if facts.kind == "text":
-        return Column(name, None, is_text=True, stored_as="text")
-    dtype = np.dtype(np.float64) if facts.num_missing else _DTYPES[facts.kind]
-    return Column(name, dtype, stored_as=facts.kind or "empty")
-
-
-def _notes(index: Index, parts: Sequence[Part]) -> tuple[str, ...]:
-    names = index.dialect.names
-    used = [place for part in parts for place in part.columns]
-    notes = []
-    missing = [place for place in used if index.columns[place].num_missing and index.columns[place].kind != "text"]
-    for place in missing[:_NAMED]:
-        facts = index.columns[place]
-        whole = ", and its whole numbers are floating-point ones for that" if facts.kind in ("int", "bool") else ""
-        notes.append(f"column {names[place]!r} has {facts.num_missing:,} empty cells, which are NaN{whole}")
-    if len(missing) > _NAMED:
-        notes.append(f"{len(missing) - _NAMED} more columns have empty cells, which are NaN")
-    for place in used:
-        facts = index.columns[place]
-        if facts.odd_line:
-            notes.append(
-                f"column {names[place]!r} has numbers and text (line {facts.odd_line}: {facts.odd_cell}), and all of "
-                "them are names of classes"
+    def _bad_row(self, row: int, reason: str = "", column: int | None = None) -> BadFile:
+        """An error that names the line of a row, counted from 1, and what is wrong in it."""
+        names, delimiter = self._dialect.names, self._dialect.delimiter
+        line, cells, is_closed = self._find_row(row)
+        if not is_closed:
+            text = (
+                f"a quote is opened and never closed, or a row has more than {format_size(_LONGEST_RECORD)}: "
+                f"{_shown(delimiter.join(cells))}"
             )
-    if not index.dialect.has_header:
-        notes.append('the first line has no names: columns are "0", "1" and so on')
-    elif names[0] == "column 0" and 0 in used:
-        notes.append("the first column has no name, as the row numbers that pandas writes; columns= can leave it out")
-    if index.dialect.decimal == ",":
-        notes.append("numbers have a decimal comma")
-    return tuple(notes)
+        elif len(cells) != len(names):
+            mark = {"\t": "tabs"}.get(delimiter, repr(delimiter))
+            text = (
+                f"{len(cells)} cells (separated by {mark}), where {len(names)} were expected as in the first row: "
+                f"{_shown(delimiter.join(cells))}"
+            )
+        elif column is not None and re.search("[\udc80-\udcff]", cells[column]):
+            text = (
+                f"column {names[column]!r} has {_shown(cells[column])}, which isn't UTF-8. Convert the file, for "
+                "instance with `iconv -f LATIN1 -t UTF-8`"
+            )
+        elif column is not None:
+            text = (
+                f"column {names[column]!r} has {_shown(cells[column])}, where other rows have numbers. Correct the "
+                "row, or choose other columns with columns="
+            )
+        else:
+            text = reason
+        return BadFile(f"{self._file.name!r}, line {line}: {text}.")
+
+    def _find_row(self, row: int) -> tuple[int, list[str], bool]:
+        """Line and cells of a row, and whether all its quotes are closed."""
+        rows = _WholeLineEnds(_Rows(self._file, self._dialect))
+        text = io.TextIOWrapper(rows, "utf-8", errors="surrogateescape", newline="")
+        reader = csv.reader(text, delimiter=self._dialect.delimiter)
+        number = line = 0
+        try:
+            for cells in reader:
+                number += bool(cells)
+                if number == row:
+                    return self._dialect.line + line, cells, next(filter(None, reader), None) is not None
+                line = reader.line_num
+        except csv.Error:
+            # A cell beyond what Python's csv takes for one.
+            pass
+        return self._dialect.line + line, [], False
+
+
+def _number_in(pattern: str, error: Exception) -> int | None:
+    match = re.search(pattern, str(error))
+    return None if match is None else int(match[1])
+
+
+def _shown(text: str) -> str:
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")

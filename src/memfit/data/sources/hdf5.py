@@ -6,23 +6,23 @@ run of samples lies in: with less, a chunk that is read in parts would be unpack
 nothing.
 
 h5py lets go of the interpreter while it reads, and knows all filters, so that it does the reading here; only what gzip
-has packed is unpacked beside it (`hdf5_chunks`). It may not be used by a process that was forked while it was in use:
+has packed is unpacked beside it. It may not be used by a process that was forked while it was in use:
 each process opens the file for itself.
 """
 
+import contextlib
 import itertools
 import os
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput, MissingDependency
-from memfit.core.units import MIB
-from memfit.data.files import LocalFile, fingerprint_of, is_remote
-from memfit.data.source import Array, Field, Layout
-from memfit.data.sources.hdf5_chunks import PackedChunks
+from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
+from memfit.data.files import LocalFile, absolute, fingerprint_of, is_remote
+from memfit.data.source import Array, Layout, PerThread, Source
 from memfit.data.sources.hdf5_contents import (
     MOST_METADATA_BYTES,
     PIECE_BYTES,
@@ -32,13 +32,12 @@ from memfit.data.sources.hdf5_contents import (
     describe,
     find,
     reason_of,
+    stay_inside,
 )
-from memfit.data.sources.hdf5_links import stay_inside
 
-_DROP_EVERY_BYTES = 16 * MIB
 _MOST_BLOCKS = 2**19
-# Handles of a parent process, which a child may neither use nor close.
-_abandoned: list[object] = []
+# Numbers of HDF5's own filters.
+_DEFLATE, _SHUFFLE = 1, 2
 
 
 def open_hdf5(
@@ -48,23 +47,10 @@ def open_hdf5(
     labels: Sequence[str] | str | None = None,
     follow_links: bool = False,
 ) -> "Hdf5Source":
-    """The samples of an HDF5 file: rows of its datasets.
-
-    Args:
-        path: of the file; may be an address such as s3://bucket/file.h5.
-        columns: paths in the file of the datasets that are features; if None, the one that is obvious from the names.
-        labels: those that are labels.
-        follow_links: whether datasets may lie in other files that this one refers to.
-
-    Raises:
-        BadFile: it isn't an HDF5 file, is damaged, or refers to other files.
-        BadInput: no such dataset, or one that can't be streamed.
-    """
+    """The samples of an HDF5 file: rows of its datasets."""
     name = os.fspath(path)
     local = None if is_remote(name) else LocalFile(name)
-    # Workers may run in another folder than the one in which a relative path was given.
-    place = name if local is None else os.path.abspath(os.path.expanduser(name))
-    file = _open(name, place)
+    file = _open(name, absolute(name))
     try:
         features, targets = choose(file, columns, labels, name)
         if not follow_links:
@@ -75,7 +61,77 @@ def open_hdf5(
         raise BadFile(f"{name!r} is damaged: {reason_of(error)}. Copy or make it again.") from error
     finally:
         file.close()
-    return Hdf5Source(name, place, local, datasets)
+    return Hdf5Source(name, local, datasets)
+
+
+class PackedChunks:
+    """The chunks of a dataset that is packed with gzip, each of which holds whole samples, unpacked by several threads.
+
+    HDF5 does one thing at a time, whoever asks: with gzip, which most files have, two threads wait for each other
+    nearly all of the time. A chunk as it is stored is read in a moment, and unpacking it here lets the others go on
+    meanwhile. What isn't plain gzip, with or without the shuffle filter, is left to HDF5; so is a chunk that is damaged
+    or missing.
+
+    Args:
+        dataset: what is read.
+        handle: the open dataset.
+        is_shuffled: whether bytes were sorted by their place in a value before they were packed.
+    """
+
+    def __init__(self, dataset: Dataset, handle: Any, *, is_shuffled: bool) -> None:
+        assert dataset.chunks is not None
+        self._dataset = dataset
+        self._step = dataset.chunks[0]
+        self._shape = dataset.chunks
+        self._handle = handle
+        self._is_shuffled = is_shuffled
+
+    @classmethod
+    def of(cls, dataset: Dataset, handle: Any) -> "PackedChunks | None":
+        """The chunks of an open dataset; None where HDF5 has to unpack them."""
+        if dataset.chunks is None or dataset.chunks[1:] != dataset.field.shape:
+            return None
+        if handle.dtype != dataset.field.dtype or not hasattr(handle.id, "read_direct_chunk"):
+            return None
+        settings = handle.id.get_create_plist()
+        filters = [settings.get_filter(index)[0] for index in range(settings.get_nfilters())]
+        if filters == [_SHUFFLE, _DEFLATE]:
+            return cls(dataset, handle, is_shuffled=True)
+        return cls(dataset, handle, is_shuffled=False) if filters == [_DEFLATE] else None
+
+    def read(self, lock: threading.RLock, start: int, stop: int, out: Array) -> bool:
+        """Fills `out` with samples `start` to `stop`; False where HDF5 has to do it."""
+        if start % self._step or out.dtype != self._dataset.field.dtype:
+            return False
+        if stop % self._step and stop != self._dataset.num_samples:
+            return False
+        zeros = (0,) * (len(self._shape) - 1)
+        for first in range(start, stop, self._step):
+            with lock:
+                try:
+                    skipped, packed = self._handle.id.read_direct_chunk((first, *zeros))
+                except (OSError, RuntimeError, ValueError, MemoryError):
+                    # The last where a chunk was never written: its size is taken for -1.
+                    return False
+            if skipped or not self._unpack(packed, out[first - start : first - start + self._step]):
+                return False
+        return True
+
+    def _unpack(self, packed: bytes, out: Array) -> bool:
+        size = self._dataset.chunk_bytes
+        try:
+            plain = zlib.decompress(packed, bufsize=size)
+        except zlib.error:
+            return False
+        if len(plain) != size:
+            return False
+        kind = self._dataset.field.dtype
+        if self._is_shuffled and kind.itemsize > 1:
+            values = np.frombuffer(plain, np.uint8).reshape(kind.itemsize, -1)
+            np.copyto(out.reshape(-1).view(np.uint8).reshape(out.size, -1), values[:, : out.size].T)
+        else:
+            np.copyto(out, np.frombuffer(plain, kind, out.size).reshape(out.shape))
+        return True
 
 
 class _Handle:
@@ -122,66 +178,42 @@ class _Opened:
     """What one process has open."""
 
     def __init__(self, file: Any, handles: Sequence[_Handle]) -> None:
-        self.process = os.getpid()
         self.lock = threading.RLock()
         self.file = file
         self.handles = handles
-        self.undropped_bytes = 0
 
 
-class Hdf5Source:
+class Hdf5Source(Source):
     """Rows of datasets, read chunk by chunk.
 
     Args:
         name: the path, as given.
-        place: where it is, from any folder.
         local: the file's bytes; None where it is remote.
         datasets: what is read, features first.
     """
 
-    def __init__(self, name: str, place: str, local: LocalFile | None, datasets: tuple[Dataset, ...]) -> None:
+    def __init__(self, name: str, local: LocalFile | None, datasets: tuple[Dataset, ...]) -> None:
         lengths = {dataset.num_samples for dataset in datasets}
         if len(lengths) > 1:
             each = ", ".join(f"{dataset.path!r} has {dataset.num_samples:,}" for dataset in datasets)
             raise BadInput(f"datasets of {name!r} differ in their number of samples: {each}. They must be equal.")
-        self._name = name
-        self._place = place
+        self._place = absolute(name)
         self._local = local
         self._datasets = datasets
-        self._opened: _Opened | None = None
-        self._opening = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        """The path, as given."""
-        return self._name
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """One a dataset."""
-        return tuple(dataset.field for dataset in self._datasets)
-
-    @property
-    def num_samples(self) -> int:
-        """Rows."""
-        return self._datasets[0].num_samples
-
-    @property
-    def layout(self) -> Layout:
-        """Blocks are the chunks of the dataset with the largest samples."""
-        largest = max(self._datasets, key=lambda dataset: dataset.field.sample_bytes)
+        self._opened: PerThread[_Opened] = PerThread(per_process=True)
+        self.name = name
+        self.fields = tuple(dataset.field for dataset in datasets)
+        self.num_samples = datasets[0].num_samples
+        self.classes = next((dataset.classes for dataset in datasets if dataset.classes), ())
+        # Blocks are the chunks of the dataset with the largest samples.
+        largest = max(datasets, key=lambda dataset: dataset.field.sample_bytes)
         edges = None
         if largest.chunks is not None:
             # Several chunks are a block where there are very many: the edges of all blocks are held in memory.
             num_merged = ceil_divide(ceil_divide(self.num_samples, largest.chunks[0]), _MOST_BLOCKS)
             step = largest.chunks[0] * num_merged
             edges = np.append(np.arange(0, self.num_samples, step, dtype=np.int64), self.num_samples)
-        return Layout(edges, sum(dataset.scratch_bytes for dataset in self._datasets))
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names in the attribute "classes" of the labels; none where they have none."""
-        return next((dataset.classes for dataset in self._datasets if dataset.classes), ())
+        self.layout = Layout(edges, sum(dataset.scratch_bytes for dataset in datasets))
 
     def fingerprint(self) -> str:
         """Changes with the file's size and time of change, and with the choice of datasets."""
@@ -191,7 +223,7 @@ class Hdf5Source:
         """Fills `out` with samples `start` to `stop`."""
         if stop <= start:
             return
-        opened = self._open()
+        opened = self._opened.get(self._open)
         for dataset, handle, array in zip(self._datasets, opened.handles, out, strict=True):
             if handle.packed is not None and handle.packed.read(opened.lock, start, stop, array):
                 continue
@@ -200,73 +232,44 @@ class Hdf5Source:
                     handle.read(start, stop, array)
                 except (OSError, RuntimeError) as error:
                     raise BadFile(self._damage(dataset, handle.dataset, start, stop, reason_of(error))) from error
-        self._check_size()
+        # HDF5 gives zeros for what lies beyond the end of a file that was cut off after it was opened.
+        if self._local is not None:
+            # One that was deleted, but is open, is still there.
+            with contextlib.suppress(OSError):
+                size = os.stat(self._place).st_size
+                if size < self._local.size:
+                    raise BadFile(
+                        f"{self.name!r} has become shorter: it had {self._local.size} bytes and now ends at offset "
+                        f"{size}. Leave the file as it is while it is read, or start again."
+                    )
 
     def drop(self, start: int, stop: int) -> None:
-        """Gives the kernel's pages of the file back, from time to time.
-
-        Not just those of these samples: the kernel reads ahead in pieces of up to some MiB, and a piece that is only
-        partly given back stays whole. Dropped chunk by chunk, 95% of a file stayed in memory.
-        """
-        if self._local is None:
-            return
-        opened = self._open()
-        opened.undropped_bytes += (stop - start) * sum(dataset.field.sample_bytes for dataset in self._datasets)
-        if opened.undropped_bytes >= _DROP_EVERY_BYTES:
-            self._local.drop(0, self._local.size)
-            opened.undropped_bytes = 0
+        """Gives the kernel's pages of the file back, from time to time."""
+        if self._local is not None:
+            self._local.drop_now_and_then((stop - start) * self.sample_bytes)
 
     def close(self) -> None:
         """Closes the file in this process; a later read opens it again."""
-        opened, self._opened = self._opened, None
-        if opened is None:
-            return
-        if opened.process != os.getpid():
-            _abandoned.append(opened)
-            return
-        with opened.lock:
-            opened.file.close()
+        opened = self._opened.take_out()
+        if opened is not None:
+            with opened.lock:
+                opened.file.close()
         if self._local is not None:
             self._local.close()
 
     def _open(self) -> _Opened:
-        opened = self._opened
-        if opened is not None and opened.process == os.getpid():
-            return opened
-        if opened is not None:
-            # A lock that another thread of the parent held is held for ever here.
-            _abandoned.append(opened)
-            self._opening, self._opened = threading.Lock(), None
-        with self._opening:
-            if self._opened is None:
-                file = _open(self._name, self._place)
-                try:
-                    self._opened = _Opened(file, [_open_cached(file, dataset) for dataset in self._datasets])
-                except (OSError, RuntimeError, KeyError) as error:
-                    file.close()
-                    raise BadFile(
-                        f"{self._name!r} has changed since it was opened: {reason_of(error)}. Leave the file as it is "
-                        "while it is read."
-                    ) from error
-            return self._opened
-
-    def _check_size(self) -> None:
-        """HDF5 gives zeros for what lies beyond the end of a file that was cut off after it was opened."""
-        if self._local is None:
-            return
+        file = _open(self.name, self._place)
         try:
-            size = os.stat(self._place).st_size
-        except OSError:
-            # Deleted, but open: all of it is still there.
-            return
-        if size < self._local.size:
+            return _Opened(file, [_open_cached(file, dataset) for dataset in self._datasets])
+        except (OSError, RuntimeError, KeyError) as error:
+            file.close()
             raise BadFile(
-                f"{self._name!r} has become shorter: it had {self._local.size} bytes and now ends at offset {size}. "
-                "Leave the file as it is while it is read, or start again."
-            )
+                f"{self.name!r} has changed since it was opened: {reason_of(error)}. Leave the file as it is "
+                "while it is read."
+            ) from error
 
     def _damage(self, dataset: Dataset, handle: Any, start: int, stop: int, reason: str) -> str:
-        said = f"dataset {dataset.path!r} of {self._name!r} is damaged"
+        said = f"dataset {dataset.path!r} of {self.name!r} is damaged"
         hint = "Copy or make the file again."
         for corner, region in _chunk_regions(dataset, start, stop):
             try:
@@ -278,34 +281,19 @@ class Hdf5Source:
                 except (OSError, RuntimeError):
                     where += ", whose place in the file can't be found"
                 return f"{said}{where}: {reason_of(error)}. {hint}"
-        place = ""
-        if dataset.chunks is None:
-            offset = handle.id.get_offset()
-            if offset is not None:
-                place = f", from offset {offset + start * dataset.field.sample_bytes} of the file on"
+        offset = handle.id.get_offset() if dataset.chunks is None else None
+        place = "" if offset is None else f", from offset {offset + start * dataset.field.sample_bytes} of the file on"
         return f"{said} among samples {start} to {stop}{place}: {reason}. {hint}"
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._name, self._place, self._local, self._datasets
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
-
-    def __repr__(self) -> str:
-        return f"Hdf5Source({self._name!r})"
 
 
 def _open(name: str, place: str) -> Any:
-    """The file, by h5py.
-
-    Raises:
-        BadFile: it isn't one.
-        MissingDependency: h5py isn't installed.
-    """
+    """The file, by h5py."""
     try:
         import h5py
     except ImportError as error:
-        raise MissingDependency(f"{name!r} is an HDF5 file, for which h5py is needed: pip install h5py") from error
+        raise MissingDependency(
+            f"{name!r} is an HDF5 file, for which h5py is needed: {how_to_install('h5py')}"
+        ) from error
     target: Any = place
     options = {"locking": "best-effort"}
     if is_remote(place):

@@ -8,7 +8,7 @@ before a sample is read.
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ PIECE_BYTES = 1 * MIB
 # The library's cache for its own tables of contents may grow to 32 MiB if it is let.
 MOST_METADATA_BYTES = 8 * MIB
 _MOST_LISTED = 50
+_MOST_HOPS = 64
 # No compression makes more of a byte than this; a dataset that says otherwise was hardly written to, or is damaged.
 _MOST_UNPACKED = 100_000
 _VAST_BYTES = 2**40
@@ -107,11 +108,7 @@ class Dataset:
 def choose(
     file: Any, columns: Sequence[str] | str | None, labels: Sequence[str] | str | None, name: str
 ) -> tuple[list[str], list[str]]:
-    """Paths of the datasets that are features, and of those that are labels.
-
-    Raises:
-        BadInput: none were named, and which are meant isn't obvious.
-    """
+    """Paths of the datasets that are features, and of those that are labels."""
     targets = _listed(labels)
     if columns is not None:
         features = [path for path in _listed(columns) if path not in targets]
@@ -121,7 +118,9 @@ def choose(
     found = _datasets_in(file)
     if not found:
         raise BadInput(f"{name!r} has no datasets.")
-    marked = _marked(file, found)
+    # Datasets that memfit wrote say whether they are labels.
+    said = {path: file[path].attrs.get(IS_LABEL) for path in found}
+    marked = {path: bool(is_label) for path, is_label in said.items() if isinstance(is_label, bool | np.bool_)}
     if targets:
         rest = [path for path in found if path not in targets]
         written = [path for path in rest if marked.get(path) is False]
@@ -133,7 +132,14 @@ def choose(
     elif False in marked.values():
         return [path for path in marked if not marked[path]], [path for path in marked if marked[path]]
     else:
-        pairs = _pairs(list(found))
+        # Features and labels that lie in the same group and are called what such are called.
+        pairs = [
+            (feature, label)
+            for feature in found
+            for label in found
+            if _is_called(feature, FEATURE_NAMES) and _is_called(label, LABEL_NAMES)
+            if feature.rpartition("/")[0] == label.rpartition("/")[0]
+        ]
         if len(pairs) == 1:
             return [pairs[0][0]], [pairs[0][1]]
         if len(found) == 1:
@@ -153,13 +159,6 @@ def _listed(given: Sequence[str] | str | None) -> list[str]:
     return list(dict.fromkeys(path.strip("/") for path in paths))
 
 
-def _pairs(paths: Sequence[str]) -> list[tuple[str, str]]:
-    """Features and labels that lie in the same group and are called what such are called."""
-    features = [path for path in paths if _is_called(path, FEATURE_NAMES)]
-    labels = [path for path in paths if _is_called(path, LABEL_NAMES)]
-    return [(feature, label) for feature in features for label in labels if _group(feature) == _group(label)]
-
-
 def _datasets_in(file: Any) -> dict[str, str]:
     """Paths of the datasets in a file, and what to say of each."""
     import h5py
@@ -172,12 +171,6 @@ def _datasets_in(file: Any) -> dict[str, str]:
 
     file.visititems(visit)
     return found
-
-
-def _marked(file: Any, paths: Iterable[str]) -> dict[str, bool]:
-    """Datasets that memfit wrote, and whether each is a label."""
-    said = {path: file[path].attrs.get(IS_LABEL) for path in paths}
-    return {path: bool(is_label) for path, is_label in said.items() if isinstance(is_label, bool | np.bool_)}
 
 
 def _classes_of(dataset: Any, field: Field) -> tuple[str, ...]:
@@ -195,20 +188,12 @@ def _listing(found: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _group(path: str) -> str:
-    return path.rpartition("/")[0]
-
-
 def _is_called(path: str, names: Sequence[str]) -> bool:
     return path.rpartition("/")[2].lower() in names
 
 
 def find(file: Any, path: str, name: str) -> Any:
-    """The dataset at a path.
-
-    Raises:
-        BadInput: there is none; names the nearest.
-    """
+    """The dataset at a path."""
     import h5py
 
     item = file.get(path) if path else None
@@ -224,21 +209,29 @@ def find(file: Any, path: str, name: str) -> Any:
 
 
 def describe(dataset: Any, path: str, is_label: bool, name: str) -> Dataset:
-    """What has to be known of a dataset to stream it.
-
-    Raises:
-        BadInput: it holds something else than arrays of numbers.
-        MissingDependency: it is compressed with a filter that isn't installed.
-        BadFile: it is made of files that aren't there.
-    """
+    """What has to be known of a dataset to stream it."""
     said = f"dataset {path!r} of {name!r}"
     if not dataset.shape:
         what = "is empty" if dataset.shape is None else "is a single value"
         raise BadInput(f"{said} {what}, and samples lie along the first axis of an array.")
     _check_kind(dataset.dtype, said)
     _check_filters(dataset, said)
-    _check_parts(dataset, said)
-    _check_written(dataset, said)
+    if dataset.is_virtual:
+        # HDF5 gives zeros for parts whose files are missing, without a word.
+        bases = (os.path.dirname(os.path.abspath(dataset.file.filename)), os.getcwd())
+        for part in dataset.virtual_sources():
+            is_plain = part.file_name != "." and "%" not in part.file_name
+            if is_plain and not any(os.path.exists(os.path.join(base, part.file_name)) for base in bases):
+                raise BadFile(f"{said} is made of other files, of which {part.file_name!r} is missing. Put it back.")
+    elif not dataset.external:
+        # And for what was never written, of which a file of a kilobyte can promise a petabyte.
+        size, stored = math.prod(map(int, dataset.shape)) * dataset.dtype.itemsize, dataset.id.get_storage_size()
+        if size > max(_VAST_BYTES, stored * _MOST_UNPACKED):
+            raise BadFile(
+                f"{said} is of the shape {dataset.shape}, {format_size(size)}, of which {format_size(stored)} are "
+                "stored: the rest was never written, or the file is damaged. Write it to its end, or make it smaller "
+                "with resize()."
+            )
     dtype = np.dtype(dataset.dtype.str)
     field = Field(path, dtype.newbyteorder("="), tuple(map(int, dataset.shape[1:])), is_label=is_label)
     is_filtered = dataset.id.get_create_plist().get_nfilters() > 0
@@ -287,28 +280,82 @@ def _check_filters(dataset: Any, said: str) -> None:
             )
 
 
-def _check_parts(dataset: Any, said: str) -> None:
-    """HDF5 gives zeros for parts of a virtual dataset whose files are missing, without a word."""
-    if not dataset.is_virtual:
+def stay_inside(file: Any, path: str, name: str) -> None:
+    """Refuses the dataset at a path where it lies outside of the file or of its folder.
+
+    An HDF5 file can refer to others: by a link to an object of another file, by the sources of a virtual dataset, and
+    by a dataset whose bytes are in plain files. The library opens them without a word, whatever they are, so that a
+    file from somewhere else could make a training read any file of this machine. Parts of a virtual dataset, and plain
+    files, that lie in the folder of the file or below it belong to the data; all else needs the user's word.
+    """
+    root = os.path.realpath(os.path.dirname(os.path.abspath(file.filename)))
+    _check_inside(file, path, f"dataset {path!r} of {name!r}", root, set())
+
+
+def _check_inside(file: Any, path: str, said: str, root: str, seen: set[tuple[str, str]]) -> None:
+    import h5py
+
+    item = _resolve(file, path, said)
+    if not isinstance(item, h5py.Dataset):
+        # Whoever looks for it says that it isn't there.
         return
-    folder = os.path.dirname(os.path.abspath(dataset.file.filename))
-    for part in dataset.virtual_sources():
-        if part.file_name == "." or "%" in part.file_name:
+    folder = os.path.dirname(os.path.abspath(file.filename))
+    for part, *_ in item.external or ():
+        _refuse_outside(part, folder, root, said, "keeps its values in another file")
+    if not item.is_virtual:
+        return
+    for source in item.virtual_sources():
+        # "." is the file itself.
+        if (source.file_name, source.dset_name) in seen:
             continue
-        if not any(os.path.exists(os.path.join(base, part.file_name)) for base in (folder, os.getcwd())):
-            raise BadFile(f"{said} is made of other files, of which {part.file_name!r} is missing. Put it back.")
+        seen.add((source.file_name, source.dset_name))
+        if source.file_name == ".":
+            _check_inside(file, source.dset_name, said, root, seen)
+            continue
+        place = _refuse_outside(source.file_name, folder, root, said, "is made of other files")
+        # A name with a "%" in it stands for many, which lie in the same folder; what is missing is told elsewhere.
+        if os.path.isfile(place):
+            with h5py.File(place, "r") as other:
+                _check_inside(other, source.dset_name, said, root, seen)
 
 
-def _check_written(dataset: Any, said: str) -> None:
-    """HDF5 gives zeros for what was never written, of which a file of a kilobyte can promise a petabyte."""
-    if dataset.is_virtual or dataset.external:
-        return
-    size, stored = math.prod(map(int, dataset.shape)) * dataset.dtype.itemsize, dataset.id.get_storage_size()
-    if size > max(_VAST_BYTES, stored * _MOST_UNPACKED):
-        raise BadFile(
-            f"{said} is of the shape {dataset.shape}, {format_size(size)}, of which {format_size(stored)} are stored: "
-            "the rest was never written, or the file is damaged. Write it to its end, or make it smaller with resize()."
-        )
+def _resolve(file: Any, path: str, said: str) -> Any:
+    """What is at a path, found without leaving the file; None where nothing is."""
+    import h5py
+
+    group, parts = file, path.split("/")
+    for _ in range(_MOST_HOPS):
+        while parts and parts[0] in ("", "."):
+            parts.pop(0)
+        if not parts:
+            return group
+        if not isinstance(group, h5py.Group):
+            return None
+        link = group.get(parts[0], getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            raise _outside(said, "is a link into another file", link.filename)
+        if isinstance(link, h5py.SoftLink):
+            group = file if link.path.startswith("/") else group
+            parts = [*link.path.split("/"), *parts[1:]]
+            continue
+        group = group.get(parts.pop(0)) if link is not None else None
+    return None
+
+
+def _refuse_outside(part: str, folder: str, root: str, said: str, what: str) -> str:
+    """The place of a file that a dataset refers to, which is in the folder of the first file or below it."""
+    places = [os.path.realpath(os.path.join(base, part)) for base in (folder, os.getcwd())]
+    place = next((place for place in places if os.path.exists(place)), places[0])
+    if not os.path.join(place, "").startswith(os.path.join(root, "")):
+        raise _outside(said, what, part)
+    return place
+
+
+def _outside(said: str, what: str, part: str) -> BadFile:
+    return BadFile(
+        f"{said} {what}, {part!r}, which isn't read unasked. Give that file itself, or follow_links=True where it is "
+        "one that you trust."
+    )
 
 
 def ceil_divide(number: int, divisor: int) -> int:

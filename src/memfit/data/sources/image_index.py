@@ -5,6 +5,7 @@ forked workers that only look at it come to own a copy. So all paths are one arr
 classes and sizes are arrays too, which workers share for as long as they live.
 """
 
+import contextlib
 import hashlib
 import os
 from array import array
@@ -106,13 +107,6 @@ def build_index(root: str, *, follow_links: bool = False) -> ImageIndex:
     none of them holds an image, those directly in the folder are taken, without classes. What begins with "." is hidden
     and passed over. Links to files are followed; those to folders only where the user asks for it, and then no folder
     is looked into twice, nor any that the root itself lies in.
-
-    Args:
-        root: the folder.
-        follow_links: whether to look into folders outside of it that links lead to.
-
-    Raises:
-        BadFile: it can't be looked into, or holds no images.
     """
     root = root.rstrip("/") if is_remote(root) else os.path.abspath(os.path.expanduser(root))
     links = _Links(root, follow_links)
@@ -124,8 +118,16 @@ def build_index(root: str, *, follow_links: bool = False) -> ImageIndex:
         for name, entry in _walk(root, folder, links):
             gathered.add(name, entry, number)
     if gathered.sizes:
-        notes = _notes(folders, len(images), set(gathered.numbers))
-        return gathered.finish(tuple(folders), notes, links.describe())
+        notes = [f"{len(images):,} images beside the class folders are left out"] if images else []
+        filled = set(gathered.numbers)
+        empty = [name for number, name in enumerate(folders) if number not in filled]
+        if empty:
+            shown = ", ".join(map(repr, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
+            notes.append(f"class folders without images: {shown}")
+        if {name.lower() for name in folders} <= _PARTS:
+            named = ", ".join(map(repr, folders))
+            notes.append(f"the classes are {named}; if these are parts of the data, give the folder of one of them")
+        return gathered.finish(tuple(folders), tuple(notes), links.describe())
     for entry in images:
         gathered.add(entry.name, entry, 0)
     if not gathered.sizes:
@@ -134,20 +136,6 @@ def build_index(root: str, *, follow_links: bool = False) -> ImageIndex:
             "expected, or a folder of images." + (f" {links.describe()}." if links.left_out else "")
         )
     return gathered.finish((), ("the images lie in no class folders, and have no labels",), links.describe())
-
-
-def _notes(classes: list[str], num_beside: int, found: set[int]) -> tuple[str, ...]:
-    notes = []
-    if num_beside:
-        notes.append(f"{num_beside:,} images beside the class folders are left out")
-    empty = [name for number, name in enumerate(classes) if number not in found]
-    if empty:
-        shown = ", ".join(map(repr, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
-        notes.append(f"class folders without images: {shown}")
-    if {name.lower() for name in classes} <= _PARTS:
-        named = ", ".join(map(repr, classes))
-        notes.append(f"the classes are {named}; if these are parts of the data, give the folder of one of them")
-    return tuple(notes)
 
 
 def _is_image(entry: _Entry) -> bool:
@@ -178,19 +166,16 @@ class _Links:
         except OSError as error:
             raise BadFile(f"{path!r} can't be looked into: {error.strerror or error}.") from error
         place = (status.st_dev, status.st_ino)
-        # Windows may not number folders.
-        if is_passed or (status.st_ino and place in self._seen):
+        if is_passed or place in self._seen:
             self.left_out.append(inside)
             return False
         self._seen.add(place)
         return True
 
-    def _leads_elsewhere(self, target: str) -> bool:
+    def _leads_elsewhere(self, destination: str) -> bool:
         """Whether a link leads to a folder that is followed: neither below the root, nor one that the root is in."""
-        if not self._follow:
-            return False
-        inner, outer = os.path.join(self._real, ""), os.path.join(target, "")
-        return not inner.startswith(outer) and not outer.startswith(inner)
+        inner, outer = os.path.join(self._real, ""), os.path.join(destination, "")
+        return self._follow and not inner.startswith(outer) and not outer.startswith(inner)
 
     def describe(self) -> str:
         """What was left out, in a sentence without a full stop; "" where nothing was."""
@@ -215,24 +200,21 @@ def _walk(root: str, inside: str, links: _Links) -> Iterator[tuple[str, _Entry]]
 def _list(root: str, inside: str) -> list[_Entry]:
     """What isn't hidden in a folder, sorted by name."""
     if is_remote(root):
-        return _list_remote(f"{root}/{inside}".rstrip("/"))
-    folder = os.path.join(root, inside) if inside else root
-    found = []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if is_folder(entry):
-                    found.append(_Entry(entry.name, True, 0, 0))
-                elif entry.name.lower().endswith(ENDINGS):
-                    found.append(_file(entry))
-    except OSError as error:
-        raise BadFile(f"{folder!r} can't be looked into: {error.strerror or error}.") from error
-    return sorted(found, key=lambda entry: entry.name)
+        from memfit.data.remote_files import list_folder
+
+        listed = list_folder(f"{root}/{inside}".rstrip("/"))
+        entries = [_Entry(each.path.rpartition("/")[2], each.is_folder, each.size or 0, 0) for each in listed]
+    else:
+        folder = os.path.join(root, inside) if inside else root
+        try:
+            with os.scandir(folder) as scanned:
+                entries = [_entry(each) for each in scanned]
+        except OSError as error:
+            raise BadFile(f"{folder!r} can't be looked into: {error.strerror or error}.") from error
+    return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
 
-def is_folder(entry: "os.DirEntry[str]") -> bool:
+def is_folder_entry(entry: "os.DirEntry[str]") -> bool:
     """Whether an entry is a folder or a link to one; a link that leads in a circle is none."""
     try:
         return entry.is_dir()
@@ -240,21 +222,10 @@ def is_folder(entry: "os.DirEntry[str]") -> bool:
         return False
 
 
-def _file(entry: "os.DirEntry[str]") -> _Entry:
-    try:
-        status = entry.stat()
-    except OSError:
+def _entry(entry: "os.DirEntry[str]") -> _Entry:
+    if not is_folder_entry(entry) and entry.name.lower().endswith(ENDINGS):
         # A link to nothing is found to be unreadable when its turn comes.
-        return _Entry(entry.name, False, 0, 0)
-    return _Entry(entry.name, False, status.st_size, status.st_mtime_ns)
-
-
-def _list_remote(address: str) -> list[_Entry]:
-    from memfit.data.remote_files import list_folder
-
-    found = []
-    for entry in list_folder(address):
-        name = entry.path.rstrip("/").rpartition("/")[2]
-        if not name.startswith("."):
-            found.append(_Entry(name, entry.is_folder, entry.size or 0, 0))
-    return sorted(found, key=lambda entry: entry.name)
+        with contextlib.suppress(OSError):
+            status = entry.stat()
+            return _Entry(entry.name, False, status.st_size, status.st_mtime_ns)
+    return _Entry(entry.name, is_folder_entry(entry), 0, 0)

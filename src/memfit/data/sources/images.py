@@ -13,23 +13,24 @@ import io
 import logging
 import os
 import stat
+import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput, MissingDependency
+from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
 from memfit.core.units import MIB
-from memfit.data.files import is_remote, open_file
-from memfit.data.source import Array, Field, Layout
+from memfit.data.files import drop_pages, is_remote, open_file, read_bytes
+from memfit.data.source import Array, Field, Layout, SampleSource
 from memfit.data.sources.image_index import ImageIndex, build_index
-from memfit.data.sources.skipped import SkippedSamples
 
-# Images whose sizes are looked at when a folder is opened.
 _log = logging.getLogger("memfit")
 
+# Images whose sizes are looked at when a folder is opened.
 _NUM_PROBED = 16
 # Images that are tried for one that can be read, where others are to be skipped.
 _MOST_TRIED = 1000
@@ -43,7 +44,7 @@ class _Unreadable(Exception):
     """An image that can't be read, and why."""
 
 
-class ImageSource:
+class ImageSource(SampleSource):
     """Images in a folder, each read by itself.
 
     Args:
@@ -57,26 +58,15 @@ class ImageSource:
     """
 
     def __init__(self, name: str, index: ImageIndex, fields: tuple[Field, ...], on_error: str) -> None:
-        self._name = name
         self._index = index
-        self._fields = fields
         self._skipped = SkippedSamples() if on_error == "skip" else None
+        self.name = name
+        self.fields = fields
+        self.num_samples = index.num_images
+        # Pillow holds four bytes a pixel where the result has three, and gives them out through a copy.
+        self.layout = Layout(is_by_sample=True, scratch_bytes=3 * fields[0].sample_bytes)
+        self.classes = index.classes
         self.notes = index.notes
-
-    @property
-    def name(self) -> str:
-        """The folder, as the user gave it."""
-        return self._name
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """The image and, where there are class folders, the number of its class."""
-        return self._fields
-
-    @property
-    def num_samples(self) -> int:
-        """Images in the folder, those that can't be read among them."""
-        return self._index.num_images
 
     @property
     def num_skipped(self) -> int:
@@ -89,27 +79,12 @@ class ImageSource:
         numbers = () if self._skipped is None else self._skipped.numbers()[:_NUM_NAMED]
         return [self.sample_name(int(number)) for number in numbers]
 
-    @property
-    def layout(self) -> Layout:
-        """One by one."""
-        # Pillow holds four bytes a pixel where the result has three, and gives them out through a copy.
-        return Layout(is_by_sample=True, scratch_bytes=3 * self._fields[0].sample_bytes)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the class folders."""
-        return self._index.classes
-
     def fingerprint(self) -> str:
         """Changes with names, sizes and times of change of the images, as they were when the folder was opened."""
         return self._index.digest
 
     def read_sample(self, sample: int) -> tuple[Array, ...] | None:
-        """The image and its label; None where it can't be read and is to be skipped.
-
-        Raises:
-            BadFile: it can't be read; says why.
-        """
+        """The image and its label; None where it can't be read and is to be skipped."""
         path = self._index.path(sample)
         try:
             image = _quietly(_pixels, _read(path))
@@ -130,44 +105,57 @@ class ImageSource:
         """Its path."""
         return _shown(self._index.path(sample))
 
-    def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills `out` with images `start` to `stop`, which must all be of one size.
 
-        Raises:
-            BadFile: one of them can't be read, or is of another size.
-        """
-        for row, sample in enumerate(range(start, stop)):
-            arrays = self.read_sample(sample)
-            if arrays is None:
-                raise BadFile(f"{self.sample_name(sample)!r} can't be read, and has a place in an array to fill.")
-            for array, into in zip(arrays, out, strict=True):
-                if array.shape != into.shape[1:]:
-                    raise BadFile(
-                        f"{self.sample_name(sample)!r} has the shape {array.shape}, where {into.shape[1:]} was "
-                        "expected, as of the first image. Resize the images, or stream them with a transform that does."
-                    )
-                into[row] = array
+class SkippedSamples:
+    """Which samples were left out because they can't be read; copies of it in other processes are the same set.
 
-    def drop(self, start: int, stop: int) -> None:
-        """Does nothing: pages were given back when a file was read."""
+    Workers find what can't be read, and the user asks the program. Workers may be forked or started anew, may be
+    killed, and belong to whichever loader made them, so nothing is sent: each marks what it left out in a small file
+    that all of them know, one byte a sample. It is mostly holes, and is removed with the object that made it.
+    """
 
-    def close(self) -> None:
-        """Does nothing: no file stays open."""
+    def __init__(self) -> None:
+        self._path = ""
+        # What couldn't be written down, such as on a full disk, is known to this process alone.
+        self._own: set[int] = set()
+        with contextlib.suppress(OSError):
+            descriptor, self._path = tempfile.mkstemp(prefix="memfit-skipped-")
+            os.close(descriptor)
+            weakref.finalize(self, _remove, self._path, os.getpid())
+
+    def add(self, sample: int) -> None:
+        """Notes that a sample was left out."""
+        try:
+            with open(self._path, "r+b", buffering=0) as file:
+                file.seek(sample)
+                file.write(b"\1")
+        except OSError:
+            self._own.add(sample)
+
+    def numbers(self) -> Array:
+        """Those that were left out so far, by any process, ascending."""
+        found: Array = np.empty(0, np.int64)
+        with contextlib.suppress(OSError):
+            found = np.flatnonzero(np.fromfile(self._path, np.uint8))
+        return np.union1d(found, np.array(list(self._own), np.int64)) if self._own else found
+
+    def __getstate__(self) -> tuple[str]:
+        return (self._path,)
+
+    def __setstate__(self, state: tuple[str]) -> None:
+        (self._path,) = state
+        self._own = set()
+
+
+def _remove(path: str, process: int) -> None:
+    # A forked process has the same object, and ends before the one that reads the count.
+    if os.getpid() == process:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def open_images(path: str | os.PathLike[str], *, on_error: str = "fail", follow_links: bool = False) -> ImageSource:
-    """The images in a folder: PNG, JPEG, BMP, GIF, WebP and TIFF.
-
-    Args:
-        path: of the folder, or its address.
-        on_error: whether an image that can't be read raises an error ("fail") or is left out and counted ("skip").
-        follow_links: whether to look into folders outside of it that links lead to.
-
-    Raises:
-        BadFile: there are no images, or one of the few that are looked at can't be read.
-        BadInput: on_error is neither of the two.
-        MissingDependency: Pillow isn't installed.
-    """
+    """The images in a folder: PNG, JPEG, BMP, GIF, WebP and TIFF."""
     if on_error not in ("fail", "skip"):
         raise BadInput(f'on_error={on_error!r} is not known. "fail" or "skip" was expected.')
     _pillow()
@@ -224,7 +212,8 @@ def _pillow() -> Any:
         import PIL.Image
     except ImportError as error:
         raise MissingDependency(
-            f"images are read with Pillow, which can't be imported ({error}). Install it with `pip install pillow`."
+            f"images are read with Pillow, which can't be imported ({error}). Install it with "
+            f"{how_to_install('pillow')}."
         ) from None
     return PIL.Image
 
@@ -234,35 +223,27 @@ def _read(path: str) -> bytes:
     if is_remote(path):
         try:
             file = open_file(path)
-            data = bytearray(file.size)
-            file.read_into(0, data)
-            file.close()
+            return read_bytes(file, 0, file.size)
         except BadFile as error:
             raise _Unreadable(str(error)) from None
-        return bytes(data)
     try:
-        _check_file(os.stat(path))
+        # What would be read for ever, such as a pipe, or would fill the memory.
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise _Unreadable("it is a pipe, a device or a folder, and no file")
+        limit = _pillow().MAX_IMAGE_PIXELS
+        # Notes beside the pixels may take as much as those of a small image.
+        if limit is not None and status.st_size > _MOST_PIXEL_BYTES * limit + MIB:
+            raise _Unreadable(
+                f"its file has {status.st_size:,} bytes, more than {_MOST_PIXEL_BYTES} for each of "
+                f"PIL.Image.MAX_IMAGE_PIXELS = {limit:,}"
+            )
         with open(path, "rb", buffering=0) as local:
-            found = local.readall()
-            if hasattr(os, "posix_fadvise"):
-                with contextlib.suppress(OSError):
-                    os.posix_fadvise(local.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            content = local.readall()
+            drop_pages(local.fileno())
     except OSError as error:
         raise _Unreadable(error.strerror or str(error)) from None
-    return found
-
-
-def _check_file(status: os.stat_result) -> None:
-    """Refuses what would be read for ever, such as a pipe or a device, or would fill the memory."""
-    if not stat.S_ISREG(status.st_mode):
-        raise _Unreadable("it is a pipe, a device or a folder, and no file")
-    limit = _pillow().MAX_IMAGE_PIXELS
-    # Notes beside the pixels may take as much as those of a small image.
-    if limit is not None and status.st_size > _MOST_PIXEL_BYTES * limit + MIB:
-        raise _Unreadable(
-            f"its file has {status.st_size:,} bytes, more than {_MOST_PIXEL_BYTES} for each of "
-            f"PIL.Image.MAX_IMAGE_PIXELS = {limit:,}"
-        )
+    return content
 
 
 @contextlib.contextmanager
@@ -273,7 +254,13 @@ def _opened(data: bytes) -> Iterator[Any]:
     pillow = _pillow()
     try:
         with pillow.open(io.BytesIO(data)) as image:
-            _check_size(image.width * image.height)
+            num_pixels, limit = image.width * image.height, pillow.MAX_IMAGE_PIXELS
+            # Pillow itself only warns up to twice its limit.
+            if limit is not None and num_pixels > limit:
+                raise _Unreadable(
+                    f"it has {num_pixels:,} pixels, more than PIL.Image.MAX_IMAGE_PIXELS = {limit:,}, against which "
+                    "files made to exhaust memory are checked"
+                )
             yield image
     except (_Unreadable, MemoryError, Warning):
         raise
@@ -286,17 +273,10 @@ def _opened(data: bytes) -> Iterator[Any]:
         raise _Unreadable(str(error) or type(error).__name__) from None
 
 
-def _check_size(num_pixels: int) -> None:
-    # Pillow itself only warns up to twice its limit.
-    limit = _pillow().MAX_IMAGE_PIXELS
-    if limit is not None and num_pixels > limit:
-        raise _Unreadable(
-            f"it has {num_pixels:,} pixels, more than PIL.Image.MAX_IMAGE_PIXELS = {limit:,}, against which files made "
-            "to exhaust memory are checked"
-        )
-
-
 _warnings_lock = threading.Lock()
+os.register_at_fork(
+    before=_warnings_lock.acquire, after_in_parent=_warnings_lock.release, after_in_child=_warnings_lock.release
+)
 
 
 def _quietly(action: Callable[[bytes], _T], data: bytes) -> _T:

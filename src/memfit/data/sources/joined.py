@@ -1,72 +1,61 @@
-"""Sources made of others: several one after the other, and two side by side.
+"""Sources made of others: several one after the other, two side by side, and one under other names.
 
 Data sets come as a hundred files of the same kind, and as x in one file and y in another. Both are one source to all
 that follows.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
 from memfit.data.source import Array, Field, Layout, SampleSource, Source
-from memfit.data.sources.passing import Passing
 
+# Length of the blocks of a part that has no natural ones, where other parts have.
 _RUN_BYTES = 128 << 10
-"""Length of the blocks of a part that has no natural ones, where other parts have."""
+# Texts of labels that are looked at together, and most different ones.
+_TEXT_BYTES = 256 << 10
+_MAX_CLASSES = 100_000
 
 
-class Concatenated:
+class Concatenated(Source):
     """Samples of several sources, one after the other.
 
     Label numbers that stand for classes are brought to one list: the sorted names of all parts.
 
     Args:
         sources: at least one; their fields agree.
-
-    Raises:
-        BadInput: none is given, or two of them differ in their fields.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         if not sources:
             raise BadInput("at least one source is needed to make one of several")
         self._sources = tuple(sources)
-        _check_fields(self._sources)
-        self._fields = tuple(_common_field(several) for several in zip(*(s.fields for s in sources), strict=True))
-        counts = [source.num_samples for source in self._sources]
-        self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self._classes, self._numbers = _common_classes(self._sources)
-        self._layout = self._make_layout()
-
-    @property
-    def name(self) -> str:
-        """The first and the last, and how many there are."""
-        if len(self._sources) == 1:
-            return self._sources[0].name
-        return f"{self._sources[0].name} ... {self._sources[-1].name} ({len(self._sources)} files)"
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """Those of each part."""
-        return self._fields
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of all parts."""
-        return int(self._starts[-1])
-
-    @property
-    def layout(self) -> Layout:
-        """Blocks of the parts; None where no part has natural ones, as `read` goes across parts."""
-        return self._layout
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes of all parts, sorted."""
-        return self._classes
+        for other in sources[1:]:
+            _check_alike(sources[0], other)
+        first, last = sources[0].name, sources[-1].name
+        self.name = first if len(sources) == 1 else f"{first} ... {last} ({len(sources)} files)"
+        self.fields = tuple(
+            replace(
+                several[0],
+                dtype=np.result_type(*{field.dtype for field in several}),
+                is_ragged=any(field.is_ragged for field in several),
+            )
+            for several in zip(*(source.fields for source in sources), strict=True)
+        )
+        self._starts = np.concatenate([[0], np.cumsum([source.num_samples for source in sources], dtype=np.int64)])
+        self.num_samples = int(self._starts[-1])
+        self.classes, self._numbers = _common_classes(sources)
+        # `read` goes across parts: where no part has natural blocks, neither has the whole.
+        edges = None
+        if any(source.layout.edges is not None for source in sources):
+            parts = [_edges(source)[:-1] + start for source, start in zip(sources, self._starts, strict=False)]
+            edges = np.concatenate([*parts, self._starts[-1:]]).astype(np.int64)
+        scratch_bytes = max(source.layout.scratch_bytes for source in sources)
+        is_by_sample = any(source.layout.is_by_sample for source in sources)
+        self.layout = _layout(sources, edges, scratch_bytes, is_by_sample=is_by_sample)
 
     def fingerprint(self) -> str:
         """From those of the parts."""
@@ -75,9 +64,9 @@ class Concatenated:
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
         """Fills one array a field with samples `start` to `stop`, whichever parts they are in."""
         for part, first, last, offset in self._pieces(start, stop):
-            targets = [array[offset : offset + last - first] for array in out]
-            self._sources[part].read(first, last, targets)
-            self._renumber(part, targets)
+            arrays = [array[offset : offset + last - first] for array in out]
+            self._sources[part].read(first, last, arrays)
+            self._renumber(part, arrays)
 
     def drop(self, start: int, stop: int) -> None:
         """Passed on to the parts."""
@@ -115,32 +104,14 @@ class Concatenated:
                     )
                 array[...] = table[numbers]
 
-    def _make_layout(self) -> Layout:
-        layouts = [source.layout for source in self._sources]
-        sequential = [layout for layout in layouts if layout.is_sequential]
-        if any(layout.edges is not None for layout in layouts):
-            edges = [_edges(source, layout)[:-1] for source, layout in zip(self._sources, layouts, strict=True)]
-            shifted = [part + start for part, start in zip(edges, self._starts, strict=False)]
-            merged = np.concatenate([*shifted, self._starts[-1:]]).astype(np.int64)
-        else:
-            merged = None
-        return Layout(
-            edges=merged,
-            scratch_bytes=max(layout.scratch_bytes for layout in layouts),
-            read_bytes=max(layout.read_bytes for layout in layouts),
-            is_sequential=bool(sequential),
-            is_by_sample=any(layout.is_by_sample for layout in layouts),
-            reason=sequential[0].reason if sequential else "",
-        )
 
-
-class ConcatenatedSamples(Concatenated):
+class ConcatenatedSamples(Concatenated, SampleSource):
     """Samples of several sources that are read one by one, such as folders of images."""
 
     def read_sample(self, sample: int) -> tuple[Array, ...] | None:
         """One array a field; None where it can't be read and such samples are skipped."""
-        part, inside = self._place(sample)
-        arrays = self._source(part).read_sample(inside)
+        part, source, inside = self._part_of(sample)
+        arrays = source.read_sample(inside)
         if arrays is None or self._numbers[part] is None:
             return arrays
         owned = tuple(np.array(array) for array in arrays)
@@ -164,34 +135,28 @@ class ConcatenatedSamples(Concatenated):
 
     def stored_bytes(self, sample: int) -> int:
         """Bytes of its file."""
-        part, inside = self._place(sample)
-        return self._source(part).stored_bytes(inside)
+        _, source, inside = self._part_of(sample)
+        return source.stored_bytes(inside)
 
     def sample_name(self, sample: int) -> str:
         """Its path."""
-        part, inside = self._place(sample)
-        return self._source(part).sample_name(inside)
+        _, source, inside = self._part_of(sample)
+        return source.sample_name(inside)
 
-    def _place(self, sample: int) -> tuple[int, int]:
+    def _part_of(self, sample: int) -> tuple[int, SampleSource, int]:
         part = int(np.searchsorted(self._starts, sample, side="right")) - 1
-        return part, sample - int(self._starts[part])
-
-    def _source(self, part: int) -> SampleSource:
         source = self._sources[part]
         assert isinstance(source, SampleSource)
-        return source
+        return part, source, sample - int(self._starts[part])
 
 
-class Paired:
+class Paired(Source):
     """Samples of two sources side by side: the n-th of one belongs to the n-th of the other.
 
     Args:
         features: the first half.
         labels: the second half.
         are_labels: whether the second half are labels; else both are features.
-
-    Raises:
-        BadInput: they differ in length, both have labels, or one is read sample by sample.
     """
 
     def __init__(self, features: Source, labels: Source, *, are_labels: bool = True) -> None:
@@ -211,45 +176,15 @@ class Paired:
             raise BadInput(f"labels are given twice: {features.name} has labels already, and {labels.name} was given.")
         self._features = features
         self._labels = labels
+        self.name = f"{features.name} and {labels.name}"
         taken = {field.name for field in features.fields}
         second = [replace(field, is_label=are_labels or field.is_label) for field in labels.fields]
-        self._fields = (*features.fields, *(_renamed(field, taken) for field in second))
-        if are_labels:
-            self._fields = tuple(replace(f, is_label=i >= len(taken)) for i, f in enumerate(self._fields))
-
-    @property
-    def name(self) -> str:
-        """Both names."""
-        return f"{self._features.name} and {self._labels.name}"
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """Those of the first, then those of the second."""
-        return self._fields
-
-    @property
-    def num_samples(self) -> int:
-        """Samples, as many in either."""
-        return self._features.num_samples
-
-    @property
-    def layout(self) -> Layout:
-        """Natural blocks of the side that has more bytes a sample."""
-        sides = sorted((self._features, self._labels), key=_sample_bytes, reverse=True)
-        layouts = [side.layout for side in sides]
-        sequential = [layout for layout in layouts if layout.is_sequential]
-        return Layout(
-            edges=layouts[0].edges,
-            scratch_bytes=sum(layout.scratch_bytes for layout in layouts),
-            read_bytes=max(layout.read_bytes for layout in layouts),
-            is_sequential=bool(sequential),
-            reason=sequential[0].reason if sequential else "",
-        )
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Those of the labels."""
-        return self._labels.classes or self._features.classes
+        self.fields = (*features.fields, *(_renamed(field, taken) for field in second))
+        self.num_samples = features.num_samples
+        self.classes = labels.classes or features.classes
+        # Natural blocks are those of the side that has more bytes a sample.
+        sides = sorted((features, labels), key=lambda source: source.sample_bytes, reverse=True)
+        self.layout = _layout(sides, sides[0].layout.edges, sum(side.layout.scratch_bytes for side in sides))
 
     def fingerprint(self) -> str:
         """From those of both."""
@@ -272,33 +207,105 @@ class Paired:
         self._labels.close()
 
 
-class Named(Passing):
-    """A source of one field under another name.
+class Passing(Source):
+    """A source that passes everything on to another, and is changed by who makes it.
 
     Args:
-        source: the source.
-        name: what its field is called.
-
-    Raises:
-        BadInput: it has more fields than one.
+        source: the other one.
+        fields: what is given out.
     """
 
-    def __init__(self, source: Source, name: str) -> None:
-        if len(source.fields) != 1:
-            names = ", ".join(repr(field.name) for field in source.fields)
+    def __init__(self, source: Source, fields: tuple[Field, ...]) -> None:
+        self._source = source
+        self.name = source.name
+        self.fields = fields
+        self.num_samples = source.num_samples
+        self.layout = source.layout
+        self.classes = source.classes
+
+    def fingerprint(self) -> str:
+        """The source's."""
+        return self._source.fingerprint()
+
+    def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
+        """Fills the arrays with samples `start` to `stop`."""
+        self._source.read(start, stop, out)
+
+    def drop(self, start: int, stop: int) -> None:
+        """Passed on."""
+        self._source.drop(start, stop)
+
+    def close(self) -> None:
+        """Closes the source in this process."""
+        self._source.close()
+
+
+class TextLabels(Passing):
+    """A source of one field of text, as class numbers.
+
+    Networks learn numbers. The file is gone through once for the different texts that are in it; sorted, they are the
+    classes, and each text is given as its place among them.
+
+    Args:
+        source: with one field, of one text a sample.
+    """
+
+    def __init__(self, source: Source) -> None:
+        field = source.fields[0]
+        if field.shape:
             raise BadInput(
-                f"{source.name} was given for {name!r} and has {len(source.fields)} fields: {names}. "
-                "One was expected; give a file of a single array for each name."
+                f"the labels in {source.name} are text of the shape {field.shape} a sample; one text a sample can be a "
+                "class. Save numbers instead."
             )
-        super().__init__(source, (replace(source.fields[0], name=name),))
+        super().__init__(source, (replace(field, dtype=np.dtype(np.int64)),))
+        self.layout = replace(source.layout, scratch_bytes=source.layout.scratch_bytes + 2 * _TEXT_BYTES)
+        texts: Array = np.empty(0, field.dtype)
+        for first, part in self._parts(0, self.num_samples):
+            texts = np.union1d(texts, part)
+            source.drop(first, first + len(part))
+            if len(texts) > _MAX_CLASSES:
+                raise BadInput(
+                    f"{self.name} holds more than {_MAX_CLASSES} different texts, too many to be classes. "
+                    "Check that these are the labels, or save numbers instead."
+                )
+        self._texts = texts
+        self.classes = tuple(
+            text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text) for text in texts.tolist()
+        )
+
+    def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
+        """Fills the array with the class numbers of samples `start` to `stop`."""
+        for first, texts in self._parts(start, stop):
+            out[0][first - start : first - start + len(texts)] = np.searchsorted(self._texts, texts)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, Array]]:
+        dtype = self._source.fields[0].dtype
+        step = max(1, _TEXT_BYTES // dtype.itemsize)
+        for first in range(start, stop, step):
+            texts: Array = np.empty(min(step, stop - first), dtype)
+            self._source.read(first, first + len(texts), [texts])
+            yield first, texts
+
+
+def as_labels(source: Source) -> Source:
+    """The source, with class numbers where it holds text."""
+    is_text = len(source.fields) == 1 and source.fields[0].dtype.kind in "SU" and not source.classes
+    return TextLabels(source) if is_text else source
+
+
+def named(source: Source, name: str) -> Source:
+    """A source of one field under another name."""
+    if len(source.fields) != 1:
+        names = ", ".join(repr(field.name) for field in source.fields)
+        raise BadInput(
+            f"{source.name} was given for {name!r} and has {len(source.fields)} fields: {names}. "
+            "One was expected; give a file of a single array for each name."
+        )
+    return Passing(source, (replace(source.fields[0], name=name),))
 
 
 def concatenate(sources: Sequence[Source]) -> Source:
-    """Several sources one after the other; a single one as it is.
-
-    Raises:
-        BadInput: none is given, two of them differ in their fields, or only some are read sample by sample.
-    """
+    """Several sources one after the other; a single one as it is."""
     if len(sources) == 1:
         return sources[0]
     by_sample = [source.layout.is_by_sample for source in sources]
@@ -308,17 +315,15 @@ def concatenate(sources: Sequence[Source]) -> Source:
     return ConcatenatedSamples(sources) if any(by_sample) else Concatenated(sources)
 
 
-def _check_fields(sources: Sequence[Source]) -> None:
-    first = sources[0]
-    for other in sources[1:]:
-        difference = _difference(first.fields, other.fields)
-        if difference:
-            raise BadInput(
-                f"{first.name} and {other.name} can't be read one after the other: {difference}. Files of one data set "
-                "have the same fields; leave out the one that doesn't belong to it, or convert it."
-            )
-        if bool(first.classes) != bool(other.classes):
-            raise BadInput(f"one of {first.name} and {other.name} has names as labels and the other has numbers.")
+def _check_alike(first: Source, other: Source) -> None:
+    difference = _difference(first.fields, other.fields)
+    if difference:
+        raise BadInput(
+            f"{first.name} and {other.name} can't be read one after the other: {difference}. Files of one data set "
+            "have the same fields; leave out the one that doesn't belong to it, or convert it."
+        )
+    if bool(first.classes) != bool(other.classes):
+        raise BadInput(f"one of {first.name} and {other.name} has names as labels and the other has numbers.")
 
 
 def _difference(first: Sequence[Field], second: Sequence[Field]) -> str:
@@ -326,7 +331,9 @@ def _difference(first: Sequence[Field], second: Sequence[Field]) -> str:
     if names[0] != names[1]:
         return f"the fields of one are {', '.join(names[0])} and those of the other {', '.join(names[1])}"
     for one, other in zip(first, second, strict=True):
-        if one.dtype != other.dtype and not _are_numbers_of_tables(one, other):
+        # A column of a table may have only whole numbers in one file and fractions in the next.
+        are_of_tables = all(field.is_tabular and field.dtype.kind in "biuf" for field in (one, other))
+        if one.dtype != other.dtype and not are_of_tables:
             return f"{one.name} is {one.dtype} in one and {other.dtype} in the other"
         if one.shape != other.shape and not (one.is_ragged or other.is_ragged):
             return f"a sample of {one.name} has the shape {one.shape} in one and {other.shape} in the other"
@@ -335,36 +342,35 @@ def _difference(first: Sequence[Field], second: Sequence[Field]) -> str:
     return ""
 
 
-def _are_numbers_of_tables(one: Field, other: Field) -> bool:
-    # A column of a table may have only whole numbers in one file and fractions in the next.
-    return one.is_tabular and other.is_tabular and all(field.dtype.kind in "biuf" for field in (one, other))
-
-
-def _common_field(fields: Sequence[Field]) -> Field:
-    dtype = np.result_type(*{field.dtype for field in fields})
-    return replace(fields[0], dtype=dtype, is_ragged=any(field.is_ragged for field in fields))
-
-
 def _common_classes(sources: Sequence[Source]) -> tuple[tuple[str, ...], list[Array | None]]:
     """All names of classes, and for each part what its numbers become; None where they stay."""
     own = [source.classes for source in sources]
     if all(classes == own[0] for classes in own):
         return own[0], [None] * len(own)
     names = sorted({name for classes in own for name in classes})
-    places = {name: place for place, name in enumerate(names)}
-    tables: list[Array | None] = [np.array([places[name] for name in classes], np.int64) for classes in own]
-    return tuple(names), tables
+    number_of = {name: number for number, name in enumerate(names)}
+    return tuple(names), [np.array([number_of[name] for name in classes], np.int64) for classes in own]
 
 
-def _edges(source: Source, layout: Layout) -> Array:
-    if layout.edges is not None:
-        return layout.edges
-    step = max(1, _RUN_BYTES // max(1, _sample_bytes(source)))
+def _layout(
+    sources: Sequence[Source], edges: Array | None, scratch_bytes: int, *, is_by_sample: bool = False
+) -> Layout:
+    sequential = [source.layout for source in sources if source.layout.is_sequential]
+    return Layout(
+        edges,
+        scratch_bytes,
+        max(source.layout.read_bytes for source in sources),
+        bool(sequential),
+        is_by_sample,
+        sequential[0].reason if sequential else "",
+    )
+
+
+def _edges(source: Source) -> Array:
+    if source.layout.edges is not None:
+        return source.layout.edges
+    step = max(1, _RUN_BYTES // max(1, source.sample_bytes))
     return np.append(np.arange(0, source.num_samples, step, dtype=np.int64), source.num_samples)
-
-
-def _sample_bytes(source: Source) -> int:
-    return sum(field.sample_bytes for field in source.fields)
 
 
 def _renamed(field: Field, taken: set[str]) -> Field:
@@ -375,5 +381,5 @@ def _renamed(field: Field, taken: set[str]) -> Field:
     return replace(field, name=next(name for name in candidates if name not in taken))
 
 
-def _digest(parts: Sequence[str] | Iterator[str]) -> str:
+def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]

@@ -5,23 +5,24 @@ other, a pair is features and labels. Whatever can't be streamed gets one messag
 """
 
 import difflib
+import functools
+import importlib
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
-from memfit.data.files import is_remote, matches, open_file
+from memfit.data.files import is_remote, matches, open_file, read_bytes
 from memfit.data.source import Source
 from memfit.data.sources.converted import Member, can_have_classes, read_classes, read_members
-from memfit.data.sources.image_index import is_folder as is_folder_entry
-from memfit.data.sources.joined import Named, Paired, concatenate
+from memfit.data.sources.image_index import ENDINGS, is_folder_entry
+from memfit.data.sources.joined import Paired, as_labels, concatenate, named
 from memfit.data.sources.npy import MAGIC, NpySource
 from memfit.data.sources.npz import NpzSource, obvious_pair
-from memfit.data.sources.text_labels import as_labels
 
 _KINDS = {
     ".npy": "npy",
@@ -38,14 +39,10 @@ _MAGICS = (
     (b"\x89HDF\r\n\x1a\n", "hdf5"),
     (b"PAR1", "parquet"),
     (b"ARROW1", "arrow"),
-    (b"\x80\x02", "pickle"),
-    (b"\x80\x03", "pickle"),
-    (b"\x80\x04", "pickle"),
-    (b"\x80\x05", "pickle"),
+    *((bytes((0x80, protocol)), "pickle") for protocol in range(2, 6)),
 )
-_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_IMAGE_SUFFIXES = (*ENDINGS, ".ppm", ".pgm")
 _KNOWN = ".npy, .npz, .h5, .hdf5, .parquet, .arrow, .feather, .csv, .tsv, .csv.gz, or a folder of images"
-_SOURCE_PARTS = ("name", "fields", "num_samples", "layout", "classes", "fingerprint", "read", "drop", "close")
 
 
 class Reading(NamedTuple):
@@ -63,20 +60,7 @@ def open_source(
     on_error: str = "fail",
     follow_links: bool = False,
 ) -> Source:
-    """What is to be streamed, as a Source.
-
-    Args:
-        source: a path, an address such as s3://bucket/x.npy, or a pattern such as "train-*.npy"; a list of these, read
-            one after the other; a pair (features, labels); a dict of name -> path; a folder; or a Source.
-        columns: which columns, keys or datasets are the features; all that aren't labels if not given.
-        labels: the column, key or dataset that is the label, or a path (or several) of a file of labels.
-        on_error: what to do about images that can't be read: "fail" or "skip".
-        follow_links: whether to read files outside of what was given that links in it lead to.
-
-    Raises:
-        BadInput: it isn't anything that can be streamed, or its parts don't belong together.
-        BadFile: a file is missing, empty, damaged or of a kind that can't be read.
-    """
+    """What is to be streamed, as a Source."""
     if on_error not in ("fail", "skip"):
         raise BadInput(f"on_error is 'fail' or 'skip', and {on_error!r} was given")
     names = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
@@ -86,9 +70,9 @@ def open_source(
 
 
 def _open(source: Any, columns: list[str] | None, labels: Any, reading: Reading) -> Source:
-    if _is_source(source):
+    if isinstance(source, Source):
         _refuse_choice(source.name, columns, labels)
-        return cast(Source, source)
+        return source
     if isinstance(source, Mapping):
         return _open_mapping(source, columns, labels, reading)
     if isinstance(source, tuple):
@@ -118,14 +102,16 @@ def _open_mapping(source: Mapping[str, Any], columns: list[str] | None, labels: 
     chosen = [name for name in (columns or source) if name != labels]
     if not chosen:
         raise BadInput(f"nothing but the label {labels!r} was given: features are needed too")
-    joined: Source = Named(_open(source[chosen[0]], None, None, reading), chosen[0])
-    for name in chosen[1:]:
-        joined = Paired(joined, Named(_open(source[name], None, None, reading), name), are_labels=False)
+    joined = _side_by_side(named(_open(source[name], None, None, reading), name) for name in chosen)
     if labels is None:
         return joined
     if _are_paths(labels):
         return Paired(joined, as_labels(_open(labels, None, None, reading)))
-    return Paired(joined, as_labels(Named(_open(source[labels], None, None, reading), labels)))
+    return Paired(joined, as_labels(named(_open(source[labels], None, None, reading), labels)))
+
+
+def _side_by_side(sources: Iterable[Source]) -> Source:
+    return functools.reduce(lambda joined, source: Paired(joined, source, are_labels=False), sources)
 
 
 def _paths(source: Any, reading: Reading) -> list[str]:
@@ -157,22 +143,21 @@ def _place_of(array: Any) -> str:
     """How to name the file that an open array is read from; "" where there is none."""
     from memfit.data.array import ArrayFile
 
+    def shown(path: str) -> str:
+        """A path as one would write it in this folder."""
+        return path.removeprefix(os.path.join(os.getcwd(), ""))
+
     if isinstance(array, ArrayFile):
         return f"its path, {array.name!r}"
     h5py = sys.modules.get("h5py")
     if h5py is not None and isinstance(array, h5py.Dataset):
-        return f"its path, {_shown(array.file.filename)!r}, and columns={str(array.name).strip('/')!r}"
+        return f"its path, {shown(array.file.filename)!r}, and columns={str(array.name).strip('/')!r}"
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap) and array.filename is not None:
-            return f"its path, {_shown(os.fspath(array.filename))!r}"
+            return f"its path, {shown(os.fspath(array.filename))!r}"
         # Such as what np.asarray made of one.
         array = array.base
     return ""
-
-
-def _shown(path: str) -> str:
-    """A path as one would write it in this folder."""
-    return path.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def _expand(path: str, reading: Reading) -> list[str]:
@@ -204,9 +189,9 @@ def _open_path(path: str, columns: list[str] | None, labels: str | None, reading
     if not is_remote(path) and not os.path.exists(os.path.expanduser(path)):
         raise BadFile(missing(path))
     kind = kind_of(path)
-    if kind == "hdf5" and reading.follow_links:
-        return _open_hdf5(path, columns, labels, follow_links=True)
-    return _OPENERS[kind](path, columns, labels)
+    # Only HDF5 files refer to others.
+    options = {"follow_links": True} if kind == "hdf5" and reading.follow_links else {}
+    return OPENERS[kind](path, columns=columns, labels=labels, **options)
 
 
 def missing(path: str) -> str:
@@ -223,11 +208,7 @@ def missing(path: str) -> str:
 
 
 def kind_of(path: str) -> str:
-    """The kind of a file: "npy", "npz", "hdf5", "parquet", "arrow" or "csv", by its ending or its first bytes.
-
-    Raises:
-        BadFile: it is empty, a pickle, or of no kind that can be streamed.
-    """
+    """The kind of a file: "npy", "npz", "hdf5", "parquet", "arrow" or "csv", by its ending or its first bytes."""
     kind = _kind_by_name(path)
     file = open_file(path)
     name = repr(file.name)
@@ -238,8 +219,7 @@ def kind_of(path: str) -> str:
     if not file.size:
         raise BadFile(f"{name} is empty: 0 bytes. Was it written to its end?")
     if kind is None:
-        head = bytearray(min(16, file.size))
-        file.read_into(0, head)
+        head = read_bytes(file, 0, 16)
         file.close()
         kind = next((kind for magic, kind in _MAGICS if head.startswith(magic)), None)
     if kind == "pickle":
@@ -247,7 +227,7 @@ def kind_of(path: str) -> str:
             f"{name} is a pickle, which can't be read in parts, and loading one can run any code. Load it once where "
             "you trust it and save its arrays: np.save('x.npy', x), or x.numpy() of a tensor."
         )
-    if kind is None and _is_image(path):
+    if kind is None and path.lower().endswith(_IMAGE_SUFFIXES):
         raise BadFile(f"{name} is a single image. Give the folder that holds a subfolder of images for each class.")
     if kind is None:
         raise BadFile(f"{name} is of no kind that can be streamed: {_KNOWN}. Convert it to one of them.")
@@ -258,10 +238,6 @@ def _kind_by_name(path: str) -> str | None:
     # Addresses may carry a signature behind their path.
     lowered = (path.partition("?")[0] if is_remote(path) else path).lower()
     return next((kind for suffix, kind in _KINDS.items() if lowered.endswith(suffix)), None)
-
-
-def _is_image(path: str) -> bool:
-    return path.lower().endswith(_IMAGE_SUFFIXES)
 
 
 def _is_folder(path: str) -> bool:
@@ -315,7 +291,7 @@ def _open_folder(path: str, columns: list[str] | None, labels: str | None, readi
             return Paired(NpySource(features), _open_labels(targets, "y", read_classes(present)))
         if data:
             return concatenate([_open_path(file, columns, labels, reading) for file in data])
-        if not any(_is_image(file) for file, _ in entries):
+        if not any(file.lower().endswith(_IMAGE_SUFFIXES) for file, _ in entries):
             raise BadFile(f"the folder {path!r} holds nothing that can be streamed: {_KNOWN}.")
     _refuse_choice(path, columns, labels)
     from memfit.data.sources.images import open_images
@@ -339,16 +315,12 @@ def _open_members(
     features = [name for name in columns or paths if name not in targets and (columns is not None or name not in own)]
     if not features:
         raise BadInput(f"{path!r} has nothing but the label {labels!r} then; features are needed too.")
-    joined: Source = NpySource(paths[features[0]], name=features[0])
-    for name in features[1:]:
-        joined = Paired(joined, NpySource(paths[name], name=name), are_labels=False)
+    joined = _side_by_side(NpySource(paths[name], name=name) for name in features)
     if not targets:
         return joined
     # The names are those of the labels that were written as such.
-    answers = _open_labels(paths[targets[0]], targets[0], classes if targets[0] in own else ())
-    for name in targets[1:]:
-        answers = Paired(answers, NpySource(paths[name], name=name), are_labels=False)
-    return Paired(joined, answers)
+    first = _open_labels(paths[targets[0]], targets[0], classes if targets[0] in own else ())
+    return Paired(joined, _side_by_side([first, *(NpySource(paths[name], name=name) for name in targets[1:])]))
 
 
 def _open_labels(path: str, name: str, classes: tuple[str, ...]) -> Source:
@@ -358,11 +330,7 @@ def _open_labels(path: str, name: str, classes: tuple[str, ...]) -> Source:
     return as_labels(source)
 
 
-def _open_npy(path: str, columns: list[str] | None, labels: str | None) -> Source:
-    return NpySource(path, columns=columns, labels=labels)
-
-
-def _open_npz(path: str, columns: list[str] | None, labels: str | None) -> Source:
+def _open_npz(path: str, *, columns: list[str] | None, labels: str | None) -> Source:
     source = NpzSource(path, columns=columns, labels=labels)
     *features, last = source.fields
     if not (last.is_label and last.dtype.kind in "SU"):
@@ -372,41 +340,29 @@ def _open_npz(path: str, columns: list[str] | None, labels: str | None) -> Sourc
     return Paired(NpzSource(path, columns=[field.name for field in features]), texts)
 
 
-def _open_hdf5(path: str, columns: list[str] | None, labels: str | None, *, follow_links: bool = False) -> Source:
-    from memfit.data.sources.hdf5 import open_hdf5
+def _later(module: str, function: str) -> Callable[..., Source]:
+    """An opener whose module, and the library that reads the format, is loaded when it is needed."""
 
-    return open_hdf5(path, columns=columns, labels=labels, follow_links=follow_links)
+    def opened(path: str, **options: Any) -> Source:
+        source: Source = getattr(importlib.import_module(module), function)(path, **options)
+        return source
 
-
-def _open_parquet(path: str, columns: list[str] | None, labels: str | None) -> Source:
-    from memfit.data.sources.parquet import open_parquet
-
-    return open_parquet(path, columns=columns, labels=labels)
+    return opened
 
 
-def _open_csv(path: str, columns: list[str] | None, labels: str | None) -> Source:
-    from memfit.data.sources.csv import open_csv
-
-    return open_csv(path, columns=columns, labels=labels)
-
-
-_OPENERS: dict[str, Callable[[str, list[str] | None, str | None], Source]] = {
-    "npy": _open_npy,
+OPENERS: dict[str, Callable[..., Source]] = {
+    "npy": NpySource,
     "npz": _open_npz,
-    "hdf5": _open_hdf5,
-    "parquet": _open_parquet,
-    "arrow": _open_parquet,
-    "csv": _open_csv,
+    "hdf5": _later("memfit.data.sources.hdf5", "open_hdf5"),
+    "parquet": _later("memfit.data.sources.parquet", "open_parquet"),
+    "arrow": _later("memfit.data.sources.parquet", "open_parquet"),
+    "csv": _later("memfit.data.sources.csv", "open_csv"),
 }
-
-
-def _is_source(value: Any) -> bool:
-    return not isinstance(value, str | os.PathLike | Mapping) and all(hasattr(value, part) for part in _SOURCE_PARTS)
 
 
 def _are_paths(labels: Any) -> bool:
     """Whether `labels` is a file, or several, and no name of a column."""
-    if isinstance(labels, os.PathLike) or _is_source(labels):
+    if isinstance(labels, os.PathLike | Source):
         return True
     if isinstance(labels, str):
         return labels.lower().endswith(tuple(_KINDS)) or is_remote(labels)

@@ -1,6 +1,6 @@
 """Data that can only be read from its beginning, unpacked once to files that can be read anywhere.
 
-A compressed .npz or a .csv.gz has no places to jump to. It is written out as .npy files into the spool folder, under
+A compressed .npz has no places to jump to. It is written out as .npy files into the spool folder, under
 the fingerprint of the data as name: the next run finds it there, and data that was changed gets a place of its own.
 Several processes that start together unpack it once; the others wait. What was interrupted is gone on with.
 """
@@ -11,58 +11,76 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+from memfit.core import heap
 from memfit.core.env import spool_folder
 from memfit.core.errors import BadFile
 from memfit.core.printing import printable
 from memfit.core.units import format_size
+from memfit.data.files import LocalFile
 from memfit.data.journal import Journal, write_whole
-from memfit.data.source import Array, Field, Layout, Source
-from memfit.data.sources.npy import NpySource
+from memfit.data.source import Source
+from memfit.data.sources.npy import NpyArray, NpyArrays
 from memfit.data.transfer import Transfer, free_bytes
 from memfit.data.writing import file_names, plan_target
 
 # Several are in memory at once, which a stream with a small budget has to allow for.
 _PIECE_BYTES = 2 << 20
-_DESCRIPTION = "memfit.json"
+# Written pages that aren't on disk yet count against a container's limit beside the budget.
+_SYNC_BYTES = 4 << 20
+DESCRIPTION = "memfit.json"
+_Made = TypeVar("_Made")
 
 
-def spooled(
-    source: Source, folder: str | os.PathLike[str] | None = None, *, announce: Callable[[str], None] | None = None
-) -> Source:
-    """The same samples in files that can be read from anywhere; unpacked now, if they weren't before.
+def spooled(source: Source) -> Source:
+    """The same samples in files that can be read from anywhere; unpacked now, if they weren't before."""
+    return make_once(
+        source.fingerprint(),
+        lambda place: _open(source, place),
+        lambda place: _unpack(source, place),
+        source.name,
+        source.total_bytes,
+    )
 
-    Args:
-        source: to unpack.
-        folder: where to; MEMFIT_SPOOL, or a part of the user's cache folder, if not given.
-        announce: called with one sentence before it begins; written to standard error if not given.
 
-    Raises:
-        BadFile: the source is damaged, or there is no room or no permission in the folder.
+def make_once(
+    key: str,
+    open_made: Callable[[Path], _Made | None],
+    make: Callable[[Path], None],
+    name: str,
+    size_bytes: int,
+) -> _Made:
+    """What the spool folder (MEMFIT_SPOOL, or a part of the user's cache folder) holds under a key.
+
+    Made now, if it isn't there, by one of the processes that need it; the others wait.
     """
-    place = Path(spool_folder() if folder is None else folder).expanduser() / source.fingerprint()
-    found = _open(source, place)
-    if found is not None:
-        return found
-    journal = Journal(place)
+    place = Path(spool_folder()).expanduser() / key
+    made = open_made(place)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with journal.locked(wait=True):
-            # Another process may have done it while this one waited.
-            found = _open(source, place)
-            if found is None:
-                _unpack(source, place, journal, announce or _say)
-                found = _open(source, place)
+        if made is None:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with Journal(place).locked(wait=True):
+                # Another process may have done it while this one waited.
+                made = open_made(place)
+                if made is None:
+                    make(place)
+                    # What stays in reserve would be copied by every worker that is forked.
+                    heap.release()
+                    made = open_made(place)
     except OSError as error:
         raise BadFile(
-            f"{source.name} has to be unpacked before it can be streamed, and {str(place.parent)!r} can't be written "
-            f"to: {error.strerror or error}. Set MEMFIT_SPOOL to a folder with {format_size(_size(source))} of room."
+            f"{name} has to be unpacked before it can be streamed, and {str(place.parent)!r} can't be written "
+            f"to: {error.strerror or error}. Set MEMFIT_SPOOL to a folder with {format_size(size_bytes)} of room."
         ) from error
-    assert found is not None
-    return found
+    assert made is not None
+    with contextlib.suppress(OSError):
+        # For whoever cleans up by the time of the last use.
+        os.utime(place)
+    return made
 
 
-class SpooledSource:
+class SpooledSource(NpyArrays):
     """Unpacked files under the name and with the fields and classes of what they were made of.
 
     Args:
@@ -71,111 +89,59 @@ class SpooledSource:
     """
 
     def __init__(self, source: Source, paths: Sequence[Path]) -> None:
-        self._name = source.name
-        self._fields = source.fields
-        self._classes = source.classes
+        arrays = [NpyArray(LocalFile(path), repr(str(path))) for path in paths]
+        super().__init__(
+            "", [(array, (field,)) for array, field in zip(arrays, source.fields, strict=True)], source.name
+        )
+        self.classes = source.classes
         self._fingerprint = source.fingerprint()
-        self._parts = [NpySource(path) for path in paths]
         self.paths = tuple(paths)
-
-    @property
-    def name(self) -> str:
-        """Of what was unpacked."""
-        return self._name
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """Of what was unpacked."""
-        return self._fields
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in it."""
-        return self._parts[0].num_samples
-
-    @property
-    def layout(self) -> Layout:
-        """Any run of samples at the cost of its bytes."""
-        return Layout(scratch_bytes=max(part.layout.scratch_bytes for part in self._parts))
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Of what was unpacked."""
-        return self._classes
+        self.is_whole = all(
+            array.shape == (source.num_samples, *field.shape) and array.dtype == field.dtype
+            for array, field in zip(arrays, source.fields, strict=True)
+        )
 
     def fingerprint(self) -> str:
         """Of what was unpacked: the same before and after."""
         return self._fingerprint
 
-    def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills one array a field with samples `start` to `stop`."""
-        for part, array in zip(self._parts, out, strict=True):
-            part.read(start, stop, [array])
-
-    def drop(self, start: int, stop: int) -> None:
-        """Gives the pages of these samples back."""
-        for part in self._parts:
-            part.drop(start, stop)
-
-    def close(self) -> None:
-        """Closes the files in this process."""
-        for part in self._parts:
-            part.close()
-
 
 def _open(source: Source, place: Path) -> Source | None:
     """What was unpacked before; None where it isn't there or isn't whole."""
-    paths = [place / name for name in file_names(source.fields)]
     try:
-        parts = [NpySource(path) for path in paths]
-        is_same = all(
-            part.num_samples == source.num_samples
-            and part.fields[0].shape == field.shape
-            and part.fields[0].dtype == field.dtype
-            for part, field in zip(parts, source.fields, strict=True)
-        )
+        opened = SpooledSource(source, [place / name for name in file_names(source.fields)])
     except BadFile:
         return None
-    if not is_same:
-        return None
-    with contextlib.suppress(OSError):
-        # For whoever cleans up by the time of the last use.
-        os.utime(place)
-    return SpooledSource(source, paths)
+    return opened if opened.is_whole else None
 
 
-def _unpack(source: Source, place: Path, journal: Journal, announce: Callable[[str], None]) -> None:
-    size = _size(source)
-    free = free_bytes(place.parent)
+def _unpack(source: Source, place: Path) -> None:
+    size, free = source.total_bytes, free_bytes(place.parent)
+    reason = source.layout.reason.rstrip(".") or "as it is, it takes more memory to read than there is"
     if free is not None and size > free:
         raise BadFile(
-            f"{source.name} has to be unpacked before it can be streamed ({_reason(source)}). That takes "
+            f"{source.name} has to be unpacked before it can be streamed ({reason}). That takes "
             f"{format_size(size)}, and {str(place.parent)!r} has {format_size(free)} left. Make room, or set "
             "MEMFIT_SPOOL to a folder on another disk."
         )
     announce(
-        f"memfit: unpacking {source.name} to {str(place)!r}, {format_size(size)}, once: {_reason(source)}. "
+        f"memfit: unpacking {source.name} to {str(place)!r}, {format_size(size)}, once: {reason}. "
         "Later runs find it there."
     )
-    sample_bytes = sum(field.sample_bytes for field in source.fields)
     # A name without an ending stands for a folder.
     folder = place.with_suffix("")
-    target = plan_target(folder, source.fields, source.num_samples, chunk_bytes=_PIECE_BYTES, read_bytes=sample_bytes)
+    target = plan_target(
+        folder, source.fields, source.num_samples, chunk_bytes=_PIECE_BYTES, read_bytes=source.sample_bytes
+    )
     try:
-        Transfer(source, target, journal, {"use": "spool"}, discard_other=True).run()
+        journal = Journal(place)
+        Transfer(source, target, journal, {"use": "spool"}, discard_other=True, sync_bytes=_SYNC_BYTES).run()
     finally:
         source.close()
     description = {"name": source.name, "classes": list(source.classes), "bytes": size}
-    write_whole(place / _DESCRIPTION, json.dumps(description).encode())
+    write_whole(place / DESCRIPTION, json.dumps(description).encode())
 
 
-def _size(source: Source) -> int:
-    return source.num_samples * sum(field.sample_bytes for field in source.fields)
-
-
-def _reason(source: Source) -> str:
-    return source.layout.reason.rstrip(".") or "as it is, it takes more memory to read than there is"
-
-
-def _say(sentence: str) -> None:
+def announce(sentence: str) -> None:
+    """Says on standard error what takes long, or much room."""
     print(printable(sentence), file=sys.stderr)

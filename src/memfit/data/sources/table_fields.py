@@ -73,17 +73,7 @@ class Part:
 def choose_fields(
     table: Sequence[Column], *, columns: Sequence[str] | str | None, labels: Sequence[str] | str | None, source: str
 ) -> tuple[Part, ...]:
-    """Fields that samples of a table have: the matrix of features first, then columns of arrays, then labels.
-
-    Args:
-        table: all its columns.
-        columns: names of those to use, in this order; all of them if None.
-        labels: names of those that are labels; none if None.
-        source: what the user calls the table.
-
-    Raises:
-        BadInput: names that aren't there, or columns that can't be used in this way.
-    """
+    """Fields that samples of a table have: the matrix of features first, then columns of arrays, then labels."""
     label_names = _names(labels, "labels")
     chosen = [column.name for column in table] if columns is None else _names(columns, "columns")
     places = _places(table, list(dict.fromkeys([*chosen, *label_names])), source)
@@ -114,11 +104,7 @@ def choose_fields(
 
 
 def sort_classes(found: Iterable[str], column: str, source: str) -> tuple[str, ...]:
-    """Names of classes, in the order in which they are numbered.
-
-    Raises:
-        BadInput: there are too many.
-    """
+    """Names of classes, in the order in which they are numbered."""
     classes = sorted(set(found))
     if len(classes) > MOST_CLASSES:
         raise BadInput(

@@ -151,7 +151,7 @@ def test_table_without_rows(tmp_path: Path) -> None:
 
 def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingDependency, match=r"pyarrow is needed: pip install pyarrow"):
+    with pytest.raises(MissingDependency, match=r"pyarrow is needed: `pip install pyarrow`"):
         open_arrow(tmp_path / "a.arrow")
 
 

@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import pickle
+import sys
 import threading
 
 import numpy as np
@@ -12,9 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.data.sources import csv as csv_source
-from memfit.data.sources import csv_index
 from memfit.data.sources.csv import open_csv
 
 pytest.importorskip("pyarrow")
@@ -22,12 +22,12 @@ pytest.importorskip("pyarrow")
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch, tmp_path):
-    """Chunks, blocks and pieces of a few rows, so that small files have many, and a cache of the test's own."""
-    monkeypatch.setattr(csv_index, "_CHUNK_BYTES", 200)
-    monkeypatch.setattr(csv_index, "BLOCK_BYTES", 60)
-    monkeypatch.setattr(csv_index, "_COLUMN_BYTES", 1)
-    monkeypatch.setattr(csv_source, "_PIECE_BYTES", 150)
-    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    """Blocks and batches of a few rows, so that small files have many, and a spool folder of the test's own."""
+    monkeypatch.setattr(csv_source, "_BLOCK_BYTES", 200)
+    monkeypatch.setattr(csv_source, "_COLUMN_BYTES", 1)
+    monkeypatch.setattr(csv_source, "_BATCH_BYTES", 200)
+    monkeypatch.setattr(csv_source, "_HEAD_BYTES", 100)
+    monkeypatch.setenv("MEMFIT_SPOOL", str(tmp_path / "spool"))
 
 
 def read(source, start=0, stop=None, dtypes=None):
@@ -102,17 +102,6 @@ def test_fields_and_layout(tmp_path):
     edges = source.layout.edges
     assert edges[0] == 0 and edges[-1] == 200 and len(edges) > 20 and (np.diff(edges) > 0).all()
     assert not source.layout.is_sequential and source.layout.scratch_bytes > 0
-    assert source.notes == ()
-
-
-def test_only_bytes_near_the_rows_are_read(tmp_path, monkeypatch):
-    source = open_csv(write(tmp_path / "x.csv", table()), columns=None, labels="t")
-    runs = []
-    whole = source._text.read
-    monkeypatch.setattr(source._text, "read", lambda start, stop: runs.append((start, stop)) or whole(start, stop))
-    features, _ = read(source, 100, 103)
-    assert features[:, 0].tolist() == [100, 101, 102]
-    assert 0 < sum(stop - start for start, stop in runs) < 200
 
 
 def test_columns_in_the_order_given_and_integer_labels(tmp_path):
@@ -133,7 +122,6 @@ def test_columns_without_names_go_by_their_numbers(tmp_path):
     features, labels = read(source)
     assert features.tolist() == [[2, 1], [4, 3], [6, 5]]
     assert labels.tolist() == [0, 1, 0]
-    assert 'the first line has no names: columns are "0", "1" and so on' in source.notes
     with pytest.raises(BadInput, match="has no column 'column 7'"):
         open_csv(path, columns=["7"], labels=None)
 
@@ -153,17 +141,6 @@ def test_empty_cells_are_nan_and_noted(tmp_path):
     nan = math.nan
     np.testing.assert_array_equal(features, [[nan, 1, nan, 1], [2.5, nan, nan, 1], [nan, 0, nan, 1]])
     np.testing.assert_array_equal(labels, [1, nan, 3])
-    assert (
-        "column 'i' has 1 empty cells, which are NaN, and its whole numbers are floating-point ones for that"
-        in source.notes
-    )
-    assert "column 'f' has 2 empty cells, which are NaN" in source.notes
-    assert not any("'n'" in note for note in source.notes)
-
-
-def test_many_columns_with_empty_cells_are_counted(tmp_path):
-    path = write(tmp_path / "x.csv", ",".join(f"c{n}" for n in range(9)) + "\n" + "1," * 8 + "1\n" + "," * 8 + "\n")
-    assert "4 more columns have empty cells, which are NaN" in open_csv(path, columns=None, labels=None).notes
 
 
 def test_truth_values(tmp_path):
@@ -176,11 +153,8 @@ def test_truth_values(tmp_path):
 def test_decimal_commas_tabs_and_row_numbers(tmp_path):
     source = open_csv(write(tmp_path / "x.csv", "a;b\n1,5;2\n2,25;3\n"), columns=None, labels=None)
     assert read(source)[0].tolist() == [[1.5, 2], [2.25, 3]]
-    assert source.notes == ("numbers have a decimal comma",)
     source = open_csv(write(tmp_path / "x.tsv", "a\tb\n1\t2\n"), columns=None, labels=None)
     assert read(source)[0].tolist() == [[1, 2]]
-    source = open_csv(write(tmp_path / "y.csv", ",a\n0,5.5\n1,6.5\n"), columns=None, labels=None)
-    assert "the row numbers that pandas writes" in source.notes[0]
 
 
 def test_text_in_a_column_of_features_is_named_by_line(tmp_path):
@@ -189,22 +163,27 @@ def test_text_in_a_column_of_features_is_named_by_line(tmp_path):
     path = write(tmp_path / "x.csv", "\n".join(rows))
     with pytest.raises(BadFile, match=r"x\.csv', line 62: column 'f' has 'oops', where other rows have numbers"):
         open_csv(path, columns=None, labels="t")
-    # As labels it is a class, and said to be
+    # As labels it is a class
     source = open_csv(path, columns=["n"], labels="f")
     assert "oops" in source.classes and "15.0" not in source.classes and "14.75" in source.classes
-    assert any("(line 62: 'oops')" in note for note in source.notes)
     assert read(source, 60, 61)[1].tolist() == [source.classes.index("oops")]
     assert open_csv(path, columns=["n"], labels="t").num_samples == 100
 
 
-def test_gzip_is_read_from_its_beginning(tmp_path):
+def test_gzip_is_told_by_the_contents(tmp_path):
     plain = open_csv(write(tmp_path / "x.csv", table()), columns=None, labels="t")
-    packed = open_csv(write(tmp_path / "x.csv.gz", gzip.compress(table().encode())), columns=None, labels="t")
-    assert packed.layout.is_sequential
-    assert "packed by gzip, and can only be unpacked from its beginning" in packed.layout.reason
+    packed = open_csv(write(tmp_path / "y.csv", gzip.compress(table().encode())), columns=None, labels="t")
     for start, stop in [(0, 200), (50, 60), (10, 20)]:
         for first, second in zip(read(plain, start, stop), read(packed, start, stop), strict=True):
             np.testing.assert_array_equal(first, second)
+
+
+def test_truncated_and_damaged_archives_are_named(tmp_path):
+    packed = gzip.compress(table(5000).encode())
+    for data in (packed[: len(packed) // 2], packed[:30], packed[:-8] + bytes(8)):
+        with pytest.raises(BadFile, match=r"x\.csv\.gz' can't be unpacked: .*truncated or damaged"):
+            open_csv(write(tmp_path / "x.csv.gz", data), columns=None, labels="t")
+    assert os.listdir(tmp_path / "spool") == []
 
 
 def test_the_fingerprint_changes_with_the_file_and_the_choice(tmp_path):
@@ -216,25 +195,154 @@ def test_the_fingerprint_changes_with_the_file_and_the_choice(tmp_path):
     assert first != open_csv(path, columns=None, labels="t").fingerprint()
 
 
+def test_it_is_converted_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(csv_source, "_ANNOUNCED_BYTES", 1000)
+    path = write(tmp_path / "x.csv", table())
+    first = read(open_csv(path, columns=None, labels="t"))
+    (folder,) = (tmp_path / "spool").iterdir()
+    assert f"memfit: converting {path} to '{folder}', once." in capsys.readouterr().err
+    # WHEN it is opened again THEN the text isn't read, and the rows are the same
+    monkeypatch.setattr(csv_source, "_Conversion", None)
+    source = open_csv(path, columns=None, labels="t")
+    for one, other in zip(first, read(source), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert source.classes == ("x", "y", "z")
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["rows.arrow", "memfit.json"])
+def test_what_was_converted_and_damaged_is_converted_again(tmp_path, name):
+    path = write(tmp_path / "x.csv", table())
+    open_csv(path, columns=None, labels="t")
+    (folder,) = (tmp_path / "spool").iterdir()
+    write(folder / name, (folder / name).read_bytes()[:20])
+    assert len(read(open_csv(path, columns=None, labels="t"))[0]) == 200
+
+
+def test_files_of_one_name_and_size_are_told_apart(tmp_path):
+    for folder, text in (("a", "n\n1\n"), ("b", "n\n2\n")):
+        (tmp_path / folder).mkdir()
+        os.utime(write(tmp_path / folder / "x.csv", text), (1, 1))
+    found = [read(open_csv(tmp_path / folder / "x.csv", columns=None, labels=None))[0].item() for folder in "ab"]
+    assert found == [1, 2]
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch):
+    sizes = iter([(4, 1.0), (6, 2.0)])
+    monkeypatch.setattr(csv_source, "stat_of", lambda _: next(sizes))
+    with pytest.raises(BadFile, match="was changed while it was read"):
+        open_csv(write(tmp_path / "x.csv", "a\n1\n"), columns=None, labels=None)
+    assert os.listdir(tmp_path / "spool") == []
+
+
+def test_a_spool_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMFIT_SPOOL", str(write(tmp_path / "file", "")))
+    with pytest.raises(BadFile, match=r"has to be unpacked before .* can't be written to: .*Set MEMFIT_SPOOL"):
+        open_csv(write(tmp_path / "x.csv", "a\n1\n"), columns=None, labels=None)
+
+
+def test_blank_lines_and_a_last_line_without_an_end(tmp_path):
+    path = write(tmp_path / "x.csv", "\na\n1\n" + "\n" * 500 + "2\n3\n" + "\r\n" * 300 + "4")
+    assert read(open_csv(path, columns=None, labels=None))[0].tolist() == [[1], [2], [3], [4]]
+
+
+def test_kinds_found_late(tmp_path):
+    # GIVEN labels that are whole numbers, and features that are empty, for many rows
+    early = "1,1,,,7\n" * 200
+    path = write(tmp_path / "x.csv", "i,f,e,b,n\n" + early + "2,1.5,7,true,\n" + early)
+    for name, dtype in (("i", np.int64), ("f", np.float64), ("n", np.float64)):
+        features, labels = read(open_csv(path, columns=["e", "b"], labels=name))
+        np.testing.assert_array_equal(features[199:202], [[math.nan] * 2, [7, 1], [math.nan] * 2])
+        assert labels.dtype == dtype
+
+
+def test_labels_that_turn_out_to_be_text_late_have_all_their_classes(tmp_path):
+    rows = [f"{row % 3:02d},5" for row in range(300)]
+    rows[280] = "other,5"
+    source = open_csv(write(tmp_path / "x.csv", "a,b\n" + "\n".join(rows)), columns=None, labels="a")
+    assert source.classes == ("00", "01", "02", "other")
+
+
+def test_dates_and_words_for_nothing_are_classes_as_they_are_written(tmp_path):
+    path = write(tmp_path / "x.csv", "d,n\n" + "2020-01-02,1\n2020-01-01,2\n" * 10)
+    assert open_csv(path, columns=None, labels="d").classes == ("2020-01-01", "2020-01-02")
+    path = write(tmp_path / "y.csv", "d,n\n" + "NA,1\n" * 30 + "x,1\n")
+    assert open_csv(path, columns=None, labels="d").classes == ("NA", "x")
+
+
+def test_too_many_classes(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.csv", "t,n\n" + "".join(f"name {row},1\n" for row in range(30)))
+    monkeypatch.setattr(csv_source, "_LONGEST_CLASSES", 100)
+    with pytest.raises(BadInput, match="too long and too many different strings"):
+        open_csv(path, columns=None, labels="t")
+    monkeypatch.setattr(csv_source, "MOST_CLASSES", 10)
+    monkeypatch.setattr("memfit.data.sources.table_fields.MOST_CLASSES", 10)
+    with pytest.raises(BadInput, match=r"column 't' of .*x\.csv has more than 10 different strings"):
+        open_csv(path, columns=None, labels="t")
+
+
+GOOD = "".join(f"{row},{row}\n" for row in range(140))
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("bad", "line", "message"),
     [
-        ("\n150,37.5,x", "\n150,oops,x", "line 152: column 'f' has 'oops', which is no number"),
-        ("\n150,37.5,x", "\n150,37,5,x", "line 152: 4 cells"),
-        ("\n150,37.5,x", "\n150,37.5,q", "the label 'q'"),
-        ("\n150,37.5,x", "\n150,    ,x", "line 152: column 'f' has '    ', which is no number"),
-        ("\n150,37.5,x", "\n,37.5000,x", "and has empty cells in column 'n', which had none"),
-        ("\n150,37.5,x", "\n0x1,0x11,x", "line 152: column 'n' has '0x1'"),
-        ("\n150,37.5,x", "\n" * 11, r"and has \d+ rows from line \d+ on instead of \d+"),
+        ("1\n", 142, r"1 cells \(separated by ','\), where 2 were expected as in the first row: '1'"),
+        ("1,2,3\n", 142, r"3 cells .* where 2 were expected as in the first row: '1,2,3'"),
+        ('1,"2\n3"\n1\n', 144, "1 cells"),
+        ('\n\r\n1,"2\n', 144, "a quote is opened and never closed, .*: '1,2"),
+        ("1,\x002\n", 142, r"column 'b' has '\\x002', where other rows have numbers"),
+        (b"1,\xe9\n", 142, "column 'b' has '\ufffd', which isn't UTF-8.*iconv"),
+        (b"1,x\xe2\x82", 142, "column 'b' has .* which isn't UTF-8"),
+        ("1,0x1g\n", 142, "column 'b' has '0x1g', where other rows have numbers"),
     ],
 )
-def test_a_file_that_was_changed_after_opening(tmp_path, old, new, message):
-    path = write(tmp_path / "x.csv", table())
-    source = open_csv(path, columns=None, labels="t")
-    assert len(old) == len(new)
-    write(path, table().replace(old, new))
-    with pytest.raises(BadFile, match=rf"x\.csv' was changed since it was opened, .*{message}"):
-        read(source)
+@pytest.mark.parametrize("is_early", [False, True])
+def test_bad_rows_are_named_by_line(tmp_path, bad, line, message, is_early):
+    bad = bad if isinstance(bad, bytes) else bad.encode()
+    good = GOOD.encode()
+    if is_early:
+        good, line = b"0,0\n" * 3, line - 137
+    # Nothing after a character that is cut short by the end of the file.
+    after = b"" if bad.endswith(b"\x82") else GOOD.encode()
+    with pytest.raises(BadFile, match=rf"x\.csv', line {line}: {message}"):
+        open_csv(write(tmp_path / "x.csv", b"a,b\n" + good + bad + after), columns=None, labels=None)
+    assert os.listdir(tmp_path / "spool") == []
+
+
+def test_a_quote_that_is_never_closed_in_a_column_that_is_not_used(tmp_path):
+    path = write(tmp_path / "x.csv", "a,t\n" + "1,x\n" * 140 + '1,"x\n1,x\n')
+    with pytest.raises(BadFile, match="line 142: a quote is opened and never closed"):
+        open_csv(path, columns="a", labels=None)
+
+
+def test_an_endless_record_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_source, "_LONGEST_RECORD", 300)
+    for row in ('1,"' + "2\n" * 100_000, "1," + "2" * 300_000):
+        with pytest.raises(BadFile, match=r"line 142: a quote is opened and never closed, or a row has more than"):
+            open_csv(write(tmp_path / "x.csv", "a,b\n" + GOOD + row), columns=None, labels=None)
+
+
+def test_long_records_make_larger_blocks(tmp_path):
+    path = write(tmp_path / "x.csv", "a,t\n" + "1,x\n" * 140 + f"2,{'y' * 5000}\n" + "1,x\n" * 140)
+    assert read(open_csv(path, columns="a", labels=None))[0].sum() == 282
+
+
+def test_labels_must_not_be_empty(tmp_path):
+    with pytest.raises(BadFile, match=r"line 144: column 't' is empty, and labels are needed in every row"):
+        path = write(tmp_path / "x.csv", "t,n\n" + "x,1\n" * 140 + "y,1\n\n,2\nz,1\n")
+        open_csv(path, columns=None, labels="t")
+
+
+def test_only_names(tmp_path):
+    with pytest.raises(BadFile, match=r"x\.csv' has names of columns but no rows"):
+        open_csv(write(tmp_path / "x.csv", "a,b\n"), columns=None, labels=None)
+
+
+def test_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
+    with pytest.raises(MissingDependency, match=r"pip install pyarrow"):
+        open_csv(write(tmp_path / "x.csv", "a\n1\n"), columns=None, labels=None)
 
 
 def test_it_is_read_after_a_pickle_a_fork_and_by_threads(tmp_path):
@@ -279,3 +387,15 @@ def test_a_file_behind_an_address(tmp_path):
     for first, second in zip(read(source, 20, 90), read(local, 20, 90), strict=True):
         np.testing.assert_array_equal(first, second)
     assert source.fingerprint() == source.fingerprint()
+
+
+def test_line_ends_inside_of_quotes_survive_the_end_of_a_block(tmp_path):
+    # GIVEN rows of all lengths, so that some block ends between the two bytes of such a line end
+    labels = [f"{'a' * (number % 37)}\r\n{number % 5}" for number in range(400)]
+    path = write(tmp_path / "x.csv", "".join(f'{n},"{label}"\n' for n, label in enumerate(labels)).encode())
+
+    # WHEN it is opened
+    source = open_csv(path, columns=None, labels="1")
+
+    # THEN no label has lost a byte
+    assert source.classes == tuple(sorted(set(labels)))

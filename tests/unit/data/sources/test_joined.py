@@ -7,11 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.core.errors import BadFile, BadInput
-from memfit.data.source import Field, Layout, SampleSource
-from memfit.data.sources.joined import Concatenated, Named, Paired, concatenate
+from memfit.data.source import Field, Layout, SampleSource, Source
+from memfit.data.sources import joined
+from memfit.data.sources.joined import Concatenated, Paired, Passing, as_labels, concatenate, named
+from memfit.data.sources.npy import NpySource
+from tests.sources import ArraySource
 
 
-class Memory:
+class Memory(Source):
     """A source over arrays, with any layout."""
 
     def __init__(self, name, arrays, *, labels=(), layout=None, classes=(), is_ragged=False):
@@ -39,7 +42,7 @@ class Memory:
         self.calls.append("close")
 
 
-class Pictures(Memory):
+class Pictures(Memory, SampleSource):
     num_skipped = 1
     notes = ("small",)
 
@@ -288,7 +291,7 @@ def test_several_features_side_by_side_keep_distinct_names():
 
 def test_a_field_under_another_name():
     inner = part("a", 0, 5, classes=("k",))
-    source = Named(inner, "picture")
+    source = named(inner, "picture")
 
     assert source.fields == (replace(inner.fields[0], name="picture"),)
     assert (source.name, source.num_samples, source.classes) == ("a", 5, ("k",))
@@ -299,11 +302,11 @@ def test_a_field_under_another_name():
     source.close()
     assert inner.calls == [("drop", 0, 1), "close"]
     with pytest.raises(BadInput, match="was given for 'picture' and has 2 fields: 'a', 'b'"):
-        Named(Memory("f", {"a": np.zeros(2), "b": np.zeros(2)}), "picture")
+        named(Memory("f", {"a": np.zeros(2), "b": np.zeros(2)}), "picture")
 
 
 def test_joined_sources_can_be_pickled():
-    source = Paired(Concatenated([part("a", 0, 3), part("b", 3, 5)]), Named(part("y", 0, 5), "label"))
+    source = Paired(Concatenated([part("a", 0, 3), part("b", 3, 5)]), named(part("y", 0, 5), "label"))
 
     copy = pickle.loads(pickle.dumps(source))
 
@@ -317,3 +320,61 @@ def test_numbers_without_a_name_are_told():
 
     with pytest.raises(BadFile, match="a has a label between 0 and 2 that none of the names of its 2 classes is for"):
         concatenate([first, second]).read(0, 4, [np.empty(4, np.int64)])
+
+
+def test_all_but_the_fields_is_the_sources():
+    source = ArraySource(np.arange(10.0), edges=[0, 5, 10])
+    passing = Passing(source, (replace(source.fields[0], name="other"),))
+    out = np.empty(3)
+
+    passing.read(2, 5, [out])
+    passing.drop(0, 5)
+    passing.close()
+
+    assert out.tolist() == [2, 3, 4]
+    assert passing.fields[0].name == "other"
+    assert (passing.name, passing.num_samples, passing.classes) == (source.name, 10, ())
+    assert passing.layout is source.layout
+    assert passing.fingerprint() == source.fingerprint()
+
+
+def opened(tmp_path, array):
+    np.save(tmp_path / "y.npy", array)
+    return NpySource(tmp_path / "y.npy", name="y")
+
+
+@pytest.mark.parametrize("dtype", ["U5", "S5", ">U5"])
+def test_texts_become_numbers_of_sorted_classes(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr(joined, "_TEXT_BYTES", 64)
+    texts = np.random.default_rng(0).choice(["dog", "cat", "bird"], 100)
+    plain = opened(tmp_path, texts.astype(dtype))
+
+    source = as_labels(plain)
+
+    assert source.classes == ("bird", "cat", "dog")
+    assert source.fields[0].dtype == np.int64
+    assert (source.name, source.num_samples, source.fingerprint()) == (plain.name, 100, plain.fingerprint())
+    assert source.layout.scratch_bytes > plain.layout.scratch_bytes
+    out = np.empty(80, np.int64)
+    source.read(15, 95, [out])
+    assert [source.classes[number] for number in out] == texts[15:95].tolist()
+    source.drop(0, 10)
+    source.close()
+
+
+def test_numbers_stay_as_they_are(tmp_path):
+    source = opened(tmp_path, np.arange(5))
+
+    assert as_labels(source) is source
+
+
+def test_too_many_texts_are_no_classes(tmp_path, monkeypatch):
+    monkeypatch.setattr(joined, "_MAX_CLASSES", 50)
+
+    with pytest.raises(BadInput, match=r"y\.npy holds more than 50 different texts, too many to be classes"):
+        as_labels(opened(tmp_path, np.arange(60).astype("U3")))
+
+
+def test_several_texts_a_sample_are_no_class(tmp_path):
+    with pytest.raises(BadInput, match=r"text of the shape \(2,\) a sample"):
+        as_labels(opened(tmp_path, np.zeros((3, 2), "U3")))

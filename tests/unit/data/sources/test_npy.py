@@ -71,10 +71,9 @@ def test_times_and_texts_are_given_as_stored(tmp_path, dtype):
 
 
 def test_one_axis_gives_a_number_a_sample(tmp_path):
-    source = NpySource(saved(tmp_path, np.asfortranarray(np.arange(9))), name="y", is_label=True)
+    source = NpySource(saved(tmp_path, np.asfortranarray(np.arange(9))), name="y")
 
     assert source.fields[0].shape == ()
-    assert source.fields[0].is_label
     assert not source.layout.is_sequential
     assert read(source, 2, 4).tolist() == [2, 3]
 

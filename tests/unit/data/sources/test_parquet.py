@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from memfit.core.errors import BadFile, BadInput, MissingDependency
-from memfit.data.convert import convert
-from memfit.data.inspection import inspect
+from memfit.data.convert import convert_data
+from memfit.data.inspection import inspect_data
 from memfit.data.source import Source
 from memfit.data.sources import parquet
 from memfit.data.sources.parquet import ParquetSource, open_parquet
@@ -255,7 +255,7 @@ def test_header_that_is_none_counts_as_a_usual_page(tmp_path: Path) -> None:
 
 def test_large_row_groups_are_released_and_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "_RELEASED_BYTES", 10)
-    monkeypatch.setattr(parquet, "_DROP_EVERY_BYTES", 1000)
+    monkeypatch.setattr("memfit.data.files._DROP_EVERY_BYTES", 1000)
     source = open_parquet(write(tmp_path / "a.parquet", use_dictionary=["a"]), columns=["a"])
     released: list[int] = []
     monkeypatch.setattr(parquet, "_release_pools", lambda: released.append(1))
@@ -332,7 +332,7 @@ def test_reading_loads_no_more_than_it_uses(tmp_path: Path) -> None:
 def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingDependency, match=r"pyarrow is needed: pip install pyarrow"):
+    with pytest.raises(MissingDependency, match=r"pyarrow is needed: `pip install pyarrow`"):
         open_parquet(path)
 
 
@@ -351,9 +351,9 @@ def test_names_that_are_no_utf8(tmp_path: Path) -> None:
     # GIVEN a name as file systems of other countries and times have left them
     path = tmp_path / os.fsdecode(b"caf\xe9.parquet")
     np.save(tmp_path / "x.npy", np.arange(6.0).reshape(3, 2))
-    convert(tmp_path / "x.npy", path)
+    convert_data(tmp_path / "x.npy", path)
     source = open_parquet(path)
     out = np.empty((3, 2))
     source.read(0, 3, [out])
     assert out.tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert inspect(path).storage
+    assert inspect_data(path).storage

@@ -20,7 +20,8 @@ X, Y = np.random.default_rng(0).standard_normal((300, 4)), np.arange(300) % 5
 
 
 @pytest.fixture
-def source(tmp_path):
+def source(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMFIT_SPOOL", str(tmp_path / "spool"))
     np.savez_compressed(tmp_path / "data.npz", x=X, y=Y)
     return NpzSource(tmp_path / "data.npz")
 
@@ -33,9 +34,8 @@ def read(source, start, stop):
     return out
 
 
-def test_samples_can_be_read_from_anywhere(tmp_path, source):
-    told = []
-    unpacked = spooled(source, tmp_path / "spool", announce=told.append)
+def test_samples_can_be_read_from_anywhere(source, capsys):
+    unpacked = spooled(source)
 
     assert not unpacked.layout.is_sequential
     assert (unpacked.name, unpacked.fields, unpacked.num_samples) == (source.name, source.fields, 300)
@@ -43,19 +43,19 @@ def test_samples_can_be_read_from_anywhere(tmp_path, source):
     x, y = read(unpacked, 250, 280)
     assert np.array_equal(x, X[250:280])
     assert np.array_equal(y, Y[250:280])
-    assert len(told) == 1
-    assert "unpacking" in told[0]
-    assert "11.7 KiB, once" in told[0]
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("memfit: unpacking ")
+    assert "11.7 KiB, once" in told
 
 
 def test_it_is_unpacked_once(tmp_path, source, capsys, monkeypatch):
-    spooled(source, tmp_path / "spool")
+    spooled(source)
     assert capsys.readouterr().err.startswith("memfit: unpacking ")
     monkeypatch.setattr(spool, "_unpack", None)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = spooled(source, tmp_path / "spool")
+        again = spooled(source)
 
     assert isinstance(again, SpooledSource)
     assert capsys.readouterr().err == ""
@@ -63,58 +63,58 @@ def test_it_is_unpacked_once(tmp_path, source, capsys, monkeypatch):
 
 
 def test_changed_data_gets_a_place_of_its_own(tmp_path, source):
-    spooled(source, tmp_path / "spool", announce=len)
+    spooled(source)
     np.savez_compressed(tmp_path / "data.npz", x=X + 1, y=Y)
     changed = NpzSource(tmp_path / "data.npz")
 
-    assert np.array_equal(read(spooled(changed, tmp_path / "spool", announce=len), 0, 3)[0], X[:3] + 1)
+    assert np.array_equal(read(spooled(changed), 0, 3)[0], X[:3] + 1)
     assert len(list((tmp_path / "spool").iterdir())) == 2
 
 
-def test_a_damaged_spool_is_made_again(tmp_path, source):
-    unpacked = spooled(source, tmp_path / "spool", announce=len)
+def test_a_damaged_spool_is_made_again(source):
+    unpacked = spooled(source)
     unpacked.paths[0].write_bytes(unpacked.paths[0].read_bytes()[:200])
 
-    assert np.array_equal(read(spooled(source, tmp_path / "spool", announce=len), 0, 300)[0], X)
+    assert np.array_equal(read(spooled(source), 0, 300)[0], X)
 
 
 def test_the_folder_is_that_of_the_environment(tmp_path, source, monkeypatch):
     monkeypatch.setenv("MEMFIT_SPOOL", str(tmp_path / "elsewhere"))
 
-    unpacked = spooled(source, announce=len)
+    unpacked = spooled(source)
 
     assert unpacked.paths[0].parent == tmp_path / "elsewhere" / source.fingerprint()
     description = json.loads((unpacked.paths[0].parent / "memfit.json").read_text())
     assert description == {"name": source.name, "classes": [], "bytes": 300 * 40}
 
 
-def test_a_disk_without_room_is_named(tmp_path, source, monkeypatch):
+def test_a_disk_without_room_is_named(source, monkeypatch):
     monkeypatch.setattr(spool, "free_bytes", lambda path: 100)
 
     with pytest.raises(BadFile, match=r"That takes 11\.7 KiB, and .* has 100 B left. .* set MEMFIT_SPOOL"):
-        spooled(source, tmp_path / "spool", announce=len)
+        spooled(source)
 
 
-def test_a_folder_that_can_not_be_written_is_named(tmp_path, source, monkeypatch):
+def test_a_folder_that_can_not_be_written_is_named(source, monkeypatch):
     def refuse(*arguments):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Journal, "_acquire", refuse)
 
     with pytest.raises(BadFile, match=r"can't be written to: Permission denied. Set MEMFIT_SPOOL"):
-        spooled(source, tmp_path / "spool")
+        spooled(source)
 
 
 RANK = """
 import sys
 from memfit.data.sources.npz import NpzSource
 from memfit.data.sources.spool import spooled
-print(spooled(NpzSource(sys.argv[1]), sys.argv[2]).num_samples)
+print(spooled(NpzSource(sys.argv[1])).num_samples)
 """
 
 
 def test_several_processes_unpack_it_once(tmp_path, source):
-    command = [sys.executable, "-c", RANK, tmp_path / "data.npz", tmp_path / "spool"]
+    command = [sys.executable, "-c", RANK, tmp_path / "data.npz"]
     environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

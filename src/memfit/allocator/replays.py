@@ -1,0 +1,136 @@
+"""What a device must provide for a whole timeline: the events one after another, on each kind of allocator."""
+
+from itertools import accumulate
+from typing import Any
+
+from memfit.allocator.bfc import BestFitAllocator
+from memfit.allocator.caching import CachingAllocator
+from memfit.allocator.rounding import MIN_BLOCK_BYTES, round_size
+from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
+from memfit.core.timeline import Timeline
+
+DEFAULT_OPTIONS = AllocatorOptions()
+
+
+def replay(
+    timeline: Timeline, options: AllocatorOptions = DEFAULT_OPTIONS, capacity_bytes: int | None = None
+) -> Replay:
+    """Memory over time as PyTorch's CUDA caching allocator would hold it.
+
+    The first allocation that doesn't fit, even after the cache was released, ends the replay: nothing is allocated or
+    freed from there on, and that tick and all later ones show the state in which the allocator raised its error.
+    Blocks of 0 bytes take nothing.
+
+    Args:
+        timeline: what the program asks for.
+        options: settings of the allocator.
+        capacity_bytes: what the device can give to segments; None: no limit.
+    """
+    allocator = CachingAllocator(options, capacity_bytes)
+    divisions = options.roundup_power2_divisions
+    if divisions > 1:
+        sizes = [round_size(size, divisions) if size else 0 for size in _requests(timeline)]
+    else:
+        # `round_size` without a call for each.
+        sizes = [-(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for size in _requests(timeline)]
+    return _replayed(timeline, sizes, allocator, allocator.source)
+
+
+def replay_best_fit(timeline: Timeline, capacity_bytes: int | None = None, growth: bool = True) -> Replay:
+    """Memory over time as the allocator of TensorFlow and JAX hands it out; the end is as for `replay`.
+
+    Args:
+        timeline: what the program asks for.
+        capacity_bytes: what the device can give; None: no limit.
+        growth: whether regions are taken as they are needed (TensorFlow's `allow_growth`, JAX without preallocation).
+    """
+    allocator = BestFitAllocator(capacity_bytes, growth=growth)
+    return _replayed(timeline, _requests(timeline), allocator, allocator)
+
+
+def replay_plain(timeline: Timeline, capacity_bytes: int | None = None) -> Replay:
+    """Memory over time where nothing is rounded or cached: reserved equals allocated equals the live bytes.
+
+    A host allocator rounds and keeps far less than the CUDA caching allocator, and differently on every system, so that
+    the plain sum of live bytes is the honest answer there.
+
+    Args:
+        timeline: what the program asks for.
+        capacity_bytes: what the host can give; None: no limit. The first allocation beyond it ends the replay, and the
+            remaining ticks repeat the last value.
+    """
+    sizes = _requests(timeline)
+    changes = [sizes[event] if event >= 0 else -sizes[-event] for event in signed_events(timeline)]
+    live = list(accumulate(changes))
+    out_of_memory = None
+    if capacity_bytes is not None and max(live, default=0) > capacity_bytes:
+        tick = next(tick for tick, total in enumerate(live) if total > capacity_bytes)
+        before = live[tick] - changes[tick]
+        out_of_memory = OutOfMemory(tick, changes[tick], before, before)
+        live[tick:] = [before] * (len(live) - tick)
+    curve, peak = tuple(live), max(live, default=0)
+    return Replay(curve, curve, peak, peak, peak, num_segments=0, out_of_memory=out_of_memory)
+
+
+def signed_events(timeline: Timeline) -> list[int]:
+    """One number per tick: n for the allocation of block n, -n for its free (blocks count from 1), 0 for nothing.
+
+    The same events in the same order as `Timeline.events`, without a tuple for each.
+    """
+    order = [0] * timeline.num_ticks
+    for number, block in enumerate(timeline.blocks, 1):
+        order[block.start] = number
+        end = block.end
+        if end is not None:
+            order[end] = -number
+    return order
+
+
+def _requests(timeline: Timeline) -> list[int]:
+    """What each block asks for, by its number in `signed_events`."""
+    requests = [0]
+    requests += [block.size_bytes for block in timeline.blocks]
+    return requests
+
+
+def _replayed(timeline: Timeline, sizes: list[int], allocator: Any, source: Any) -> Replay:
+    """Runs the events; `allocator` counts what is allocated, `source` what is reserved."""
+    requests = _requests(timeline)
+    malloc, free = allocator.malloc, allocator.free
+    held: list[Any] = [None] * len(sizes)
+    allocated: list[int] = []
+    reserved: list[int] = []
+    requested = requested_peak = 0
+    out_of_memory = None
+    for tick, event in enumerate(signed_events(timeline)):
+        if event > 0:
+            size = sizes[event]
+            if size:
+                block = malloc(size)
+                if block is None:
+                    out_of_memory = OutOfMemory(tick, requests[event], allocator.allocated, source.reserved)
+                    break
+                held[event] = block
+                requested += requests[event]
+                if requested > requested_peak:
+                    requested_peak = requested
+        elif event:
+            block = held[-event]
+            if block is not None:
+                free(block)
+                requested -= requests[-event]
+        allocated.append(allocator.allocated)
+        reserved.append(source.reserved)
+    num_left = timeline.num_ticks - len(allocated)
+    allocated += [allocator.allocated] * num_left
+    reserved += [source.reserved] * num_left
+    return Replay(
+        allocated=tuple(allocated),
+        reserved=tuple(reserved),
+        allocated_peak_bytes=max(allocated, default=0),
+        reserved_peak_bytes=max(reserved, default=0),
+        requested_peak_bytes=requested_peak,
+        num_segments=source.num_segments,
+        num_retries=getattr(allocator, "num_retries", 0),
+        out_of_memory=out_of_memory,
+    )

@@ -1,0 +1,136 @@
+"""`memfit.dryrun`: an unmodified training script on a device that need not be there."""
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from memfit.allocator import parse_options
+from memfit.api.devices import resolve
+from memfit.api.jobs import require_torch
+from memfit.core import dryrun as dryrun_results
+from memfit.core import env
+from memfit.core.device import Device, Kind
+from memfit.core.dryrun import DryRun, DryRunOptions, Request
+from memfit.core.errors import BadInput
+from memfit.core.progress import announce
+from memfit.planner.budget import autocast_of
+from memfit.reports.dryrun import figures
+
+if TYPE_CHECKING:
+    from memfit.processes.sequence import TooLarge
+
+# Trying out suggestions may take twice as long as the dry run did, or this long.
+_MIN_TRIAL_SECONDS = 120.0
+
+
+def _write_page(result: DryRun, path: str) -> None:
+    from memfit.reports import page
+
+    page.write_run_page(result, path)
+
+
+dryrun_results.reporters.use(lambda run: str(figures.report(run)), _write_page)
+
+
+def dryrun(
+    script: str | os.PathLike[str],
+    arguments: Iterable[str] = (),
+    *,
+    device: str | Device | None = None,
+    module: bool = False,
+    count: int = 1,
+    steps: int = 3,
+    options: DryRunOptions | None = None,
+) -> DryRun:
+    """How an unmodified training script fares on a device that need not be there.
+
+    The script runs in a process of its own, in which PyTorch sees the device. What it prints goes where ours goes.
+
+    Args:
+        script: path of the script, or dotted name of a module.
+        arguments: what the script is given.
+        device: as for `estimate`; a CUDA device.
+        module: whether `script` is the name of a module, as for `python -m`.
+        count: how many such devices PyTorch sees; the figures are those of one of them.
+        steps: optimizer steps after which the script is ended.
+        options: a scan of its batches, what becomes of the files that it writes, and where its output goes.
+    """
+    options = options or DryRunOptions()
+    for option, value, least in (("count", count, 1), ("steps", steps, 1), ("scan", options.scan, 0)):
+        if value < least:
+            raise BadInput(f"{option} must be at least {least}, but {value} was given.")
+    if isinstance(arguments, str):
+        raise BadInput(f"arguments must be a list such as {arguments.split()!r}, but the text {arguments!r} was given.")
+    name = os.fspath(script)
+    # Processes are of no use to anyone who doesn't run a script.
+    from memfit.processes.entry_point import find_target
+    from memfit.processes.keras_scripts import keras_backend
+    from memfit.processes.limits import has_devices
+    from memfit.processes.sequence import dry_run
+
+    name = find_target(name, module=module)
+    backend = keras_backend(name, module=module)
+    target = resolve("cpu" if device is None and backend and not has_devices() else device)
+    # Keras on PyTorch runs on the simulated device like any other script of PyTorch.
+    until_fit = backend != "" and (backend != "torch" or target.kind is not Kind.CUDA)
+    if target.kind is not Kind.CUDA and not until_fit:
+        raise BadInput(
+            f"only CUDA devices can be simulated for a script, but {target.name!r} was given. "
+            "Name one, such as device='rtx-3090' (--device rtx-3090); `memfit devices` lists all."
+        )
+    # Refused here rather than by the script's process.
+    parse_options(env.allocator_settings())
+    if not until_fit:
+        require_torch()
+    kept = options.checkpoint_folder
+    request = Request(
+        name,
+        module,
+        tuple(map(str, arguments)),
+        target,
+        count,
+        steps,
+        options.scan,
+        checkpoint_folder="" if kept is None else os.path.abspath(kept),
+        until_fit=until_fit,
+        writable=tuple(map(os.path.abspath, options.writable)),
+    )
+    for folder in request.writable:
+        os.makedirs(folder, exist_ok=True)
+    run, too_large = dry_run(request, quiet_output=options.quiet_output, announce=announce)
+    return run if run.fits is not False or too_large is None else _advised(run, too_large)
+
+
+def _advised(run: DryRun, too_large: "TooLarge") -> DryRun:
+    """The run with what could be changed about its step, tried on the script itself as far as time allows."""
+    from memfit.planner import advise
+    from memfit.planner.move import Move, Situation
+    from memfit.processes.sequence import peak_with
+
+    began = time.perf_counter()
+    seconds = max(_MIN_TRIAL_SECONDS, 2 * run.seconds)
+    estimate, seen = too_large.estimate, too_large.seen
+
+    def tried(move: Move) -> int | None:
+        left = seconds - (time.perf_counter() - began)
+        if left <= 0:
+            return None
+        announce(f"running the script with a change that may help ({move.title}), to see what it needs then")
+        assert move.settings is not None
+        return peak_with(too_large, move.settings, max(1, run.num_steps), left, accumulates=move.accumulates)
+
+    situation = Situation(
+        estimate.timeline,
+        run.allocator,
+        estimate.num_parameters,
+        run.num_devices,
+        seen.batch_size,
+        seen.autocast,
+        seen.fusable,
+        autocast_of(estimate.device),
+    )
+    context_bytes = estimate.context_bytes + estimate.other_bytes
+    suggestions = advise(situation, estimate.replay, context_bytes=context_bytes, peak_with=tried)
+    return replace(run, advice=suggestions)

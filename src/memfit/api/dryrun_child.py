@@ -1,0 +1,166 @@
+"""The child process of a dry run: `python -m memfit.api.dryrun_child REQUEST.json`.
+
+Puts the parts together on the other side of `memfit.processes`: the device's memory, and the script that runs on it.
+"""
+
+import json
+import os
+import sys
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from memfit.allocator import memory_of
+from memfit.allocator.shared import SharedDevice, can_share
+from memfit.core import env
+from memfit.core import interrupts as _interrupts
+from memfit.core.dryrun import DryRun, Request
+from memfit.core.progress import announce
+from memfit.processes import overlay, programs
+from memfit.processes import process_tree as processes
+from memfit.processes.shared_runs import DEVICE
+
+if TYPE_CHECKING:
+    from memfit.frameworks.torch.script.script import ScriptRun
+
+_MAX_NAMED = 3
+# How long the interpreter may take to end when the result has been written.
+_ENDING_SECONDS = 10.0
+
+
+def main(request_path: str) -> int:
+    """Runs what the file asks for and writes the result where it says."""
+    request = _read(request_path)
+    # Before anything starts a thread.
+    if request.layers:
+        _keep_files_apart(request)
+        # A memfit that is killed can't end us, and the next one removes the folder with our files.
+        processes.die_with_parent(processes.KILL)
+    if request.until_fit:
+        from memfit.api.keras_script import KerasScriptRun
+
+        _interrupts.raise_again()
+        try:
+            result = KerasScriptRun(request).run()
+        except KeyboardInterrupt:
+            return 130
+        _write(request.result_path, result.to_json())
+        return result.exit_code or 0
+    # TorchScript runs as the Python it is made from; PyTorch reads this when it is imported.
+    os.environ["PYTORCH_JIT"] = "0"
+    # DistributedDataParallel has no clock for shape-only tensors, and says so in C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if request.settings is not None and request.settings.expandable_segments:
+        given = env.allocator_settings()
+        os.environ["PYTORCH_ALLOC_CONF"] = f"{given},expandable_segments:True" if given else "expandable_segments:True"
+    from memfit.frameworks.torch.script.processes import following
+
+    run = _script_run(request, request_path, "")
+
+    def write(result: DryRun) -> None:
+        _write(request.result_path, {**result.to_json(), "loader_ordinal": run.loaders.training})
+
+    def leave(result: DryRun) -> None:
+        write(result)
+        sys.stdout.flush()
+        os._exit(0)
+
+    run.leave_with(leave)
+    _interrupts.raise_again()
+    try:
+        with following(request_path, programs.DRYRUN[-1]) if can_share() else nullcontext():
+            result = run.run()
+    except KeyboardInterrupt:
+        # Before or after the script.
+        return 130
+    finally:
+        _interrupts.end_at_once()
+    write(result)
+    return result.exit_code or 0
+
+
+def _read(request_path: str) -> Request:
+    request = Request.from_json(Path(request_path).read_text(encoding="utf-8"))
+    if request.layers and not request.checkpoint_folder:
+        # Ends with the run.
+        return replace(request, checkpoint_folder=os.path.join(request.layers[0], "checkpoints"))
+    return request
+
+
+def _keep_files_apart(request: Request) -> None:
+    """What the script and its processes write from now on is theirs alone, where that can be; what remains is said."""
+    script = [] if request.module else [os.path.dirname(os.path.realpath(request.script))]
+    written = [os.getcwd(), *script, os.path.expanduser("~")]
+    # The script's own folder is no cache, wherever caches are said to be.
+    caches = [path for path in env.download_folders() if not any(overlay.is_within(each, path) for each in written)]
+    reason, read_only = overlay.enter(request.layers, shared=(*caches, *request.writable), written=written)
+    if reason:
+        announce(
+            f"no view of files of the script's own here ({reason}): its checkpoints go elsewhere and yours are kept, "
+            "but whatever else it writes or removes, and what its commands do, is real"
+        )
+        return
+    real = [path for path in dict.fromkeys((*caches, *request.writable, "/dev/shm")) if os.path.isdir(path)]
+    real = [path for path in real if not any(path != each and overlay.is_within(path, each) for each in real)]
+    announce(f"what the script writes is its own and goes when it ends, except below {_named(real)}: there it is real")
+    if read_only:
+        announce(f"the script can't write below {_named(read_only)}: file systems without overlay")
+
+
+def _named(folders: list[str]) -> str:
+    more = f" and {len(folders) - _MAX_NAMED} more" if len(folders) > _MAX_NAMED else ""
+    return ", ".join(folders[:_MAX_NAMED]) + more
+
+
+_followed: list["ScriptRun"] = []
+
+
+def follow(request_path: str) -> None:
+    """Simulates the device of a request in this process too, which the request's script has started."""
+    request = _read(request_path)
+    run = _script_run(request, request_path, " ".join(map(os.path.basename, sys.argv[:1])) or "a process")
+    run.follow(run.write_process)
+    _followed.append(run)
+
+
+def _script_run(request: Request, request_path: str, name: str) -> "ScriptRun":
+    from memfit.frameworks.torch.script.script import ScriptRun
+
+    memory, configure = memory_of(request.device, unlimited=request.unlimited)
+    shared = None
+    if can_share():
+        usable = None if request.unlimited else request.device.usable_bytes
+        path = os.path.join(os.path.dirname(request_path), DEVICE)
+        shared = SharedDevice(path, usable, request.device.context_bytes or 0, name)
+        memory.share(shared)
+    folder = os.path.dirname(request_path)
+    # Processes that the script starts are in the view of files that the first one has entered.
+    private_files = any(os.path.exists(os.path.join(layer, overlay.LAYERS)) for layer in request.layers[:1])
+    run = ScriptRun(request, memory, configure, shared, private_files=private_files)
+    run.write_process = lambda result: _write(os.path.join(folder, f"process-{os.getpid()}.json"), result.to_json())
+    return run
+
+
+def _write(path: str, data: dict[str, Any]) -> None:
+    temporary = Path(path + ".tmp")
+    temporary.write_text(json.dumps(data), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process, also where the interpreter's own end waits for processes that the script has left behind."""
+
+    def leave() -> None:
+        processes.end_descendants(os.getpid(), 0.0)
+        os._exit(code)
+
+    timer = threading.Timer(_ENDING_SECONDS, leave)
+    timer.daemon = True
+    timer.start()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    _end(main(sys.argv[1]))

@@ -1,0 +1,208 @@
+"""memfit inside of the training loops of other libraries: transformers, Lightning and Keras.
+
+None of them is imported before it is used. A loop that uses `accelerate` needs nothing from here: `memfit.Guard` takes
+what `accelerator.prepare` returns.
+"""
+
+import functools
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from memfit.api.jobs import torch_adapter
+from memfit.api.library_guard import LibraryGuard
+from memfit.catalogue.host import cgroup_limit_bytes
+from memfit.core.guarding import GuardOptions
+from memfit.processes.limits import has_devices
+
+LightningGuard: Any
+"""A callback that guards training steps; made when it is first asked for, see `_lightning_guard`."""
+
+_INSTEAD = dict.fromkeys(("scaler", "ema", "clip_value", "clip"), "the library has its own") | dict.fromkeys(
+    ("state", "checkpoint_every", "keep"), "the library writes the checkpoints"
+)
+"""Options that a guard inside of a library doesn't take."""
+
+
+class GuardedTrainerMixin:
+    """A `transformers.Trainer` whose training steps are transactions: `class Mine(GuardedTrainerMixin, Trainer)`.
+
+    A step that runs out of memory is undone and run again with smaller micro-batches, then with recomputation.
+    """
+
+    memfit_options: GuardOptions = GuardOptions()
+    """approximate, grow_after, micro_batch_size and remember; all else is the trainer's."""
+
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """Trains; where `memfit run` has started the script again, from the last checkpoint."""
+        return _trainer_guard(self).train(super().train, arguments, named)  # type: ignore[misc]
+
+    def training_step(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        """Forward and backward pass of one batch, as often as it takes."""
+        step = super().training_step  # type: ignore[misc]
+        return _trainer_guard(self).training_step(step, model, inputs, arguments, named)
+
+    def _save_checkpoint(self, model: Any, trial: Any = None, **named: Any) -> Any:
+        result = super()._save_checkpoint(model, trial, **named)  # type: ignore[misc]
+        _trainer_guard(self).saved(trial)
+        return result
+
+
+def guard_trainer(trainer: Any, options: GuardOptions | None = None) -> Any:
+    """Guards a `transformers.Trainer` that was made already, of whatever class; returns it.
+
+    Args:
+        trainer: the trainer; its class becomes one of the same name with `GuardedTrainerMixin`.
+        options: approximate, grow_after, micro_batch_size and remember; all else is the trainer's.
+    """
+    kind = type(trainer)
+    if not isinstance(trainer, GuardedTrainerMixin):
+        members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        trainer.__class__ = type(kind.__name__, (GuardedTrainerMixin, kind), members)
+    trainer.memfit_options = options or GuardOptions()
+    return trainer
+
+
+def _trainer_guard(trainer: Any) -> Any:
+    found = vars(trainer).get("_memfit_guard")
+    if found is None:
+        torch_adapter()
+        from memfit.frameworks.torch.guard.transformers_trainer import TrainerGuard
+
+        found = trainer._memfit_guard = TrainerGuard(trainer, _maker(trainer.memfit_options))
+    return found
+
+
+def _maker(options: GuardOptions) -> Any:
+    options.refuse("the guard of a trainer", _INSTEAD)
+
+    def make(model: Any, optimizer: Any, scaler: Any = None) -> LibraryGuard:
+        return LibraryGuard(model, optimizer, replace(options, scaler=scaler))
+
+    return make
+
+
+# Lightning.
+
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LightningGuard":
+        return _lightning_guard(_lightning())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _lightning() -> ModuleType:
+    """The Lightning that the program uses: its package has two names."""
+    import importlib
+
+    for name in sorted(_LIGHTNING, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise ImportError("LightningGuard needs Lightning, which is not installed. Run: pip install lightning")
+
+
+@functools.cache
+def _lightning_guard(lightning: ModuleType) -> Any:
+    """The callback, as a class of this Lightning."""
+    torch_adapter()
+    from memfit.frameworks.torch.guard.lightning_guard import LightningLoop
+
+    class LightningGuard(lightning.Callback):  # type: ignore[misc, name-defined]
+        """A callback that makes training steps transactions.
+
+        A step that runs out of memory is undone and run again with smaller micro-batches, then with recomputation.
+
+        Args:
+            options: approximate, grow_after, micro_batch_size and remember; all else is the trainer's.
+        """
+
+        def __init__(self, options: GuardOptions | None = None) -> None:
+            super().__init__()
+            self._make_guard = _maker(options or GuardOptions())
+            self._loop: LightningLoop | None = None
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            """Guards the training from here on."""
+            self._loop = LightningLoop(trainer, self._make_guard)
+            self._loop.attach()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            """Leaves the trainer as it was."""
+            self._detach()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            """Leaves the trainer as it was."""
+            self._detach()
+
+        def _detach(self) -> None:
+            if self._loop is not None:
+                self._loop.detach()
+                self._loop = None
+
+    return LightningGuard
+
+
+# Scripts under `memfit run`.
+
+
+def install_transformers(module: ModuleType) -> None:
+    """Guards every `Trainer` of this process from when it trains; `module` is `transformers.trainer`."""
+    plain = module.Trainer.train
+    if hasattr(plain, "_memfit_plain"):
+        return
+
+    @functools.wraps(plain)
+    def train(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not isinstance(self, GuardedTrainerMixin):
+            guard_trainer(self)
+        return _trainer_guard(self).train(functools.partial(plain, self), arguments, named)
+
+    train._memfit_plain = plain  # type: ignore[attr-defined]
+    module.Trainer.train = train
+
+
+def install_lightning(module: ModuleType) -> None:
+    """Adds a `LightningGuard` to every `Trainer` of this process; `module` is one of Lightning's two packages."""
+    plain = module.Trainer.fit
+    if hasattr(plain, "_memfit_plain"):
+        return
+
+    @functools.wraps(plain)
+    def fit(self: Any, *arguments: Any, **named: Any) -> Any:
+        from memfit.frameworks.torch.guard.lightning_guard import resumed
+
+        guard = _lightning_guard(module)
+        if not any(isinstance(callback, guard) for callback in self.callbacks):
+            self.callbacks.append(guard())
+        if len(arguments) <= _CKPT_PATH:
+            named["ckpt_path"] = resumed(named.get("ckpt_path"))
+        return plain(self, *arguments, **named)
+
+    fit._memfit_plain = plain  # type: ignore[attr-defined]
+    module.Trainer.fit = fit
+
+
+def install_keras(module: ModuleType) -> None:
+    """Guards every `fit` of Keras in this process; `module` is the package `keras`."""
+    from memfit.api.fit import guarded_fit
+    from memfit.frameworks.keras import supervised
+
+    # TensorFlow's kernels may end the process where others raise an error: what it does in a container is planned.
+    budget = cgroup_limit_bytes() if module.backend.backend() == "tensorflow" and not has_devices() else None
+    supervised.install(module, functools.partial(guarded_fit, budget=budget))
+
+
+TRAINERS = {
+    "transformers.trainer": install_transformers,
+    "lightning.pytorch": install_lightning,
+    "pytorch_lightning": install_lightning,
+}
+"""What makes the trainers of a library guarded, by the module that has to be imported first."""
+
+# Arguments of `fit` before `ckpt_path`: model, train_dataloaders, val_dataloaders, datamodule.
+_CKPT_PATH = 4

@@ -1,0 +1,151 @@
+"""A dry run of a script that trains with Keras: it runs until its first step, which is estimated.
+
+That is a step of the first `fit` or `train_on_batch`, or a turn of a loop that the script writes itself. No device is
+simulated for the script, whose data and model are real; nothing is trained. It is run by `_child`, in a process of its
+own.
+"""
+
+import runpy
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from memfit.api.jobs import as_job, open_estimator
+from memfit.core.dryrun import DryRun, Outcome, Request
+from memfit.core.errors import MemfitError
+from memfit.core.estimate import Estimate, Note
+from memfit.core.job import Job
+from memfit.core.printing import printable_traceback
+from memfit.core.replay import AllocatorOptions
+from memfit.estimator.estimator import Estimator
+from memfit.frameworks.torch.script.imports import watch_imports
+
+if TYPE_CHECKING:
+    from memfit.frameworks.keras.script.dryrun import FirstBatch
+
+_ESTIMATED = "keras-first-fit"
+_FOLLOWED = "keras-first-turn"
+_NO_STEP = (
+    "the script called no `fit` or `train_on_batch` of a Keras model, and no loop of its own that computes gradients"
+)
+_NO_LOOPS = (
+    "the script called no `fit` or `train_on_batch` of a Keras model. On PyTorch, loops of its own are followed on a "
+    "simulated GPU: name one, such as --device t4"
+)
+
+
+class KerasScriptRun:
+    """One run of a script until its first training step.
+
+    Args:
+        request: the script and the device.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._first: FirstBatch | None = None
+        self._turn: Any = None
+        self._loop: Any = None
+        self._backend = ""
+
+    def run(self) -> DryRun:
+        """Runs the script and says what its first training step needs."""
+        started = time.perf_counter()
+        watch_imports({"keras": self._watch})
+        request, error = self._request, None
+        sys.argv = [request.script, *request.arguments]
+        try:
+            if request.module:
+                sys.path.insert(0, str(Path.cwd()))
+                runpy.run_module(request.script, run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(request.script).absolute().parent))
+                runpy.run_path(request.script, run_name="__main__")
+        except BaseException as raised:
+            error = raised
+        if self._loop is not None and not self._has_step and not isinstance(error, KeyboardInterrupt):
+            from memfit.frameworks.keras.script.dryrun import FirstTurn
+
+            # A turn that wasn't gone through to its end is better than none.
+            with suppress(FirstTurn):
+                self._loop.close()
+        if isinstance(error, Exception) and not self._has_step:
+            print(printable_traceback(error), end="", file=sys.stderr)
+        result = self._result(error)
+        return replace(result, seconds=time.perf_counter() - started)
+
+    @property
+    def _has_step(self) -> bool:
+        return self._first is not None or self._turn is not None
+
+    def _watch(self, module: ModuleType) -> None:
+        from memfit.frameworks.keras.script.dryrun import end_at_fit, follow_loops
+
+        def found(first: "FirstBatch") -> None:
+            self._first = self._first or first
+
+        def turned(loop: Any) -> None:
+            self._turn = self._turn or loop
+
+        self._backend = str(module.backend.backend())
+        end_at_fit(module, found)
+        self._loop = follow_loops(turned)
+
+    def _result(self, error: BaseException | None) -> DryRun:
+        request = self._request
+        plain = DryRun(
+            script=request.script,
+            arguments=request.arguments,
+            estimate=None,
+            outcome=Outcome.NO_STEP,
+            num_steps=0,
+            steps_wanted=request.steps,
+            num_devices=request.count,
+        )
+        if self._has_step:
+            try:
+                estimate = self._estimate(error)
+            except MemfitError as problem:
+                return replace(plain, outcome=Outcome.FAILED, error=_said(problem))
+            outcome = Outcome.OUT_OF_MEMORY if estimate.fits is False else Outcome.COMPLETED
+            return replace(plain, estimate=estimate, outcome=outcome, num_steps=1, steps_wanted=1)
+        if isinstance(error, KeyboardInterrupt):
+            return replace(plain, outcome=Outcome.INTERRUPTED)
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+            return replace(plain, outcome=Outcome.FAILED if code else Outcome.NO_STEP, exit_code=code)
+        if isinstance(error, Exception):
+            return replace(plain, outcome=Outcome.FAILED, error=_said(error), exit_code=1)
+        return replace(plain, error=_NO_LOOPS if self._backend == "torch" else _NO_STEP, exit_code=0)
+
+    def _estimate(self, error: BaseException | None) -> Estimate:
+        device = self._request.device
+        if self._first is not None:
+            batch = self._first.batch
+            if isinstance(batch, tuple | list):
+                # Without the weights of samples, where nobody gave any.
+                batch = tuple(batch)
+                while len(batch) > 1 and batch[-1] is None:
+                    batch = batch[:-1]
+            estimate = open_estimator(as_job(self._first.model, (), None, batch), device).run()
+            code = _ESTIMATED
+            text = "the script ran until its first fit, of which a step was estimated; nothing was trained"
+        else:
+            from memfit.frameworks.keras.script.dryrun import OpenLoop
+
+            tracer = OpenLoop(self._turn, device, self._request.script)
+            estimate = Estimator(Job(None), device, AllocatorOptions(), tracer, "Keras").run()
+            code = _FOLLOWED
+            text = "the script ran until its own training loop, of which one turn was estimated; nothing was trained"
+            if isinstance(error, Exception):
+                text += f". The turn ended early, with {_said(error)}: what came before it is counted"
+        return replace(estimate, notes=(*estimate.notes, Note(code, text)))
+
+
+def _said(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

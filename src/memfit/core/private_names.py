@@ -1,0 +1,55 @@
+"""Names that a framework doesn't promise to keep: found wherever a version has them, or one clear error.
+
+Each framework's `internals.py` is the one place that uses them.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from memfit.core.errors import MissingDependency
+
+
+@dataclass(frozen=True)
+class PrivateNames:
+    """Private names of one framework.
+
+    Args:
+        framework: the package that has them, such as "keras".
+        tested: versions in which memfit was seen to work, in words.
+    """
+
+    framework: str
+    tested: str
+
+    def find(self, *places: str) -> Any:
+        """What is at the first place that there is.
+
+        Args:
+            places: where versions have had it, newest first: "module:name.of.attribute".
+        """
+        for place in places:
+            module, _, attributes = place.partition(":")
+            try:
+                found = importlib.import_module(module)
+                for attribute in filter(None, attributes.split(".")):
+                    found = getattr(found, attribute)
+            except (ImportError, AttributeError):
+                continue
+            return found
+        raise self.gone(places[0].replace(":", "."))
+
+    def of(self, owner: Any, name: str) -> Any:
+        """An attribute of an object of the framework."""
+        try:
+            return getattr(owner, name)
+        except AttributeError:
+            raise self.gone(f"{type(owner).__name__}.{name}") from None
+
+    def gone(self, name: str) -> MissingDependency:
+        """The error that says that this version lacks a name."""
+        version = getattr(importlib.import_module(self.framework), "__version__", "of an unknown version")
+        return MissingDependency(
+            f"memfit uses {name} of {self.framework}, which is private, and {self.framework} {version} doesn't have "
+            f"it. Install {self.framework} {self.tested}, or a later memfit."
+        )

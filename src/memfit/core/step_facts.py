@@ -1,0 +1,59 @@
+"""What a planner must know of a step that is slow to trace, such as a graph or a compiled program.
+
+An adapter finds it out once; what can be chosen, and what each choice is computed to need, follows from it without
+another trace.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the step that can be computed again.
+
+    Args:
+        path: as in `Settings.checkpoint`.
+        kept_bytes: that it keeps for the backward pass, of one sample.
+        work: of its forward pass, of one sample, in any unit that all parts share.
+    """
+
+    path: str
+    kept_bytes: float
+    work: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """The facts.
+
+    Args:
+        framework: as in `Plan.framework`.
+        precisions: mixed precisions in which the step can run, the one for current devices first.
+        moves: names of the moves that the adapter can apply.
+        parts: that can be recomputed, in order of execution.
+        not_recomputed: why there are none, or "".
+        not_split: why the batch can't be split, or "".
+        approximate: why micro-batches only approximate the step, or "".
+        draws_random_numbers: whether layers do, which are others for parts.
+        work: of the forward pass of one sample, in the unit of the parts; 0: that of all parts.
+        call_seconds: what starting a pass costs at least (assumed).
+        loop_factor: time of a sample in the loop over micro-batches, over that in a whole batch (assumed).
+        copies_state: whether old and new state are there at once unless memory is donated.
+        time_forward: (seconds of one sample, seconds of a call however small) of the forward pass on the device in
+            hand; None where it can't be run.
+    """
+
+    framework: str
+    precisions: tuple[str, ...]
+    moves: frozenset[str]
+    parts: tuple[Part, ...] = ()
+    not_recomputed: str = ""
+    not_split: str = ""
+    approximate: str = ""
+    draws_random_numbers: bool = False
+    work: float = 0.0
+    call_seconds: float = 2e-3
+    loop_factor: float = 1.0
+    copies_state: bool = False
+    time_forward: Callable[[], tuple[float, float] | None] = field(default=lambda: None)

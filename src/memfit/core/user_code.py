@@ -1,0 +1,48 @@
+"""Whose code a file is: the user's, memfit's own, or that of an installed library."""
+
+import os
+import sys
+import sysconfig
+import traceback
+
+PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""Where memfit is."""
+
+INSTALLED_FOLDERS = tuple(
+    sorted(
+        {os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    )
+)
+"""Where Python and installed libraries are: the user's own code isn't."""
+
+
+def is_users(path: str) -> bool:
+    """True for a file that neither memfit nor an installed library brought, nor the interpreter made up."""
+    return not path.startswith("<") and not os.path.abspath(path).startswith((*INSTALLED_FOLDERS, PACKAGE_FOLDER))
+
+
+def user_line(error: BaseException) -> tuple[str, str]:
+    """(" at net.py:31 in loss", the code of that line) of the user's innermost frame; both "" without one."""
+    roots = sorted((os.path.abspath(path) for path in {*sys.path, os.getcwd()} if path), key=len, reverse=True)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = os.path.abspath(frame.filename)
+        # Code that was given as text, as in a shell, is the user's.
+        if frame.filename.startswith("<frozen") or path.startswith((*INSTALLED_FOLDERS, PACKAGE_FOLDER)):
+            continue
+        root = next((root for root in roots if path.startswith(root + os.sep)), os.path.dirname(path))
+        return f" at {path[len(root) + 1 :]}:{frame.lineno} in {frame.name}", frame.line or ""
+    return "", ""
+
+
+def interrupted_import(error: BaseException) -> str:
+    """Name of the installed module whose import an exception ended, or "".
+
+    Modules of the script's own don't count: a script may do all its work while one of them is imported.
+    """
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(INSTALLED_FOLDERS):
+            return str(frame.f_globals.get("__name__", ""))
+        traceback = traceback.tb_next
+    return (error.name or "") if isinstance(error, ImportError) else ""

@@ -1,0 +1,1 @@
+"""Traces made into estimates: other batch sizes, bounds, host memory."""

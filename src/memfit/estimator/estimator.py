@@ -1,0 +1,291 @@
+"""Traces made into estimates: replayed by an allocator, at any batch size, under any settings."""
+
+import operator
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from memfit.allocator import replay, replay_best_fit, replay_plain
+from memfit.core.device import Device, Kind
+from memfit.core.errors import BadBatch, BadInput, StepFailed
+from memfit.core.estimate import Estimate, HostMemory, Note, at_most_notes
+from memfit.core.job import Job
+from memfit.core.progress import doing
+from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
+from memfit.core.settings import Settings
+from memfit.core.timeline import Category, Timeline
+from memfit.core.trace import Serving, Trace, Tracer
+from memfit.core.units import MIB
+from memfit.estimator.scaling import Family, fit, needs_third
+
+# A second batch size is traced right away when the first trace took less than this.
+_EAGER_SECONDS = 0.6
+# What a process with a framework holds before any tensor, and what each loader worker adds (docs/howto/estimate.md).
+_PROCESS_BYTES = 600 * MIB
+_WORKER_BYTES = 250 * MIB
+
+_CACHE_RELEASED = Note(
+    "cache-released",
+    "the device is so full that the allocator must return cached memory and ask again: it fits, but pauses cost time",
+)
+_WORKSPACE_DROPPED = Note(
+    "workspace-dropped", "it fits only because cuDNN falls back to slower algorithms that need no workspace"
+)
+
+
+def checked_batch_size(batch_size: Any) -> int:
+    """A batch size that is one."""
+    try:
+        size = int(operator.index(batch_size))
+    except TypeError:
+        raise BadBatch(f"a batch size must be a whole number from 1 up, but {batch_size!r} was given.") from None
+    if size < 1:
+        raise BadBatch(f"a batch size must be at least 1, but {size} was given.")
+    return size
+
+
+class Estimator:
+    """Traces a job as often as needed and turns traces into estimates.
+
+    Args:
+        job: what to estimate.
+        device: where it will run.
+        options: of the caching allocator.
+        tracer: the job, open.
+        framework: the title of the one that runs it.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        device: Device,
+        options: AllocatorOptions,
+        tracer: Tracer,
+        framework: str,
+    ) -> None:
+        self._job = job
+        self._device = device
+        self._options = options
+        self.tracer: Any = tracer
+        self._framework = framework
+        self._traces: dict[int | None, Trace] = {}
+        self._family: Family | None = None
+        self._family_tried = False
+        self._fitted: dict[Settings, Trace] = {}
+
+    def run(self, *, eager: bool = True) -> Estimate:
+        """The estimate at the job's own batch size; with `eager`, other sizes are prepared for where that is quick."""
+        started = time.perf_counter()
+        first = self.tracer.batch_size
+        trace = self._trace(first)
+        if eager and first is not None and time.perf_counter() - started < _EAGER_SECONDS:
+            self._fit()
+        return self._estimate(trace.timeline, first, started)
+
+    def at_batch(self, batch_size: int) -> Estimate:
+        """The estimate at another batch size."""
+        started = time.perf_counter()
+        batch_size = checked_batch_size(batch_size)
+        known = self._traces.get(batch_size)
+        if known is not None:
+            return self._estimate(known.timeline, batch_size, started)
+        # A batch of 1 tells nothing of larger ones, nor they of it: PyTorch treats dimensions of size 1 apart (they
+        # broadcast, and any stride makes them contiguous), so that it may go through other operators.
+        family = self._fit() if batch_size > 1 else None
+        # Below the sizes that it has seen, a compiler may lay things out in another way.
+        least = min(
+            (size for size, trace in self._traces.items() if size and trace.assigned_bytes is not None), default=0
+        )
+        if family is None or batch_size < least:
+            return self._estimate(self._trace(batch_size).timeline, batch_size, started)
+        timeline = family.at(batch_size)
+        return self._estimate(timeline, batch_size, started, assigned_bytes=self._assigned(batch_size, timeline))
+
+    @property
+    def scales(self) -> bool:
+        """Whether other batch sizes take no further trace."""
+        return self.tracer.batch_size is not None and self._fit() is not None
+
+    def with_settings(self, settings: Settings) -> tuple[Estimate, int]:
+        """(the estimate of the step as settings run it, bytes that wait in host memory)."""
+        started = time.perf_counter()
+        size = self.tracer.batch_size
+        # What the allocator does with a trace is no part of it.
+        traced = replace(settings, expandable_segments=False)
+        if traced not in self._fitted:
+            with doing(f"tracing {self.tracer.name} as a plan runs it"):
+                self._fitted[traced] = self.tracer.trace(size, traced)
+        trace = self._fitted[traced]
+        options = replace(self._options, expandable_segments=True) if settings.expandable_segments else self._options
+        return self._estimate(trace.timeline, size, started, trace, options), trace.host_bytes
+
+    def _trace(self, batch_size: int | None) -> Trace:
+        if batch_size not in self._traces:
+            size = "" if batch_size is None else f" at batch size {batch_size}"
+            with doing(f"tracing {self.tracer.name}{size}"):
+                self._traces[batch_size] = self.tracer.trace(batch_size)
+        return self._traces[batch_size]
+
+    def _fit(self) -> Family | None:
+        if not self._family_tried:
+            self._family_tried = True
+            n: int = max(2, self.tracer.batch_size)
+            try:
+                first, second = (n, self._trace(n).timeline), (2 * n, self._trace(2 * n).timeline)
+                family = fit(first, second)
+                if family is not None and needs_third(first, second):
+                    family = fit(first, second, (3 * n, self._trace(3 * n).timeline))
+                self._family = family
+            except (StepFailed, BadInput):
+                # The step works at its own batch size only; other sizes will say why when they are asked for.
+                self._family = None
+        return self._family
+
+    def _assigned(self, batch_size: int, timeline: Timeline) -> int | None:
+        """What a compiler would lay out at a size between, or beyond, those that it was asked about.
+
+        What lives at once is known at any size; what is laid out beyond that, such as results that wait for their
+        values, grows evenly.
+        """
+        beyond = sorted(
+            (size, None if trace.assigned_bytes is None else trace.assigned_bytes - trace.timeline.peak()[1])
+            for size, trace in self._traces.items()
+            if size
+        )
+        if len(beyond) < 2 or any(extra is None for _, extra in beyond):
+            return None
+        (n, least), (m, most) = beyond[0], beyond[-1]
+        assert least is not None and most is not None
+        return timeline.peak()[1] + max(0, round(least + (most - least) * (batch_size - n) / (m - n)))
+
+    def _estimate(
+        self,
+        timeline: Timeline,
+        batch_size: int | None,
+        started: float,
+        fitted: Trace | None = None,
+        options: AllocatorOptions | None = None,
+        *,
+        assigned_bytes: int | None = None,
+    ) -> Estimate:
+        trace = self._traces[self.tracer.batch_size] if fitted is None else fitted
+        exact = self._traces.get(batch_size) if fitted is None else fitted
+        if exact is not None:
+            assigned_bytes = exact.assigned_bytes
+        device = self._device
+        context_bytes = device.context_bytes or 0
+        floor = timeline.without_optional()
+        replays: _Replays = (lambda timeline, limit: replay(timeline, options or self._options, limit)), replay_plain
+        if assigned_bytes is not None:
+            # A compiler laid out the whole step.
+            replays = (lambda timeline, limit: _laid_out(timeline, assigned_bytes, limit),) * 2
+        elif trace.serving is Serving.BEST_FIT:
+            replays = replay_best_fit, replay_plain
+        timeline, answer, unbounded, notes = _replayed(timeline, floor, device, replays)
+        reserved = answer.reserved_peak_bytes
+        least, most = (round(reserved * factor) for factor in (exact or trace).spread)
+        scale = 1 if not batch_size or not self.tracer.batch_size else batch_size / self.tracer.batch_size
+        return Estimate(
+            subject=self.tracer.name,
+            device=device,
+            mode=self._job.mode,
+            precision=self._job.precision or "as given",
+            batch_size=batch_size,
+            timeline=timeline,
+            replay=answer,
+            context_bytes=context_bytes,
+            lower_bytes=min(timeline.certain().peak()[1], reserved, least) + context_bytes,
+            upper_bytes=max(reserved, unbounded.reserved_peak_bytes, most) + context_bytes,
+            host=_host_memory(self._job, trace, device, scale, self._framework),
+            notes=(*trace.notes, *self.tracer.notes, *notes, *at_most_notes(timeline)),
+            num_parameters=trace.num_parameters,
+            state_bytes={str(category): size for category, size in (trace.state_bytes or state_of(timeline)).items()},
+            batch_bytes=round(trace.batch_bytes * scale),
+            seconds=time.perf_counter() - started,
+            rescale=self.at_batch if self.tracer.batch_size is not None and fitted is None else None,
+        )
+
+
+_Replays = tuple[Callable[[Timeline, int | None], Replay], Callable[[Timeline, int | None], Replay]]
+"""What a GPU and what the host make of a timeline under a limit, or without one."""
+
+
+def _laid_out(timeline: Timeline, assigned_bytes: int, limit: int | None) -> Replay:
+    """The memory of a step that was laid out ahead of time: all of it is taken for as long as the step runs."""
+    live = replay_plain(timeline)
+    # What lies in one place one after the other is counted once by the compiler; its own total is the truth.
+    total = max(assigned_bytes, 1)
+    allocated = tuple(min(size, total) for size in live.allocated)
+    peak = max(allocated, default=0)
+    failure = None
+    if limit is not None and total > limit:
+        failure = OutOfMemory(live.allocated.index(max(live.allocated)) if live.allocated else 0, total, 0, 0)
+    return Replay(allocated, (total,) * len(allocated), peak, total, live.requested_peak_bytes, 1, 0, failure)
+
+
+def state_of(timeline: Timeline) -> dict[Category, int]:
+    """Parameters, buffers, gradients and optimizer state: the most that lives of each at once."""
+    found = {}
+    for category in (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE):
+        size = Timeline(
+            tuple(block for block in timeline.blocks if block.category is category), timeline.num_ticks
+        ).peak()[1]
+        if size:
+            found[category] = size
+    return found
+
+
+def _replayed(
+    timeline: Timeline, floor: Timeline, device: Device, replays: _Replays
+) -> tuple[Timeline, Replay, Replay, tuple[Note, ...]]:
+    """(the timeline as it runs, what the device makes of it, what an unlimited one would of the whole, remarks).
+
+    Where the step doesn't fit, the second is the unlimited one with the failure noted: what would be needed says more
+    than where it broke off.
+
+    Args:
+        timeline: with everything the step would like to have.
+        floor: with only what it can't do without.
+        device: the target.
+        replays: what its GPU and what the host make of a timeline.
+    """
+    on_gpu, on_host = replays
+    if device.kind is Kind.HOST:
+        free = on_host(timeline, None)
+        capped = on_host(timeline, device.usable_bytes)
+        return timeline, replace(free, out_of_memory=capped.out_of_memory), free, ()
+    free = on_gpu(timeline, None)
+    context_bytes = device.context_bytes or 0
+    if device.usable_bytes is None or free.reserved_peak_bytes + context_bytes <= device.usable_bytes:
+        return timeline, free, free, ()
+    capacity = max(1, device.usable_bytes - context_bytes)
+    capped = on_gpu(timeline, capacity)
+    if capped.out_of_memory is None:
+        return timeline, capped, free, (_CACHE_RELEASED,)
+    lean = on_gpu(floor, capacity)
+    if lean.out_of_memory is None:
+        return floor, lean, free, (_WORKSPACE_DROPPED,)
+    return timeline, replace(free, out_of_memory=lean.out_of_memory), free, ()
+
+
+def _host_memory(job: Job, trace: Trace, device: Device, scale: float, framework: str) -> HostMemory:
+    """What the host holds beside the device: assumptions, each named."""
+    batch_bytes = round(trace.batch_bytes * scale)
+    parts = {f"Python and {framework} (assumed)": _PROCESS_BYTES}
+    if device.kind is Kind.CUDA:
+        parts["model while it is built, before it moves to the device"] = trace.parameter_bytes
+    parts["batch being fed"] = batch_bytes
+    ahead = job.num_workers * job.prefetch_factor
+    if job.num_workers:
+        parts[f"{job.num_workers} loader workers (assumed 250 MiB each)"] = job.num_workers * _WORKER_BYTES
+    if job.num_workers and not job.pin_memory:
+        parts[f"{job.num_workers} x {job.prefetch_factor} prefetched batches, in shared memory (/dev/shm)"] = (
+            ahead * batch_bytes
+        )
+    if job.pin_memory:
+        # A thread moves each batch out of shared memory as it arrives, so that prefetched batches wait pinned.
+        parts["prefetched batches, pinned"] = max(1, ahead) * batch_bytes
+        if job.num_workers:
+            parts["batches on their way, in shared memory (/dev/shm)"] = job.num_workers * batch_bytes
+    return HostMemory(parts)

@@ -1,0 +1,66 @@
+"""Any batch size from few traces.
+
+A step at batch size n allocates the same blocks in the same order as at another, only larger. Each block's size is a
+polynomial in n: constant (weights), linear (activations) or quadratic (a similarity matrix over the batch). Two traces
+determine the first two kinds; a negative constant term betrays the third, and a third trace settles it.
+"""
+
+from dataclasses import dataclass, replace
+from operator import mul
+
+from memfit.core.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Timelines of one step at every batch size.
+
+    Args:
+        timeline: the step at the first of the traced sizes.
+        coefficients: for each block the terms of its polynomial, lowest first, in bytes.
+    """
+
+    timeline: Timeline
+    coefficients: tuple[tuple[float, ...], ...]
+
+    def at(self, batch_size: int) -> Timeline:
+        """The timeline at `batch_size`."""
+        powers = (1, batch_size, batch_size**2)
+        blocks = tuple(
+            block if len(terms) == 1 else replace(block, size_bytes=max(0, round(sum(map(mul, terms, powers)))))
+            for block, terms in zip(self.timeline.blocks, self.coefficients, strict=True)
+        )
+        return Timeline(blocks, self.timeline.num_ticks, self.timeline.marks)
+
+
+def needs_third(first: tuple[int, Timeline], second: tuple[int, Timeline]) -> bool:
+    """Whether some block grows faster than the batch."""
+    (n, a), (m, b) = first, second
+    return any(
+        x.size_bytes != y.size_bytes and x.size_bytes * (m - n) < n * (y.size_bytes - x.size_bytes)
+        for x, y in zip(a.blocks, b.blocks, strict=True)
+    )
+
+
+def fit(*traces: tuple[int, Timeline]) -> Family | None:
+    """The family through two or three traces; None when they don't allocate the same blocks in the same order."""
+    timelines = [timeline for _, timeline in traces]
+    if len({(t.num_ticks, tuple((b.start, b.end, b.op) for b in t.blocks)) for t in timelines}) > 1:
+        return None
+    sizes = [n for n, _ in traces]
+    columns = zip(*(timeline.blocks for timeline in timelines), strict=True)
+    return Family(timelines[0], tuple(_interpolate(sizes, [b.size_bytes for b in column]) for column in columns))
+
+
+def _interpolate(points: list[int], values: list[int]) -> tuple[float, ...]:
+    """Newton's polynomial through the points, as plain coefficients."""
+    if all(v == values[0] for v in values):
+        return (values[0],)
+    n0, n1 = points[:2]
+    slope = (values[1] - values[0]) / (n1 - n0)
+    if len(points) == 2:
+        return (values[0] - slope * n0, slope)
+    n2 = points[2]
+    curve = ((values[2] - values[1]) / (n2 - n1) - slope) / (n2 - n0)
+    linear = slope - curve * (n0 + n1)
+    return (values[0] - linear * n0 - curve * n0 * n0, linear, curve)

@@ -1,0 +1,1 @@
+"""Training steps of JAX that run as the settings of a plan say."""

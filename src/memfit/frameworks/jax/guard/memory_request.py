@@ -1,0 +1,259 @@
+"""Room for a compiled step, asked for before it is run.
+
+A step of JAX that finds no memory is often beyond help: what was donated to it is gone, and on the host XLA ends the
+process when one of its kernels finds none. What a step takes beside its arguments is known before: results and
+temporaries to the byte, and what kernels on the host ask for for themselves within a bound. That much is allocated
+and given back before each step, where the system would refuse it: with a limit on the process, or strict overcommit.
+Without either, it refuses only what the machine doesn't have. On accelerators the allocator's own figures are compared.
+
+XLA reports results on the host before it has given the run's memory back, so what isn't there may be a little later.
+"""
+
+import ctypes
+import mmap
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy
+
+from memfit.core.own_memory import limits, read_sizes
+from memfit.frameworks.jax.trace.compiled import read
+from memfit.frameworks.xla.scratch import most_asked_bytes
+
+# Seconds to wait for memory of the last run. Giving 800 MB back has taken up to a tenth of one.
+_PAUSES = (0.05, 0.2, 0.5)
+# What the C library keeps of blocks that were given back, at most, and what the runtime's threads and tasks take: a
+# first run with 26 MiB beside values and one block of 21.5 MiB ended in most cases, one with 30 MiB in none of 16.
+_KEPT_BYTES = 32 * 2**20
+_RUNTIME_BYTES = 12 * 2**20
+# XLA's compiler ends the process, too.
+_COMPILER_BYTES = 48 * 2**20
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+_STRICT = "2"
+_PAGE_BYTES = 4096
+
+
+class NoRoom(MemoryError):
+    """The memory that a step needs isn't there.
+
+    Args:
+        wanted_bytes: by the step, margins included.
+        free_bytes: that the system would give.
+    """
+
+    def __init__(self, wanted_bytes: int, free_bytes: int) -> None:
+        super().__init__(f"a step that needs {wanted_bytes} bytes finds {free_bytes} bytes free")
+        self.wanted_bytes = wanted_bytes
+        self.free_bytes = free_bytes
+
+
+class Room:
+    """What the compiled forms of one function take.
+
+    Args:
+        function: jitted.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._needs: dict[Hashable, _Need] = {}
+
+    def ask(self, arguments: tuple[Any, ...], settle: Callable[[], Any] = lambda: None) -> None:
+        """Makes sure that a step has the memory that it needs.
+
+        Args:
+            arguments: of the function.
+            settle: waits for the step before, which may still hold what this one needs.
+
+        Raises:
+            NoRoom: it isn't there.
+        """
+        key = form_of(arguments)
+        need = self._needs.get(key)
+        if need is None:
+            if _can_refuse():
+                _ask_host(_COMPILER_BYTES, settle)
+            devices = {device for leaf in _arrays(arguments) for device in leaf.devices()} or {jax.local_devices()[0]}
+            need = self._needs[key] = _Need(self._function.lower(*arguments), sorted(devices, key=lambda one: one.id))
+        need.ask(settle)
+
+
+class _Need:
+    """What a lowered step takes beside its arguments."""
+
+    def __init__(self, lowered: Any, devices: list[Any]) -> None:
+        # JAX keeps the executable, so that the step that follows isn't compiled again.
+        memory = lowered.compile().memory_analysis()
+        self._devices = devices
+        self.value_bytes: int | None = None if memory is None else beside_arguments(memory)
+        """Of results and temporaries on one device; None where it isn't known, and nothing can be asked for."""
+        self._lowered = lowered if self._is_on_host else None
+        self._scratch_bytes: int | None = None
+        self._before: int | None = None
+        self._kept_bytes: int | None = None
+        """What the process has kept of its first run, and takes for the next one."""
+
+    @property
+    def _is_on_host(self) -> bool:
+        return all(device.platform == "cpu" for device in self._devices)
+
+    def ask(self, settle: Callable[[], Any]) -> None:
+        if self.value_bytes is None:
+            return
+        if not self._is_on_host:
+            _ask_devices(self._devices, self.value_bytes, settle)
+            return
+        values = self.value_bytes * len(self._devices)
+        if not _can_refuse():
+            _ask_host(values, settle)
+            return
+        _ask_host(values + self.scratch_bytes() - self._kept(), settle)
+
+    def scratch_bytes(self) -> int:
+        """What kernels and the runtime take for themselves on the host; it takes a moment to find out."""
+        if self._scratch_bytes is None:
+            asked = _asked_bytes(self._lowered) * len(self._devices)
+            self._scratch_bytes = asked + min(asked, _KEPT_BYTES) + _RUNTIME_BYTES
+            self._lowered = None
+        return self._scratch_bytes
+
+    def _kept(self) -> int:
+        if self._before is None:
+            self._before = _data_bytes()
+            return 0
+        if self._kept_bytes is None:
+            self._kept_bytes = max(0, _data_bytes() - self._before)
+        return min(self._kept_bytes, _heap_free_bytes())
+
+
+def _asked_bytes(lowered: Any) -> int:
+    """What kernels ask for at most; as much as all arguments and results where the program can't be read."""
+    try:
+        scratch = read(lowered).scratch
+    # Programs that memfit can't read must not end a training.
+    except Exception:
+        scratch = None
+    if scratch is not None:
+        return most_asked_bytes(scratch)
+    memory = lowered.compile().memory_analysis()
+    return int(memory.argument_size_in_bytes) + int(memory.output_size_in_bytes)
+
+
+def form_of(arguments: Any) -> Hashable:
+    """What a function is compiled for: the arguments' structure, shapes, types and places."""
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, tuple(
+        (leaf.shape, leaf.dtype, getattr(leaf, "sharding", None))
+        if hasattr(leaf, "dtype")
+        else type(leaf)
+        if isinstance(leaf, bool | int | float | complex)
+        else leaf
+        for leaf in leaves
+    )
+
+
+def beside_arguments(memory: Any) -> int:
+    """Bytes of results and temporaries.
+
+    Args:
+        memory: what `compiled.memory_analysis()` gave.
+    """
+    return max(0, int(memory.temp_size_in_bytes) + int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes))
+
+
+def _arrays(arguments: Any) -> Iterator[jax.Array]:
+    return (leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array))
+
+
+def _ask_devices(devices: list[Any], size_bytes: int, settle: Callable[[], Any]) -> None:
+    if size_bytes > _least_free(devices):
+        settle()
+    free = _least_free(devices)
+    if size_bytes > free:
+        raise NoRoom(size_bytes, int(free))
+
+
+def _least_free(devices: list[Any]) -> float:
+    """Of the device that has least; infinite where none of them tells."""
+    found = [device.memory_stats() or {} for device in devices]
+    return min(
+        (one["bytes_limit"] - one.get("bytes_in_use", 0) for one in found if "bytes_limit" in one),
+        default=float("inf"),
+    )
+
+
+def _ask_host(size_bytes: int, settle: Callable[[], Any]) -> None:
+    if _has(size_bytes):
+        return
+    settle()
+    for pause in _PAUSES:
+        if _has(size_bytes):
+            return
+        time.sleep(pause)
+    if not _has(size_bytes):
+        raise NoRoom(size_bytes, _most_there(size_bytes))
+
+
+def _has(size_bytes: int) -> bool:
+    """Whether the host has so much: asks for it and gives it back, past the C library, whose heap it would change."""
+    try:
+        if sys.platform == "win32":
+            numpy.empty(size_bytes, numpy.uint8)
+        else:
+            mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, OverflowError, MemoryError, ValueError):
+        return False
+    return True
+
+
+def _most_there(size_bytes: int) -> int:
+    """The most that the host would give, below `size_bytes`."""
+    low, high = 0, size_bytes
+    while high - low > max(_PAGE_BYTES, size_bytes >> 8):
+        middle = (low + high) // 2
+        low, high = (middle, high) if _has(middle) else (low, middle)
+    return low
+
+
+def _can_refuse() -> bool:
+    """Whether the system refuses memory that the machine has: by a limit of the process, or strict overcommit."""
+    return sys.platform == "win32" or any(limit is not None for limit in limits()) or _is_strict()
+
+
+@cache
+def _is_strict() -> bool:
+    try:
+        return _OVERCOMMIT.read_text(encoding="ascii").strip() == _STRICT
+    except OSError:
+        return False
+
+
+def _data_bytes() -> int:
+    """Of the process's private memory; 0 where the system doesn't say."""
+    sizes = read_sizes()
+    return 0 if sizes is None else sizes[-1]
+
+
+class _HeapInfo(ctypes.Structure):
+    """What mallinfo2(3) gives; of it, only what is free in all heaps is read."""
+
+    _fields_ = (("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
+
+
+def _heap_free_bytes() -> int:
+    """What the C library holds and nobody uses; 0 where it doesn't say."""
+    describe = _describe_heap()
+    return 0 if describe is None else int(describe().fordblks)
+
+
+@cache
+def _describe_heap() -> Any:
+    describe = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if describe is not None:
+        describe.restype = _HeapInfo
+    return describe

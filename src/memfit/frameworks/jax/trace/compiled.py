@@ -1,0 +1,141 @@
+"""Compiles a function for shapes and reads what XLA lays out for it: nothing is run, and no array is made."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from memfit.core.errors import StepFailed
+from memfit.core.timeline import Timeline
+from memfit.frameworks.jax import internals
+from memfit.frameworks.jax.trace.arguments import size_of
+from memfit.frameworks.xla.buffers import Describe, held_before
+from memfit.frameworks.xla.program import Program
+from memfit.frameworks.xla.scratch import Scratch, most_bytes, spread_of
+
+_KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+"""XLA for CPU drops the barriers behind which `jax.checkpoint` recomputes, merges what is computed twice, and so keeps
+all that should have been recomputed; on a GPU it does not."""
+
+_COPIES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled program.
+
+    Args:
+        program: after all of XLA's passes.
+        argument_bytes: of the arguments, those that the program doesn't use included.
+        output_bytes: of the results.
+        temporary_bytes: of what lives inside of the program.
+        alias_bytes: of results that take the place of donated arguments.
+        constant_bytes: of arrays that are part of the program, such as those that a step closes over.
+        kept: numbers of the arguments' leaves that the program uses, in its own order.
+        unused: (number, bytes) of the leaves that it doesn't use, which its caller holds nonetheless.
+        scratch: what kernels take for themselves on the CPU; None where the program is to run elsewhere.
+    """
+
+    program: Program
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    alias_bytes: int
+    constant_bytes: int
+    kept: tuple[int, ...]
+    unused: tuple[tuple[int, int], ...]
+    scratch: tuple[Scratch, ...] | None
+
+    @property
+    def assigned_bytes(self) -> int:
+        """All that is taken while the program runs: what XLA lays out, and what kernels take beside it on the CPU."""
+        laid_out = self.argument_bytes + self.constant_bytes + self.output_bytes + self.temporary_bytes
+        return laid_out - self.alias_bytes + most_bytes(self.scratch or ())
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The least and the greatest peak, each as a multiple of the expected one."""
+        return (1.0, 1.0) if self.scratch is None else spread_of(self.assigned_bytes, self.scratch)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that run the program together; all sizes are those of one."""
+        return math.prod(int(count) for count in _COPIES.findall(self.program.text.partition("\n")[0]))
+
+    def timeline(self, describe: Describe, describe_result: Describe | None = None) -> Timeline:
+        """Every buffer of the program.
+
+        Args:
+            describe: takes the number of an argument's leaf (as `jax.tree.leaves(arguments)` counts them, static ones
+                left out), gives (category, dotted path of the module).
+            describe_result: the same for leaves of the result that take no argument's place.
+        """
+        kept = self.kept
+        made = self.program.timeline(lambda number: describe(kept[number]), describe_result, self.scratch or ())
+        return held_before(made, [(size, *describe(number)) for number, size in self.unused if size])
+
+
+def compile_step(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    donate_argnums: Sequence[int] = (),
+    static_argnums: Sequence[int] = (),
+    *,
+    as_on_gpu: bool = False,
+) -> Compiled:
+    """The function, compiled for arguments of these shapes.
+
+    Args:
+        function: plain, or jitted: then its own static and donated arguments count, and those given here don't.
+        arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`.
+        donate_argnums: places of arguments whose memory the results may take.
+        static_argnums: places of arguments that are constants of the program.
+        as_on_gpu: lets `jax.checkpoint` recompute as it does on a GPU, which XLA for CPU undoes.
+    """
+    jitted = function
+    if not hasattr(function, "lower"):
+        jitted = jax.jit(function, donate_argnums=tuple(donate_argnums), static_argnums=tuple(static_argnums))
+    lowered = jitted.lower(*arguments)  # type: ignore[attr-defined]
+    return read(lowered, as_on_gpu=as_on_gpu)
+
+
+def read(lowered: Any, *, as_on_gpu: bool = False) -> Compiled:
+    """Compiles a lowered function and reads its memory.
+
+    Args:
+        lowered: what `jitted.lower(...)` gave.
+        as_on_gpu: see `compile_step`.
+    """
+    try:
+        compiled = lowered.compile(compiler_options=_KEEP_BARRIERS if as_on_gpu else None)
+    except RuntimeError as error:
+        # jaxlib 0.4 takes no lists as options: what `jax.checkpoint` recomputes then counts as kept.
+        if not any(name in str(error) for name in _KEEP_BARRIERS):
+            raise
+        compiled = lowered.compile()
+    analysis = compiled.memory_analysis()
+    text = compiled.as_text()
+    if analysis is None or not text:
+        raise StepFailed(
+            f"JAX's {jax.default_backend()!r} backend says nothing about the memory of a compiled program; "
+            "set JAX_PLATFORMS=cpu to estimate on the host."
+        )
+    sizes = [size_of(leaf) for leaf in jax.tree.leaves(lowered.in_avals)]
+    kept = internals.used_arguments(compiled, len(sizes))
+    unused = tuple((number, size) for number, size in enumerate(sizes) if number not in set(kept))
+    program = Program(text)
+    on_host = not as_on_gpu and jax.default_backend() == "cpu"
+    return Compiled(
+        program,
+        analysis.argument_size_in_bytes + sum(size for _, size in unused),
+        analysis.output_size_in_bytes,
+        analysis.temp_size_in_bytes,
+        analysis.alias_size_in_bytes,
+        sum(buffer.size_bytes for buffer in program.lives.buffers if buffer.is_constant),
+        kept,
+        unused,
+        program.scratch() if on_host else None,
+    )

@@ -1,0 +1,199 @@
+"""Opens a job of JAX: a training step and its arguments, compiled for shapes at any batch size."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+
+from memfit.core.device import Device, Kind
+from memfit.core.errors import BadBatch, BadInput
+from memfit.core.estimate import Note
+from memfit.core.job import Job
+from memfit.core.settings import Settings
+from memfit.core.timeline import Category, Phase
+from memfit.core.trace import Serving, Trace
+from memfit.frameworks.jax.trace import arguments as roles
+from memfit.frameworks.jax.trace import lowering
+from memfit.frameworks.jax.trace.compiled import read
+
+_KINDS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+
+SIMULATED = (
+    Note(
+        "xla-cpu-layout",
+        "simulated: the layout that XLA makes for this machine's CPU. On a GPU other instructions are fused and "
+        "ordered, which moves temporaries; arguments and results are the same",
+    ),
+    Note("xla-library-workspaces", "workspaces of cuDNN and cuBLAS, which XLA picks on the GPU itself, aren't counted"),
+    Note(
+        "xla-preallocation",
+        "JAX takes 75% of a GPU's memory when it starts (XLA_PYTHON_CLIENT_PREALLOCATE and "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION change that); what is shown is what the step needs of it",
+    ),
+)
+_WIDENED = Note(
+    "xla-cpu-bfloat16",
+    "XLA for CPU widens some bfloat16 and float16 arithmetic to float32; on a GPU such temporaries are half as large",
+)
+
+
+def is_step(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
+    """Whether a function and its arguments are a step of JAX: it is jitted, or there are arrays or shapes in them."""
+    if hasattr(function, "lower") and hasattr(function, "trace"):
+        return True
+    return any(isinstance(leaf, _KINDS) for leaf in jax.tree.leaves(arguments))
+
+
+def open_job(job: Job, device: Device, batch_size: int | None = None) -> Any:
+    """The step, checked and ready to be compiled, at its own batch size or the given one.
+
+    A loss function with an optimizer of optax is one whose step is made here.
+    """
+    if hasattr(job.optimizer, "init") and hasattr(job.optimizer, "update"):
+        from memfit.frameworks.jax.trace.training_job import OpenTraining
+
+        return OpenTraining(job, device, batch_size)
+    return OpenStep(job, device, batch_size)
+
+
+class OpenStep:
+    """A training step whose arguments are at hand.
+
+    Args:
+        job: its model is the step, its batch the tuple of arguments.
+        device: where it will run.
+        batch_size: replaces the first dimension of the batch among the arguments.
+    """
+
+    def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
+        self._step = job.model
+        self._device = device
+        self._arguments = self._checked(job)
+        self.name = job.name or lowering.name_of(self._step)
+        self._is_simulated_gpu = device.kind is Kind.CUDA and jax.default_backend() == "cpu"
+        self._lowered: dict[int | None, Any] = {}
+        self._traces: dict[int | None, Trace] = {}
+        if batch_size is not None and batch_size < 1:
+            raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
+        lowering.check_leaks(self._step, self._arguments)
+        lowered = self._lower(self._arguments)
+        self._leaves = roles.assign(self._arguments, lowered.out_info)
+        roles.check_batch(self._leaves)
+        self.batch_size = roles.batch_size_of(self._leaves)
+        self._lowered[self.batch_size] = lowered
+        if batch_size is not None and batch_size != self.batch_size:
+            if self.batch_size is None:
+                raise BadBatch(
+                    "the arrays of the batch share no first dimension, so no batch size can be set. "
+                    "Give arguments whose arrays do."
+                )
+            self._arguments, self._leaves = self._at(batch_size)
+            self._lowered.clear()
+            self.batch_size = batch_size
+        names = lowering.argument_names(self._step, len(self._arguments))
+        is_narrow = any(str(leaf.dtype) in ("bfloat16", "float16") for leaf in self._leaves)
+        remarks = (*SIMULATED, *((_WIDENED,) if is_narrow else ())) if self._is_simulated_gpu else ()
+        self.notes = (roles.taken_for(self._leaves, names), *remarks)
+
+    def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
+        """The trace at `batch_size`, or with the arguments as they were given when None.
+
+        Args:
+            batch_size: samples of one update.
+            settings: none can be put into practice inside of a step.
+        """
+        if settings is not None and settings != Settings():
+            raise BadInput(
+                "a step of JAX runs as it is written, so a plan can't change it; "
+                "give the loss function and the optimizer of optax instead of the step."
+            )
+        size = batch_size if batch_size is not None else self.batch_size
+        if size not in self._traces:
+            self._traces[size] = self._traced(size)
+        return self._traces[size]
+
+    def _at(self, size: int | None) -> tuple[tuple[Any, ...], list[roles.Leaf]]:
+        """The arguments for a batch of another size, and their leaves."""
+        if size is None or self.batch_size is None or size == self.batch_size:
+            return self._arguments, self._leaves
+        arguments = roles.resized(self._arguments, self._leaves, self.batch_size, size)
+        return arguments, roles.same_roles(arguments, self._leaves)
+
+    def _traced(self, size: int | None) -> Trace:
+        arguments, leaves = self._at(size)
+        lowered = self._lowered.pop(size, None) or self._lower(arguments)
+        with lowering.explained(), lowering.quiet(), self._place():
+            compiled = read(lowered, as_on_gpu=self._is_simulated_gpu)
+        kept = [leaf for leaf in leaves if leaf.category is not Category.BATCH]
+        taken = roles.matched(jax.tree.leaves(lowered.in_avals), leaves)
+        given = roles.matched(jax.tree.leaves(lowered.out_info), kept)
+        timeline = compiled.timeline(
+            lambda number: _described(taken[number], Category.BUFFER),
+            lambda number: _described(given[number], Category.TEMPORARY),
+        )
+        sums = {
+            category: sum(leaf.size_bytes for leaf in leaves if leaf.category is category)
+            for category in (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.BATCH)
+        }
+        batch_bytes = sums.pop(Category.BATCH)
+        if any(mark.phase is Phase.BACKWARD for mark in timeline.marks):
+            sums[Category.GRADIENT] = sums[Category.PARAMETER]
+        notes: tuple[Note, ...] = ()
+        if compiled.num_devices > 1:
+            words = (
+                f"{compiled.num_devices} devices run the step together (shard_map, pmap or shardings): the peak is "
+                "that of one of them, while parameters, gradients and optimizer state are counted as they were given, "
+                "of all"
+            )
+            notes = (Note("xla-devices", words),)
+        return Trace(
+            timeline,
+            notes,
+            sum(leaf.num_elements for leaf in leaves if leaf.category is Category.PARAMETER),
+            sums[Category.PARAMETER],
+            batch_bytes,
+            serving=Serving.BEST_FIT,
+            assigned_bytes=compiled.assigned_bytes,
+            spread=compiled.spread,
+            state_bytes={category: size_bytes for category, size_bytes in sums.items() if size_bytes},
+        )
+
+    def _lower(self, arguments: tuple[Any, ...]) -> Any:
+        with self._place():
+            return lowering.lower(self._step, arguments)
+
+    def _place(self) -> AbstractContextManager[Any]:
+        """Compiles for the host where the step is to run there, whatever JAX runs on by default."""
+        if self._device.kind is Kind.HOST and jax.default_backend() != "cpu":
+            placed: AbstractContextManager[Any] = jax.default_device(jax.local_devices(backend="cpu")[0])
+            return placed
+        return nullcontext()
+
+    @staticmethod
+    def _checked(job: Job) -> tuple[Any, ...]:
+        """The arguments, after everything that can be said about them without JAX."""
+        if not callable(job.model):
+            raise BadInput(
+                f"a training step of JAX must be a function, but {type(job.model).__name__} was given: "
+                "memfit.estimate(step, *arguments)."
+            )
+        for name in ("optimizer", "precision"):
+            if getattr(job, name) is not None:
+                raise BadInput(
+                    f"a step of JAX brings its own {name}, but {name}={getattr(job, name)!r} was given. Leave it out; "
+                    "a plan, which makes the step itself, takes an optimizer of optax, such as optax.adam(1e-3)."
+                )
+        given = () if job.batch is None else job.batch if isinstance(job.batch, tuple) else (job.batch,)
+        lowering.check_call(job.model, given)
+        if not any(roles.is_array(leaf) for leaf in jax.tree.leaves(given)):
+            raise BadInput(
+                f"there are no arrays among the {len(given)} arguments of {lowering.name_of(job.model)}. Give what the "
+                "step takes, as arrays or as jax.ShapeDtypeStruct: memfit.estimate(step, parameters, state, batch)."
+            )
+        return given
+
+
+def _described(leaf: roles.Leaf | None, otherwise: Category) -> tuple[Category, str]:
+    return (otherwise, "") if leaf is None else (leaf.category, leaf.module)

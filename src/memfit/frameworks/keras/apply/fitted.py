@@ -1,0 +1,182 @@
+"""A compiled Keras model whose training step is run as the settings of a plan say.
+
+The batch that Keras gives stays the batch of one update: schedules, clipping, moving averages, weight decay and loss
+scaling are the optimizer's, which is applied once for it. Keras's own `gradient_accumulation_steps` counts batches
+instead, averages their losses whatever their sizes, and advances schedules with each.
+
+Everything is done to the one instance and can be undone: `fit`, `train_on_batch` and callbacks stay as they are.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import keras
+
+from memfit.core.errors import BadInput, BadModel
+from memfit.core.settings import Settings
+from memfit.frameworks.keras import internals
+from memfit.frameworks.keras.apply import precision
+from memfit.frameworks.keras.apply.accumulation import splits
+from memfit.frameworks.keras.apply.layer_state import listed, with_random_numbers, with_statistics
+from memfit.frameworks.keras.model import check_model, has_own_step
+
+_PLACE = "memfit.frameworks.keras.apply"
+
+
+class FittedModel:
+    """A model as settings say, until `undo`.
+
+    Args:
+        settings: how its step is run.
+        model: compiled.
+        approximate: whether micro-batches are allowed where they differ from the plain step by more than rounding and
+            random numbers: layers that keep statistics of batches, and losses that don't add up.
+    """
+
+    def __init__(self, settings: Settings, model: Any, approximate: bool = False) -> None:
+        if not isinstance(model, keras.Model):
+            raise BadModel(f"a compiled keras.Model was expected, but {type(model).__name__} was given.")
+        check_model(model, training=True)
+        self._model = model
+        self._allows = approximate
+        self._undo: list[Callable[[], None]] = []
+        self._settings = Settings()
+        self.change(settings)
+
+    @property
+    def model(self) -> Any:
+        """The model, which is the one that was given."""
+        return self._model
+
+    @property
+    def settings(self) -> Settings:
+        """How its step is run."""
+        return self._settings
+
+    @property
+    def approximate(self) -> str:
+        """What differs from the plain step by more than rounding, in words; "" if nothing does."""
+        texts = []
+        if splits(self._settings):
+            statistics, random = with_statistics(self._model), with_random_numbers(self._model)
+            if statistics:
+                texts.append(f"{listed(statistics)} see the statistics of parts of the batch")
+            if random:
+                texts.append(f"{listed(random)} draw other random numbers than for the whole batch")
+        for name in _moves(self._settings):
+            difference = getattr(importlib.import_module(f"{_PLACE}.{name}"), "difference", None)
+            text = difference(self._settings) if difference is not None else ""
+            if text:
+                texts.append(text)
+        return "; ".join(texts)
+
+    def change(self, settings: Settings) -> None:
+        """Runs the step by other settings. If they can't be met, the model is as it was before any."""
+        self.undo()
+        try:
+            self._apply(settings)
+        except BaseException:
+            self.undo()
+            raise
+        self._settings = settings
+
+    def undo(self) -> None:
+        """Leaves the model as it was given; weights and the optimizer's state are kept."""
+        changed = bool(self._undo)
+        while self._undo:
+            self._undo.pop()()
+        self._settings = Settings()
+        if changed:
+            self._model.train_function = None
+
+    def __enter__(self) -> "FittedModel":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def _apply(self, settings: Settings) -> None:
+        model = self._model
+        if splits(settings):
+            check_split(model, approximate=self._allows)
+        if settings.jit_compile is not None and settings.jit_compile != model.jit_compile:
+            if settings.jit_compile and model.run_eagerly:
+                raise BadInput(
+                    "jit_compile=True was asked for, but the model was compiled with run_eagerly=True. "
+                    "Compile it without run_eagerly."
+                )
+            before = model.jit_compile
+            self._undo.append(lambda: setattr(model, "jit_compile", before))
+            model.jit_compile = settings.jit_compile
+        for name in _moves(settings):
+            self._undo.append(importlib.import_module(f"{_PLACE}.{name}").apply(settings, model))
+        if splits(settings):
+            steps = importlib.import_module(f"{_PLACE}.{keras.backend.backend()}_steps")
+            split = steps.Step(settings, model, model.train_step, self._allows)
+            was_built = bool(model.built)
+
+            def train_step(*arguments: Any) -> Any:
+                # A model may only have its layers once it is run.
+                if not was_built and not self._allows:
+                    _check_statistics(model)
+                return split(*arguments)
+
+            self._undo.append(lambda: model.__dict__.pop("train_step", None))
+            model.train_step = train_step
+        if self._undo:
+            model.train_function = None
+
+
+def check_split(model: Any, *, approximate: bool) -> None:
+    """Refuses a model whose batches can't be split into parts."""
+    kind = type(model)
+    if has_own_step(model):
+        raise BadModel(
+            f"{kind.__name__} has a train_step of its own, whose batches can't be split into micro-batches. Leave "
+            "micro-batches out, or move what it does into compute_loss, which can."
+        )
+    if keras.backend.backend() not in ("tensorflow", "jax", "torch"):
+        raise BadModel(f"Keras runs on {keras.backend.backend()}, which doesn't train. Use tensorflow, jax or torch.")
+    if internals.is_nnx_enabled():
+        raise BadModel("Keras with flax nnx can't be split into micro-batches. Leave one of the two out.")
+    if not approximate:
+        _check_statistics(model)
+
+
+def _check_statistics(model: Any) -> None:
+    statistics = with_statistics(model)
+    if statistics:
+        keeps = "keeps" if len(statistics) == 1 else "keep"
+        raise BadModel(
+            f"the model {model.name!r} can't be split into micro-batches without changing what it learns: "
+            f"{listed(statistics)} {keeps} statistics of each batch. Freeze or replace such layers, leave "
+            "micro-batches out, or allow what is approximate (approximate=True)."
+        )
+
+
+def _moves(settings: Settings) -> list[str]:
+    """Modules that put the other settings into practice, in the order in which they are applied."""
+    asked = {
+        "low_rank": bool(settings.lora_rank or settings.quantized_base),
+        "precision": settings.precision is not None,
+        "recomputation": bool(settings.checkpoint),
+    }
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
+@contextmanager
+def applied(model: Any, settings: Settings | None, *, training: bool) -> Iterator[None]:
+    """Runs the model as settings say while it lasts, whether or not its numbers stay what they are."""
+    if settings is None:
+        yield
+        return
+    undo = FittedModel(settings, model, approximate=True).undo if training else precision.apply(settings, model)
+    try:
+        yield
+    finally:
+        undo()

@@ -1,0 +1,204 @@
+"""What a loss does to a batch that is split, found out on numbers of our own.
+
+A loss function of the user's, a loss that a layer adds, or a `compute_loss` may be a mean over samples, a sum over
+them, or neither. Their code doesn't say, so they are computed for a small batch and for two unequal parts of it: one
+weighting of the parts gives the value for the whole, or none does. Thresholds hide in numbers of one size, so that
+further batches have samples of very different sizes, and the weighting has to hold for all of them. The batch that
+trains isn't touched: in a graph there are no numbers yet, and random states and metrics must not move.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from memfit.frameworks.keras import internals
+from memfit.frameworks.keras.apply.weights import Kind, Part, share_of
+
+_FIRST, _SECOND = 2, 3
+_UNKNOWN_SIZE = 6
+_TOLERANCE = 1e-5
+# Batches whose samples are each of a size of their own, between these powers of ten.
+_NUM_SCALED = 3
+_SCALES = (-1.5, 2.0)
+
+Concrete = Callable[[], AbstractContextManager[Any]]
+_Parts = list[tuple[int, float]]
+
+
+def kind_of_loss(concrete: Concrete, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> Kind:
+    """How the values of a loss for parts of a batch make up that of the batch.
+
+    Args:
+        concrete: within it, operations are computed at once.
+        loss: a loss of Keras or the user's.
+        y: targets, of which only shapes and types count.
+        y_pred: predictions, likewise.
+        sample_weight: likewise; None: no weights.
+    """
+    random, kinds, is_something = np.random.default_rng(0), [], False
+    with concrete():
+        for scale in _scales():
+            made = [_made(spec, random, 0.05, scale) for spec in (y, y_pred)] + [_made(sample_weight, random, 0.05)]
+            try:
+                whole = _number(loss(*_rows(made, slice(None))))
+                is_something |= np.isfinite(whole) and whole != 0
+                kinds.append({kind for kind in (Kind.SAMPLES, Kind.SUM) if _is_sum(whole, _shares(loss, kind, made))})
+            except Exception:  # whatever the user's own code raises on numbers that aren't theirs
+                if scale is None:
+                    return Kind.NEITHER
+    # A value for each sample is summed up by Keras itself: nothing is left to tell apart.
+    return Kind.SAMPLES if is_something and all(len(one) == 2 for one in kinds) else _agreed(kinds)
+
+
+def _shares(loss: Any, kind: Kind, made: list[Any]) -> list[float]:
+    num_samples = _FIRST + _SECOND
+    return [_number(share_of(loss, Part(size, num_samples), 0, kind, *_rows(made, rows))) for size, rows in _parts()]
+
+
+def kinds_of_added(
+    concrete: Concrete, model: Any, values: tuple[list[Any], list[Any]], x: Any, training: bool = True
+) -> list[Kind]:
+    """How the losses that layers add, and regularizers, count; in the order of `model.losses`.
+
+    Args:
+        concrete: within it, operations are computed at once.
+        model: built.
+        values: of its trainable and its other variables.
+        x: inputs, of which only shapes and types count.
+        training: whether layers are called as in training; random layers then tell nothing.
+    """
+
+    def losses(made: Any, rows: slice) -> list[float]:
+        keywords = internals.training_keyword(model, training)
+        found = model.stateless_call(*values, *_rows([made], rows), return_losses=True, **keywords)[2]
+        return [_number(internals.added_loss(model, loss)) for loss in found]
+
+    kinds: list[list[set[Kind]]] = []
+    random = np.random.default_rng(1)
+    with concrete():
+        for scale in _scales():
+            made = _made(x, random, -1.0, scale)
+            try:
+                whole = losses(made, slice(None))
+                parts = [(size, losses(made, rows)) for size, rows in _parts()]
+            except Exception:  # whatever the user's own code raises on numbers that aren't theirs
+                if scale is None:
+                    return []
+                continue
+            if any(len(part) != len(whole) for _, part in parts):
+                return []
+            if scale is None:
+                kinds = [[] for _ in whole]
+            for index, value in enumerate(whole):
+                kinds[index].append(_kinds(value, [(size, part[index]) for size, part in parts]))
+    # Regularizers of weights come last, and are the same for all parts.
+    num_added = len(kinds) - num_regularized(model)
+    found = [_agreed(draws) if index < num_added else Kind.SAMPLES for index, draws in enumerate(kinds)]
+    if Kind.NEITHER in found and training:
+        return kinds_of_added(concrete, model, values, x, training=False)
+    return found
+
+
+def num_regularized(model: Any) -> int:
+    """Losses of the model that are regularizers of weights."""
+    # Counted, not computed: while a step is compiled for JAX, variables have no values outside of it.
+    return sum(getattr(variable, "regularizer", None) is not None for variable in model.trainable_weights)
+
+
+def kind_of_step(
+    concrete: Concrete, model: Any, values: tuple[list[Any], list[Any]], data: tuple[Any, Any, Any]
+) -> Kind:
+    """How the values of a `compute_loss` of the user's own count."""
+    metrics = [np.zeros(variable.shape, variable.dtype) for variable in model.metrics_variables]
+
+    def loss(made: list[Any], rows: slice) -> float:
+        x, y, sample_weight = _rows(made, rows)
+        keywords = internals.training_keyword(model, False)
+        y_pred, others, added = model.stateless_call(*values, x, return_losses=True, **keywords)
+        with internals.losses_given(model, added):
+            arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight, "training": True}
+            found, _ = model.stateless_compute_loss(
+                values[0], others, list(map(ops.convert_to_tensor, metrics)), **arguments
+            )
+        return _number(found)
+
+    random, kinds = np.random.default_rng(2), []
+    with concrete():
+        for scale in _scales():
+            made = [_made(data[0], random, -1.0, scale), _made(data[1], random, 0.05, scale)]
+            made.append(_made(data[2], random, 0.05))
+            try:
+                parts = [(size, loss(made, rows)) for size, rows in _parts()]
+                kinds.append(_kinds(loss(made, slice(None)), parts))
+            except Exception:  # whatever the user's own code raises on numbers that aren't theirs
+                if scale is None:
+                    return Kind.NEITHER
+    return _agreed(kinds)
+
+
+def _parts() -> list[tuple[int, slice]]:
+    return [(_FIRST, slice(0, _FIRST)), (_SECOND, slice(_FIRST, None))]
+
+
+def _scales() -> Iterator[Any]:
+    """None, for numbers as they are, and sizes of the samples of further batches."""
+    yield None
+    random = np.random.default_rng(3)
+    for _ in range(_NUM_SCALED):
+        yield 10 ** random.uniform(*_SCALES, _FIRST + _SECOND)
+
+
+def _kinds(whole: float, parts: _Parts) -> set[Kind]:
+    """The weightings that give the value for the whole; both where it is nothing or not finite."""
+    weighted = {
+        Kind.SAMPLES: [size * value / (_FIRST + _SECOND) for size, value in parts],
+        Kind.SUM: [value for _, value in parts],
+    }
+    return {kind for kind, values in weighted.items() if _is_sum(whole, values)}
+
+
+def _agreed(draws: list[set[Kind]]) -> Kind:
+    """The one weighting that holds for each batch, and that one batch at least tells from the other."""
+    left = set.intersection(*draws)
+    return left.pop() if len(left) == 1 else Kind.NEITHER
+
+
+def _is_sum(whole: float, values: list[float]) -> bool:
+    size = max(abs(whole), sum(map(abs, values)), 1e-9)
+    # What overflows tells nothing.
+    return not np.isfinite(size) or abs(whole - sum(values)) <= _TOLERANCE * size
+
+
+def _number(value: Any) -> float:
+    return float(ops.stop_gradient(ops.sum(value)))
+
+
+def _made(specs: Any, random: np.random.Generator, low: float, scale: Any = None) -> Any:
+    """Arrays of a few samples, of the types and otherwise the shapes of a batch's."""
+
+    def made(spec: Any) -> Any:
+        shape = [_FIRST + _SECOND, *(size if size is not None else _UNKNOWN_SIZE for size in spec.shape[1:])]
+        dtype = keras.backend.standardize_dtype(spec.dtype)
+        if "float" in dtype:
+            # float32 would hide a difference of weightings behind rounding where a loss is a large sum.
+            values = random.uniform(low, 0.95, shape)
+            if scale is not None:
+                values *= scale.reshape([-1] + [1] * (len(shape) - 1))
+            return values.astype(dtype if dtype in ("float16", "float64") else "float32")
+        # Zeros and ones are labels and tokens that every model has, and zeros are masked.
+        labels = random.integers(0, 2, shape)
+        labels.flat[0] = 1
+        return labels.astype(dtype)
+
+    return keras.tree.map_structure(lambda spec: None if spec is None else made(spec), specs)
+
+
+def _rows(values: list[Any], rows: slice) -> list[Any]:
+    def taken(value: Any) -> Any:
+        return None if value is None else ops.convert_to_tensor(value[rows])
+
+    return [keras.tree.map_structure(taken, value) for value in values]

@@ -1,0 +1,298 @@
+"""Recomputation in Keras: what a part of a model keeps is computed again in the backward pass.
+
+`keras.RematScope` has to be there when layers are made and works on each layer by itself, whose input is then kept: of
+a run of layers everything stays but what single layers hold inside. Here a layer with all that is in it, or a run of
+layers of a Functional or Sequential model, is recomputed as one, on a model that exists, on all backends: the layer's
+`call`, or the way in which the model runs through its graph, is replaced on the instance.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+
+from memfit.core.errors import BadInput, BadModel
+from memfit.core.settings import Settings
+from memfit.frameworks.keras import internals
+from memfit.frameworks.keras.apply.stateless import StatelessCall
+from memfit.frameworks.keras.model import layer_paths
+
+Undo = Callable[[], None]
+
+
+def apply(settings: Settings, model: keras.Model) -> Undo:
+    """Has the parts of `settings.checkpoint` computed again in the backward pass; returns what undoes it.
+
+    Gradients, batch norms' statistics, dropout masks and added losses are those of the plain step.
+
+    Args:
+        settings: whose `checkpoint` names them: dotted paths of layers, or "first:last" for a run of layers of a
+            Functional or Sequential model, in the order in which the model runs them.
+        model: built.
+    """
+    recompute = _backend_recompute(model)
+    undo: list[Undo] = []
+    runs: dict[int, list[_Part]] = {}
+    parts = [part_at(model, path) for path in settings.checkpoint]
+    _check_apart(parts)
+    for part in parts:
+        if part.graph is not None:
+            runs.setdefault(id(part.graph), []).append(part)
+        else:
+            undo.append(_replaced(part.layers[0], "call", _recomputed_call(part.layers[0], recompute)))
+    for chosen in runs.values():
+        graph = chosen[0].graph
+        undo.append(_replaced(graph, "_run_through_graph", _Steps(graph, chosen, recompute)))
+    # Keras builds the step anew.
+    model.train_function = None
+
+    def undo_all() -> None:
+        while undo:
+            undo.pop(0)()
+        model.train_function = None
+
+    return undo_all
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is recomputed as one: a layer with all that is in it, or calls of a graph.
+
+    Args:
+        path: as it was named.
+        layers: that take part.
+        graph: a Functional whose calls are meant; None for a layer.
+        start: position of the first one among the calls.
+        end: position after the last one.
+    """
+
+    path: str
+    layers: list[Any]
+    graph: Any = None
+    start: int = 0
+    end: int = 0
+
+
+def part_at(model: keras.Model, path: str) -> _Part:
+    """What an entry of `Settings.checkpoint` names in the model; refuses what isn't there."""
+    first, colon, last = path.partition(":")
+    if not path:
+        raise BadInput(
+            "checkpoint names '' (the whole model), which would save nothing: its own recomputation needs as much as "
+            "the plain step. Name layers inside of it."
+        )
+    if not colon:
+        return _Part(path, [_layer_at(model, path)])
+    prefix, _, first_name = first.rpartition(".")
+    last_prefix, _, last_name = last.rpartition(".")
+    if prefix != last_prefix:
+        raise BadInput(
+            f"checkpoint names {path!r}, whose ends belong to different models ({prefix or 'the model itself'!r} and "
+            f"{last_prefix or 'the model itself'!r}). Name two layers of one Functional or Sequential model."
+        )
+    graph = internals.graph_of(_layer_at(model, prefix) if prefix else model)
+    if graph is None:
+        raise BadInput(
+            f"checkpoint names {path!r}, a run of layers, but {prefix or model.name!r} is no Functional or Sequential "
+            "model, so that the order of its layers isn't known. Name single layers."
+        )
+    names = [node.operation.name for node in internals.nodes_of(graph)]
+    for name in (first_name, last_name):
+        if name not in names:
+            raise BadInput(_nothing_at(path, name, names))
+    start = names.index(first_name)
+    if last_name not in names[start:]:
+        raise BadInput(f"checkpoint names {path!r}, but {last_name!r} runs before {first_name!r}. Name them in order.")
+    end = names.index(last_name, start) + 1
+    called = {id(node.operation): node.operation for node in internals.nodes_of(graph)[start:end]}
+    layers = [operation for operation in called.values() if isinstance(operation, keras.layers.Layer)]
+    return _Part(path, layers, graph, start, end)
+
+
+def _layer_at(model: keras.Model, path: str) -> Any:
+    paths = layer_paths(model)
+    layer = next((one for one in internals.layers_of(model) if paths.get(id(one)) == path), None)
+    if layer is None:
+        parent = path.rpartition(".")[0]
+        near = [other for other in paths.values() if other and other.rpartition(".")[0] == parent]
+        raise BadInput(_nothing_at(path, path, near or [other for other in paths.values() if other]))
+    return layer
+
+
+def _nothing_at(path: str, name: str, names: list[str]) -> str:
+    return (
+        f"checkpoint names {path!r}, but there is no layer {name!r}. There are, for example: "
+        f"{', '.join(names[:8]) or 'none'}. Was the plan made for another model?"
+    )
+
+
+def _check_apart(parts: Sequence[_Part]) -> None:
+    """Refuses parts that share layers or calls: what is recomputed inside of a recomputation runs three times."""
+    owners: dict[int, str] = {}
+    seen: set[str] = set()
+    for part in parts:
+        if part.path in seen:
+            raise BadInput(f"checkpoint names {part.path!r} twice. Name each part once.")
+        seen.add(part.path)
+        for layer in part.layers:
+            for inner in internals.layers_of(layer):
+                other = owners.setdefault(id(inner), part.path)
+                if other != part.path:
+                    raise BadInput(
+                        f"checkpoint names {other!r} and {part.path!r}, which share the layer {inner.name!r}. "
+                        "Name only one of them, or runs that don't overlap."
+                    )
+
+
+def _replaced(target: Any, name: str, value: Any) -> Undo:
+    """Puts a method on the instance; returns what puts back the one that was there."""
+    before = target.__dict__.get(name)
+    target.__dict__[name] = value
+
+    def undo() -> None:
+        if before is None:
+            target.__dict__.pop(name, None)
+        else:
+            target.__dict__[name] = before
+
+    return undo
+
+
+def _recomputed_call(layer: Any, recompute: Callable[..., list[Any]]) -> Callable[..., Any]:
+    plain = layer.call
+    stateless = StatelessCall([layer])
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return stateless(lambda given: plain(*given[0], **given[1]), (args, kwargs), recompute)
+
+    with suppress(AttributeError, TypeError):
+        # For those who look at the names of its arguments.
+        call.__wrapped__ = plain  # type: ignore[attr-defined]
+    return call
+
+
+class _Steps:
+    """Runs a graph, some of its calls as one that is recomputed.
+
+    Args:
+        graph: a Functional.
+        runs: which; none overlap.
+        recompute: of the backend.
+    """
+
+    def __init__(self, graph: Any, runs: Sequence[_Part], recompute: Callable[..., list[Any]]) -> None:
+        self._graph = graph
+        self._plain = graph._run_through_graph
+        self._recompute = recompute
+        nodes = internals.nodes_of(graph)
+        self._steps: list[Any] = []
+        position = 0
+        for run in sorted(runs, key=lambda one: one.start):
+            self._steps += nodes[position : run.start]
+            self._steps.append(_Segment(graph, nodes, run))
+            position = run.end
+        self._steps += nodes[position:]
+
+    def __call__(self, inputs: Any, operation_fn: Any = lambda op: op, call_fn: Any = None) -> Any:
+        """Stands in for the graph's own method."""
+        flat = keras.tree.flatten(inputs)
+        if call_fn is not None or any(isinstance(value, keras.KerasTensor) for value in flat):
+            return self._plain(inputs, operation_fn=operation_fn, call_fn=call_fn)
+        values = {id(symbol): value for symbol, value in zip(self._graph.inputs, flat, strict=False)}
+        call = partial(_called, self._graph, operation_fn)
+        for step in self._steps:
+            if isinstance(step, _Segment):
+                step(values, call, self._recompute)
+            else:
+                call(step, values)
+        missing = [symbol.name for symbol in self._graph.outputs if id(symbol) not in values]
+        if missing:
+            raise BadModel(f"the outputs {', '.join(missing)} of {self._graph.name!r} don't depend on its inputs.")
+        outputs = [values[id(symbol)] for symbol in self._graph.outputs]
+        return keras.tree.pack_sequence_as(internals.structure_of(self._graph)[1], outputs)
+
+
+def _called(graph: Any, operation_fn: Any, node: Any, values: dict[int, Any]) -> None:
+    """Makes one call of a graph, if all that it takes is there."""
+    if any(id(symbol) not in values for symbol in node.input_tensors):
+        return
+    args, kwargs = node.arguments.fill_in(values)
+    outputs = operation_fn(internals.operation_of(graph, node))(*args, **kwargs)
+    for symbol, value in zip(node.outputs, keras.tree.flatten(outputs), strict=False):
+        values[id(symbol)] = value
+
+
+class _Segment:
+    """Calls of a graph that are recomputed as one: what they take from before, and what those after them take."""
+
+    def __init__(self, graph: Any, nodes: list[Any], run: _Part) -> None:
+        self._nodes = nodes[run.start : run.end]
+        made = {id(symbol) for node in self._nodes for symbol in node.outputs}
+        later = {id(symbol) for node in nodes[run.end :] for symbol in node.input_tensors}
+        later |= {id(symbol) for symbol in graph.outputs}
+        self._takes = list({id(s): s for node in self._nodes for s in node.input_tensors if id(s) not in made})
+        self._gives = [
+            key for key in dict.fromkeys(id(s) for node in self._nodes for s in node.outputs) if key in later
+        ]
+        self._stateless = StatelessCall(run.layers)
+
+    def __call__(self, values: dict[int, Any], call: Callable[..., None], recompute: Callable[..., list[Any]]) -> None:
+        """Adds what the calls make to `values`."""
+        if any(key not in values for key in self._takes):
+            for node in self._nodes:
+                call(node, values)
+            return
+
+        def run(taken: list[Any]) -> list[Any]:
+            inner = dict(zip(self._takes, taken, strict=True))
+            for node in self._nodes:
+                call(node, inner)
+            return [inner[key] for key in self._gives]
+
+        given = self._stateless(run, [values[key] for key in self._takes], recompute)
+        values.update(zip(self._gives, given, strict=True))
+
+
+def _backend_recompute(model: keras.Model) -> Callable[..., list[Any]]:
+    """How the backend repeats a pure function in the backward pass."""
+    name = keras.backend.backend()
+    if name == "jax":
+        from memfit.frameworks.jax.apply.recomputation import recomputed as recomputed_by_jax
+
+        return recomputed_by_jax
+    if name == "tensorflow":
+        from memfit.frameworks.tensorflow.apply.recomputation import recomputed as recomputed_by_tensorflow
+
+        def recompute(*args: Any) -> list[Any]:
+            return recomputed_by_tensorflow(*args, compiled=bool(model.jit_compile) and not model.run_eagerly)
+
+        return recompute
+    if name == "torch":
+        return _recomputed_by_torch
+    raise BadModel(f"recomputation needs Keras on tensorflow, jax or torch, but its backend is {name!r}.")
+
+
+def _recomputed_by_torch(
+    function: Callable[..., list[Any]], weights: list[Any], trained: list[bool], inputs: list[Any]
+) -> list[Any]:
+    import torch
+
+    del trained
+    # State is changed in place after the first computation; the second one must see what was there before.
+    inputs = [value.clone() if isinstance(value, torch.nn.Parameter) else value for value in inputs]
+    if not torch.is_grad_enabled():
+        return function(weights, inputs)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+    try:
+        results: list[Any] = keras.remat(function)(weights, inputs)
+    except BaseException:
+        # Tried again, it draws the same numbers.
+        torch.set_rng_state(before[0])
+        for device, state in zip(devices, before[1], strict=True):
+            torch.cuda.set_rng_state(state, device)
+        raise
+    return results

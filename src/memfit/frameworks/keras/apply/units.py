@@ -1,0 +1,262 @@
+"""What of a Keras model can be recomputed in the backward pass, and what each part would save and cost.
+
+A run of layers is worth recomputing where little goes in and much is kept inside. In a model with a graph the places
+between two calls are looked at: where one tensor is all that later calls take, apart from long skips such as those of
+a U-Net, which are kept in any case, the model can be cut. So a residual block, a dense layer with its concatenation, or
+one level of a U-Net is a unit. In chains that could be cut anywhere the narrow places are chosen. In other models the
+layers that are made of layers are the units, such as the blocks of a transformer.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from memfit.core.errors import BadModel
+from memfit.frameworks.keras import internals
+from memfit.frameworks.keras.apply.workload import Call, recorded
+from memfit.frameworks.keras.batch import item_bytes
+from memfit.frameworks.keras.model import layer_paths
+
+# A tensor that waits for longer than this many calls, and than this part of all calls, is a skip.
+_SKIP_CALLS, _SKIP_SHARE = 20, 0.25
+# Chains are cut after this many calls at the latest: whatever a unit keeps is there at once in its recomputation.
+_CHAIN_CALLS = 24
+# A place in a chain is narrow if what follows is so many times as wide.
+_WIDENS = 1.5
+# A layer of layers that keeps more of the model than this is looked into rather than taken as one.
+_LARGE_SHARE = 0.6
+# What keeps less beside its inputs than this part of them isn't worth its time.
+_LEAST_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of a model that can be computed again as one.
+
+    Args:
+        path: as in `Settings.checkpoint`: the dotted path of a layer, or "first:last", a run of layers of a Functional
+            or Sequential model in the order of execution; both ends have full paths.
+        kept_bytes_per_sample: what the plain step keeps inside of it for the backward pass.
+        boundary_bytes_per_sample: what it takes as input, which stays kept.
+        num_parameters: of the layers in it.
+        flops_per_sample: of its forward pass; 0 where unknown.
+    """
+
+    path: str
+    kept_bytes_per_sample: int
+    boundary_bytes_per_sample: int
+    num_parameters: int
+    flops_per_sample: int
+
+
+def units(model: keras.Model, inputs: Any = None) -> tuple[Unit, ...]:
+    """What can be recomputed, in the order of execution; no two overlap.
+
+    Args:
+        model: built.
+        inputs: a batch of inputs (arrays, or anything with `shape` and `dtype`), for subclassed models and unknown
+            sizes; by default what the model was built for.
+    """
+    if inputs is None:
+        inputs = _declared_inputs(model)
+    call = recorded(model, inputs)
+    if call is None and internals.graph_of(model) is None:
+        raise BadModel(
+            f"the parts of {model.name!r} can't be found: Keras can't follow the model without running it. "
+            "Name layers to recompute yourself, or leave recomputation out."
+        )
+    return tuple(unit for unit in _Finder(model, call).inside(model, call) if unit.kept_bytes_per_sample > 0)
+
+
+def _declared_inputs(model: keras.Model) -> Any:
+    graph = internals.graph_of(model)
+    if graph is not None:
+        return internals.structure_of(graph)[0]
+    raise BadModel(
+        f"the model {model.name!r} doesn't say what it takes, since it is no Functional or Sequential model. "
+        "Give a batch of its inputs."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One call of a graph.
+
+    Args:
+        node: Keras's.
+        call: what was noted down of it; None for operations that aren't layers.
+        made_bytes: per sample, of what it returns.
+    """
+
+    node: Any
+    call: Call | None
+    made_bytes: int
+
+    @property
+    def inner_bytes(self) -> int:
+        """What it keeps beside inputs and outputs."""
+        return 0 if self.call is None else self.call.inner_bytes
+
+    @property
+    def flops(self) -> int:
+        """Of its forward pass."""
+        return 0 if self.call is None else self.call.flops
+
+
+class _Finder:
+    """Finds the units of one model.
+
+    Args:
+        model: whole.
+        call: what was noted down of it.
+    """
+
+    def __init__(self, model: keras.Model, call: Call | None) -> None:
+        self._paths = layer_paths(model)
+        self._total = 0 if call is None else call.inner_bytes
+        self._used: set[int] = set()
+        """Layers that are part of a unit: a second call of a shared layer belongs to no other one."""
+
+    def inside(self, layer: Any, call: Call | None) -> Iterator[Unit]:
+        """The units inside of a layer."""
+        graph = internals.graph_of(layer)
+        if graph is not None:
+            steps, start = _steps(graph, call), 0
+            for end in _cuts(steps, graph):
+                yield from self._of_run(steps, start, end, graph)
+                start = end
+        elif call is not None:
+            for part in call.calls:
+                yield from self._of_call(part)
+
+    def _of_call(self, call: Call) -> Iterator[Unit]:
+        """A layer that is called by one that isn't a graph: as one, or what is inside."""
+        if id(call.layer) in self._used or id(call.layer) not in self._paths or not call.inner_bytes:
+            return
+        if self._is_large(call) and (call.calls or internals.graph_of(call.layer) is not None):
+            found = list(self.inside(call.layer, call))
+            if len(found) > 1:
+                yield from found
+                return
+        self._used.add(id(call.layer))
+        width = item_bytes(str(getattr(call.layer, "compute_dtype", None) or "float32"))
+        taken = sum(math.prod(shape[1:]) for shape in call.inputs) * width
+        if call.inner_bytes >= _LEAST_SHARE * taken:
+            yield Unit(self._paths[id(call.layer)], call.inner_bytes, taken, call.layer.count_params(), call.flops)
+
+    def _is_large(self, call: Call) -> bool:
+        return call.inner_bytes > _LARGE_SHARE * self._total
+
+    def _of_run(self, steps: list[_Step], start: int, end: int, graph: Any) -> Iterator[Unit]:
+        """The unit that calls from `start` to `end` make; none where it would save little."""
+        # Embeddings keep little: what they give on is kept anyway, and their table is a weight.
+        embeddings = [i for i in range(start, end) if isinstance(steps[i].node.operation, keras.layers.Embedding)]
+        start = embeddings[-1] + 1 if embeddings else start
+        if start == end:
+            return
+        run = steps[start:end]
+        only = run[0].call if len(run) == 1 and run[0].inner_bytes else None
+        if only is not None and self._is_large(only):
+            found = list(self.inside(run[0].node.operation, only)) if only.calls else []
+            if len(found) > 1:
+                yield from found
+                return
+        called = {id(step.node.operation): step.node.operation for step in run}
+        layers = [operation for operation in called.values() if isinstance(operation, keras.layers.Layer)]
+        if any(id(layer) in self._used for layer in layers) or not all(id(layer) in self._paths for layer in layers):
+            return
+        kept, taken = _kept(run, steps[end:], graph)
+        if kept < max(1, _LEAST_SHARE * taken) or not layers:
+            return
+        self._used.update(map(id, layers))
+        path = self._paths[id(layers[0])]
+        if len(run) > 1:
+            prefix = path.rpartition(".")[0]
+            ends = [step.node.operation.name for step in (run[0], run[-1])]
+            names = [step.node.operation.name for step in steps]
+            if any(names.count(name) > 1 for name in ends):
+                # A run that begins or ends with a further call of a shared layer has no name.
+                return
+            path = ":".join(f"{prefix}.{name}".lstrip(".") for name in ends)
+        parameters = sum(layer.count_params() for layer in layers)
+        yield Unit(path, kept, taken, parameters, sum(step.flops for step in run))
+
+
+def _steps(graph: Any, call: Call | None) -> list[_Step]:
+    """The calls of a graph with what was noted down of each."""
+    noted: dict[int, list[Call]] = {}
+    for part in [] if call is None else call.calls:
+        noted.setdefault(id(part.layer), []).append(part)
+    steps = []
+    for node in internals.nodes_of(graph):
+        calls = noted.get(id(node.operation), [])
+        one = calls.pop(0) if calls else None
+        made = sum(_symbol_bytes(symbol) for symbol in node.outputs) if one is None else one.made_bytes
+        steps.append(_Step(node, one, made))
+    return steps
+
+
+def _symbol_bytes(symbol: Any) -> int:
+    sizes = [1 if length is None else int(length) for length in symbol.shape[1:]]
+    return math.prod(sizes) * item_bytes(str(symbol.dtype))
+
+
+def _kept(run: Sequence[_Step], later: Sequence[_Step], graph: Any) -> tuple[int, int]:
+    """Bytes that the plain step keeps inside of a run, and bytes that the run takes from before."""
+    made = {id(symbol) for step in run for symbol in step.node.outputs}
+    needed = {id(symbol) for step in later for symbol in step.node.input_tensors}
+    needed |= {id(symbol) for symbol in graph.outputs}
+    kept = 0
+    for step in run:
+        given_on = all(id(symbol) in needed for symbol in step.node.outputs)
+        kept += step.inner_bytes + (0 if given_on else step.made_bytes)
+    taken = {id(s): s for step in run for s in step.node.input_tensors if id(s) not in made}
+    return kept, sum(map(_symbol_bytes, taken.values()))
+
+
+def _cuts(steps: list[_Step], graph: Any) -> list[int]:
+    """Ends of the runs that a graph is cut into."""
+    last_use = {id(symbol): index for index, step in enumerate(steps) for symbol in step.node.input_tensors}
+    alive: dict[int, int] = {id(symbol): _symbol_bytes(symbol) for symbol in graph.inputs}
+    born = dict.fromkeys(alive, -1)
+    limit = max(_SKIP_CALLS, _SKIP_SHARE * len(steps))
+    narrow: list[tuple[int, int]] = []
+    for index, step in enumerate(steps):
+        # Masks are small and go all the way.
+        for symbol in (one for one in step.node.outputs if str(one.dtype) != "bool"):
+            alive[id(symbol)] = max(step.made_bytes // max(1, len(step.node.outputs)), 1)
+            born[id(symbol)] = index
+        alive = {key: size for key, size in alive.items() if last_use.get(key, -1) > index}
+        short = [size for key, size in alive.items() if last_use[key] - born[key] <= limit]
+        # Where nothing but skips is alive the branch begins anew.
+        if len(short) <= 1:
+            narrow.append((index + 1, sum(short)))
+    ends = _chosen(narrow, steps)
+    return [*ends, len(steps)] if not ends or ends[-1] != len(steps) else ends
+
+
+def _chosen(narrow: list[tuple[int, int]], steps: list[_Step]) -> list[int]:
+    """Of the places where a graph can be cut: the narrow ones of each chain, and those around layers of layers."""
+    chosen: list[int] = []
+    chain = 0
+    for number, (place, size) in enumerate(narrow):
+        before = narrow[number - 1] if number else (0, -1)
+        after = narrow[number + 1] if number + 1 < len(narrow) else (len(steps) + 1, -1)
+        ends_chain = after[0] != place + 1
+        # The last of equally narrow places: what follows is wider.
+        is_narrow = ends_chain or (_WIDENS * size < after[1] and (before[0] != place - 1 or size <= before[1]))
+        heavy = _is_heavy(steps[place - 1]) or (place < len(steps) and _is_heavy(steps[place]))
+        chain = 1 + chain if before[0] == place - 1 else 1
+        is_long = chain >= _CHAIN_CALLS
+        if is_narrow or heavy or is_long:
+            chosen.append(place)
+            chain = 0
+    return chosen
+
+
+def _is_heavy(step: _Step) -> bool:
+    """Whether a call is worth recomputing by itself."""
+    return step.inner_bytes > 2 * step.made_bytes > 0

@@ -1,0 +1,204 @@
+"""The data of a `fit` in progress: where its order comes from, and how to come back to a position in it.
+
+Keras makes an iterator for each pass over the data and tells nobody. It is found in the frame of `fit`, from which the
+callback is called, and asked to announce each pass. A pass begins with the states that the random generators had when
+it first began, and what was drawn in earlier epochs is dropped; the batches of the epoch in progress that were trained
+on are then drawn once more and passed over, so that callbacks see the numbers that they know. TensorFlow shuffles
+arrays inside of its own graph, where nothing can be restored; there a data set takes its place whose order follows from
+a number and the epoch. A stream of memfit is asked for nothing that was trained on.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy
+
+from memfit.frameworks.keras.guard import randomness
+from memfit.frameworks.keras.streaming import KerasStream
+
+_ITERATOR = "epoch_iterator"
+_CALLBACKS = "callbacks"
+
+
+class Data:
+    """The data of one call of `fit`.
+
+    Args:
+        iterator: Keras's, of epochs; None where it wasn't found.
+        is_ordered: whether the order has to be one that can be come back to.
+    """
+
+    def __init__(self, iterator: Any, *, is_ordered: bool) -> None:
+        self._iterator = iterator
+        self._adapter = getattr(iterator, "data_adapter", None)
+        self.stream: KerasStream | None = None
+        found = getattr(self._adapter, "py_dataset", None)
+        if isinstance(found, KerasStream):
+            self.stream = found
+        self._seed = 0
+        self._epoch = 0
+        self._shuffle = ""
+        self._pass: dict[str, Any] = {"random": None, "epoch": 0, "position": 0}
+        """The pass in progress: random states and epoch at its beginning, batches of earlier epochs. Keras begins the
+        next pass before the epoch ends that ends the last one: until then the number is below zero."""
+        self._num_done = 0
+        self._resumed: dict[str, Any] | None = None
+        self._left_to_count = 0
+        self._is_boundary = False
+        """Whether the resumed position is between two epochs: nothing is passed over that `caught_up` would follow."""
+        self._stream_at: Any = None
+        if iterator is None or not is_ordered:
+            return
+        self._seed = randomness.seed()
+        self._follow(iterator)
+
+    @property
+    def is_generator(self) -> bool:
+        """Whether it can't be begun again."""
+        return type(self._adapter).__name__ == "GeneratorDataAdapter"
+
+    @property
+    def is_tf_dataset(self) -> bool:
+        """Whether TensorFlow makes it, in an order that it doesn't tell."""
+        return type(self._adapter).__name__ == "TFDatasetAdapter"
+
+    @property
+    def is_known(self) -> bool:
+        """Whether Keras's iterator was found."""
+        return self._iterator is not None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an epoch goes on where the last one ended."""
+        return self._iterator is not None and (self._iterator.steps_per_epoch is not None or self.is_generator)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch begins, before Keras asks for its first batch."""
+        self._epoch = epoch
+        self._num_done = 0
+        if self.stream is not None:
+            self.stream.follow(True)
+            self._stream_at = self.stream.state_dict()
+
+    def count(self, num_batches: int = 1) -> None:
+        """Batches were trained on or passed over."""
+        self._num_done += num_batches
+        if self.stream is not None:
+            self.stream.count(num_batches)
+        if self._left_to_count and self._iterator is not None:
+            # Keras counts what was drawn from a pass, and this one began later than it knows.
+            self._iterator._steps_seen += self._left_to_count
+            self._left_to_count = 0
+
+    def end_epoch(self) -> None:
+        """An epoch is over."""
+        if self.goes_on:
+            self._pass["position"] += self._num_done
+
+    def close(self) -> None:
+        """The fit is over."""
+        if self.stream is not None:
+            self.stream.follow(False)
+
+    def position(self, *, at_end: bool) -> dict[str, Any]:
+        """What `go_to` needs.
+
+        Args:
+            at_end: whether the next batch is the first of an epoch.
+        """
+        now = randomness.states()
+        is_new = at_end and not self.goes_on
+        return {
+            "seed": self._seed,
+            "random": now if is_new or self._pass["random"] is None else self._pass["random"],
+            "now": now,
+            "epoch": self._epoch + 1 if is_new else self._pass["epoch"],
+            "position": 0 if is_new else self._pass["position"],
+            "stream": None if self.stream is None else self.stream.state_dict() if at_end else self._stream_at,
+        }
+
+    def go_to(self, position: dict[str, Any], num_done: int) -> None:
+        """The next pass is the one that was in progress at that position.
+
+        Args:
+            position: from `position`.
+            num_done: batches of its epoch that were trained on.
+        """
+        self._resumed = position
+        self._is_boundary = num_done == 0
+        self._seed = int(position["seed"])
+        if self.stream is not None and position["stream"] is not None:
+            self.stream.load_state_dict(position["stream"])
+            self.stream.pass_over(num_done)
+
+    def caught_up(self, position: dict[str, Any]) -> None:
+        """What was trained on has been passed over."""
+        if keras.backend.backend() != "tensorflow":
+            # TensorFlow draws ahead, as far as it likes, so that these would be drawn twice.
+            randomness.restore(position["now"])
+
+    def go_on(self, position: dict[str, Any]) -> None:
+        """A loop of the user's own is where it was: layers draw what they would have, the loop's own draws stay."""
+        randomness.restore_torch(position["now"])
+
+    def _follow(self, iterator: Any) -> None:
+        plain: Callable[[], Any] = iterator._get_iterator
+        if keras.backend.backend() == "tensorflow" and type(self._adapter).__name__ == "ArrayDataAdapter":
+            shuffle = getattr(self._adapter, "_shuffle", False)
+            if shuffle:
+                self._shuffle = "batch" if shuffle == "batch" else "all"
+                from memfit.frameworks.keras.guard.tensorflow_order import ordered
+
+                iterator._distributed_dataset = ordered(self._adapter, self._order)
+
+        def get_iterator() -> Any:
+            dropped, resumed = 0, {}
+            if self._resumed is not None:
+                resumed, self._resumed = self._resumed, None
+                randomness.restore(resumed["random"])
+                self._pass = {name: resumed[name] for name in ("random", "epoch", "position")}
+                if self.stream is None:
+                    dropped = self._left_to_count = int(resumed["position"])
+            else:
+                epoch = self._epoch + 1 if self._num_done else self._epoch
+                self._pass = {"random": randomness.states(), "epoch": epoch, "position": -self._num_done}
+            found = plain()
+            if hasattr(found, "skip"):
+                return found.skip(dropped) if dropped else found
+            goes_on_in = self.goes_on and bool(resumed)
+            return self._after(found, dropped, resumed) if dropped or goes_on_in else found
+
+        iterator._get_iterator = get_iterator
+
+    def _after(self, batches: Any, dropped: int, resumed: dict[str, Any]) -> Iterator[Any]:
+        """What follows so many batches, which are drawn: what is random in the model goes on as it would have."""
+        left = iter(batches)
+        for _ in itertools.islice(left, dropped):
+            pass
+        if self._is_boundary:
+            self.caught_up(resumed)
+        yield from left
+
+    def _order(self, num_samples: int, batch_size: int) -> Any:
+        """The order of arrays in the pass in progress."""
+        generator = numpy.random.default_rng([self._seed, int(self._pass["epoch"])])
+        if self._shuffle == "all":
+            return generator.permutation(num_samples)
+        order = numpy.arange(num_samples)
+        for start in range(0, num_samples, batch_size):
+            generator.shuffle(order[start : start + batch_size])
+        return order
+
+
+def found_in_fit() -> tuple[Any, list[Any]]:
+    """Keras's iterator of epochs and the callbacks of the `fit` that calls; (None, []) where none does."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_locals if frame.f_code.co_name == "fit" else {}
+        if _ITERATOR in names and hasattr(names[_ITERATOR], "_get_iterator"):
+            return names[_ITERATOR], list(getattr(names.get(_CALLBACKS), "callbacks", []))
+        frame = frame.f_back  # type: ignore[assignment]
+    return None, []

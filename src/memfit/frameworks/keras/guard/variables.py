@@ -1,0 +1,117 @@
+"""All that a training step of a Keras model may change: its variables, in the groups that Keras's JAX trainer keeps."""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from memfit.core import tensor_file
+from memfit.core.guarding import BadCheckpoint
+from memfit.core.tensor_file import Entry, TensorFile, array_pieces, numpy_dtype
+
+TRAINABLE, OTHERS, OPTIMIZER, METRICS = "trainable", "non-trainable", "optimizer", "metrics"
+GROUPS = (TRAINABLE, OTHERS, OPTIMIZER, METRICS)
+
+
+def grouped(model: Any) -> dict[str, list[Any]]:
+    """The variables of a model, its optimizer and its metrics, by group, in Keras's order."""
+    return {
+        TRAINABLE: list(model.trainable_variables),
+        OTHERS: list(model.non_trainable_variables),
+        OPTIMIZER: list(model.optimizer.variables),
+        METRICS: list(model.metrics_variables),
+    }
+
+
+def small(model: Any) -> list[Any]:
+    """What changes in the forward pass: statistics of batch norms, seeds, metrics."""
+    groups = grouped(model)
+    return [*groups[OTHERS], *groups[METRICS]]
+
+
+def is_built(model: Any) -> bool:
+    """Whether all variables are there."""
+    parts = (getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None), model.optimizer)
+    return all(layer.built for layer in model._flatten_layers()) and all(
+        part is None or getattr(part, "built", True) for part in parts
+    )
+
+
+def size_bytes(variables: Sequence[Any]) -> int:
+    """Bytes of the variables' numbers."""
+    return sum(math.prod(map(int, variable.shape)) * _item_bytes(variable) for variable in variables)
+
+
+def _item_bytes(variable: Any) -> int:
+    return int(numpy_dtype(keras.backend.standardize_dtype(variable.dtype)).itemsize)
+
+
+def write(path: Path, model: Any, values: dict[str, Sequence[Any]] | None) -> None:
+    """Writes all variables.
+
+    Args:
+        path: of the file.
+        model: whose they are.
+        values: where the variables themselves are empty, as in an epoch on JAX, by group.
+    """
+    tensor_file.write(path, _entries(model, values))
+
+
+def _entries(model: Any, values: dict[str, Sequence[Any]] | None) -> Iterator[Entry]:
+    for group, variables in grouped(model).items():
+        for index, variable in enumerate(variables):
+            name = f"{group}.{index}"
+            value = variable.value if values is None else values[group][index]
+            if keras.backend.backend() == "torch":
+                from memfit.frameworks.torch.guard.checkpoint_tensors import tensor_entry
+
+                yield tensor_entry(name, value)
+                continue
+            dtype = keras.backend.standardize_dtype(variable.dtype)
+            shape = tuple(int(size) for size in variable.shape)
+            yield Entry(name, dtype, shape, _item_bytes(variable), functools.partial(_pieces, value))
+
+
+def _pieces(value: Any) -> Iterator[memoryview]:
+    return array_pieces(keras.ops.convert_to_numpy(value))
+
+
+def read(path: Path, model: Any, groups: Sequence[str] = GROUPS) -> None:
+    """Gives the variables the values in a file.
+
+    Raises:
+        BadCheckpoint: it is of another model.
+    """
+    file = TensorFile(path)
+    found = grouped(model)
+    for group in GROUPS:
+        stored = [name for name in file.names() if name.rpartition(".")[0] == group]
+        if len(stored) != len(found[group]):
+            raise BadCheckpoint(
+                f"the checkpoint {path.parent} is of another model: it has {len(stored)} {group} variables, and "
+                f"{model.name!r} has {len(found[group])}. Give another folder, or the model that it was made with."
+            )
+    checked = []
+    for group in groups:
+        for index, variable in enumerate(found[group]):
+            name = f"{group}.{index}"
+            if name not in file:
+                raise BadCheckpoint(f"the checkpoint {path.parent} lacks {name!r}. Give another folder.")
+            dtype, shape = file.dtype(name), file.shape(name)
+            wanted = keras.backend.standardize_dtype(variable.dtype), tuple(int(size) for size in variable.shape)
+            if (dtype, shape) != wanted:
+                raise BadCheckpoint(
+                    f"the checkpoint {path.parent} is of another model: {variable.path} is {wanted[0]}{wanted[1]}, and "
+                    f"{dtype}{shape} is stored. Give another folder, or the model that it was made with."
+                )
+            checked.append((variable, name))
+    for variable, name in checked:
+        if keras.backend.backend() == "torch":
+            from memfit.frameworks.torch.guard.checkpoint_tensors import copy_into
+
+            copy_into(file, name, variable.value)
+        else:
+            variable.assign(file.read(name))

@@ -1,0 +1,333 @@
+"""What is used of Keras beyond its public interface; seen in 3.5 to 3.15.
+
+Masks travel as attributes of tensors; whether a layer trains, and the dtype that variables are cast to, are global
+state of a thread while a model is called. Attributes of models and layers that begin with an underscore are read here.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import keras
+
+from memfit.core.private_names import PrivateNames
+
+NAMES = PrivateNames("keras", "3.5 to 3.15")
+
+_get_global = NAMES.find("keras.src.backend.common.global_state:get_global_attribute")
+_set_global = NAMES.find("keras.src.backend.common.global_state:set_global_attribute")
+Tracker = NAMES.find("keras.src.utils.tracking:Tracker")
+"""What an object of Keras has been given."""
+
+_CALL, _AUTOCAST = "current_call_ctx", "autocast_scope"
+
+
+class Surroundings:
+    """What a layer that is called sees of the calls around it; entered again wherever the same call is repeated."""
+
+    def __init__(self) -> None:
+        self._call = copy.copy(_get_global(_CALL))
+        self._autocast = _get_global(_AUTOCAST)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """As at the time when this was made, on any thread."""
+        before = {name: _get_global(name) for name in (_CALL, _AUTOCAST)}
+        # A copy: layers write into it, and what they write is not for later calls.
+        _set_global(_CALL, copy.copy(self._call))
+        _set_global(_AUTOCAST, self._autocast)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                _set_global(name, value)
+
+
+# Tensors and variables.
+
+
+def get_mask(tensor: Any) -> Any:
+    """The mask that travels with a tensor, or None; before 3.6 it is a plain attribute."""
+    get = getattr(keras.src.backend, "get_keras_mask", None)
+    return getattr(tensor, "_keras_mask", None) if get is None else get(tensor)
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Has a mask travel with a tensor."""
+    put = getattr(keras.src.backend, "set_keras_mask", None)
+    if put is None:
+        tensor._keras_mask = mask
+    else:
+        put(tensor, mask)
+
+
+def value_of(variable: Any) -> Any:
+    """The value of a Keras variable as it is stored, whatever the surrounding layers cast to."""
+    with NAMES.find("keras.src.backend.common.variables:AutocastScope")(None):
+        return variable.value
+
+
+def tensor_of(variable: Any) -> Any:
+    """The tensor or variable of the backend inside of a variable of Keras; None of one without a value."""
+    return NAMES.of(variable, "_value")
+
+
+def global_seed_generator() -> Any:
+    """The seeds that layers without their own draw from; None where none has been drawn yet."""
+    return _get_global("global_seed_generator")
+
+
+def make_variables() -> None:
+    """Gives variables that were made in a stateless scope their first values."""
+    NAMES.find("keras.src.backend.common.variables:initialize_all_variables")()
+
+
+def forget_new_variables() -> None:
+    """Leaves variables that were made in a stateless scope without values."""
+    waiting = _get_global("uninitialized_variables")
+    if waiting is not None:
+        waiting.clear()
+
+
+# Layers and models.
+
+
+def layers_of(model: Any) -> list[Any]:
+    """A model and all layers in it, each once."""
+    return list({id(layer): layer for layer in NAMES.of(model, "_flatten_layers")()}.values())
+
+
+def sublayers_of(layer: Any) -> list[Any]:
+    """The layers directly inside of a layer, in the order in which they were added."""
+    return [part for part in getattr(layer, "_layers", ()) if isinstance(part, keras.layers.Layer)]
+
+
+def own_variables(layer: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """(trainable variables, others, states of seed generators) of a layer itself, without those of layers in it."""
+    seeds = [generator.state for generator in NAMES.of(layer, "_seed_generators")]
+    return list(NAMES.of(layer, "_trainable_variables")), list(NAMES.of(layer, "_non_trainable_variables")), seeds
+
+
+def metrics_of(layer: Any) -> list[Any]:
+    """Metrics that a layer keeps itself."""
+    return list(NAMES.of(layer, "_metrics"))
+
+
+def training_keyword(model: Any, training: bool) -> dict[str, bool]:
+    """The keyword by which a model is told whether it trains, where its `call` takes it."""
+    return {"training": training} if NAMES.of(model, "_call_has_training_arg") else {}
+
+
+def symbolic_build(model: Any, batch: Any) -> None:
+    """Makes the variables of layers, metrics, loss and optimizer for a batch of symbols."""
+    NAMES.of(model, "_symbolic_build")(data_batch=batch)
+
+
+def leave_shardings(model: Any) -> None:
+    """Has a step on JAX leave its results where they are; before 3.7 it puts them where `fit` has noted down.
+
+    Call it where the model is kept `untouched`.
+    """
+
+    def enforce(
+        trainable_variables: Any = None,
+        non_trainable_variables: Any = None,
+        optimizer_variables: Any = None,
+        metrics_variables: Any = None,
+    ) -> Any:
+        groups = trainable_variables, non_trainable_variables, optimizer_variables, metrics_variables
+        return tuple(group or [] for group in groups)
+
+    if hasattr(model, "_enforce_jax_state_sharding") and not hasattr(model, "_trainable_variable_shardings"):
+        model._enforce_jax_state_sharding = enforce
+
+
+@contextmanager
+def layers_as_scopes(scope: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Has every layer that is called open a scope of the backend, as Keras does by itself; 3.5 doesn't on JAX."""
+    plain = NAMES.of(keras.layers.Layer, "_open_name_scope")
+    own = NAMES.find("keras.src.backend:name_scope")
+    if keras.backend.backend() != "jax" or not own.__module__.endswith("common.name_scope"):
+        yield
+        return
+
+    @contextmanager
+    def opened(layer: Any) -> Iterator[None]:
+        with plain(layer), scope(layer.name):
+            yield
+
+    keras.layers.Layer._open_name_scope = opened
+    try:
+        yield
+    finally:
+        keras.layers.Layer._open_name_scope = plain
+
+
+def compute_output_spec(layer: Any, *arguments: Any, **named: Any) -> Any:
+    """What a layer makes of symbols; nothing is run."""
+    return NAMES.find("keras.src.backend:compute_output_spec")(layer, *arguments, **named)
+
+
+def collects_losses() -> bool:
+    """Whether losses that layers add are wanted by those who call."""
+    scope = NAMES.find("keras.src.backend:get_stateless_scope", "keras.src.backend.common:get_stateless_scope")()
+    return scope is None or bool(scope.collect_losses)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a tensor of the backend."""
+    return bool(keras.ops.is_tensor(value))
+
+
+def is_nnx_enabled() -> bool:
+    """Whether layers of Keras are modules of flax; versions before 3.11 have no such thing."""
+    return bool(getattr(keras.src.backend.config, "is_nnx_enabled", lambda: False)())
+
+
+def graph_of(layer: Any) -> Any:
+    """The Functional whose graph this layer runs: itself, or the one inside of a Sequential; None if there is none."""
+    inner = getattr(layer, "_functional", None)
+    graph = layer if inner is None else inner
+    return graph if hasattr(graph, "_run_through_graph") and hasattr(graph, "_nodes_by_depth") else None
+
+
+def nodes_of(graph: Any) -> list[Any]:
+    """The calls of a Functional in the order in which it makes them, inputs left out."""
+    by_depth = NAMES.of(graph, "_nodes_by_depth")
+    nodes = (node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth])
+    return [node for node in nodes if node.operation is not None and not node.is_input]
+
+
+def structure_of(graph: Any) -> tuple[Any, Any]:
+    """The nestings of a Functional's inputs and outputs."""
+    return NAMES.of(graph, "_inputs_struct"), NAMES.of(graph, "_outputs_struct")
+
+
+def operation_of(graph: Any, node: Any) -> Any:
+    """What a node calls; versions before 3.9 always call the node's own operation."""
+    find = getattr(graph, "_get_operation_for_node", None)
+    return node.operation if find is None else find(node)
+
+
+def maker_of(symbol: Any) -> Any:
+    """The operation that makes a symbol of a graph."""
+    return NAMES.of(symbol, "_keras_history").operation
+
+
+def forget_functions(model: Any) -> None:
+    """Has Keras trace its functions anew, those of `evaluate` and `predict` too: other variables, other types."""
+    model.train_function = model.test_function = model.predict_function = None
+
+
+def forget_call(layer: Any, losses: list[Any]) -> None:
+    """Takes back what layers note down of a call: that these losses are theirs, and their dropout masks."""
+    for part in layers_of(layer):
+        NAMES.of(part, "_loss_ids").difference_update(map(id, losses))
+    forget_dropout(layer)
+
+
+def forget_dropout(layer: Any) -> None:
+    """Drops the masks that cells keep through all steps of a call, and beyond it where the call fails."""
+    for part in layers_of(layer):
+        for name in ("reset_dropout_mask", "reset_recurrent_dropout_mask"):
+            getattr(part, name, lambda: None)()
+
+
+def weight_of(layer: Any) -> Any:
+    """The variable under an adapter of a Dense, EinsumDense, convolution or Embedding."""
+    return NAMES.of(layer, "_embeddings" if hasattr(layer, "_embeddings") else "_kernel")
+
+
+# Losses and optimizers.
+
+
+def base_optimizer() -> Any:
+    """The module whose class all optimizers of Keras have."""
+    return NAMES.find("keras.src.optimizers.base_optimizer")
+
+
+def updated_by(optimizer: Any) -> list[Any]:
+    """Variables that an optimizer was built for."""
+    return list(getattr(optimizer, "_trainable_variables", ()))
+
+
+def compiled_loss(model: Any) -> Any:
+    """What Keras makes of the losses of `compile`; None without any."""
+    return NAMES.of(model, "_compile_loss")
+
+
+def losses_of(model: Any) -> list[Any]:
+    """The losses that those of `compile` consist of, which is known once they are built."""
+    compiled = compiled_loss(model)
+    if compiled is None:
+        return []
+    # Before 3.7 they are a plain list, with None for outputs without a loss.
+    flat = getattr(compiled, "_flat_losses", None)
+    return [loss for loss in compiled.flat_losses if loss] if flat is None else [one.loss for one in flat]
+
+
+def with_losses(compiled: Any, losses: list[Any], metrics: list[Any]) -> Any:
+    """A copy of what Keras makes of the losses of `compile` with others in their places.
+
+    `copy.copy` would save and load it, which the compiled loss refuses.
+    """
+    copied = object.__new__(type(compiled))
+    copied.__dict__.update(compiled.__dict__)
+    rest = iter(losses)
+    if getattr(compiled, "_flat_losses", None) is None:
+        copied.flat_losses = [next(rest) if loss else loss for loss in compiled.flat_losses]
+    else:
+        copied._flat_losses = [one._replace(loss=next(rest)) for one in compiled._flat_losses]
+    copied._metrics = metrics
+    return copied
+
+
+def is_loss_built(model: Any) -> bool:
+    """Whether the losses and metrics of `compile` have made their variables."""
+    return all(
+        one is None or one.built for one in (NAMES.of(model, "_compile_loss"), NAMES.of(model, "_compile_metrics"))
+    )
+
+
+def loss_tracker(model: Any) -> Any:
+    """The metric that keeps the mean of the loss."""
+    return NAMES.of(model, "_loss_tracker")
+
+
+def compute_loss(model: Any, **arguments: Any) -> Any:
+    """The loss by the model's own `compute_loss`, which may take `training` or not."""
+    return NAMES.of(model, "_compute_loss")(**arguments)
+
+
+def added_loss(model: Any, loss: Any) -> Any:
+    """The number that a loss of a layer adds to that of the model."""
+    aggregate = getattr(model, "_aggregate_additional_loss", None)
+    # Before 3.6 there was no such method, and nothing to change about it.
+    return keras.ops.sum(keras.ops.cast(loss, keras.backend.floatx())) if aggregate is None else aggregate(loss)
+
+
+@contextmanager
+def losses_given(model: Any, losses: list[Any]) -> Iterator[None]:
+    """Has a `compute_loss` find these among `model.losses`."""
+    before = NAMES.of(model, "_losses_override")
+    model._losses_override = list(losses)
+    try:
+        yield
+    finally:
+        model._losses_override = before
+
+
+def merged_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
+    """Sample weights and a mask as one."""
+    return NAMES.find("keras.src.losses.loss:apply_mask")(sample_weight, mask, dtype=dtype, reduction=reduction)
+
+
+def supports_jit(model: Any) -> bool:
+    """Whether Keras would have XLA compile the step of a model."""
+    return bool(NAMES.find("keras.src.trainers.trainer:model_supports_jit")(model))
+
+
+def torch_dtype(name: str) -> Any:
+    """PyTorch's name of a dtype."""
+    return NAMES.find("keras.src.backend.torch.core:to_torch_dtype")(name)

@@ -1,0 +1,314 @@
+"""A compiled Keras model: checked, built for a batch, its layers named, its variables sorted by what they are for."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from memfit.core.errors import BadBatch, BadModel, MemfitError, StepFailed
+from memfit.core.timeline import Category, Timeline
+from memfit.core.trace import Trace
+from memfit.core.user_code import user_line
+from memfit.frameworks.keras import internals
+from memfit.frameworks.keras.batch import Batch, flatten, item_bytes, mapped
+
+OPTIMIZER = "(optimizer)"
+METRICS = "(metrics)"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One variable of a model.
+
+    Args:
+        variable: Keras's.
+        category: what it is for.
+        module: dotted path of the layer that holds it, or of the one that it keeps state for.
+    """
+
+    variable: Any
+    category: Category
+    module: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its numbers, as Keras declares them."""
+        return number_of(self.variable) * item_bytes(str(self.variable.dtype))
+
+
+def number_of(variable: Any) -> int:
+    """Elements of a variable."""
+    return math.prod(int(size) for size in variable.shape)
+
+
+def has_own_step(model: Any) -> bool:
+    """Whether a model brings its own `train_step`, which may take any batch, and call its parts as it likes."""
+    return type(model).train_step is not keras.Model.train_step or "train_step" in vars(model)
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """The optimizer of `compile`, then those that the model and its layers keep for a training step of their own."""
+    found: dict[int, Any] = {}
+    waiting = [model.optimizer, *(vars(layer) for layer in internals.layers_of(model))]
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, keras.optimizers.Optimizer):
+            found.setdefault(id(value), value)
+        elif isinstance(value, dict):
+            waiting.extend(part for part in value.values() if isinstance(part, (keras.optimizers.Optimizer, list)))
+        elif isinstance(value, list):
+            waiting.extend(part for part in value if isinstance(part, keras.optimizers.Optimizer))
+    return list(found.values())
+
+
+def check_model(model: Any, *, training: bool) -> None:
+    """Refuses a model that has no training step."""
+    if not training:
+        return
+    if not getattr(model, "compiled", False):
+        raise BadModel(
+            f"the model {model.name!r} isn't compiled, so that it has neither loss nor optimizer. "
+            "Compile it first: model.compile(optimizer=..., loss=...)."
+        )
+    if not isinstance(model.optimizer, keras.optimizers.Optimizer) and not has_own_step(model):
+        raise BadModel(
+            f"the model {model.name!r} was compiled with the optimizer {model.optimizer!r}. "
+            "Compile it with one of Keras: model.compile(optimizer='adam', loss=...)."
+        )
+
+
+def check_inputs(model: Any, batch: Batch) -> None:
+    """Refuses a batch whose arrays don't have the shapes of the model's inputs; both are shown."""
+    inputs = getattr(model, "inputs", None)
+    if not inputs or has_own_step(model):
+        # A training step of the model's own decides which part of a batch goes where.
+        return
+    given = [spec for spec in flatten(batch.x) if spec is not None]
+    if isinstance(batch.x, dict):
+        names = [tensor.name for tensor in inputs]
+        missing = set(names) - set(batch.x)
+        is_flat = not any(isinstance(part, dict | list | tuple) for part in batch.x.values())
+        if missing and is_flat and len(batch.x) != len(names):
+            raise BadBatch(
+                f"the model's inputs are {', '.join(names)}, but the batch's x has {', '.join(batch.x)}: "
+                f"{', '.join(sorted(missing))} is missing. Give x an array for each input."
+            )
+        # Models made with a dictionary of inputs sort it by its keys.
+        given = [batch.x[name] for name in (sorted(batch.x) if missing else names)]
+    if len(given) != len(inputs):
+        shapes = ", ".join(f"{tensor.name!r} of shape {_shape(tensor)}" for tensor in inputs)
+        raise BadBatch(
+            f"the model {model.name!r} has {len(inputs)} inputs, {shapes}, but the batch's x holds "
+            f"{len(given)}: {', '.join(str(spec.shape) for spec in given)}. Give as many arrays: ([a, b], y)."
+        )
+    for tensor, spec in zip(inputs, given, strict=True):
+        wanted, real = tuple(tensor.shape), spec.shape
+        if len(wanted) == len(real) + 1 and wanted[-1] in (None, 1):
+            # Keras adds a last dimension of 1 where it is missing, and takes away one that is too much.
+            wanted = wanted[:-1]
+        elif len(real) == len(wanted) + 1 and real[-1] == 1:
+            real = real[:-1]
+        # A model whose batch size is fixed is traced at others all the same; Keras checks that itself.
+        sizes = zip(wanted[1:], real[1:], strict=False)
+        if len(wanted) != len(real) or any(size not in (None, own) for size, own in sizes):
+            raise BadBatch(
+                f"the batch doesn't match the model's inputs: {tensor.name!r} of {model.name!r} takes arrays of shape "
+                f"{_shape(tensor)}, but {spec.shape} was given. Give arrays of that shape."
+            )
+
+
+def _shape(tensor: Any) -> str:
+    first, *rest = tensor.shape
+    sizes = ["batch" if first is None else str(first), *("any" if size is None else str(size) for size in rest)]
+    return f"({', '.join(sizes)}{'' if rest else ','})"
+
+
+def build(model: Any, batch: Batch, *, training: bool) -> None:
+    """Makes the variables that the first step would make: of layers, metrics and loss; not those of the optimizer.
+
+    Call it where the model is kept `untouched`.
+    """
+    if training and has_own_step(model) and _is_built_by_its_step(model):
+        return
+    symbolic = mapped(lambda spec: None if spec is None else keras.KerasTensor(spec.shape, spec.dtype), batch.data)
+    # Keras then leaves the optimizer alone: each backend has its own way to build it.
+    optimizer = model.optimizer if training else None
+    was_built = optimizer is not None and optimizer.built
+    try:
+        if optimizer is not None:
+            optimizer.built = True
+            internals.symbolic_build(model, symbolic)
+        elif not all(layer.built for layer in internals.layers_of(model)):
+            x = symbolic[0] if isinstance(symbolic, tuple) else symbolic
+            internals.compute_output_spec(model, x, training=False)
+    except Exception as error:
+        shapes = ", ".join(str(spec.shape) for spec in batch.specs())
+        text = " ".join(str(error).split())
+        raise StepFailed(
+            f"Keras can't build the model {model.name!r} for a batch of the shapes {shapes}{user_line(error)[0]}: "
+            f"{type(error).__name__}: {text}\nGive x and y that fit the model and its loss. A model that Keras can't "
+            "build by itself is built by calling it on one batch."
+        ) from error
+    finally:
+        if optimizer is not None:
+            optimizer.built = was_built
+
+
+def _is_built_by_its_step(model: Any) -> bool:
+    """Whether the training step itself makes what is missing, or nothing is.
+
+    TensorFlow makes variables while it traces a step. Where a model has no `call`, there is nothing to build it by.
+    """
+    if keras.backend.backend() == "tensorflow":
+        return True
+    if type(model).call is not keras.Model.call:
+        return False
+    missing = [layer.name for layer in internals.layers_of(model) if layer is not model and not layer.built]
+    if missing:
+        raise StepFailed(
+            f"the model {model.name!r} has no call(), and these of its layers aren't built: {', '.join(missing[:5])}. "
+            "Keras can't fit it either: call each of them on a batch first, or give it an Input."
+        )
+    return True
+
+
+def layer_paths(model: Any) -> dict[int, str]:
+    """The dotted path of each layer by its `id`, in the order of the model: names of the layers from the outside in."""
+    paths: dict[int, str] = {id(model): ""}
+
+    def name(layer: Any, prefix: str) -> None:
+        taken: Counter[str] = Counter()
+        parts = [part for part in internals.sublayers_of(layer) if id(part) not in paths]
+        for part in parts:
+            taken[part.name] += 1
+            # Nothing keeps the parts of a layer of the user's own from having one name.
+            number = f"#{taken[part.name]}" if taken[part.name] > 1 else ""
+            paths.setdefault(id(part), f"{prefix}{part.name}{number}")
+        for part in parts:
+            name(part, f"{paths[id(part)]}.")
+
+    name(model, "")
+    return paths
+
+
+class LayerNames:
+    """Finds layers by the names that backends give to operators: the scopes of the layers around them.
+
+    Args:
+        model: whose layers are meant; None where there are several.
+        paths: of the layers of several models.
+    """
+
+    def __init__(self, model: Any, paths: Sequence[str] = ()) -> None:
+        self._root = "" if model is None else str(model.name)
+        self.paths = tuple(paths if model is None else (path for path in layer_paths(model).values() if path))
+        self._known = frozenset(self.paths)
+        self._found: dict[str, str] = {}
+
+    def of(self, scopes: str) -> str:
+        """The dotted path of the innermost layer among dotted scopes, "" outside of all."""
+        if scopes not in self._found:
+            parts = scopes.split(".") if scopes else []
+            if self._root in parts:
+                parts = parts[parts.index(self._root) + 1 :]
+            spans = ((start, end) for start in range(len(parts)) for end in range(len(parts), start, -1))
+            paths = (".".join(parts[start:end]) for start, end in spans)
+            self._found[scopes] = next((path for path in paths if path in self._known), "")
+        return self._found[scopes]
+
+
+def held(model: Any, *, training: bool) -> list[Held]:
+    """Every variable of a model that is built, each once: layers, metrics, then the optimizer's."""
+    paths = layer_paths(model)
+    seen: set[int] = set()
+    found: list[Held] = []
+
+    def add(variable: Any, category: Category, module: str) -> None:
+        if id(variable) not in seen:
+            seen.add(id(variable))
+            found.append(Held(variable, category, module))
+
+    for layer in internals.layers_of(model):
+        path = paths.get(id(layer), "")
+        trained, others, seeds = internals.own_variables(layer)
+        for variable in trained:
+            add(variable, Category.PARAMETER, path)
+        for variable in (*others, *seeds):
+            add(variable, Category.BUFFER, path)
+        for metric in internals.metrics_of(layer):
+            for variable in metric.variables:
+                add(variable, Category.BUFFER, METRICS)
+    if training:
+        for variable in model.metrics_variables:
+            add(variable, Category.BUFFER, METRICS)
+        owners = {str(one.variable.path).replace("/", "_"): one.module for one in found}
+        for optimizer in optimizers_of(model):
+            for variable in optimizer.variables:
+                add(variable, Category.OPTIMIZER_STATE, owner_of(str(variable.name), owners))
+    return found
+
+
+def owner_of(name: str, owners: dict[str, str]) -> str:
+    """The layer that an optimizer's variable keeps state for: its name begins with the path of that one's variable."""
+    while name:
+        if name in owners:
+            return owners[name]
+        name = name.rpartition("_")[0]
+    return OPTIMIZER
+
+
+def state_bytes(variables: Sequence[Held], trained: Iterable[Any]) -> dict[Category, int]:
+    """Parameters, buffers, gradients and optimizer state in full.
+
+    Counters and seeds count with 4 bytes a number: how wide they are is the one thing in which the backends differ.
+
+    Args:
+        variables: all of them.
+        trained: those with gradients.
+    """
+    with_gradient = {id(variable) for variable in trained}
+    sizes: Counter[Category] = Counter()
+    for one in variables:
+        variable = one.variable
+        is_counter = len(variable.shape) == 0 or "seed_generator_state" in str(variable.name)
+        is_narrowed = is_counter and "int" in str(variable.dtype)
+        sizes[one.category] += 4 * number_of(variable) if is_narrowed else one.size_bytes
+        if id(variable) in with_gradient:
+            sizes[Category.GRADIENT] += one.size_bytes
+    return {category: size for category, size in sizes.items() if size}
+
+
+def trace_of(timeline: Timeline, variables: Sequence[Held], trained: Iterable[Any], **facts: Any) -> Trace:
+    """A trace of a step, with the sizes of its variables.
+
+    Args:
+        timeline: every allocation.
+        variables: that live from step to step.
+        trained: those with gradients.
+        facts: other fields of `Trace`.
+    """
+    sizes = state_bytes(variables, trained)
+    count = sum(number_of(one.variable) for one in variables if one.category is Category.PARAMETER)
+    parameter_bytes = sizes.get(Category.PARAMETER, 0)
+    return Trace(timeline, num_parameters=count, parameter_bytes=parameter_bytes, state_bytes=sizes, **facts)
+
+
+@contextmanager
+def explained(tracer: str) -> Iterator[None]:
+    """Turns any exception of a step into `StepFailed` with the line of the user's code that raised it.
+
+    Args:
+        tracer: who traces the step, such as "JAX".
+    """
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split()) or "no message"
+        where = user_line(error)[0]
+        raise StepFailed(f"the step failed while {tracer} traced it{where}: {type(error).__name__}: {text}") from error

@@ -1,0 +1,1 @@
+"""Scripts that train with Keras, followed to their first training step."""

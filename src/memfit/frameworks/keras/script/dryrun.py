@@ -1,0 +1,123 @@
+"""The first training step of a script, before anything is trained.
+
+In `fit` and `train_on_batch` Keras draws the batch itself, from whatever the script gives it; only the function that
+would train on it is another, which keeps the batch and ends the script. Loops of the script's own are followed by
+`tensorflow_loops` and `jax_loops`.
+"""
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import keras
+
+from memfit.core.device import Device
+from memfit.core.estimate import Note
+from memfit.core.settings import Settings
+from memfit.core.trace import Trace
+from memfit.frameworks.keras import internals
+from memfit.frameworks.keras.supervised import replace_method
+
+
+class FirstBatch(BaseException):
+    """Ends the script: no `except Exception` of its own holds it back.
+
+    Args:
+        model: that was to be trained.
+        batch: as Keras gives it to `train_step`.
+    """
+
+    def __init__(self, model: Any, batch: Any) -> None:
+        super().__init__("the first batch of fit")
+        self.model = model
+        self.batch = batch
+
+
+class FirstTurn(BaseException):
+    """Ends the script when its own loop has gone through one turn."""
+
+
+class OpenLoop:
+    """A turn of a loop, as a job that can be traced.
+
+    Args:
+        loop: that was followed.
+        device: where it will run.
+        name: what to call it in reports.
+    """
+
+    batch_size = None
+    notes: tuple[Note, ...] = ()
+
+    def __init__(self, loop: Any, device: Device, name: str) -> None:
+        self.name = name
+        self._loop = loop
+        self._device = device
+
+    def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
+        """The trace of the turn; the script has made its batch, and nothing about it can be changed."""
+        found: Trace = self._loop.trace(self._device)
+        return found
+
+
+def follow_loops(found: Callable[[Any], None]) -> Any:
+    """Watches loops of the script's own from now on.
+
+    Args:
+        found: told of the loop, which can be traced, before the script ends.
+
+    Returns:
+        The loop, to be closed when the script has ended; None on PyTorch, where loops are followed on a simulated GPU
+        only: there the script ends before it would train.
+    """
+    backend = keras.backend.backend()
+    if backend == "torch":
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        def end(*given: Any, **named: Any) -> None:
+            raise FirstTurn("the first update of a training loop")
+
+        register_optimizer_step_pre_hook(end)
+        internals.base_optimizer().BaseOptimizer.apply = end
+    if backend not in ("tensorflow", "jax"):
+        return None
+
+    def stop(loop: Any) -> None:
+        found(loop)
+        raise FirstTurn("the first turn of a training loop")
+
+    module = importlib.import_module(f"memfit.frameworks.keras.script.{backend}_loops")
+    loop = (module.TensorFlowLoop if backend == "tensorflow" else module.JaxLoop)(stop)
+    loop.watch()
+    return loop
+
+
+def end_at_fit(module: ModuleType, found: Callable[[FirstBatch], None]) -> None:
+    """Has the first `fit` or `train_on_batch` of this process end with `FirstBatch`.
+
+    Args:
+        module: the package `keras`.
+        found: told first, for scripts that catch everything.
+    """
+
+    def stop(plain: Callable[..., Any], model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        def keep(*given: Any) -> Any:
+            # The iterator comes last; PyTorch's trainer gives a list with one batch.
+            batch = next(iter(given[-1]))
+            first = FirstBatch(model, batch)
+            found(first)
+            raise first
+
+        def make(force: bool = False) -> None:
+            model.train_function = keep
+
+        model.make_train_function = make
+        try:
+            return plain(model, *arguments, **named)
+        finally:
+            vars(model).pop("make_train_function", None)
+            model.train_function = None
+
+    for name in ("fit", "train_on_batch"):
+        replace_method(module, name, stop)

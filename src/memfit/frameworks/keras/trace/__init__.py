@@ -1,0 +1,1 @@
+"""A compiled Keras model as a timeline, on each backend."""

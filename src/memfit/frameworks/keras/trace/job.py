@@ -1,0 +1,118 @@
+"""Opens a compiled Keras model as a job: checks what the user gave and traces it on the backend that Keras runs on."""
+
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import keras
+
+from memfit.core.device import Device
+from memfit.core.errors import BadInput, MissingDependency, StepFailed, how_to_install
+from memfit.core.estimate import Note
+from memfit.core.job import AUTOCASTS, Job
+from memfit.core.settings import Settings
+from memfit.core.trace import Trace
+from memfit.frameworks.keras.batch import Batch, open_batch
+from memfit.frameworks.keras.model import build, check_inputs, check_model, has_own_step
+from memfit.frameworks.keras.trace.restoration import untouched
+
+_BACKENDS = ("torch", "jax", "tensorflow")
+
+
+class OpenModel:
+    """A Keras model whose step can be traced.
+
+    Args:
+        job: what to trace; its model is one of Keras.
+        device: where it will run.
+        batch_size: replaces the first dimension of the job's batch.
+    """
+
+    def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
+        self.device = device
+        self.backend = check_backend()
+        self.model = job.model
+        self.training = job.mode == "training"
+        if job.optimizer is not None:
+            raise BadInput(
+                "a Keras model brings its optimizer from compile(), but another one was given. "
+                "Compile the model with it: model.compile(optimizer=..., loss=...)."
+            )
+        check_model(self.model, training=self.training)
+        if job.precision not in (None, "fp32", *AUTOCASTS):
+            raise BadInput(
+                f"precision={job.precision!r} was given, but a Keras model has its numbers from its dtype policy. Give "
+                "'amp-bf16' or 'amp-fp16' for mixed precision, or make the model under keras.config.set_dtype_policy."
+            )
+        self._precision = job.precision if job.precision in AUTOCASTS else None
+        self._own_step = self.training and has_own_step(self.model)
+        self.batch = self._packed(open_batch(job.batch, batch_size, any_form=self._own_step))
+        check_inputs(self.model, self.batch)
+        self.name = job.name or str(self.model.name)
+        self.batch_size = self.batch.batch_size
+        self.notes: tuple[Note, ...] = ()
+
+    def _packed(self, batch: Batch) -> Batch:
+        """The batch as `fit` gives it to the training step."""
+        if self.training and not self._own_step and not isinstance(batch.data, tuple):
+            # Keras takes x alone as well: the model then adds its own losses.
+            return replace(batch, data=(batch.data,))
+        return batch
+
+    def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
+        """The trace of the step.
+
+        Args:
+            batch_size: samples of one update; None: the batch as it was given.
+            settings: how the step is run; None: as it is.
+        """
+        if self._precision is not None and (settings is None or settings.precision is None):
+            settings = replace(settings or Settings(), precision=self._precision)
+        batch = self._packed(self.batch.resized(batch_size))
+        given: dict[str, Any] = {
+            "device": self.device,
+            "training": self.training,
+            "settings": settings,
+            "backend": self.backend,
+        }
+        try:
+            return traced(self.model, batch, **given)
+        except StepFailed:
+            if not self._own_step or not isinstance(batch.data, tuple) or len(batch.data) != 1:
+                raise
+        # `fit(x)` gives the step x alone, a data set of (x,) the tuple: either may be meant.
+        return traced(self.model, replace(batch, data=batch.data[0]), **given)
+
+
+def traced(
+    model: Any, batch: Batch, device: Device, *, training: bool, settings: Settings | None = None, backend: str
+) -> Trace:
+    """The trace of a model's own step for the shapes of a batch; the model is left as it was.
+
+    Args:
+        model: compiled, where it is to be trained.
+        batch: its shapes.
+        device: where it will run.
+        training: `train_step` rather than `predict_step`.
+        settings: how the step is run; None: as it is.
+        backend: that traces it.
+    """
+    tracer = import_module(f"memfit.frameworks.keras.trace.{backend}_backend")
+    with untouched(model):
+        build(model, batch, training=training)
+        found: Trace = tracer.trace(model, batch, device, training=training, settings=settings)
+    return found
+
+
+def check_backend() -> str:
+    """The backend that Keras runs on, which must be one of three."""
+    name = str(keras.backend.backend())
+    if name not in _BACKENDS:
+        raise BadInput(
+            f"Keras runs on {name}, which memfit doesn't know. Set KERAS_BACKEND to one of {', '.join(_BACKENDS)} "
+            "before Keras is imported."
+        )
+    if find_spec(name) is None:
+        raise MissingDependency(f"Keras runs on {name}, which isn't installed. Install it with {how_to_install(name)}.")
+    return name

@@ -1,0 +1,1 @@
+"""TensorFlow functions that recompute instead of keeping activations."""

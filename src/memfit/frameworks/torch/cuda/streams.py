@@ -1,0 +1,313 @@
+"""Streams, events and graphs of a device on which everything is done at once.
+
+There is one queue, so that a stream is only a name, an event has always happened, and a graph is what ran while it was
+captured. Memory is as if all work were on one stream: blocks that a second stream uses return later on a real device.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfit.frameworks.torch.cuda.devices import CudaDevices
+from memfit.frameworks.torch.shapes.patching import Replacement, in_extension
+
+GRAPH_AS_EAGER = "graph-as-eager"
+ELAPSED_MILLISECONDS = 1.0
+"""The time between any two events."""
+# c10::DeviceType::CUDA
+_CUDA = 1
+
+
+def _nothing(*arguments: Any, **options: Any) -> None:
+    """There is nothing to wait for and nothing left to do."""
+
+
+class SimulatedStream:
+    """A queue of work, as `torch.cuda.Stream` and `torch.Stream` show it.
+
+    Args:
+        device: where it is; None: the current device.
+        priority: kept, and without effect.
+        stream_id: of a stream that exists already.
+        device_index: of a stream that exists already.
+        device_type: of a stream that exists already.
+        stream_ptr: address of a stream of another library.
+    """
+
+    is_simulated = True
+    _devices: CudaDevices
+    _current: "_CurrentStreams"
+    _event: "type[SimulatedEvent]"
+    _numbers: "itertools.count[int]"
+
+    def __init__(
+        self,
+        device: Any = None,
+        priority: int = 0,
+        *,
+        stream_id: int | None = None,
+        device_index: int | None = None,
+        device_type: int = _CUDA,
+        stream_ptr: int = 0,
+    ) -> None:
+        if device_index is None:
+            device_index = _index_of(self._devices, device)
+        self._devices.check(device_index)
+        if stream_id is None:
+            stream_id = stream_ptr or next(self._numbers)
+        self.stream_id = self.cuda_stream = self.native_handle = stream_id
+        self.device_index = device_index
+        self.device_type = device_type
+        self.device = torch.device("cuda", device_index)
+        self.priority = priority
+
+    synchronize = wait_event = wait_stream = _nothing
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """No work is captured: it is run."""
+        return False
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has happened."""
+        event = self._event() if event is None else event
+        event.record(self)
+        return event
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The lowest and the highest priority."""
+        return 0, -5
+
+    def __enter__(self) -> "SimulatedStream":
+        self._current.enter(self)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._current.leave()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SimulatedStream) and hash(self) == hash(other)
+
+    def __hash__(self) -> int:
+        return hash((self.stream_id, self.device_index))
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.cuda_stream
+
+
+class SimulatedEvent:
+    """A moment, as `torch.cuda.Event` and `torch.Event` show it; only `enable_timing` has an effect."""
+
+    is_simulated = True
+    _devices: CudaDevices
+    _numbers: "itertools.count[int]"
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        self.enable_timing = enable_timing
+        self.cuda_event = self.event_id = 0
+        self.device = torch.device("cuda", self._devices.current)
+
+    wait = synchronize = _nothing
+
+    def record(self, stream: Any = None) -> None:
+        """It happens now."""
+        self.cuda_event = self.event_id = next(self._numbers)
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds to a later event: always the same."""
+        if not (self.enable_timing and end_event.enable_timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not (self.cuda_event and end_event.cuda_event):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return ELAPSED_MILLISECONDS
+
+    def ipc_handle(self) -> bytes:
+        """Refuses: there is nothing another process could wait for."""
+        raise RuntimeError("events of a simulated device can't be shared with other processes.")
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Event {self.cuda_event:#x}>" if self.cuda_event else "<torch.cuda.Event uninitialized>"
+
+
+class SimulatedGraph:
+    """A CUDA graph whose work ran, as ordinary operators, when it was captured; `replay` does nothing more."""
+
+    _report: Callable[[str, str], None]
+    _pools = itertools.count(1)
+
+    def __init__(self, keep_graph: bool = False, **options: Any) -> None:
+        self._pool = (0, next(self._pools))
+
+    capture_end = instantiate = replay = reset = _nothing
+    enable_debug_mode = debug_dump = register_generator_state = _nothing
+
+    def capture_begin(self, *arguments: Any, **options: Any) -> None:
+        """Says that work will run at once."""
+        text = "work captured in a CUDA graph was run as ordinary operators, without its own pool"
+        self._report(GRAPH_AS_EAGER, text)
+
+    def pool(self) -> tuple[int, int]:
+        """The name of its pool."""
+        return self._pool
+
+    def __enter__(self) -> None:
+        self.capture_begin()
+
+    def __exit__(self, *details: object) -> None:
+        self.capture_end()
+
+
+class _CurrentStreams(threading.local):
+    """The current stream of each device, in this thread."""
+
+    def __init__(self) -> None:
+        self.ids: dict[int, int] = {}
+        self._before: list[tuple[int, int, int]] = []
+
+    def set(self, stream_id: int, index: int) -> None:
+        self.ids[index] = stream_id
+
+    def get(self, index: int) -> int:
+        return self.ids.get(index, 0)
+
+    def enter(self, stream: SimulatedStream) -> None:
+        devices, index = stream._devices, stream.device_index
+        self._before.append((devices.exchange(index), index, self.get(index)))
+        self.set(stream.stream_id, index)
+        self._devices = devices
+
+    def leave(self) -> None:
+        device, index, stream_id = self._before.pop()
+        self.set(stream_id, index)
+        self._devices.select(device)
+
+
+def _index_of(devices: CudaDevices, device: Any) -> int:
+    if device is None:
+        return devices.current
+    index = device if isinstance(device, int) else torch.device(device).index
+    return devices.current if index is None or index < 0 else index
+
+
+def _either(plain: type, base: type, make: Callable[..., Any]) -> type:
+    """A class in the place of `plain` that makes its objects or, on CUDA, ours, and recognises both."""
+
+    def on_cuda(device: Any = None, *rest: Any, **options: Any) -> bool:
+        if "device_type" in options:
+            return bool(options["device_type"] == _CUDA)
+        return device is None or isinstance(device, int) or torch.device(device).type == "cuda"
+
+    class Either(type):
+        def __call__(cls, *arguments: Any, **options: Any) -> Any:
+            return (make if on_cuda(*arguments, **options) else plain)(*arguments, **options)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, (plain, base))
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            return issubclass(other, (plain, base))
+
+    return Either(plain.__name__, (), {"__module__": "torch", "__doc__": plain.__doc__})
+
+
+def stream_replacements(devices: CudaDevices, report: Callable[[str, str], None]) -> list[Replacement]:
+    """Everything about streams, events and graphs that PyTorch lacks without a device."""
+    current, numbers = _CurrentStreams(), itertools.count(1)
+    event: Any = type("Event", (SimulatedEvent,), {"_devices": devices, "_numbers": numbers})
+    shared = {"_devices": devices, "_numbers": numbers, "_current": current, "_event": event}
+    stream: Any = type("Stream", (SimulatedStream,), shared)
+    external: Any = type(
+        "ExternalStream",
+        (stream,),
+        {"__init__": lambda self, stream_ptr, device=None: stream.__init__(self, device, stream_ptr=stream_ptr)},
+    )
+
+    class CudaEvent(event):  # type: ignore[misc]
+        """`torch.Event`, which takes a device first."""
+
+        def __init__(self, device: Any = None, **options: Any) -> None:
+            super().__init__(**options)
+            self.device = torch.device("cuda", _index_of(devices, device))
+
+    def describe(stream_id: int, index: int) -> tuple[int, int, int]:
+        devices.check(index)
+        return stream_id, index, _CUDA
+
+    def set_stream(chosen: Any) -> None:
+        devices.select(chosen.device_index)
+        current.set(chosen.stream_id, chosen.device_index)
+
+    low = {
+        "_cuda_getCurrentStream": lambda index: describe(current.get(index), index),
+        "_cuda_getDefaultStream": lambda index: describe(0, index),
+        "_cuda_getStreamFromExternal": describe,
+        "_cuda_getCurrentRawStream": current.get,
+        "_cuda_setStream": lambda stream_id, device_index, device_type: current.set(stream_id, device_index),
+        "_cuda_isCurrentStreamCapturing": lambda: False,
+        "_accelerator_getStream": lambda index: stream(stream_id=current.get(index), device_index=index),
+        "_accelerator_setStream": set_stream,
+    }
+    types = {"Stream": stream, "ExternalStream": external, "Event": event}
+    graphs = _graph_functions(report)
+    cuda: Any = torch.cuda
+    return [
+        *in_extension(low),
+        *(Replacement(home, name, value) for home in (cuda, cuda.streams) for name, value in types.items()),
+        *(Replacement(home, name, value) for home in (cuda, cuda.graphs) for name, value in graphs.items()),
+        Replacement(cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False),
+        Replacement(torch, "Stream", _either(torch.Stream, SimulatedStream, stream)),
+        Replacement(torch, "Event", _either(torch.Event, SimulatedEvent, CudaEvent)),
+        *(
+            Replacement(torch.accelerator, "Graph", graphs["CUDAGraph"])
+            for _ in range(hasattr(torch.accelerator, "Graph"))
+        ),
+        # PyTorch's own refuses any other stream than its own before a function mode can see the call.
+        Replacement(torch.Tensor, "record_stream", lambda tensor, stream: None),
+        # A list of streams that scattering keeps for the next time.
+        Replacement(torch.nn.parallel._functions, "_streams", None),
+    ]
+
+
+def _graph_functions(report: Callable[[str, str], None]) -> dict[str, Any]:
+    pools = itertools.count(1)
+    graph: Any = type("CUDAGraph", (SimulatedGraph,), {"_report": staticmethod(report)})
+
+    class Capturing:
+        """`with torch.cuda.graph(g):`; PyTorch's own would keep a stream after the simulation."""
+
+        def __init__(self, cuda_graph: Any, *arguments: Any, **options: Any) -> None:
+            self.cuda_graph = cuda_graph
+
+        def __enter__(self) -> None:
+            self.cuda_graph.capture_begin()
+
+        def __exit__(self, *details: object) -> None:
+            self.cuda_graph.capture_end()
+
+    def make_graphed_callables(callables: Any, sample_args: Any, *arguments: Any, **options: Any) -> Any:
+        graph().capture_begin()
+        return callables
+
+    return {
+        "CUDAGraph": graph,
+        "graph": Capturing,
+        "make_graphed_callables": make_graphed_callables,
+        "graph_pool_handle": lambda: (0, next(pools)),
+        "is_current_stream_capturing": lambda: False,
+    }

@@ -1,0 +1,452 @@
+"""The objects of one PyTorch training loop, as its guard handles them."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.core.adapter import GuardedLoop
+from memfit.core.device import Origin
+from memfit.core.errors import BadBatch, BadInput, BadModel, BadOptimizer
+from memfit.core.guarding import (
+    BatchSize,
+    Blame,
+    BrokenUpdate,
+    Fallbacks,
+    GuardOptions,
+    OutOfMemory,
+    Splitting,
+    Where,
+)
+from memfit.core.oom import clear_frames, recognise
+from memfit.core.plan import Plan
+from memfit.core.settings import Settings, Weighting
+from memfit.core.units import format_size
+from memfit.frameworks.torch import internals, oom
+from memfit.frameworks.torch.apply.fitted import check_unfitted
+from memfit.frameworks.torch.apply.loss_function import as_loss
+from memfit.frameworks.torch.apply.micro_batches import split
+from memfit.frameworks.torch.guard import available_memory as room
+from memfit.frameworks.torch.guard import state as run_state
+from memfit.frameworks.torch.guard.accelerate_loop import unwrapped
+from memfit.frameworks.torch.guard.batches import Batches
+from memfit.frameworks.torch.guard.blocks import blocks
+from memfit.frameworks.torch.guard.ranks import ranks_of
+from memfit.frameworks.torch.guard.transaction import Clipping, Entry, Loss, Passes, Transaction
+from memfit.frameworks.torch.shapes.batch import may_be_samples
+from memfit.frameworks.torch.trace import loss_probe as probe
+from memfit.frameworks.torch.trace.loss_probe import part_of
+
+_log = logging.getLogger("memfit")
+
+# What batch norms of PyTorch say to a single value.
+_OF_ONE_SAMPLE = "Expected more than 1 value per channel"
+_INTERRUPTED = (
+    "an update was interrupted by {0.__name__}, so that parameters may be between two steps. Resume from the last "
+    "checkpoint."
+)
+
+
+class TorchLoop(GuardedLoop):
+    """Model, optimizer and what goes with them.
+
+    Args:
+        model: the module.
+        optimizer: over its parameters.
+        scheduler: stepped after every real update.
+        clip_norm: greatest norm of the gradients.
+        accumulate: batches of one update.
+        settings: the settings to begin with.
+        options: of the guard.
+        finish_window: called at the end of an epoch.
+        commits: whether the loop makes its updates, and no library does.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        scheduler: Any = None,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        settings: Settings | None = None,
+        options: GuardOptions | None = None,
+        finish_window: Callable[[], None] = lambda: None,
+        commits: bool = True,
+    ) -> None:
+        options = options or GuardOptions()
+        optimizer, scaler = unwrapped(optimizer, options.scaler)
+        _check(model, optimizer)
+        self._settings = settings or Settings()
+        if scaler is None and self._settings.precision == "amp-fp16":
+            # A plan runs the passes in float16, whose gradients need a scaler.
+            scaler = torch.amp.GradScaler("cuda" if oom.where_of(model) is Where.DEVICE else "cpu")
+        self.model = model
+        self.optimizer = self.owner = optimizer
+        self.model_name = type(model).__name__
+        self._scheduler = scheduler
+        self._options = options
+        self._accumulate = accumulate
+        self._commits = commits
+        self.ranks = ranks_of(model)
+        self.num_ranks, self.is_first = self.ranks.num_ranks, self.ranks.is_first
+        self.transaction = Transaction(
+            model,
+            optimizer,
+            self.ranks,
+            scaler=scaler,
+            clipping=Clipping(clip_norm, options.clip_value, options.clip),
+            after_update=self._after_update,
+        )
+        self.batches = Batches(finish_window, _log.warning)
+        self._parts = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": scaler,
+            "ema": options.ema,
+        }
+        self._extra = options.state or {}
+        self.assumed_weighting = Weighting()
+        """How the losses of micro-batches add up where that can't be tried out."""
+        self.is_due = False
+        """Whether an update follows the passes."""
+        self._has_passed = False
+
+    # One step.
+
+    @contextmanager
+    def window(self, loss: Loss, batch: Any, passes: Passes | None = None) -> Iterator[Entry]:
+        """Takes a batch into the window, which is opened where none is; a batch that ends in an exception is dropped.
+
+        Args:
+            loss: of the batch.
+            batch: any nesting of tensors.
+            passes: how a library runs a part of it; None: plain passes.
+        """
+        transaction = self.transaction
+        if not transaction.entries:
+            transaction.open(self._accumulate)
+        entry = transaction.add(loss, batch, passes)
+        self.is_due, self._has_passed = transaction.is_due, False
+        try:
+            yield entry
+        except BaseException:
+            # It must not count in a later update.
+            if not self.broken:
+                try:
+                    transaction.drop(entry)
+                except BrokenUpdate as error:
+                    self.broken = str(error)
+            raise
+
+    def end_window(self) -> None:
+        """The next attempt makes an update of the batches so far, whose passes have been run."""
+        self.is_due, self._has_passed = True, not self.transaction.is_stale
+
+    def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> OutOfMemory | None:
+        """Passes of the last batch, or of the whole window again, and the update where it is due."""
+        self.in_update, self.happened = False, None
+        failure = None
+        if again or not self._has_passed:
+            failure = self.transaction.run(settings_of, again=again)
+        if failure is None and self.is_due:
+            self.in_update = True
+            failure = self.transaction.finish()
+            if failure is None and self._commits:
+                failure = self._commit()
+        return failure
+
+    def _commit(self) -> OutOfMemory | None:
+        """The update, and what goes with it; what ran out before anything had changed."""
+        outcome: OutOfMemory | bool | None = None
+        try:
+            outcome = self.transaction.commit()
+            if outcome is True and self._scheduler is not None:
+                self._scheduler.step()
+        except BaseException as error:
+            if self.transaction.entries or outcome is True:
+                # The update was under way, or made without its scheduler.
+                self.broken = str(error) if isinstance(error, BrokenUpdate) else _INTERRUPTED.format(type(error))
+                if not isinstance(error, BrokenUpdate) and recognise(error) is not None:
+                    raise BrokenUpdate(self.broken) from error
+            raise
+        if isinstance(outcome, OutOfMemory):
+            return outcome
+        self.happened = outcome
+        return None
+
+    def _after_update(self) -> None:
+        if self._options.ema is not None:
+            self._options.ema.update_parameters(self.plain_model)
+
+    def roll_back(self) -> None:
+        """Everything is as it was when the window began."""
+        self.transaction.roll_back()
+
+    @property
+    def batch(self) -> Any:
+        """The last batch, or, in a replay, another one of the window that was run last."""
+        entry = self.transaction.last_run
+        return (self.transaction.entries[-1] if entry is None or self.in_update else entry).batch
+
+    def blame(self, error: Exception, *, again: bool) -> Blame | None:
+        """Moves that were put on after a failure, or micro-batches of one sample, which no batch norm can normalise."""
+        if isinstance(error, BadInput):
+            return Blame.MOVES if again else None
+        is_split = any(entry.num_parts > 1 for entry in self.transaction.entries)
+        return Blame.SINGLE_SAMPLES if is_split and _OF_ONE_SAMPLE in str(error) else None
+
+    # What the guard asks.
+
+    @property
+    def plain_model(self) -> torch.nn.Module:
+        """The model without what wraps it for several processes."""
+        is_wrapped = isinstance(self.model, torch.nn.parallel.DistributedDataParallel)
+        plain: torch.nn.Module = self.model.module if is_wrapped else self.model
+        return plain
+
+    def fallbacks(self) -> Fallbacks:
+        """Recomputation of the blocks, and on devices offloading of what they keep."""
+        mixes = any(isinstance(module, internals.NormBase) and module.training for module in self.model.modules())
+        moves: list[dict[str, Any]] = []
+        paths = tuple(path for path in blocks(self.model) if not _is_inside(path, self._settings.offload))
+        if paths and not set(paths) <= set(self._settings.checkpoint):
+            moves.append({"checkpoint": paths})
+            if oom.where_of(self.model) is Where.DEVICE:
+                moves.append({"checkpoint": paths, "offload": paths})
+        return Fallbacks(
+            stronger=tuple(moves),
+            whole_first=mixes,
+            grow_after=self._options.grow_after,
+            # A norm that is given one sample fails on one process only, and the others would wait for it.
+            least_samples=2 if mixes and self.num_ranks > 1 else 1,
+        )
+
+    def size_of(self, batch: Any) -> BatchSize:
+        """Samples and elements of a batch."""
+        return room.size_of(batch)
+
+    def identity(self, batch: Any, host_bytes: int | None) -> list[object]:
+        """Everything that a finding about memory depends on."""
+        own = room.identity(self.model, self.optimizer, batch, host_bytes)
+        return [*own, self.num_ranks, self._accumulate]
+
+    def room_bytes(self, host_bytes: int | None, budget_bytes: int | None) -> int | None:
+        """The budget, or what the machine has; processes that plan for themselves may come to different plans."""
+        if self.num_ranks > 1:
+            return None
+        return budget_bytes or room.room_bytes(self.model, self.optimizer, host_bytes)
+
+    def plan(self, make_plan: Callable[..., Plan], budget_bytes: int) -> Settings:
+        """The planner's settings for the last batch."""
+        self.transaction.close()
+        entry = self.transaction.entries[-1]
+        return make_plan(
+            self.plain_model,
+            entry.loss,
+            entry.batch,
+            optimizer=self.optimizer,
+            device="cuda" if oom.where_of(self.model) is Where.DEVICE else "cpu",
+            budget=budget_bytes,
+            # Nothing that an update inside of the backward pass changes could be undone.
+            allow=["-step-in-backward"],
+        ).settings
+
+    def why_not_split(self) -> str:
+        """Which tensor keeps the last batch from being split."""
+        try:
+            split(self.transaction.entries[-1].batch, 2)
+        except BadBatch as error:
+            return str(error)
+        return "the batch holds a single sample"
+
+    def splitting(self) -> Splitting:
+        """How the losses of micro-batches add up, tried out with the last batch, or else assumed."""
+        entry = self.transaction.entries[-1]
+        weighting, reason = self.find_weighting(entry.loss, entry.batch)
+        if weighting is None and not self._options.approximate:
+            return Splitting(Weighting(), refused=reason)
+        remark = f"micro-batches are approximate here: {reason}" if weighting is None else ""
+        return Splitting(weighting or Weighting(), remark=remark)
+
+    def find_weighting(self, loss: Loss, batch: Any) -> tuple[Weighting | None, str]:
+        """(how the losses of micro-batches add up, why they don't); an assumption where it can't be tried out."""
+        if self.ranks.communicates:
+            if may_be_samples(batch):
+                return None, probe.UNKNOWN_LISTS
+            # How many passes it takes to find out depends on the batch and on time, and all would have to run as many.
+            return self.assumed_weighting, "the passes of a sharded model can't be tried out by one process"
+        weighting, reason = self._found_weighting(loss, batch)
+        if self.num_ranks == 1:
+            return weighting, reason
+        # Other batches may say something else; all processes go by what the first one has found.
+        shared = json.loads(self.share(json.dumps([None if weighting is None else asdict(weighting), reason])))
+        return None if shared[0] is None else Weighting(**shared[0]), shared[1]
+
+    def _found_weighting(self, loss: Loss, batch: Any) -> tuple[Weighting | None, str]:
+        # What was left over from the failed step may have been in the way.
+        for tried in (batch, batch, part_of(batch, 0, 2)):
+            found = self._probed(loss, tried)
+            if found is not None:
+                is_assumed = found.origin is Origin.ASSUMED and found.weighting is not None
+                return self.assumed_weighting if is_assumed else found.weighting, found.reason
+            oom.release()
+        if may_be_samples(batch):
+            return None, probe.UNKNOWN_LISTS
+        return self.assumed_weighting, "there is no memory to try it out"
+
+    def _probed(self, loss: Loss, batch: Any) -> probe.Found | None:
+        """What a probe finds out; None where memory runs out in it."""
+        ran_out = False
+
+        def watched(model: Any, part: Any) -> Any:
+            nonlocal ran_out
+            try:
+                return as_loss(loss)(model, part)
+            except Exception as error:
+                ran_out = ran_out or recognise(error) is not None
+                raise
+
+        try:
+            self.transaction.close()
+            found = probe.find_weighting(self.plain_model, watched, batch)
+        except Exception as error:
+            if recognise(error) is None:
+                raise
+            clear_frames(error)
+            return None
+        return None if ran_out else found
+
+    def differences(self, settings: Settings) -> str:
+        """What parts of a batch compute in another way than the whole."""
+        return self.transaction.differences(settings.micro_batches)
+
+    def explain(self, failure: OutOfMemory, settings: Settings, why_whole: str) -> str:
+        """What was tried, what would be needed, what to do."""
+        held = room.held_bytes(self.model, self.optimizer)
+        parameters = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        size = f" for {format_size(failure.requested_bytes)}" if failure.requested_bytes else ""
+        tried = f"micro-batches of {settings.micro_batch_size}" if settings.micro_batch_size else "whole batches"
+        if settings.checkpoint:
+            tried += f" with {len(settings.checkpoint)} modules recomputed"
+        limit = room.data_limit_bytes() if failure.where == "host" else None
+        lines = [
+            f"memory ran out on the {failure.where}{size}, and nothing is left to try after {tried}.",
+            f"  parameters, buffers and optimizer state   {format_size(held)}",
+            f"  gradients                                 {format_size(parameters)}",
+        ]
+        if not self.optimizer.state:
+            lines.append("  optimizer state, which the first update adds, and activations come on top")
+        if limit is not None:
+            lines.append(f"  limit of this process                     {format_size(limit)}")
+        if why_whole:
+            lines.append(f"The batch was not split: {why_whole}")
+        lines.append(
+            "Use a smaller model or sample, an optimizer with less state (memfit.plan with allow='changes training' "
+            "finds what would fit), or a machine with more memory."
+        )
+        return "\n".join(lines)
+
+    # Checkpoints.
+
+    def mark(self) -> Any:
+        """The position in the data and the parameters as they are now, to compare with later ones."""
+        versions = [-1 if p.is_inference() else internals.version_of(p) for p in self.model.parameters()]
+        return self.batches.epoch, self.batches.batch, versions
+
+    def is_at(self, mark: Any) -> bool:
+        """Whether no batch was given out and no parameter was changed since then; epochs may have ended."""
+        epoch, batch, versions = self.mark()
+        is_same = (epoch, batch) == mark[:2] or (epoch > mark[0] and batch == 0)
+        return bool(is_same and versions == mark[2] and not self.transaction.entries)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the processes can still talk to each other."""
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+    def write_state(self, directory: Path, progress: dict[str, Any]) -> None:
+        """Writes everything that a resume needs into a directory, together with the other processes."""
+        extra = {name: value.state_dict() for name, value in self._extra.items()}
+        progress = {**progress, "batches": self.batches.state(), "extra": extra}
+        run_state.save(directory, **self._parts, progress=progress)
+
+    def read_state(self, directory: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Takes over what `write_state` wrote; returns the progress it was given.
+
+        Args:
+            directory: of the checkpoint.
+            check: may refuse the progress, before anything is changed.
+        """
+
+        def checked(progress: dict[str, Any]) -> None:
+            self.batches.check(progress.get("batches"))
+            check(progress)
+
+        progress: dict[str, Any] = run_state.load(directory, **self._parts, extra=self._extra, check=checked)
+        self.batches.load(progress["batches"])
+        return progress
+
+    def resumed(self, directory: Path) -> Sequence[str]:
+        """Where the run goes on."""
+        return [f"resumed from {directory}"]
+
+    def kept_parameters(self) -> Any:
+        """What `guard.best` keeps of the model."""
+        from memfit.frameworks.torch.guard.state import Parameters
+
+        return Parameters(self.plain_model)
+
+    def share(self, text: str) -> str:
+        """The text of the first process."""
+        if self.num_ranks == 1:
+            return text
+        shared = [text]
+        torch.distributed.broadcast_object_list(shared, src=0)
+        return shared[0]
+
+    def any(self, value: bool) -> bool:
+        """True if true on any process."""
+        return self.ranks.vote(value)
+
+    def agreed(self, value: bool) -> bool:
+        """What the first process says."""
+        return value if self.num_ranks == 1 else bool(self.ranks.agree([int(value)])[0])
+
+    def agree(self, numbers: list[int]) -> list[int]:
+        """The least of each number over all processes."""
+        return self.ranks.agree(numbers)
+
+    def close(self) -> None:
+        """Takes all settings off the model."""
+        self.transaction.close()
+
+
+def _is_inside(path: str, paths: tuple[str, ...]) -> bool:
+    return any(path == outer or path.startswith(f"{outer}.") for outer in paths)
+
+
+def _check(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise BadModel(f"a guard needs an nn.Module, but {type(model).__name__} was given.")
+    check_unfitted(model)
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
+        raise BadOptimizer(f"a guard needs the optimizer of the model, but {type(optimizer).__name__} was given.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise BadOptimizer(
+            "LBFGS computes the loss several times in one update, which can't be undone as a whole. Use another "
+            "optimizer with a guard, such as torch.optim.AdamW."
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise BadOptimizer(
+            "the optimizer has none of the model's parameters. Make it from model.parameters(), after the model was "
+            "moved or wrapped."
+        )

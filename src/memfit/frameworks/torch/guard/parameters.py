@@ -1,0 +1,230 @@
+"""The values of a model in files, and back: parameters and buffers, without pickle.
+
+What is read is first compared with the live model, by names, shapes and types, so that the values of another model
+change nothing. Wrappers for several processes and `torch.compile` leave no trace in the names; tensors that share
+memory are written once.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from memfit.core.errors import BadFile, BadModel
+from memfit.core.guarding import BadCheckpoint
+from memfit.core.tensor_file import TensorFile
+from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.guard import shards
+from memfit.frameworks.torch.guard.checkpoint_tensors import (
+    Decoder,
+    Encoder,
+    copy_into,
+    described,
+    is_shard,
+    named_dtype,
+    write_tensors,
+)
+
+ADVICE = "Give what it was written with, or another folder for checkpoints."
+_SHARED = "memfit.shared"
+# Names that wrappers put into those of parameters: torch.compile and activation checkpointing.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+Description = tuple[torch.dtype, tuple[int, ...]]
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's own module in wrappers for several processes and compilation."""
+    while True:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := internals.original_module(model), torch.nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without what wrappers put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def entries_of(model: torch.nn.Module) -> dict[str, tuple[str, Any]]:
+    """The state of a model by plain name: (name with wrappers, value)."""
+    return {plain_name(name): (name, value) for name, value in unwrapped(model).state_dict().items()}
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where the model is."""
+    return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+
+
+def compare(subject: str, what: str, saved: Mapping[str, Description], live: Mapping[str, Any]) -> None:
+    """Refuses tensors of another model, with the first that differs; what is live and no tensor isn't compared."""
+
+    def shown(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+        return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+    here = {n: (t.dtype, tuple(t.shape)) for n, t in live.items() if isinstance(t, torch.Tensor)}
+    for name in {**here, **saved}:
+        if name not in saved:
+            difference = f"{name!r}, {shown(*here[name])} here, isn't in it"
+        elif name not in here:
+            difference = f"{name!r}, {shown(*saved[name])} in it, isn't in the {what} here"
+        elif saved[name] != here[name]:
+            difference = f"{name!r} is {shown(*saved[name])} in it and {shown(*here[name])} here"
+        else:
+            continue
+        raise BadCheckpoint(f"{subject} of another {what}: {difference}. {ADVICE}")
+
+
+# One file of values, as `trial.keep` writes it.
+
+
+def write(model: Any, path: Path) -> None:
+    """Writes the values of a model's parameters and buffers; the file appears whole or not at all.
+
+    Raises:
+        BadModel: it isn't one, or it holds something that isn't a plain tensor.
+        BadFile: the file can't be written.
+    """
+    encoder = Encoder()
+    tags = {name: encoder.tensor(value, name)["__tensor__"] for name, value in _plain_state(model).items()}
+    tensors: dict[str, Any] = dict(encoder.tensors)
+    shared = {name: stored for name, stored in tags.items() if name != stored}
+    if shared:
+        tensors[_SHARED] = numpy.frombuffer(json.dumps(shared).encode(), numpy.uint8)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_tensors(temporary, tensors)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise BadFile(
+            f"the parameters can't be written to {str(path)!r}: {error}. What was there before stays."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(model: Any, path: Path) -> None:
+    """Gives a model the values in a file, one tensor at a time.
+
+    Raises:
+        BadCheckpoint: the file is damaged or of another model; nothing has changed then.
+    """
+    state = _plain_state(model)
+    file = TensorFile(path)
+    sources = {name: name for name in file.names() if name != _SHARED}
+    if _SHARED in file:
+        try:
+            sources |= json.loads(file.read(_SHARED, numpy.dtype("uint8")).tobytes())
+        except (ValueError, TypeError) as error:
+            raise BadCheckpoint(f"{str(path)!r} is damaged: {error}") from None
+    saved = {}
+    for name, source in sources.items():
+        if source in file:
+            # A type that the format lacks is stored as bytes: that of the live tensor decides.
+            is_known = file.dtype(source) != "uint8" or name not in state
+            dtype = named_dtype(file.dtype(source)) if is_known else state[name].dtype
+            saved[name] = described(file, {"__tensor__": source, "dtype": str(dtype).removeprefix("torch.")})
+    compare(f"{str(path)!r} is", "model", saved, state)
+    for name, tensor in state.items():
+        copy_into(file, sources[name], tensor)
+
+
+def _plain_state(model: Any) -> dict[str, torch.Tensor]:
+    if not isinstance(model, torch.nn.Module):
+        raise BadModel(f"expected a torch.nn.Module, but {type(model).__name__} was given.")
+    state = {name: value for name, (_, value) in entries_of(model).items()}
+    for name, value in state.items():
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+            raise BadModel(
+                f"{name!r} of the model is a {type(value).__name__}, not a plain tensor, and can't be kept without "
+                "pickle. Keep the state of such a model yourself."
+            )
+    return state
+
+
+# A module as a part of a checkpoint.
+
+
+def encode_module(model: torch.nn.Module, encoder: Encoder) -> dict[str, Any]:
+    """What the tree holds of a module; its tensors are in the encoder."""
+    plain = unwrapped(model)
+    entries = [[name, encoder.encode(value, name)] for name, (_, value) in entries_of(model).items()]
+    return {"class": f"{type(plain).__module__}.{type(plain).__qualname__}", "entries": entries}
+
+
+@dataclass(slots=True)
+class Loading:
+    """What live objects will take over of a checkpoint, once all of it has been checked."""
+
+    directory: Path
+    copies: list[tuple[TensorFile, str, torch.Tensor]] = field(default_factory=list)
+    """File, name in it, and live tensor."""
+    shards: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Live tensors by the names of the shards that they take over."""
+    others: list[tuple[torch.nn.Module, dict[str, Any]]] = field(default_factory=list)
+    """Modules with what they must take over by themselves, as it is no tensor of theirs."""
+
+    def add_module(self, part: str, saved: dict[str, Any], model: torch.nn.Module) -> None:
+        """Compares a module with its part of the checkpoint.
+
+        Raises:
+            BadCheckpoint: they don't fit together.
+        """
+        file = TensorFile(self.directory / f"{part}.safetensors")
+        live, tags = entries_of(model), dict(saved["entries"])
+        tensors = {
+            name: tag
+            for name, tag in tags.items()
+            if isinstance(tag, dict) and {"__tensor__", "__shard__"} & tag.keys()
+        }
+        compare(
+            f"the checkpoint {self.directory} is",
+            {"model": "model", "ema": "moving average"}[part],
+            {name: described(file, tag) for name, tag in tensors.items()},
+            {name: value for name, (_, value) in live.items()},
+        )
+        plain = unwrapped(model)
+        own = {_key(tensor)[:-1] for tensor in (*plain.parameters(), *plain.buffers()) if not is_shard(tensor)}
+        decoder = Decoder(file, device_of(model))
+        others: dict[str, Any] = {}
+        seen = set()
+        for name, (raw, value) in live.items():
+            if name not in tags:
+                continue
+            if "__shard__" in tensors.get(name, {}):
+                self.shards[f"{part}.{tags[name]['__shard__']}"] = value.detach()
+            elif name not in tensors or _key(value)[:-1] not in own:
+                # Whatever the module makes of it: an extra state, or a tensor that only its state has.
+                others[raw] = decoder.decode(tags[name])
+            elif value.numel() == 0 or _key(value) not in seen:
+                seen.add(_key(value))
+                self.copies.append((file, tags[name]["__tensor__"], value))
+        if others:
+            self.others.append((plain, others))
+
+    def load_others(self) -> None:
+        """Has modules take over what is no tensor of their own; they may refuse it."""
+        for module, state in self.others:
+            module.load_state_dict(state, strict=False)
+
+    def copy(self) -> None:
+        """Gives all tensors the values in the files."""
+        if self.shards:
+            shards.read(self.directory / shards.FOLDER, self.shards)
+        for file, name, tensor in self.copies:
+            copy_into(file, name, tensor)
+
+
+def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()

@@ -1,0 +1,446 @@
+"""One update of the parameters as a transaction: either it happens, or everything is as it was before.
+
+Nothing that lasts changes before the update itself, so an accumulation window that runs out of memory is undone by
+dropping its gradients and setting random states and buffers back. Its batches are kept by reference, and the whole
+window is run again from the random state that it began with: gradients that were half added up can't be told apart.
+Random numbers go on from batch to batch, for parts of a batch may draw more of them than the batch as a whole, and the
+next one would have begun there; only a generator that the program has drawn from between two batches, such as to
+augment the data, is set to where the second one began. The update changes parameters in place and can't be undone;
+`Update` sees to it that it can't fail half-way.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from memfit.core import heap
+from memfit.core.guarding import CannotFit, OutOfMemory, Where
+from memfit.core.oom import clear_frames, recognise
+from memfit.core.settings import Settings
+from memfit.frameworks.torch import internals, oom
+from memfit.frameworks.torch.apply.fitted import Fitted
+from memfit.frameworks.torch.apply.micro_batches import raw_weights, split
+from memfit.frameworks.torch.guard.pooled_statistics import PooledStatistics
+from memfit.frameworks.torch.guard.ranks import Ranks
+from memfit.frameworks.torch.guard.snapshot import RandomState, Snapshot
+from memfit.frameworks.torch.guard.update import Update
+from memfit.frameworks.torch.shapes.batch import common_first_dimension
+from memfit.frameworks.torch.shapes.stand_in import tensors_in
+from memfit.frameworks.torch.trace.loss_probe import part_of
+from memfit.frameworks.torch.trace.real_runs import _held
+
+_CHANGED_BATCH = (
+    "memory ran out, and the step can't be run again: its batch was changed in place, by the loss function or by a "
+    "loader that uses its tensors again, and its values are lost. Let the loss function change a copy, or have the "
+    "loader make new tensors."
+)
+
+Loss = Callable[[Any, Any], Any] | None
+Passes = Callable[[Any, float], torch.Tensor]
+"""Forward and backward pass of a part whose loss counts by a factor; returns the loss, detached, without the factor."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One batch of an accumulation window, as it can be run again."""
+
+    loss: Loss
+    batch: Any
+    random_state: RandomState
+    passes: Passes | None = None
+    """How a library with a training loop of its own runs it, and weighs it in its window; None: plain passes."""
+    value: torch.Tensor | None = None
+    """Its loss, detached, once it has been run; None where nothing counted."""
+    weight: float | None = None
+    """What its gradients have yet to be divided by, together with those of the others; None: nothing."""
+    num_parts: int = 1
+    ended: RandomState | None = None
+    """The random state after its passes, where others may follow in its window."""
+    goes_on: frozenset[str] = frozenset()
+    """Generators that nobody drew from between the batch before and this one."""
+    versions: tuple[int, ...] = ()
+    """PyTorch's counts of writes to the tensors of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """How gradients are clipped before the update."""
+
+    norm: float | None = None  # greatest norm of all together
+    value: float | None = None  # greatest value of an element
+    function: Callable[[Any], Any] | None = None  # called with the model instead of both
+
+    def apply(self, model: torch.nn.Module, ranks: Ranks) -> None:
+        """Clips the gradients that are there."""
+        if self.function is not None:
+            self.function(model)
+        if self.norm is not None:
+            ranks.clip_norm(list(model.parameters()), self.norm)
+        if self.value is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), self.value)
+
+
+class Transaction:
+    """Runs the updates of one model."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        *,
+        scaler: Any = None,
+        clipping: Clipping | None = None,
+        after_update: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.ranks = ranks
+        self.scaler = scaler
+        self.extra_bytes = 0
+        """Memory that the last snapshot took."""
+        self._clipping = clipping or Clipping()
+        self._after_update = after_update
+        self._snapshot = Snapshot(model)
+        self._update = Update(optimizer)
+        self._fitted: Fitted | None = None
+        self._window_length = 1
+        self.entries: list[Entry] = []
+        """The batches of the window that is open; empty when none is."""
+        self.is_stale = False
+        """Whether the gradients of the window are gone, so that all its batches must be run again."""
+        self.last_run: Entry | None = None
+        """The batch whose passes were run last, whether they went well or not."""
+        self.kept: list[Any] = []
+        """What else passes change: has `remember`, called when a window begins, and `restore` for a roll back."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the window has all its batches."""
+        return len(self.entries) >= self._window_length
+
+    def close(self) -> None:
+        """Leaves model and optimizer without any settings."""
+        if self._fitted is not None:
+            self._fitted.close()
+            self._fitted = None
+            self._update.optimizer = self.optimizer
+
+    # The window.
+
+    def open(self, length: int) -> None:
+        """A window of so many batches begins."""
+        self._window_length, self.entries, self.is_stale = length, [], False
+        self.ranks.begin()
+        self._clear_gradients()
+        if self._caught(self._snapshot.begin) is not None:
+            # Nothing has happened yet; what is left over from before goes first.
+            oom.release()
+            self._snapshot.begin()
+        for kept in self.kept:
+            kept.remember()
+        self.extra_bytes = self._snapshot.size_bytes
+
+    def add(self, loss: Loss, batch: Any, passes: Passes | None = None) -> Entry:
+        """One more batch; it has yet to be run."""
+        if passes is None:
+            self._snapshot.include(value for value in _held(loss) if isinstance(value, torch.nn.Module))
+            self.extra_bytes = self._snapshot.size_bytes
+        entry = Entry(loss, batch, RandomState.now(), passes, versions=_versions(batch))
+        before = self.entries[-1].ended if self.entries else None
+        if before is not None:
+            entry.goes_on = entry.random_state.unchanged_since(before)
+        self.entries.append(entry)
+        return entry
+
+    def run(self, settings_of: Callable[[Any], Settings], *, again: bool) -> OutOfMemory | None:
+        """Runs the last batch of the window, or all of them `again`; what ran out, on this or another process.
+
+        Args:
+            settings_of: how to run a batch.
+            again: whether the window was rolled back.
+
+        Raises:
+            CannotFit: a batch that must be run again was changed in place.
+        """
+        failure: OutOfMemory | None = None
+        again = again or self.is_stale
+        for entry in self.entries if again else self.entries[-1:]:
+            if again:
+                if _versions(entry.batch) != entry.versions:
+                    raise CannotFit(_CHANGED_BATCH)
+                entry.random_state.restore(but=entry.goes_on)
+            settings = settings_of(entry.batch)
+            self.last_run = entry
+            failure = self._voted(self._caught(partial(self._run, entry, settings)))
+            if failure is not None:
+                break
+            if self._window_length > 1:
+                entry.ended = RandomState.now()
+        self.is_stale = failure is not None
+        return failure
+
+    def finish(self) -> OutOfMemory | None:
+        """Makes the gradients those of the window and prepares the update; what ran out, on this or another process."""
+        return self._voted(self._caught(self._prepare))
+
+    def commit(self) -> bool | OutOfMemory:
+        """Updates the parameters; False where the update was left out. Nothing can be undone afterwards.
+
+        What ran out before anything had changed is returned: the window can be rolled back. Other processes may have
+        made the update by then, so where there are any, it is raised.
+        """
+        happened = False
+
+        def step() -> None:
+            nonlocal happened
+            happened = self._update.step(self.scaler)
+
+        if self._weight() != 0:
+            if self.ranks.num_ranks > 1:
+                step()
+            elif (failure := self._caught(step)) is not None:
+                return failure
+        if happened:
+            with self._update.retrying():
+                self._after_update()
+        self._end()
+        return happened
+
+    def _end(self) -> None:
+        """The window is over."""
+        self._snapshot.forget()
+        self.entries.clear()
+        self.last_run = None
+
+    def update_by(self, update: Callable[[], object]) -> OutOfMemory | None:
+        """Has `update`, another library's, change the parameters; what ran out before anything had changed."""
+        failure = self._caught(self._update.prepare)
+        if failure is None:
+            failure = self._caught(partial(self._update.step, run=update))
+        if failure is None:
+            self._end()
+        return failure
+
+    def retrying(self) -> AbstractContextManager[None]:
+        """Entered around what changes gradients in place, such as clipping."""
+        return self._update.retrying()
+
+    def roll_back(self) -> None:
+        """Everything is as it was when the window began; its batches can be run again."""
+        self._undo()
+        self.entries[0].random_state.restore()
+        if oom.where_of(self.model) is Where.HOST:
+            heap.map_large_blocks(True)
+        oom.release()
+
+    def drop(self, entry: Entry) -> None:
+        """Takes the last batch out of the window, whose passes the user's code or the user has ended.
+
+        What they have added to the gradients can't be told from the rest, so the other batches will be run again.
+        Nothing happens where the window is over.
+        """
+        if not self.entries or self.entries[-1] is not entry:
+            return
+        self.entries.pop()
+        self._undo()
+
+    def forget(self) -> None:
+        """Drops the batches of the window."""
+        self.entries.clear()
+
+    def differences(self, num_parts: int) -> str:
+        """What differs from the step with the whole batch at once, or ""."""
+        if num_parts == 1:
+            return ""
+        differences = []
+        training = [module for module in self.model.modules() if module.training]
+        if any(isinstance(module, internals.NormBase) for module in training):
+            differences.append(
+                "batch norm normalises each micro-batch by its own statistics (running ones are the batch's)"
+            )
+        shares = (
+            module.p if isinstance(module, internals.Dropout) else getattr(module, "dropout", 0.0)
+            for module in training
+        )
+        if any(isinstance(share, float) and share > 0 for share in shares):
+            differences.append("dropout draws other numbers than for the whole batch")
+        return "; ".join(differences)
+
+    # Parts.
+
+    def _caught(self, action: Callable[[], object]) -> OutOfMemory | None:
+        try:
+            action()
+            return None
+        except Exception as error:
+            failure = recognise(error)
+            if failure is None:
+                raise
+            # The frames of the exception hold the tensors of the failed pass.
+            clear_frames(error)
+        return failure
+
+    def _voted(self, failure: OutOfMemory | None) -> OutOfMemory | None:
+        if self.ranks.vote(failure is not None) and failure is None:
+            return OutOfMemory(oom.where_of(self.model), "another rank", text="another process ran out of memory")
+        return failure
+
+    def _run(self, entry: Entry, settings: Settings) -> None:
+        passes = _Passes(entry, self.refit(settings), self.scaler, self.ranks, self._window_length)
+        with passes.statistics or nullcontext():
+            self.ranks.run(entry.num_parts, passes.one, passes.smallest)
+        passes.end()
+
+    def refit(self, settings: Settings) -> Fitted:
+        """The model as these settings run it; put on anew only where more than the number of parts has changed."""
+
+        def moves(settings: Settings) -> Settings:
+            return replace(settings, micro_batches=1, micro_batch_size=0)
+
+        if self._fitted is not None and moves(self._fitted.settings) == moves(settings):
+            self._fitted.settings = settings
+            return self._fitted
+        self.close()
+        self._fitted = Fitted(settings, self.model, self.optimizer)
+        self._update.optimizer = self._fitted.optimizer
+        return self._fitted
+
+    def _weight(self) -> float | None:
+        """What the gradients of the window must be divided by; None: nothing; 0: nothing counted at all."""
+        weights = [entry.weight for entry in self.entries]
+        return None if None in weights else sum(weight for weight in weights if weight is not None)
+
+    def _prepare(self) -> None:
+        weight = self._weight()
+        self.ranks.reduce_gradients()
+        if any(entry.passes is not None for entry in self.entries):
+            # A library has weighed the batches of each process; what is left is the mean over processes.
+            if self.ranks.num_ranks > 1:
+                self._scale_gradients(1 / self.ranks.num_ranks)
+            return
+        if weight is not None and self.ranks.num_ranks > 1:
+            weight = self.ranks.total(weight)
+            self.entries[0].weight = weight
+            for entry in self.entries[1:]:
+                entry.weight = 0.0
+        if weight == 0:
+            return
+        if self.scaler is not None:
+            self.scaler.unscale_(self._update.optimizer)
+        if weight not in (None, 1.0):
+            self._scale_gradients(1 / weight)
+        self._clipping.apply(self.model, self.ranks)
+        self._update.prepare()
+
+    def _undo(self) -> None:
+        """Gradients, scaler and buffers are as they were when the window began."""
+        self.is_stale = True
+        self._clear_gradients()
+        if self.scaler is not None:
+            internals.reset_scaler(self.scaler, self._update.optimizer)
+        self._snapshot.restore()
+        for kept in self.kept:
+            kept.restore()
+
+    def _scale_gradients(self, factor: float) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def _clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
+
+
+def _versions(batch: Any) -> tuple[int, ...]:
+    return tuple(internals.version_of(tensor) for tensor in tensors_in(batch))
+
+
+class _Passes:
+    """Forward and backward passes of the parts of one batch.
+
+    Afterwards the gradients are those of the batch's loss, times the weight of its entry.
+    """
+
+    def __init__(self, entry: Entry, fitted: Fitted, scaler: Any, ranks: Ranks, window_length: int) -> None:
+        self._entry = entry
+        self._fitted = fitted
+        self._scaler = scaler
+        self._ranks = ranks
+        entry.num_parts = fitted.num_parts(entry.batch)
+        self._parts = split(entry.batch, entry.num_parts)
+        weighting = fitted.settings.weighting
+        self._weights = raw_weights(self._parts, weighting)
+        # The only batch of a process on its own is weighed on the way, as a plain loop does it, and so is one whose
+        # weight in its window is another library's business.
+        self._is_alone = (window_length == 1 and ranks.num_ranks == 1) or entry.passes is not None
+        self._is_weighed = self._is_alone
+        self._whole = sum(self._weights) if self._is_alone and weighting.kind != "sum" else 1.0
+        self._adds_up = weighting.kind == "sum" and not self._is_alone
+        if not self._is_alone:
+            # Among other batches one counts by its samples, in however many parts it is run.
+            samples = float(common_first_dimension(entry.batch) or 1)
+            if weighting.kind == "count":
+                whole = sum(self._weights)
+                self._weights = [weight * samples / whole for weight in self._weights]
+            elif weighting.kind == "sum":
+                self._weights = [samples for _ in self._weights]
+        self._weight = 0.0
+        self._total: torch.Tensor | None = None
+        self.statistics = PooledStatistics(fitted.model) if entry.num_parts > 1 else None
+
+    def one(self, index: int) -> None:
+        """The passes of one part."""
+        part, self._parts[index] = self._parts[index], None
+        if self.statistics is not None:
+            self.statistics.part()
+        factor = self._weights[index] / self._whole
+        if self._entry.passes is not None:
+            self._weight += factor
+            if factor or self._ranks.num_ranks > 1:
+                value = self._entry.passes(part, factor)
+                if factor:
+                    self._add(value, factor)
+            return
+        value, given = self._fitted.forward(self._entry.loss, part)
+        del part
+        if given is not None:
+            self._is_weighed = self._is_alone and self._entry.num_parts == 1
+            factor = 1.0 if self._is_weighed and given else given
+        self._weight += factor / self._entry.num_parts if self._adds_up and given is None else factor
+        if not factor and self._ranks.num_ranks == 1:
+            # A mean over nothing is no number, and must not spoil the others.
+            return
+        self._backward(value, factor)
+        self._add(value, factor)
+
+    def _add(self, value: torch.Tensor, factor: float) -> None:
+        # A loss can be a view of something large.
+        held = value.detach().clone() if factor == 1.0 else value.detach() * factor
+        self._total = held if self._total is None else self._total + held
+
+    def smallest(self) -> None:
+        """Passes of one sample, whose gradients are zero."""
+        part = part_of(self._entry.batch, 0, 1)
+        if self._entry.passes is not None:
+            self._entry.passes(part, 0.0)
+        else:
+            self._backward(self._fitted.forward(self._entry.loss, part)[0], 0.0)
+
+    def _backward(self, value: torch.Tensor, factor: float) -> None:
+        value = value * factor if factor != 1.0 else value
+        if not factor:
+            value = value.nan_to_num()
+        (value if self._scaler is None else self._scaler.scale(value)).backward()
+
+    def end(self) -> None:
+        """All went well."""
+        entry = self._entry
+        entry.weight = None if self._is_weighed and self._weight else self._weight
+        entry.value = self._total / entry.weight if self._total is not None and entry.weight else self._total

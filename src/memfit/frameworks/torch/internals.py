@@ -1,0 +1,412 @@
+"""Every private name of PyTorch that memfit uses, with the releases it was seen in.
+
+`internals.storage_use_count` is looked up when it is first used, so a release that lacks a name breaks only what needs
+it, and with one clear message. To add a name, add a line to `_NAMES`; for a private attribute of an object, use
+`attribute`. Classes that are inherited from are imported by their names, so that they keep their types.
+"""
+
+import contextlib
+import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memfit.core.errors import MissingDependency
+
+SEEN = "2.6-2.13"
+"""Releases in which a name was seen, where its line says nothing else."""
+
+try:
+    from torch.nn.modules.batchnorm import _NormBase
+    from torch.nn.modules.dropout import _DropoutNd
+    from torch.nn.modules.instancenorm import _InstanceNorm
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+except ImportError as error:  # pragma: no cover - another version of PyTorch
+    raise MissingDependency(
+        f"memfit needs a private part of PyTorch that torch {torch.__version__} doesn't have: {error}. Install one of "
+        f"torch {SEEN}, or a later memfit."
+    ) from error
+
+Dropout = _DropoutNd
+InstanceNorm = _InstanceNorm
+NormBase = _NormBase
+
+# Name here: path in PyTorch, or (path, releases it was seen in). In alphabetical order, one line each.
+_NAMES: dict[str, str | tuple[str, str]] = {
+    "all_operator_names": "torch._C._dispatch_get_all_op_names",
+    "allowed_globals": "torch._weights_only_unpickler._get_allowed_globals",
+    "below_autograd": "torch._C._AutoDispatchBelowAutograd",
+    "current_autograd_node": "torch._C._current_autograd_node",
+    "current_dispatch_mode": "torch.utils._python_dispatch._get_current_dispatch_mode",
+    "default_to_fused_or_foreach": "torch.optim.optimizer._default_to_fused_or_foreach",
+    "device_constructors": "torch.utils._device._device_constructors",
+    "disable_current_modes": "torch.utils._python_dispatch._disable_current_modes",
+    "disable_torch_dispatch": "torch._C._DisableTorchDispatch",
+    "disable_torch_function": "torch._C.DisableTorchFunction",
+    "disabled_torch_dispatch": "torch._C._disabled_torch_dispatch_impl",
+    "DispatchKey": "torch._C.DispatchKey",
+    "DispatchKeySet": "torch._C.DispatchKeySet",
+    "enable_torch_function": "torch._C._EnableTorchFunction",
+    "exclude_dispatch_keys": "torch._C._ExcludeDispatchKeyGuard",
+    "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
+    "file_writer": "torch._C.PyTorchFileWriter",
+    "function_mode_stack": "torch.overrides._get_current_function_mode_stack",
+    "has_kernel": "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "include_dispatch_key": "torch._C._IncludeDispatchKeyGuard",
+    "is_dispatch_key_excluded": "torch._C._dispatch_tls_is_dispatch_key_excluded",
+    "is_functional_tensor": "torch._is_functional_tensor",
+    "is_functorch_tensor": "torch._C._functorch.is_functorch_wrapped_tensor",
+    "keyset_after": "torch._C._dispatch_keyset_full_after",
+    "lazy_cuda_call": "torch.cuda._lazy_call",
+    "load_state_dict": "torch.distributed.checkpoint.state_dict_loader._load_state_dict",
+    "local_scalar_dense": "torch.ops.aten._local_scalar_dense.default",
+    "new_dtypes": "torch.storage._new_dtypes",
+    "num_dispatch_modes": "torch._C._len_torch_dispatch_stack",
+    "num_function_modes": "torch._C._len_torch_function_stack",
+    "parse_to": "torch._C._nn._parse_to",
+    "pop_dispatch_mode": "torch.utils._python_dispatch._pop_mode",
+    "pop_function_mode": "torch._C._pop_torch_function_stack",
+    "pop_saved_tensors_hooks": "torch._C._autograd._pop_saved_tensors_default_hooks",
+    "push_saved_tensors_hooks": "torch._C._autograd._push_saved_tensors_default_hooks",
+    "rebuild_tensor": "torch._utils._rebuild_tensor",
+    "rebuild_tensor_v2": "torch._utils._rebuild_tensor_v2",
+    "rebuild_tensor_v3": "torch._utils._rebuild_tensor_v3",
+    "rebuild_wrapper": "torch._utils._rebuild_wrapper_subclass",
+    "reduce_tensor": "torch.Tensor._reduce_ex_internal",
+    "remove_worker_pids": "torch._C._remove_worker_pids",
+    "restore_location": "torch._utils._get_restore_location",
+    "save_state_dict": "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
+    "sequence_number": "torch.autograd._get_sequence_nr",
+    "serialization_state": "torch.serialization._serialization_tls",
+    "set_dispatch_key_excluded": "torch._C._dispatch_tls_set_dispatch_key_excluded",
+    "set_dispatch_key_included": "torch._C._dispatch_tls_set_dispatch_key_included",
+    "storage_of_weak_reference": "torch.UntypedStorage._new_with_weak_ptr",
+    "storage_use_count": "torch._C._storage_Use_Count",
+    "swap_tensors": "torch._C._swap_tensor_impl",
+    "TensorBase": "torch._C.TensorBase",
+    "top_saved_tensors_hooks": "torch._C._autograd._top_saved_tensors_default_hooks",
+    "tree_leaves": "torch.utils._pytree.tree_leaves",
+    "tree_map": "torch.utils._pytree.tree_map",
+    "worker_loop": "torch.utils.data._utils.worker._worker_loop",
+}
+
+
+def private(path: str, seen: str = SEEN) -> Any:
+    """What PyTorch has at a private dotted path such as "torch._C._storage_Use_Count".
+
+    Args:
+        path: begins with "torch.".
+        seen: releases in which it was seen.
+
+    Raises:
+        MissingDependency: this release doesn't have it; names the release and the path.
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        raise _missing(path, seen) from None
+
+
+def attribute(owner: Any, name: str, seen: str = SEEN) -> Any:
+    """A private attribute of an object of PyTorch.
+
+    Args:
+        owner: such as an optimizer.
+        name: of the attribute.
+        seen: releases in which it was seen.
+
+    Raises:
+        MissingDependency: this release doesn't have it; names the release and the attribute.
+    """
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise _missing(f"{type(owner).__module__}.{type(owner).__qualname__}.{name}", seen) from None
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers of a module itself, which can be put in by name, whatever the module does on assignment."""
+    buffers: dict[str, torch.Tensor | None] = attribute(module, "_buffers")
+    return buffers
+
+
+def place(name: str) -> tuple[Any, str]:
+    """The owner of what is called `name` here, and PyTorch's name for it: what it takes to replace it.
+
+    `getattr(*place(name))` is what is there now, replaced or not; the attribute of this module is what was there first.
+
+    Raises:
+        MissingDependency: this release doesn't have it.
+    """
+    known = _NAMES[name]
+    path, seen = (known, SEEN) if isinstance(known, str) else known
+    private(path, seen)
+    owner, _, attribute_name = path.rpartition(".")
+    return private(owner, seen), attribute_name
+
+
+def empty_host_cache() -> None:
+    """Gives back page-locked host memory that nobody uses; nothing where this release can't."""
+    empty = getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()
+
+
+# DistributedDataParallel and process groups.
+
+
+def is_joined(model: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether the model is within its `join` context."""
+    return bool(attribute(model, "_join_config").enable)
+
+
+def num_collectives(group: Any) -> int:
+    """How many collective operations a group of processes has begun."""
+    return int(attribute(group, "_get_sequence_number_for_group")())
+
+
+def reaches_host(group: Any) -> bool:
+    """Whether a group of processes can exchange tensors in host memory."""
+    return torch.device("cpu") in getattr(group, "_device_types", [])
+
+
+def share_buffers(model: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Broadcasts the buffers, as a forward pass of the model would, and whatever else is due before one."""
+    if torch.is_grad_enabled():
+        # Due where passes have run before the guard was made; it communicates, so it may not wait for a pass.
+        attribute(model.reducer, "_rebuild_buckets")()
+    # The older name is that of releases before 2.13.
+    broadcasts = getattr(model, "forward_sync_buffers", None)
+    broadcasts = getattr(model, "broadcast_buffers", True) if broadcasts is None else broadcasts
+    if broadcasts and any(True for _ in model.module.buffers()):
+        attribute(model, "_sync_buffers")()
+
+
+@contextmanager
+def without_first_exchanges(model: torch.nn.parallel.DistributedDataParallel) -> Iterator[None]:
+    """In this context the first forward and backward pass communicate no more than later ones.
+
+    The first forward pass broadcasts buffers even under `no_sync`, and the first backward pass of a static graph sums
+    gradients; DDP gives a model the second attribute only where it has such a graph.
+    """
+    quiet = {"require_forward_param_sync": False, "_static_graph_delay_allreduce_enqueued": True}
+    kept = {name: getattr(model, name) for name in quiet if hasattr(model, name)}
+    for name in kept:
+        setattr(model, name, quiet[name])
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(model, name, value)
+
+
+# Loaders.
+
+
+def forget_workers(batches: Any) -> None:
+    """Keeps PyTorch's handler of SIGCHLD from raising an error of its own when a worker of an iterator ends.
+
+    Seen in 1.13 to 2.13; where the names are gone, the handler raises as before.
+    """
+    with contextlib.suppress(AttributeError, TypeError, ValueError, MissingDependency):
+        if batches._worker_pids_set:
+            private("torch._C._remove_worker_pids")(id(batches))
+            batches._worker_pids_set = False
+
+
+def kept_iterator(loader: Any) -> Any:
+    """The iterator of an earlier epoch whose workers a loader has kept; None where there is none."""
+    return getattr(loader, "_iterator", None)
+
+
+def set_index_sampler(iterator: Any, sampler: Any) -> None:
+    """Has an iterator with workers take what to load from another sampler."""
+    if iterator is not None:
+        iterator._index_sampler = sampler
+
+
+def workers_of(batches: Any) -> tuple[Any, Any]:
+    """(processes of an iterator, whether batches are still expected of each)."""
+    workers = getattr(batches, "_workers", ())
+    return workers, getattr(batches, "_workers_status", [False] * len(workers))
+
+
+# FSDP2: the state that `fully_shard` gives to modules.
+
+
+def fsdp_states(model: torch.nn.Module) -> list[Any]:
+    """PyTorch's state of every sharded module, outer ones first."""
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = (module for module in model.modules() if isinstance(module, FSDPModule))
+    states = [attribute(module, "_get_fsdp_state")() for module in sharded]
+    return list({id(state): state for state in states}.values())
+
+
+def fsdp_groups(states: list[Any]) -> Iterator[Any]:
+    """The groups of parameters that are gathered together."""
+    for state in states:
+        several = getattr(state, "_fsdp_param_groups", None)
+        # Releases before 2.12 have one group for each module.
+        yield from [state._fsdp_param_group] if several is None and state._fsdp_param_group else several or []
+
+
+def fsdp_divisor(group: Any) -> float:
+    """What PyTorch divides the gradients of a group by."""
+    factor = getattr(group, "gradient_divide_factor", None)
+    mesh = group.mesh_info
+    num_sharing = int(getattr(mesh, "shard_mesh_size", 1)) * int(getattr(mesh, "replicate_mesh_size", 1))
+    return float(num_sharing if factor is None else factor)
+
+
+def recover_fsdp(states: list[Any]) -> None:
+    """PyTorch's own recovery from a failed pass, which there is since 2.13."""
+    for state in states:
+        recover = getattr(state, "_reset_iter_state", None)
+        if recover is not None and attribute(state, "_is_root"):
+            recover()
+
+
+def reset_fsdp(states: list[Any]) -> None:
+    """Brings sharded modules into the state in which nothing is gathered and no pass is under way."""
+    for state in states:
+        _set_known(attribute(state, "_state_ctx"), iter_forward_root=None, post_backward_final_callback_queued=False)
+        communication = attribute(state, "_comm_ctx")
+        _set_known(communication, all_gather_state=None, reduce_scatter_state=None)
+        for name in ("post_forward_order", "reduce_scatter_states", "_last_post_reduce_events"):
+            getattr(communication, name, []).clear()
+        state._training_state = type(attribute(state, "_training_state")).IDLE
+        getattr(state, "_modules_to_run_forward", set()).clear()
+    for group in fsdp_groups(states):
+        work = getattr(attribute(group, "_all_gather_result"), "all_gather_work", None)
+        if work is not None:
+            work.wait()
+        _set_known(
+            group,
+            _all_gather_result=None,
+            _post_reduce_event=None,
+            _all_reduce_state=None,
+            _reshard_after_forward_event=None,
+            _partial_reduce_output=None,
+        )
+        attribute(group, "_post_forward_indices").clear()
+        group._training_state = type(attribute(group, "_training_state")).IDLE
+        sharded_state = type(attribute(group, "_sharded_state")).SHARDED
+        for parameter in group.fsdp_params:
+            if parameter.sharded_state != sharded_state:
+                parameter.to_sharded()
+            else:
+                parameter.free_unsharded_param()
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
+            parameter.unsharded_accumulated_grad = None
+        group._sharded_state = sharded_state
+
+
+def _set_known(holder: Any, **values: Any) -> None:
+    """Sets those attributes that this release has, and has set up."""
+    for name, value in values.items():
+        if hasattr(holder, name):
+            setattr(holder, name, value)
+
+
+# Modules, optimizers and tensors.
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether torch.compile made the module, or compiles its calls."""
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+@contextmanager
+def outside_simulation() -> Iterator[None]:
+    """In this context operators run as PyTorch has them, also where a step is being simulated."""
+    disable = globals().get("disable_current_modes") or __getattr__("disable_current_modes")
+    with disable(), torch._C.DisableTorchFunction():
+        yield
+
+
+def forget_sharding(module: torch.nn.Module) -> None:
+    """Takes away the state and the hooks that `fully_shard` gave a module, which has no way back of its own."""
+    private("torch.distributed._composable_state._module_state_mapping").pop(module, None)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
+                del hooks[key]
+    for name in [name for name in vars(module) if "composable" in name.lower()]:
+        del vars(module)[name]
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Learning-rate schedulers warn when no step came before theirs."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def found_infinite(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
+    """Whether a gradient scaler has found infinite gradients, and so left the update out."""
+    return any(bool(value.item()) for value in attribute(scaler, "_found_inf_per_device")(optimizer).values())
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a view was made from; a tensor that is no view itself."""
+    return tensor._base if tensor._is_view() else tensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a tensor that is spread over processes the part that is here, without a call of an operator."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def original_module(model: torch.nn.Module) -> Any:
+    """The module that `torch.compile` was given; None for one that isn't compiled."""
+    return getattr(model, "_orig_mod", None)
+
+
+def reset_scaler(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+    """Has a gradient scaler forget that gradients of an optimizer were unscaled, so that they can be again."""
+    states = getattr(scaler, "_per_optimizer_states", None)
+    if states is not None:
+        states.pop(id(optimizer), None)
+    if getattr(scaler, "_scale", None) is not None and getattr(scaler, "_growth_tracker", None) is None:
+        # Memory ran out between the two tensors that its first use makes; it would take itself for ready.
+        scaler._scale = None
+
+
+def state_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody changes what an optimizer saves or loads."""
+    names = ("load_state_dict_pre_hooks", "load_state_dict_post_hooks", "state_dict_post_hooks")
+    return any(attribute(optimizer, f"_optimizer_{name}") for name in names)
+
+
+def schema_of(operator: Any) -> Any:
+    """What an operator's arguments are; None for a higher-order operator, which runs functions of the program."""
+    return getattr(operator, "_schema", None)
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """The address of a storage's record, which is its own as long as somebody refers to it."""
+    return int(attribute(storage, "_cdata"))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to, as autograd counts; -1 for a tensor of inference mode, which has no count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    entry = _NAMES[name]
+    value = globals()[name] = private(entry) if isinstance(entry, str) else private(*entry)
+    return value
+
+
+def _missing(path: str, seen: str) -> MissingDependency:
+    return MissingDependency(
+        f"memfit uses {path}, a private name of PyTorch that was seen in torch {seen} and that torch "
+        f"{torch.__version__} doesn't have. Install one of those releases, or a later memfit."
+    )

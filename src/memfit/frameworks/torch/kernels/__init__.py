@@ -1,0 +1,1 @@
+"""What PyTorch's operators allocate on CUDA devices and on the CPU."""

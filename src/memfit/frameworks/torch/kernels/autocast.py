@@ -1,0 +1,182 @@
+"""Autocast for shape-only tensors: which operators run in which precision, and which casts are kept.
+
+The state itself (enabled, dtype, nesting, cache) is PyTorch's own, so that the user's `torch.autocast("cuda")` blocks,
+`torch.is_autocast_enabled` and checkpointing's replay of the state all work. Only the casts are made here, by the lists
+of PyTorch's `autocast_mode.h` for CUDA and of `autocast_mode.cpp` for the CPU, which differ in most operators.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.shapes.interception import Interceptor, call_plain, overload
+from memfit.frameworks.torch.shapes.shapes import HALVES, Operator, tensors
+
+# Words rather than lists of strings: a hundred quoted names would hide what is in them.
+LOWER_PRECISION = """
+    _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul
+    einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
+    _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+    scaled_dot_product_attention
+""".split()  # noqa: SIM905
+
+FLOAT32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+    pow.Scalar softplus layer_norm native_layer_norm group_norm rms_norm frobenius_norm.dim nuclear_norm
+    nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
+    kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa
+""".split()  # noqa: SIM905
+
+# The reduction gets dtype=float32 instead of a cast input, so that no float32 copy of the input is made.
+FLOAT32_BY_DTYPE_ARGUMENT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+""".split()  # noqa: SIM905
+
+FLOAT32_BY_EXTRA_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+
+WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()  # noqa: SIM905
+
+BANNED = ["binary_cross_entropy"]
+
+HOST_LOWER_PRECISION = """
+    conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input _convolution.deprecated bmm mm linalg_vecdot baddbmm addmm _addmm_activation addbmm linear
+    matmul prelu mkldnn_rnn_layer scaled_dot_product_attention _native_multi_head_attention
+""".split()  # noqa: SIM905
+
+HOST_WIDEST = ["stack", "cat", "index_copy"]
+
+
+@cache
+def host_float32() -> tuple[str, ...]:
+    """Every other operator that PyTorch's autocast for the CPU knows: those run in float32."""
+    known = (
+        name.removeprefix("aten::")
+        for name in internals.all_operator_names()
+        if name.startswith("aten::") and internals.has_kernel(name, "AutocastCPU")
+    )
+    return tuple(sorted(set(known) - {*HOST_LOWER_PRECISION, *HOST_WIDEST}))
+
+
+class Autocast:
+    """Makes the casts.
+
+    Args:
+        device_type: whose autocast state counts, "cuda" or "cpu".
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._suspended = 0
+        self.was_used = False
+        """Whether an operator has run in lower precision so far."""
+
+    def interceptors(self) -> dict[str, Interceptor]:
+        """An interceptor for every operator on the lists."""
+        table: dict[str, Interceptor] = {}
+        if self._device_type == "cpu":
+            table |= dict.fromkeys(HOST_LOWER_PRECISION, self._lower)
+            table |= dict.fromkeys(HOST_WIDEST, self._widest)
+            return table | dict.fromkeys(host_float32(), self._float32)
+        table |= dict.fromkeys(LOWER_PRECISION, self._lower)
+        table |= dict.fromkeys(FLOAT32, self._float32)
+        table |= dict.fromkeys(FLOAT32_BY_DTYPE_ARGUMENT, self._by_dtype)
+        table |= dict.fromkeys(WIDEST, self._widest)
+        table |= dict.fromkeys(BANNED, self._banned)
+        for name, longer in FLOAT32_BY_EXTRA_DTYPE.items():
+            table[name] = self._with_extra_dtype(longer)
+        return table
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The lower precision in force, or None when autocast is off."""
+        if self._suspended or not torch.is_autocast_enabled(self._device_type):
+            return None
+        return torch.get_autocast_dtype(self._device_type)
+
+    def clear_cache(self) -> None:
+        """Forgets the kept casts, as the end of the outermost autocast block does."""
+        self._cache.clear()
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """`value` with its eligible tensors cast to `dtype`; casts of parameters to a lower precision are kept."""
+        if isinstance(value, list | tuple):
+            return type(value)(self.cast(part, dtype) for part in value)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.is_meta:
+            return value
+        if value.dtype in (torch.float64, dtype):
+            return value
+        lowers_leaf = value.dtype is torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+        if not (lowers_leaf and dtype is not torch.float32 and torch.is_autocast_cache_enabled()):
+            return value.to(dtype)
+        if id(value) not in self._cache:
+            self._cache[id(value)] = (value, value.to(dtype))
+        return self._cache[id(value)][1]
+
+    def suspended_call(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        """Calls `op` with casts off but every other interception on."""
+        self._suspended += 1
+        try:
+            return op(*args, **kwargs)
+        finally:
+            self._suspended -= 1
+
+    def _lower(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        self.was_used |= self.dtype is not None
+        return self._float32(op, *args, to=self.dtype, **kwargs)
+
+    def _float32(self, op: Operator, *args: Any, to: torch.dtype | None = torch.float32, **kwargs: Any) -> Any:
+        if self.dtype is None or to is None:
+            return call_plain(op, *args, **kwargs)
+        return call_plain(op, *self.cast(args, to), **{name: self.cast(value, to) for name, value in kwargs.items()})
+
+    def _by_dtype(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        position = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dtype")
+        given = args[position] if position < len(args) else kwargs.get("dtype")
+        eligible = isinstance(args[0], torch.Tensor) and args[0].dtype in HALVES
+        if self.dtype is not None and given is None and eligible:
+            args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+        name = op._schema.name
+        if name in ("aten::softmax", "aten::log_softmax"):
+            dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+            # CUDA's softmax reads float16 and writes float32 without a float32 copy of its input.
+            if args[0].dtype is torch.float16 and dtype is torch.float32:
+                fused = torch.ops.aten._softmax if name == "aten::softmax" else torch.ops.aten._log_softmax
+                return call_plain(fused.default, args[0], args[1], True)
+        return call_plain(op, *args, **kwargs)
+
+    def _with_extra_dtype(self, longer: str) -> Interceptor:
+        extended = overload(longer)
+
+        def intercept(op: Operator, *args: Any, **kwargs: Any) -> Any:
+            if self.dtype is None or args[0].dtype not in HALVES:
+                return call_plain(op, *args, **kwargs)
+            if extended._schema.overload_name == "ScalarOpt_dtype":
+                return call_plain(extended, *args, dtype=torch.float32, **kwargs)
+            keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
+            return call_plain(extended, *args[:3], keepdim, dtype=torch.float32)
+
+        return intercept
+
+    def _banned(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype is not None:
+            name = op._schema.name.replace("aten::", "")
+            raise RuntimeError(
+                f"{name} can't run under autocast on CUDA, because its gradient overflows in half precision. "
+                f"Use {name}_with_logits on the values before the sigmoid."
+            )
+        return call_plain(op, *args, **kwargs)
+
+    def _widest(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype is not None and any(tensor.dtype is torch.float32 for tensor in tensors(args)):
+            args = self.cast(args, torch.float32)
+        return call_plain(op, *args, **kwargs)

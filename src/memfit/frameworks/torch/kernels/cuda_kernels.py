@@ -1,0 +1,189 @@
+"""Memory that CUDA kernels take for themselves, operator by operator.
+
+A trace of operators sees their inputs and outputs. What a CUDA kernel allocates inside, and frees before it returns, is
+stated here: one small rule per operator, each with its source. Nothing is fitted; where a library doesn't say what
+it takes (cuDNN's workspaces), the rule is what its algorithm needs and the docs list it as assumed.
+
+cuDNN's convolutions: tensor-core kernels work on channels-last data; given channels-first tensors they convert input,
+weight and output in the workspace, with channels padded to the width of a load.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfit.core.device import Device
+from memfit.core.estimate import LACKS_PRECISION
+from memfit.core.timeline import Category, Phase
+from memfit.core.units import KIB, MIB
+from memfit.frameworks.torch.kernels import recurrent
+from memfit.frameworks.torch.kernels.fallbacks import Report, Rule
+from memfit.frameworks.torch.shapes.recorder import Recorder
+from memfit.frameworks.torch.shapes.shapes import HALVES, Operator, size_bytes
+
+_GEMMS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_addmm_activation", "linear")
+# Compute capabilities from which on there is arithmetic in these (CUDA C++ Programming Guide).
+_BFLOAT16, _FLOAT8 = (8, 0), (8, 9)
+# Up to so many indices, the gradient of an embedding is summed without sorting them.
+_UNSORTED_INDICES = 3072
+
+
+class CudaInternals:
+    """What CUDA kernels take for themselves.
+
+    Args:
+        device: whose kernels.
+        recorder: receives workspaces that stay.
+        report: takes (code, text) of what the device lacks.
+    """
+
+    def __init__(
+        self, device: Device, recorder: Recorder, report: Callable[[str, str], None] = lambda code, text: None
+    ) -> None:
+        self._capability = device.capability or (8, 0)
+        self._recorder = recorder
+        self._report = report
+        self._has_bfloat16 = self._capability >= _BFLOAT16
+        self._threads_with_workspace: set[bool] = set()
+
+    def table(self) -> dict[str, Any]:
+        """Bytes taken inside, by operator name."""
+        return {
+            **{f"aten::{name}": self._gemm for name in _GEMMS},
+            "aten::convolution": lambda func, args, kwargs, out: self._convolution(
+                args[:2], args[0], args[1], out, args[8]
+            ),
+            # One workspace, the same for both passes.
+            "aten::convolution_backward": lambda func, args, kwargs, out: self._convolution(
+                args[:3], args[1], args[2], args[0], args[9]
+            ),
+            # The softmax itself and a boolean mask of its -inf inputs; the output is a third tensor (SoftMax.cpp).
+            "aten::_safe_softmax": lambda func, args, kwargs, out: [size_bytes(out), args[0].numel()],
+            # The product of gradient and output (native/cuda/SoftMax.cu).
+            "aten::_softmax_backward_data": lambda func, args, kwargs, out: [size_bytes(args[0])],
+            "aten::embedding_dense_backward": _embedding_backward,
+            **dict.fromkeys(
+                ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"), _mask_indices
+            ),
+            "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+            "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+        }
+
+    def rules(self) -> dict[str, Rule]:
+        """Outputs that only CUDA has, by operator name."""
+        return {
+            "aten::_cudnn_rnn": recurrent.forward_rule,
+            "aten::_cudnn_rnn_backward": recurrent.backward_rule,
+            "aten::_scaled_mm": self._scaled_product,
+        }
+
+    def _scaled_product(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+        if self._capability < _FLOAT8:
+            raise RuntimeError(
+                "torch._scaled_mm (float8) is only supported on CUDA devices of compute capability 8.9 or more, "
+                f"but the simulated one has {capability_name(self._capability)}"
+            )
+        return NotImplemented
+
+    def _gemm(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+        """The workspace of cuBLAS: one per thread that multiplies, kept for good (CublasHandlePool.cpp).
+
+        The autograd engine runs the backward pass on a thread of its own, hence a second one.
+        """
+        if not self._has_bfloat16 and isinstance(out, torch.Tensor) and out.dtype is torch.bfloat16:
+            self._has_bfloat16 = True  # to be told once
+            have = capability_name(self._capability)
+            text = f"the device (compute capability {have}) has no bfloat16 arithmetic and emulates it, slowly"
+            self._report(LACKS_PRECISION, f"{text}; it has that of float16 (amp-fp16, fp16)")
+        backward = self._recorder.phase is Phase.BACKWARD
+        if backward not in self._threads_with_workspace:
+            self._threads_with_workspace.add(backward)
+            self._recorder.add_permanent(
+                cublas_workspace_bytes(self._capability), "cuBLAS workspace", Category.WORKSPACE
+            )
+        return []
+
+    def _convolution(
+        self, operands: tuple[Any, ...], data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int
+    ) -> list[int]:
+        """Copies of operands that are not in the layout the convolution runs in (`ConvShared.cpp`), and a workspace."""
+        layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+        layout = layouts.get(data.dim(), torch.contiguous_format)
+        is_last = data.dim() in layouts and any(
+            t.is_contiguous(memory_format=layout) and not t.is_contiguous() for t in (data, weight)
+        )
+        wanted = layout if is_last else torch.contiguous_format
+        copies = [size_bytes(t) for t in operands if not t.is_contiguous(memory_format=wanted)]
+        if data.dtype in HALVES:
+            converts = self._capability >= (7, 0)
+        else:
+            converts = self._capability >= (8, 0) and torch.backends.cudnn.allow_tf32 and data.dtype is torch.float32
+        if is_last or not converts or groups == data.shape[1] > 1:
+            return copies
+        width = 8 if data.dtype in HALVES else 4
+        return [*copies, _padded(data, width) + _padded(out, width) + size_bytes(weight)]
+
+
+def _padded(tensor: torch.Tensor, width: int) -> int:
+    """Bytes of a channels-last copy whose channels are padded to a multiple of `width`."""
+    channels = tensor.shape[1]
+    padded: int = -(-channels // width) * width
+    return tensor.numel() // max(channels, 1) * padded * tensor.element_size()
+
+
+def capability_name(capability: tuple[int, int]) -> str:
+    """A compute capability as people write it, "7.5"."""
+    return ".".join(map(str, capability))
+
+
+def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
+    """Size of the workspace PyTorch gives to each cuBLAS handle.
+
+    >>> cublas_workspace_bytes((8, 6))
+    8519680
+    """
+    # :4096:2:16:8, two buffers of 4096 KiB and eight of 16 KiB; from Hopper on 32 MiB.
+    return 32 * MIB if capability >= (9, 0) else 2 * 4096 * KIB + 8 * 16 * KIB
+
+
+def _embedding_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """Sorted indices and float32 sums of their segments, where they are many (EmbeddingBackwardKernel.cu)."""
+    indices, num_weights = args[1], args[2]
+    count = indices.numel()
+    if count <= _UNSORTED_INDICES:
+        return []
+    # A thread sums ten rows, so that a segment may be split between threads.
+    num_segments = count // 10 + min(count, num_weights)
+    return [*[size_bytes(indices)] * 4, num_segments * args[0].shape[-1] * 4]
+
+
+def _mask_indices(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """Boolean masks become indices, at most one per element and dimension (native/IndexingUtils.h)."""
+    if len(args) > 2 and args[2].numel() == 1:
+        return []
+    masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    return [mask.numel() * mask.dim() * 8 for mask in masks]
+
+
+def _flash_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """A float32 accumulator of the query's gradient and a row sum, sequences padded to 128 (flash_api.cpp)."""
+    query, key = args[1], args[2]
+    batch, heads, length, head = query.shape
+    padded = -(-length // 128) * 128
+    padded_head = -(-head // 32) * 32
+    sizes = [batch * heads * padded * padded_head * 4, batch * heads * padded * 4]
+    if key.shape[1] != heads:
+        # Grouped queries: gradients of keys and values are made for every head and then summed.
+        sizes += [batch * heads * key.shape[2] * head * key.element_size()] * 2
+    return sizes
+
+
+def _efficient_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """Row sums and, in half precision, a float32 accumulator of the query's gradient (attention_backward.cu)."""
+    query = args[1]
+    batch, heads, length, head = query.shape
+    sizes = [batch * heads * length * 4]
+    if query.dtype is not torch.float32:
+        sizes.append(batch * heads * length * head * 4)
+    return sizes

@@ -1,0 +1,1 @@
+"""Unmodified scripts on a simulated device: files, processes, loaders, launchers."""

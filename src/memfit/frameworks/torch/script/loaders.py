@@ -1,0 +1,283 @@
+"""The batches of a script: what its data loaders give, or its training loop copies to the device.
+
+Runs that die in mid-epoch usually met a longer batch. The first run of a script finds out which loader feeds its
+training loop: the one that gave a batch last before the first optimizer step, evaluations apart. A second run draws
+many batches from that loader on the host, and hands the script the largest of them, again and again.
+
+A loop without a loader (`x[indices].to("cuda")`) copies its batches at the same lines in every step, and all of them
+have as many samples. One run finds these lines; in another, what is copied there is cut down to the first micro-batch,
+as if the script had drawn fewer samples.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from memfit.core.dryrun import Scan, ScannedLeaf
+from memfit.core.errors import BadBatch
+from memfit.frameworks.torch.apply.micro_batches import split
+from memfit.frameworks.torch.shapes.batch import common_first_dimension
+from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.stand_in import map_tensors
+
+_END = object()
+
+
+@dataclass(slots=True)
+class _Sizes:
+    """How batches vary: per tensor (dtype, smallest, largest shape), the bytes of each batch, and the largest."""
+
+    total: int | None
+    leaves: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    bytes_of: list[int] = field(default_factory=list)
+    largest_index: int = 0
+    largest_tokens: int | None = None
+
+    def note(self, batch: Any) -> int:
+        """Takes one more batch into account and gives its bytes."""
+        size_bytes = 0
+        for name, array in arrays_in(batch):
+            shape = tuple(int(n) for n in array.shape)
+            size_bytes += int(array.nbytes)
+            dtype, smallest, largest = self.leaves.get(name, (_dtype(array), shape, shape))
+            self.leaves[name] = (dtype, min(smallest, shape, key=_count), max(largest, shape, key=_count))
+        self.bytes_of.append(size_bytes)
+        return size_bytes
+
+    def scan(self) -> Scan:
+        """The result as it is reported."""
+        ordered = sorted(self.bytes_of)
+        return Scan(
+            num_batches=len(ordered),
+            total=self.total,
+            leaves=tuple(ScannedLeaf(name, *leaf) for name, leaf in self.leaves.items()),
+            smallest_bytes=ordered[0],
+            median_bytes=ordered[len(ordered) // 2],
+            largest_bytes=ordered[-1],
+            largest_index=self.largest_index,
+            largest_tokens=self.largest_tokens,
+        )
+
+
+class Loaders:
+    """Hears of every loader that the script iterates over.
+
+    Args:
+        num_scanned: batches to draw ahead; 0: none.
+        scanned: which iteration of a loader to draw ahead from, counted from 0.
+        parts: each batch of the loader that is split is given in so many parts, one after the other.
+        split: which iteration of a loader to begin with that; the same loader's later ones follow.
+    """
+
+    def __init__(
+        self,
+        num_scanned: int = 0,
+        scanned: int | None = None,
+        *,
+        parts: int = 1,
+        split: int | None = None,
+    ) -> None:
+        self._num_scanned = num_scanned
+        self._scanned = scanned
+        self._parts = parts
+        self._split = split
+        self._split_loader: Any = None
+        self._num_iterations = 0
+        # Of each iteration before the first step, its last batch: size, with gradients or not, the last of all or not.
+        self._read_last: dict[int, tuple[int | None, bool, bool]] = {}
+        self.training: int | None = None
+        self.batch_size: int | None = None
+        """First dimension that the tensors of the first training batch share, or None."""
+        self._sizes: _Sizes | None = None
+
+    def settle(self) -> None:
+        """A step has been taken: the loader that was read last is the one that feeds it.
+
+        An evaluation may come between the training batch and its step. It reads without gradients, or to the end.
+        """
+        if self.training is not None or not self._read_last:
+            return
+
+        def rank(ordinal: int) -> tuple[bool, bool]:
+            _, with_grad, has_ended = self._read_last[ordinal]
+            return with_grad, not has_ended
+
+        # Of equals the first here, which was read last.
+        self.training = max(reversed(self._read_last), key=rank)
+        self.batch_size = self._read_last[self.training][0]
+
+    def scan(self) -> Scan | None:
+        """How the batches drawn ahead vary; None when there were none."""
+        return self._sizes.scan() if self._sizes is not None and self._sizes.bytes_of else None
+
+    def replacements(self) -> list[Replacement]:
+        """Puts this object in front of `DataLoader.__iter__`."""
+        plain = DataLoader.__iter__
+        watch = self
+
+        def __iter__(loader: Any) -> Any:
+            ordinal = watch._num_iterations
+            watch._num_iterations += 1
+            iterator: Any = plain(loader)
+            if ordinal == watch._scanned:
+                iterator = watch._largest_first(iterator, loader)
+            if watch._parts > 1 and ordinal == watch._split:
+                watch._split_loader = loader
+            parts = watch._parts if loader is watch._split_loader else 1
+            return _Watched(iterator, functools.partial(watch._read, ordinal), parts)
+
+        return [Replacement(DataLoader, "__iter__", __iter__)]
+
+    def _read(self, ordinal: int, batch: Any) -> None:
+        """An iteration has given a batch, or `_END`."""
+        if batch is _END and ordinal in self._read_last:
+            self._read_last[ordinal] = (*self._read_last[ordinal][:2], True)
+        elif batch is not _END and self.training is None:
+            self._read_last.pop(ordinal, None)
+            self._read_last[ordinal] = common_first_dimension(batch), torch.is_grad_enabled(), False
+
+    def _largest_first(self, iterator: Iterator[Any], loader: Any) -> Iterator[Any]:
+        try:
+            self._sizes = sizes = _Sizes(len(loader))
+        except TypeError:
+            self._sizes = sizes = _Sizes(None)
+        largest, most = None, -1
+        for number, batch in enumerate(iterator):
+            size_bytes = sizes.note(batch)
+            if size_bytes > most:
+                largest, most = batch, size_bytes
+                sizes.largest_index, sizes.largest_tokens = number, _tokens(batch)
+            if number + 1 >= self._num_scanned:
+                break
+        # For as many steps as there would have been: in the first, an optimizer has no state yet.
+        for _ in sizes.bytes_of:
+            yield map_tensors(largest, lambda tensor: tensor)
+        del largest
+        yield from iterator
+
+
+class _Watched:
+    """An iterator that says when it is read and gives batches in parts; all else is the loader's own iterator."""
+
+    def __init__(self, iterator: Any, read: Callable[[Any], None], parts: int = 1) -> None:
+        self._iterator = iterator
+        self._said = read
+        self._parts = parts
+        self._waiting: list[Any] = []
+
+    def __iter__(self) -> "_Watched":
+        return self
+
+    def __next__(self) -> Any:
+        if not self._waiting:
+            batch = next(self._iterator, _END)
+            self._said(batch)
+            if batch is _END:
+                raise StopIteration
+            self._waiting = [batch]
+            if self._parts > 1:
+                # A last one with too few samples can't be split.
+                with suppress(BadBatch):
+                    self._waiting = split(batch, self._parts)
+        return self._waiting.pop(0)
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def _dtype(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _tokens(batch: Any) -> int | None:
+    whole = [
+        _count(tuple(array.shape))
+        for _, array in arrays_in(batch)
+        if len(array.shape) >= 2 and _dtype(array) in ("int64", "int32")
+    ]
+    return max(whole, default=None)
+
+
+def arrays_in(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """(place, tensor or NumPy array) for each one in a batch, however it is nested; each object counts once."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, str | bytes | int | float | bool | None):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor) or (type(value).__module__ == "numpy" and hasattr(value, "nbytes")):
+        yield name or "batch", value
+        return
+    parts: Any = ()
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = ((part.name, getattr(value, part.name)) for part in fields(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        parts = vars(value).items()
+    for key, part in parts:
+        yield from arrays_in(part, f"{name}.{key}" if name else str(key), seen)
+
+
+class Arrivals:
+    """Hears of every tensor that is copied from the host to the device.
+
+    Args:
+        line: the line of the user's code that runs.
+        num_steps: how many optimizer steps have been taken.
+        parts: micro-batches to a batch.
+        split_at: lines at which batches are copied that are to be cut down.
+        batch_size: samples of such a batch.
+    """
+
+    def __init__(
+        self,
+        line: Callable[[], str],
+        num_steps: Callable[[], int],
+        *,
+        parts: int = 1,
+        split_at: tuple[str, ...] = (),
+        batch_size: int | None = None,
+    ) -> None:
+        self._line = line
+        self._num_steps = num_steps
+        self._parts = parts
+        self._split_at = frozenset(split_at)
+        self._given_size = batch_size
+        self._sizes: dict[str, set[int]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or its first micro-batch."""
+        if isinstance(tensor, torch.nn.Parameter) or not tensor.dim() or tensor.layout is not torch.strided:
+            return tensor
+        size = tensor.shape[0]
+        if self._parts > 1 and size == self._given_size and self._line() in self._split_at:
+            return tensor[: -(-size // self._parts)]
+        # What is copied before the first update may be the model, or data that all steps share.
+        if self._num_steps() and tensor.numel() > 1:
+            self._sizes.setdefault(self._line(), set()).add(size)
+        return tensor
+
+    @property
+    def batch_size(self) -> int | None:
+        """The number of samples that all of the loop's batches have; None where they differ or there are none."""
+        sizes = set().union(*self._sizes.values())
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Where batches are copied; empty where they don't share a size."""
+        return () if self.batch_size is None else tuple(sorted(filter(None, self._sizes)))

@@ -1,0 +1,452 @@
+"""A program on a simulated device: who allocates what, in which phase of which step, and where it runs out.
+
+`Session` puts the simulation, a memory that can be full and the watchers of steps and models together. Nothing in the
+program has been prepared for it: phases are told from what it does. A model that is called begins a forward pass, the
+autograd engine's start a backward pass, an optimizer's hooks an update.
+"""
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from memfit.allocator.live import LiveAllocator
+from memfit.core.device import Device
+from memfit.core.dryrun import Failure, Seen
+from memfit.core.estimate import DRY_RUN, Estimate, HostMemory, Note, at_most_notes
+from memfit.core.settings import Settings
+from memfit.core.timeline import Category, Phase
+from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.apply.script_settings import ScriptSettings, has_fused_kernel
+from memfit.frameworks.torch.cuda.devices import CudaDevices
+from memfit.frameworks.torch.cuda.libraries import cuda_replacements
+from memfit.frameworks.torch.cuda.memory import out_of_memory_message
+from memfit.frameworks.torch.cuda.random import generators
+from memfit.frameworks.torch.script.checkpoints import Checkpoints
+from memfit.frameworks.torch.script.imports import on_import
+from memfit.frameworks.torch.script.launchers import ACCELERATE, Launchers
+from memfit.frameworks.torch.script.steps import StepCounter
+from memfit.frameworks.torch.shapes import interception, unsimulated
+from memfit.frameworks.torch.shapes.origin import OriginTracker
+from memfit.frameworks.torch.shapes.patching import Replacement, replaced
+from memfit.frameworks.torch.shapes.restoration import Restoration, random_states_kept
+from memfit.frameworks.torch.shapes.shapes import tensors
+from memfit.frameworks.torch.shapes.stand_in import LargeWeights, dense_parts, tensors_in
+from memfit.frameworks.torch.simulation.distributed import distributed_replacements
+from memfit.frameworks.torch.simulation.live_recorder import LiveRecorder
+from memfit.frameworks.torch.simulation.simulation import ONE_AT_A_TIME, Simulation, eager
+from memfit.frameworks.torch.trace.work import WorkLog
+
+_WORKSPACE_DROPPED = "cuDNN fell back to slower algorithms that need no workspace, for lack of memory"
+_CACHE_RELEASED = (
+    "the device was so full that the allocator returned cached memory and asked again: it fits, but pauses cost time"
+)
+BY_HAND = "updates-by-hand"
+ALLOCATOR_SETTINGS = "allocator-settings"
+SHORTENED = "timeline-shortened"
+# More than anyone takes.
+NO_END = 2**62
+
+
+class Session:
+    """A simulated device for as long as `running` lasts.
+
+    Args:
+        device: the target.
+        memory: what the device can give.
+        count: devices of that kind that PyTorch sees; the memory is that of the first.
+        steps: optimizer steps after which the program is ended.
+        settled: called after each optimizer step.
+        configure: called before the first allocation, with what takes a sentence about each setting not simulated.
+        fitting: changes how the program's steps are run; by default they are left as they are.
+        watch: note the work of operators.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        memory: LiveAllocator,
+        *,
+        count: int = 1,
+        steps: int = NO_END,
+        settled: Callable[[], None] = lambda: None,
+        configure: Callable[[Callable[[str], None]], None] = lambda report: None,
+        fitting: ScriptSettings | None = None,
+        watch: bool = False,
+    ) -> None:
+        self.device = device
+        self.memory = memory
+        self.failures: list[Failure] = []
+        self.seen = Seen()
+        self._fitting = fitting or ScriptSettings(Settings(set_to_none=False))
+        self.devices = CudaDevices(device, count)
+        self._settled = settled
+        self._first_block = 0
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._num_recovered = 0
+        self.on_update: Callable[[Any], None] = lambda optimizer: None
+        self._num_parameters = 0
+        self._updating = False
+        self.on_fork: Callable[[], bool] = lambda: False
+        """Called in a process that was forked off; whether it stays in the simulation."""
+        self._one_backward = threading.RLock()
+        self._backward_threads: set[int] = set()
+        # What is replaced in libraries that the program imports later.
+        self._late = ExitStack()
+        self._lazy: list[weakref.ref[torch.nn.Module]] = []
+        self.origin = OriginTracker(met=self._met, entered=self._entered)
+
+        def report(text: str) -> None:
+            self.simulation.notes.report(ALLOCATOR_SETTINGS, text)
+
+        self.recorder = LiveRecorder(self.origin.current, memory, self._refuse, lambda: configure(report))
+        self.simulation = Simulation(device, self.recorder, self.origin, scripted=True)
+        self.simulation.look.on_parameter = lambda parameter: self._classify(parameter, Category.PARAMETER, "")
+        self.simulation.look.is_large_weight = LargeWeights(self.simulation.notes.report)
+        self.simulation.around_backward = self._in_backward
+        self.launchers = Launchers(self.has_devices, self.simulation.notes.report)
+        self.counter = StepCounter(steps, self._begin_update, self._end_update, self.simulation.is_on)
+        self.simulation.operators.on_write = self._written
+        self._work = WorkLog()
+        if watch:
+            self.simulation.operators.on_run = self._worked
+
+    @contextmanager
+    def running(self, replacements: Sequence[Replacement] = ()) -> Iterator[None]:
+        """Shows PyTorch the device while it lasts."""
+        report, counter = self.simulation.notes.report, self.counter
+        # What is done in libraries that the program imports.
+        late: dict[str, Callable[[ModuleType], list[Replacement]]] = {
+            unsimulated.MODULE: lambda module: unsimulated.update_replacements(
+                module, counter.begin_step, counter.end_step
+            ),
+            unsimulated.EXTENSIONS: unsimulated.extension_replacements,
+            unsimulated.FLEX_ATTENTION: lambda module: unsimulated.flex_replacements(module, report),
+            ACCELERATE: self.launchers.of_accelerate,
+        }
+        imported = {name: lambda module, made=made: self.replace_late(made(module)) for name, made in late.items()}
+        with ONE_AT_A_TIME, eager(), _left_in_children(self), ExitStack() as stack, on_import({}, imported):
+            for handle in counter.watch():
+                stack.callback(handle.remove)
+            stack.callback(self.recorder.stop)
+            stack.callback(self._late.close)
+            given = cuda_replacements(self.devices, self.memory, report, self.simulation.look)
+            given += distributed_replacements(self.devices.installed, report, self._gathered)
+            given += self.launchers.replacements()
+            with self.simulation.running([*given, *self._replacements(), *replacements]):
+                yield
+
+    def has_devices(self, count: int) -> None:
+        """There are at least so many devices, as the program's launcher says."""
+        self.devices.installed = max(count, self.devices.installed)
+        vars(torch.cuda)["default_generators"] = generators(self.devices.installed)
+
+    @contextmanager
+    def visiting(self) -> Iterator[None]:
+        """`running`, after which the process goes on as if nothing had been: models that moved come back."""
+        restoration = Restoration()
+        simulation = self.simulation
+        simulation.look.on_departure = restoration.remember
+        self.on_update = restoration.remember_optimizer
+        checkpoints = Checkpoints(None, simulation.notes.report, simulation.look.put, simulation.places.of)
+        with random_states_kept():
+            try:
+                with self.running([*restoration.replacements(), *checkpoints.replacements()]):
+                    yield
+            finally:
+                restoration.restore()
+                checkpoints.finish()
+
+    def _replacements(self) -> list[Replacement]:
+        session = self
+        plain_bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+        plain_start, plain_resize = threading.Thread.start, torch.UntypedStorage.resize_
+
+        def start(thread: threading.Thread) -> None:
+            # Threads of the program are simulated, and not those of others that were there before.
+            vars(thread)["_memfit_simulated"] = session.simulation.is_on()
+            plain_start(thread)
+
+        def bootstrap(thread: threading.Thread) -> None:
+            if not vars(thread).get("_memfit_simulated"):
+                plain_bootstrap(thread)
+                return
+            with session.simulation.in_thread():
+                plain_bootstrap(thread)
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = plain_resize(storage, size)
+            if storage.device.type == "meta" and not session.simulation.places.has(storage):
+                # How sharded parameters are let go and brought back.
+                session.recorder.resized(storage, "resize_")
+            return result
+
+        return [
+            Replacement(torch.UntypedStorage, "resize_", resize),
+            Replacement(threading.Thread, "start", start),
+            Replacement(threading.Thread, "_bootstrap_inner", bootstrap),
+            Replacement(torch.optim.Optimizer, "__init__", self.counter.counting_init(self._fitting.made)),
+            *self._fitting.replacements(),
+        ]
+
+    @contextmanager
+    def _in_backward(self, accumulates: bool) -> Iterator[None]:
+        if internals.current_autograd_node() is not None:
+            # Inside of a backward pass it is a part of that one, such as checkpointing's.
+            yield
+            return
+        # Passes of several threads come one after another: gradients are looked at in between.
+        with self._one_backward:
+            self.counter.begin_backward()
+            self._fitting.left()
+            self.recorder.classify_live(self._first_block, Category.ACTIVATION)
+            self._enter(Phase.BACKWARD)
+            yield
+            self.counter.end_backward()
+            self._backward_threads.add(threading.get_ident())
+            if len(self._backward_threads) > 1:
+                # Gradients of another thread's model may go while they are looked at.
+                return
+            if self._updating:
+                # An optimizer that asks for the loss itself, again and again.
+                self._enter(Phase.OPTIMIZER)
+            for key, (reference, module) in list(self._parameters.items()):
+                parameter = reference()
+                if parameter is None:
+                    del self._parameters[key]
+                elif parameter.grad is not None:
+                    self._classify(parameter.grad, Category.GRADIENT, module)
+
+    @property
+    def unrecovered(self) -> bool:
+        """Whether the device was full after the last step taken."""
+        return len(self.failures) > self._num_recovered
+
+    def marked_failures(self, *, survived: bool) -> list[Failure]:
+        """The failures; those the program went on after are marked as handled, all of them where it `survived`."""
+        known = len(self.failures) if survived else self._num_recovered
+        return [replace(failure, handled=number < known) for number, failure in enumerate(self.failures)]
+
+    def estimate(self, subject: str, seconds: float, *, died: bool) -> Estimate:
+        """What has been seen of `subject` so far; `died` says that the last failure was the end of it."""
+        timeline = self.recorder.timeline()
+        last = self.failures[-1] if died and self.failures else None
+        seen = self.recorder.replay(None if last is None else last.out_of_memory)
+        context_bytes = self.device.context_bytes or 0
+        host = {}
+        with suppress(ImportError):
+            import resource
+
+            # What the process has held at most; its host tensors were real. In KiB, but on macOS in bytes.
+            unit = 1 if sys.platform == "darwin" else 1024
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            host["the script's own process, without loader workers (measured)"] = most
+        notes = list(self.simulation.notes.found.values())
+        if self.recorder.dropped_workspace:
+            notes.append(Note("workspace-dropped", _WORKSPACE_DROPPED))
+        if not timeline.blocks:
+            notes.append(Note("nothing-on-device", "nothing was put on the device"))
+        notes += at_most_notes(timeline)
+        if self.counter.num_passes:
+            notes.append(Note(BY_HAND, "no optimizer and no update of a parameter was seen: backward passes are steps"))
+        if seen.num_retries:
+            notes.append(Note("cache-released", _CACHE_RELEASED))
+        return Estimate(
+            subject=subject,
+            device=self.device,
+            mode=DRY_RUN,
+            precision="as given",
+            batch_size=None,
+            timeline=timeline,
+            replay=seen,
+            context_bytes=context_bytes,
+            lower_bytes=min(timeline.certain().peak()[1], seen.reserved_peak_bytes) + context_bytes,
+            upper_bytes=seen.reserved_peak_bytes + context_bytes,
+            host=HostMemory(host),
+            notes=tuple(notes),
+            num_parameters=self._num_parameters,
+            seconds=seconds,
+        )
+
+    def _met(self, model: torch.nn.Module, name: str) -> None:
+        """A model is called for the first time: its parameters get their names."""
+        self._fitting.met(model, name)
+        self.seen = replace(self.seen, models=(*self.seen.models, type(model).__name__))
+        prefix = f"{name}." if name else ""
+        if any(map(torch.nn.parameter.is_lazy, model.parameters())):
+            # Its shapes are found out in this call; it is met again in the next.
+            self._lazy.append(weakref.ref(model))
+        for path, parameter in model.named_parameters():
+            if not torch.nn.parameter.is_lazy(parameter):
+                self._name(parameter, (prefix + path).rpartition(".")[0])
+        for path, buffer in model.named_buffers():
+            self._classify(buffer, Category.BUFFER, (prefix + path).rpartition(".")[0])
+
+    def _name(self, parameter: torch.Tensor, module: str) -> None:
+        if id(parameter) not in self._parameters:
+            self._num_parameters += parameter.numel()
+        self._parameters[id(parameter)] = (weakref.ref(parameter), module)
+        self._classify(parameter, Category.PARAMETER, module)
+
+    def _written(self, tensor: torch.Tensor) -> None:
+        """A tensor is changed in place; where that is a parameter and there is no optimizer, it is a step."""
+        if self.counter.has_optimizer:
+            self.simulation.operators.on_write = None
+            return
+        # A parameter of a model, a view of one (`parameter.data`), or a tensor that is learned.
+        is_parameter = (tensor.requires_grad and tensor.is_leaf) or (
+            tensor.layout is torch.strided and self.recorder.category(tensor) is Category.PARAMETER
+        )
+        if self.recorder.phase is Phase.SETUP or not is_parameter:
+            return
+        before = self.counter.num_steps
+        self.counter.updated_by_hand()
+        if self.counter.num_steps > before:
+            self.simulation.notes.report(BY_HAND, "no optimizer was made: updates of parameters count as steps")
+            self._settled()
+
+    def _gathered(self, bucket: torch.Tensor) -> None:
+        self._classify(bucket, Category.GRADIENT, "")
+
+    def _entered(self, model: torch.nn.Module) -> None:
+        tidied = self.recorder.tidy()
+        if tidied is not None:
+            self._first_block = tidied.block(self._first_block)
+            self.failures = [replace(failure, tick=tidied.tick(failure.tick)) for failure in self.failures]
+            self.simulation.notes.report(SHORTENED, "the timeline leaves out what was gone long before the end")
+        if any(reference() is model for reference in self._lazy):
+            self._lazy = [reference for reference in self._lazy if reference() is not model]
+            self._met(model, self.origin.path(model))
+        if internals.current_autograd_node() is None:
+            if self.recorder.phase is not Phase.FORWARD:
+                self._enter(Phase.FORWARD)
+            self._fitting.entered()
+
+    def _enter(self, phase: Phase) -> None:
+        self._first_block = self.recorder.num_blocks
+        self.recorder.enter(phase, self.counter.num_steps + 1)
+
+    def _begin_update(self, optimizer: Any) -> None:
+        self.on_update(optimizer)
+        if self.counter.num_steps == 0:
+            known = self.seen.optimizers
+            fusable = has_fused_kernel(optimizer) and (self.seen.fusable or not known)
+            self.seen = replace(self.seen, optimizers=(*known, type(optimizer).__name__), fusable=fusable)
+        self._fitting.updating(optimizer)
+        self._updating = True
+        self._enter(Phase.OPTIMIZER)
+
+    def _worked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if not any(tensor.is_meta for tensor in tensors((*args, *kwargs.values(), out))):
+            # The host's own work.
+            return
+        phase = self.recorder.phase
+        if phase is not Phase.FORWARD or torch.is_grad_enabled():
+            # Without gradients it is an evaluation between two steps.
+            self._work.add(self.origin.current()[0], phase, func, args, kwargs, out)
+
+    def replace_late(self, replacements: Iterable[Replacement]) -> None:
+        """Puts more in place, for the rest of the session."""
+        self._late.enter_context(replaced(replacements))
+
+    def _end_update(self, optimizer: Any) -> None:
+        self._updating = False
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                known = self._parameters.get(id(parameter))
+                if known is None or known[0]() is not parameter:
+                    # A tensor that no model holds, such as an image that is optimized itself.
+                    self._name(parameter, "")
+                module = self._parameters[id(parameter)][1]
+                for tensor in tensors_in(dict(optimizer.state.get(parameter, {}))):
+                    self._classify(tensor, Category.OPTIMIZER_STATE, module)
+        else:
+            for tensor in unsimulated.state_of(optimizer):
+                self._classify(tensor, Category.OPTIMIZER_STATE, "")
+        self._fitting.updated(optimizer)
+        if self.counter.num_steps <= 1:
+            # Such as an exponential moving average of the weights, which no module holds.
+            parameters = [reference() for reference, _ in self._parameters.values()]
+            self.recorder.reclassify_copies([p.numel() * p.element_size() for p in parameters if p is not None])
+        # From here until a model is called it is the loop's own work.
+        self._enter(Phase.FORWARD)
+        self._num_recovered = len(self.failures)
+        self.simulation.operators.readings.step_taken()
+        self.seen = replace(self.seen, work=tuple(self._work.operations))
+        self._work = WorkLog()
+        self._settled()
+
+    def _classify(self, tensor: Any, category: Category, module: str) -> None:
+        with internals.disable_torch_function():
+            if internals.is_functorch_tensor(tensor):
+                # One of `torch.func`, which has no memory of its own.
+                return
+            for part in dense_parts(getattr(tensor, "_local_tensor", tensor)):
+                if part.is_meta:
+                    self.recorder.classify(part, category, module)
+
+    def _refuse(self, size_bytes: int, op: str) -> Exception:
+        """PyTorch's own error, noted with where and when it is raised."""
+        message = out_of_memory_message(self.device, self.memory, size_bytes)
+        if self.recorder.phase is Phase.FORWARD and torch.is_grad_enabled():
+            self.recorder.classify_live(self._first_block, Category.ACTIVATION)
+        with internals.disable_torch_function():
+            module, inner = self.origin.current()
+            source, code = self.origin.user_line()
+        self.failures.append(
+            Failure(
+                message=message,
+                tick=self.recorder.num_ticks,
+                requested_bytes=size_bytes,
+                allocated_bytes=self.memory.allocated_bytes,
+                reserved_bytes=self.memory.reserved_bytes,
+                source=source or inner,
+                code=code,
+                module=module,
+                op=op,
+                phase=self.recorder.phase,
+                step=self.recorder.step,
+                by_category=self.recorder.live_bytes(),
+                other_bytes=self.memory.others_bytes,
+            )
+        )
+        return torch.OutOfMemoryError(message)
+
+
+_at_fork_registered = False
+_active: list[Session] = []
+
+
+@contextmanager
+def _left_in_children(session: Session) -> Iterator[None]:
+    """Processes forked off meanwhile, such as a loader's workers, leave the simulation at once."""
+    global _at_fork_registered
+    if not _at_fork_registered and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forked)
+        _at_fork_registered = True
+    _active.append(session)
+    try:
+        yield
+    finally:
+        _active.remove(session)
+
+
+def _forked() -> None:
+    if _active and not _active[-1].on_fork():
+        leave()
+
+
+def leave() -> None:
+    """Nothing is simulated in this thread any more."""
+    while internals.num_function_modes():
+        internals.pop_function_mode()
+    while internals.num_dispatch_modes():
+        internals.pop_dispatch_mode()
+    interception.switch_off()

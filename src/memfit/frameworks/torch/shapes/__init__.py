@@ -1,0 +1,1 @@
+"""Tensors without memory: shapes, where they come from, how long their storages live."""

@@ -1,0 +1,164 @@
+"""Where shape-only tensors are said to be.
+
+PyTorch has one meta device, and a simulation uses it for three things: tensors on the simulated device, which is the
+rule; tensors that the user's own code wanted on the meta device (models are often built there first, and Keras infers
+shapes there); and tensors on another device than the first. The exceptions are remembered by storage, so that views
+are where their base is.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.shapes.patching import Replacement
+
+BARE = torch.device("meta")
+
+
+class Places:
+    """Remembers which shape-only storages are not on the simulated device.
+
+    Args:
+        device: the simulated device, as the user's code names it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._marked: dict[int, tuple[torch.device, weakref.ref[Any]]] = {}
+        self.requested: torch.device | None = None
+        """While an operator is called for a place that isn't the simulated device: that place."""
+
+    def __bool__(self) -> bool:
+        return bool(self._marked) or self.requested is not None
+
+    def mark(self, tensor: torch.Tensor, device: torch.device) -> None:
+        """Says that a shape-only tensor is on `device`."""
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        key = storage._cdata
+        if device == self.device:
+            self._marked.pop(key, None)
+            return
+
+        def forget(reference: Any) -> None:
+            known = self._marked.get(key)
+            if known is not None and known[1] is reference:
+                del self._marked[key]
+
+        self._marked[key] = (device, weakref.ref(storage, forget))
+
+    def of(self, tensor: torch.Tensor) -> torch.device:
+        """Where a shape-only tensor is."""
+        if not self._marked:
+            return self.device
+        storage = _storage(tensor)
+        known = None if storage is None else self._marked.get(storage._cdata)
+        return self.device if known is None else known[0]
+
+    def is_simulated(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on a simulated device."""
+        with internals.disable_torch_function():
+            return tensor.is_meta and self.of(tensor).type == "cuda"
+
+    def has(self, storage: Any) -> bool:
+        """Whether a shape-only storage is not on the simulated device."""
+        return storage._cdata in self._marked
+
+    @contextmanager
+    def requesting(self, device: torch.device | None) -> Iterator[None]:
+        """New shape-only tensors made while this lasts are on `device`; None: on the simulated one."""
+        before, self.requested = self.requested, device
+        try:
+            yield
+        finally:
+            self.requested = before
+
+
+def _storage(tensor: Any) -> Any:
+    """The storage of a tensor, or of the first tensor a wrapper is made of; None where there is none."""
+    while hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        if not names:
+            return None
+        tensor = getattr(tensor, names[0])
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        # Sparse tensors have none of their own.
+        return None
+
+
+# The objects behind storages lie close together; spread apart, addresses inside of two tensors can't meet easily.
+_SPREAD_BITS = 16
+
+
+class Pinned:
+    """The storages on the host that are said to be pinned."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, storage: Any) -> None:
+        """Notes that a storage is pinned, for as long as it lives."""
+        key = storage._cdata
+
+        def forget(reference: Any) -> None:
+            if self._references.get(key) is reference:
+                del self._references[key]
+
+        self._references[key] = weakref.ref(storage, forget)
+
+    def __contains__(self, storage: Any) -> bool:
+        return storage._cdata in self._references
+
+
+def address_replacements() -> list[Replacement]:
+    """Methods of tensors and storages, for any thread."""
+    tensor: Any = torch.Tensor
+    storage: Any = torch.UntypedStorage
+    plain_tensor_address, plain_storage_address = tensor.data_ptr, storage.data_ptr
+    pinned = Pinned()
+
+    def storage_address(self: Any) -> int:
+        with internals.disable_torch_function():
+            if self.device.type == "meta" and self.nbytes():
+                return int(self._cdata) << _SPREAD_BITS
+            return int(plain_storage_address(self))
+
+    def tensor_address(self: Any) -> int:
+        with internals.disable_torch_function():
+            if self.is_meta and self.layout is torch.strided and self.numel():
+                offset: int = self.storage_offset() * self.element_size()
+                return storage_address(self.untyped_storage()) + offset
+            return int(plain_tensor_address(self))
+
+    def pin_memory(self: Any, device: Any = None) -> Any:
+        with internals.disable_torch_function():
+            on_host = self.device.type == "cpu"
+            if on_host and self.layout is torch.strided:
+                pinned.add(self.untyped_storage())
+        if not on_host:
+            raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
+        return self
+
+    def is_pinned(self: Any, device: Any = None) -> bool:
+        with internals.disable_torch_function():
+            return self.device.type == "cpu" and self.layout is torch.strided and self.untyped_storage() in pinned
+
+    def pin_storage(self: Any, device: Any = "cuda") -> Any:
+        pinned.add(self)
+        return self
+
+    return [
+        Replacement(tensor, "data_ptr", tensor_address),
+        Replacement(tensor, "pin_memory", pin_memory),
+        Replacement(tensor, "is_pinned", is_pinned),
+        Replacement(storage, "data_ptr", storage_address),
+        Replacement(storage, "pin_memory", pin_storage),
+        Replacement(storage, "is_pinned", lambda self, device="cuda": self in pinned),
+    ]

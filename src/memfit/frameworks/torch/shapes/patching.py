@@ -1,0 +1,48 @@
+"""Functions of PyTorch that are replaced for the time of a simulation, and put back exactly."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Replacement(NamedTuple):
+    """What stands in for `owner.name`.
+
+    Args:
+        owner: a module or a class.
+        name: an attribute of it; it need not be there yet.
+        value: the stand-in.
+    """
+
+    owner: Any
+    name: str
+    value: Any
+
+
+def in_extension(functions: Mapping[str, Any]) -> list[Replacement]:
+    """Stand-ins for functions of PyTorch's C extension, which a build without CUDA lacks."""
+    return [Replacement(torch._C, name, value) for name, value in functions.items()]
+
+
+_MISSING = object()
+
+
+@contextmanager
+def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
+    """Puts the stand-ins in place; afterwards every attribute is what and where it was."""
+    undone: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, name, value in replacements:
+            # Not getattr: it finds inherited attributes, and gives the function inside a staticmethod.
+            before = vars(owner).get(name, _MISSING)
+            setattr(owner, name, value)
+            undone.append((owner, name, before))
+        yield
+    finally:
+        for owner, name, before in reversed(undone):
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)

@@ -1,0 +1,258 @@
+"""Shape-only execution of operators, quickly.
+
+PyTorch can run an operator on meta tensors, but many of its shape rules are written in Python and take up to a
+millisecond. A training step asks for the same few shapes again and again, so the answers are kept: an operator's
+outputs depend on nothing but the sizes, strides and dtypes of its inputs and on its other arguments. The cache belongs
+to the process and is shared by all traces.
+"""
+
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from memfit.frameworks.torch import internals
+
+Operator = Any  # torch._ops.OpOverload; its module has no public name
+META = torch.device("meta")
+HALVES = (torch.float16, torch.bfloat16)
+_CACHE_LIMIT = 100_000
+
+_cache: dict[Any, Any] = {}
+_kinds: dict[Operator, "Behaviour"] = {}
+
+
+class Behaviour(Enum):
+    """What an operator does to storages, read off its schema."""
+
+    VIEW = auto()
+    """Outputs share the storage of an input; nothing is allocated."""
+    IN_PLACE = auto()
+    """Writes into an input and returns it."""
+    SILENT = auto()
+    """Writes into inputs and returns nothing."""
+    FRESH = auto()
+    """Every output has a new storage."""
+    OTHER = auto()
+    """Anything else: run it and look."""
+    COMPOSITE = auto()
+    """Made of other operators; autograd takes it apart, but not where it is switched off, as in inference mode."""
+
+
+# Operators that change the metadata or the size of a tensor in place, or bring in a new one: they must really run.
+_METADATA = {
+    f"aten::{name}"
+    for name in """
+    lift_fresh resize_ resize_as_ set_ t_ transpose_ squeeze_ unsqueeze_ as_strided_ swapaxes_ detach_ _resize_output_
+    """.split()  # noqa: SIM905
+}
+
+
+# Their schemas say that the output is new, but it is a view of the input.
+_UNDECLARED_VIEWS = {
+    f"aten::{name}" for name in ("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
+}
+
+
+def size_bytes(tensor: Any) -> int:
+    """Bytes of a tensor's elements; 0 for anything else."""
+    return tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
+
+
+def tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or outputs of an operator."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors(value)
+
+
+def behaviour(func: Operator) -> Behaviour:
+    """How `func` treats storages."""
+    kind = _kinds.get(func)
+    if kind is None:
+        kind = _kinds[func] = _read_schema(func)
+    return kind
+
+
+def _read_schema(func: Operator) -> Behaviour:
+    schema = func._schema
+    has_kernel = internals.has_kernel
+    # Some operators that could be taken apart, such as the gradient of SiLU, have a kernel of their own as well.
+    if has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU"):
+        return Behaviour.COMPOSITE
+    if schema.name in _METADATA:
+        return Behaviour.OTHER
+    if schema.name in _UNDECLARED_VIEWS:
+        return Behaviour.VIEW
+    returns = [r.alias_info for r in schema.returns]
+    if any(a is not None and not a.is_write for a in returns):
+        return Behaviour.VIEW
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if not returns:
+        return Behaviour.SILENT
+    if all(a is not None for a in returns):
+        # Out variants return the tensors they were given by keyword; in-place ones their first argument.
+        return Behaviour.IN_PLACE if len(returns) == 1 and not written[0].kwarg_only else Behaviour.OTHER
+    return Behaviour.FRESH if all(a is None for a in returns) else Behaviour.OTHER
+
+
+class Unhashable(Exception):
+    """An argument that can't be part of a cache key."""
+
+
+def signature(values: Any) -> tuple[Any, ...]:
+    """A hashable description of arguments in which tensors count by shape, strides, dtype and kind of device."""
+    parts: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided:
+                raise Unhashable
+            parts.append((value.shape, value.stride(), value.dtype, value.is_meta))
+        elif isinstance(value, list | tuple):
+            parts.append(signature(value))
+        elif value is None or isinstance(value, torch.dtype):
+            parts.append(value)
+        else:
+            # 1, 1.0 and True are equal as keys but not as arguments.
+            parts.append((value.__class__, value))
+    return tuple(parts)
+
+
+def run(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], execute: Callable[..., Any]) -> Any:
+    """Outputs of a `FRESH`, `IN_PLACE` or `SILENT` operator; `execute` answers when the cache can't."""
+    try:
+        key = (func, signature(args), (tuple(kwargs), signature(kwargs.values())) if kwargs else None)
+        known = _cache.get(key)
+    except (Unhashable, TypeError):
+        return execute(func, args, kwargs)
+    if known is not None:
+        if known is Behaviour.IN_PLACE:
+            return args[0]
+        return None if known is Behaviour.SILENT else _build(known)
+    out = execute(func, args, kwargs)
+    kind = behaviour(func)
+    recipe = _recipe(out) if kind is Behaviour.FRESH else kind
+    if recipe is not None:
+        if len(_cache) >= _CACHE_LIMIT:
+            _cache.clear()
+        _cache[key] = recipe
+    return out
+
+
+class _Tensor(tuple[Any, ...]):
+    """Recipe of one tensor: (size, stride, dtype)."""
+
+    __slots__ = ()
+
+
+def _recipe(out: Any) -> Any:
+    if isinstance(out, torch.Tensor):
+        if not out.is_meta or out.layout is not torch.strided:
+            return None
+        return _Tensor((tuple(out.shape), out.stride(), out.dtype))
+    if isinstance(out, list | tuple):
+        storages = [part.untyped_storage()._cdata for part in out if isinstance(part, torch.Tensor)]
+        if len(set(storages)) < len(storages):
+            # One gradient given out twice, as a layer with two biases does: built anew it would be two.
+            return None
+        parts = [_recipe(part) for part in out]
+        if any(p is None and o is not None for p, o in zip(parts, out, strict=True)):
+            return None
+        return parts if isinstance(out, list) else tuple(parts)
+    return None
+
+
+def _build(recipe: Any) -> Any:
+    if recipe.__class__ is _Tensor:
+        size, stride, dtype = recipe
+        return torch.empty_strided(size, stride, dtype=dtype, device=META)
+    if recipe is None:
+        return None
+    if recipe.__class__ is list:
+        return [_build(part) for part in recipe]
+    return tuple([_build(part) for part in recipe])
+
+
+# Shape rules for the operators that training steps are made of. PyTorch's own for these are written in Python and take
+# a tenth of a millisecond to two milliseconds each time a new shape comes by. The ones here cover the plain cases (same
+# shapes, same strides, dense) and pass everything else on.
+QuickRule = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+# Output like the first tensor; other tensors must have its shape, strides and dtype.
+_ELEMENTWISE = """
+    add.Tensor sub.Tensor mul.Tensor mul.Scalar div.Tensor neg.default relu.default gelu.default silu.default
+    sigmoid.default tanh.default hardswish.default exp.default sqrt.default rsqrt.default clone.default
+    threshold_backward.default gelu_backward.default silu_backward.default sigmoid_backward.default
+    tanh_backward.default hardswish_backward.default
+""".split()  # noqa: SIM905
+
+
+def quick_rule(func: Operator) -> QuickRule | None:
+    """The quick rule of `func`, if there is one."""
+    return _QUICK.get(func)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _elementwise(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = args[0]
+    if kwargs or not isinstance(first, torch.Tensor) or not first.is_floating_point() or not _dense(first):
+        return NotImplemented
+    for other in args[1:]:
+        if isinstance(other, torch.Tensor):
+            if other.shape != first.shape or other.stride() != first.stride() or other.dtype is not first.dtype:
+                return NotImplemented
+        elif isinstance(other, complex):
+            return NotImplemented
+    return _same(first)
+
+
+def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, _, _, _, _, training = args[:6]
+    if not training or not _dense(tensor):
+        return NotImplemented
+    statistics = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    channels = tensor.shape[1]
+    mean, deviation = (torch.empty(channels, dtype=statistics, device=META) for _ in range(2))
+    return _same(tensor), mean, deviation
+
+
+def _batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    gradient, tensor, weight = args[:3]
+    mask = args[9]
+    if not _dense(tensor) or gradient.stride() != tensor.stride():
+        return NotImplemented
+    dtype = weight.dtype if weight is not None else torch.float32
+    parts = [torch.empty(tensor.shape[1], dtype=dtype, device=META) if wanted else None for wanted in mask[1:]]
+    return (_same(tensor) if mask[0] else None, *parts)
+
+
+def _byte_classes(func: Operator, place: int) -> QuickRule:
+    """Losses take classes as uint8 too, which PyTorch's rule gathers with; kernels know no such index otherwise."""
+
+    def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) <= place or args[place].dtype is not torch.uint8:
+            return NotImplemented
+        classes = torch.empty(args[place].shape, dtype=torch.int64, device=META)
+        return func(*args[:place], classes, *args[place + 1 :], **kwargs)
+
+    return rule
+
+
+_ATEN = torch.ops.aten
+_QUICK: dict[Operator, QuickRule] = {
+    **{getattr(getattr(_ATEN, name.split(".")[0]), name.split(".")[1]): _elementwise for name in _ELEMENTWISE},
+    _ATEN.native_batch_norm.default: _batch_norm,
+    _ATEN.native_batch_norm_backward.default: _batch_norm_backward,
+    _ATEN.nll_loss_forward.default: _byte_classes(_ATEN.nll_loss_forward.default, 1),
+    _ATEN.nll_loss_backward.default: _byte_classes(_ATEN.nll_loss_backward.default, 2),
+}

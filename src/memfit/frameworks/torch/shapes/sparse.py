@@ -1,0 +1,158 @@
+"""Sparse gradients, as embeddings make them, without data.
+
+Shape-only sparse tensors forget how many elements they hold as soon as they are copied or added. The rules here keep
+the count: an uncoalesced sum holds the elements of both, and coalescing can leave as many as there were.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+
+from memfit.frameworks.torch.shapes.shapes import META, Operator
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo
+
+
+def _like(tensor: torch.Tensor, num_elements: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A sparse tensor of `num_elements` elements with the shape of `tensor`."""
+    indices, values = tensor._indices(), tensor._values()
+    return torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default(  # type: ignore[no-any-return]
+        tensor.sparse_dim(),
+        tensor.dense_dim(),
+        tensor.shape,
+        torch.empty((indices.shape[0], num_elements), dtype=indices.dtype, device=META),
+        torch.empty((num_elements, *values.shape[1:]), dtype=dtype or values.dtype, device=META),
+        dtype=dtype or values.dtype,
+        layout=torch.sparse_coo,
+        device=META,
+    )
+
+
+def to_device(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A sparse tensor of the host as one of shapes, of as many elements."""
+    if tensor.layout is torch.sparse_coo:
+        return _like(tensor, tensor._nnz(), dtype)._coalesced_(tensor.is_coalesced())
+    rows, columns, values = parts(tensor)
+    make: Any = torch.sparse_csr_tensor if tensor.layout is torch.sparse_csr else torch.sparse_csc_tensor
+    shapes = (torch.empty(part.shape, dtype=part.dtype, device=META) for part in (rows, columns))
+    held = torch.empty(values.shape, dtype=dtype or values.dtype, device=META)
+    made: torch.Tensor = make(*shapes, held, tensor.shape, device=META, check_invariants=False)
+    return made
+
+
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a sparse one is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout is torch.sparse_csr:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout is torch.sparse_csc:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def _to_dense(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or args[0].dtype
+    return torch.empty(args[0].shape, dtype=dtype, device=META)
+
+
+def _to_sparse(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    """A dense tensor made sparse: as many elements as it has, for want of their values."""
+    dense = args[0]
+    layout = kwargs.get("layout")
+    if dense.layout is not torch.strided or layout not in (None, torch.sparse_coo):
+        return NotImplemented
+    report("data-dependent-shape", "to_sparse: its size depends on data; upper bound used")
+    count = dense.numel()
+    return torch.sparse_coo_tensor(
+        torch.empty((dense.dim(), count), dtype=torch.int64, device=META),
+        torch.empty(count, dtype=dense.dtype, device=META),
+        dense.shape,
+        check_invariants=False,
+        is_coalesced=True,
+    )
+
+
+def _to_csr(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    """A sparse matrix with its rows compressed: of as many elements."""
+    given = args[0]
+    if not _is_sparse(given) or given.dim() != 2:
+        return NotImplemented
+    count = given._nnz()
+    return torch.sparse_csr_tensor(
+        torch.empty(given.shape[0] + 1, dtype=torch.int64, device=META),
+        torch.empty(count, dtype=torch.int64, device=META),
+        torch.empty(count, dtype=given.dtype, device=META),
+        given.shape,
+        check_invariants=False,
+    )
+
+
+def _copy(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    if not _is_sparse(args[0]):
+        return NotImplemented
+    made = _like(args[0], args[0]._nnz())
+    return made._coalesced_(func._schema.name == "aten::_coalesce" or args[0].is_coalesced())
+
+
+def _scale_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    return args[0] if _is_sparse(args[0]) else NotImplemented
+
+
+def _add_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    """A sparse sum is appended: momentum of sparse gradients grows step by step. A dense one stays as it is."""
+    target, other = args[:2]
+    if not _is_sparse(other):
+        return NotImplemented
+    if _is_sparse(target):
+        target.data = _like(target, target._nnz() + other._nnz())
+    return target
+
+
+def _add(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    left, right = args[:2]
+    if _is_sparse(left) and _is_sparse(right):
+        return _like(left, left._nnz() + right._nnz())
+    return NotImplemented
+
+
+def _mask(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+    return _like(args[1], args[1]._nnz(), args[0].dtype) if _is_sparse(args[1]) else NotImplemented
+
+
+def _element_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of one element: its index and its values."""
+    indices, values = tensor._indices(), tensor._values()
+    return indices.shape[0] * indices.element_size() + prod(values.shape[1:]) * values.element_size()
+
+
+def add_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """What the target of a sparse sum held before: freed after the sum is made (SparseTensorMath.cpp)."""
+    if not _is_sparse(out):
+        return []
+    return [(out._nnz() - args[1]._nnz()) * _element_bytes(out)]
+
+
+def scale_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    """The product, before it is copied into the sparse target (SparseTensorMath.cpp)."""
+    return [out._nnz() * _element_bytes(out)] if _is_sparse(out) else []
+
+
+RULES = {
+    "aten::clone": _copy,
+    "aten::_coalesce": _copy,
+    "aten::mul_": _scale_in_place,
+    "aten::div_": _scale_in_place,
+    "aten::add_": _add_in_place,
+    "aten::add": _add,
+    "aten::sparse_mask": _mask,
+    "aten::_to_dense": _to_dense,
+    "aten::_to_sparse_csr": _to_csr,
+    "aten::_to_sparse": _to_sparse,
+}
+
+# Bytes taken inside, the same on all devices.
+INTERNALS = {"aten::add_": add_bytes, "aten::mul_": scale_bytes, "aten::div_": scale_bytes}

@@ -1,0 +1,137 @@
+"""Parts of PyTorch that can't run on shapes: refused with a reason, or replaced by what takes the same memory."""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch._dynamo
+
+from memfit.frameworks.torch.shapes.patching import Replacement
+
+EXTENSIONS = "torch.utils.cpp_extension"
+FLEX_ATTENTION = "torch.nn.attention.flex_attention"
+FLEX_AS_ATTENTION = "flex-as-attention"
+
+
+def extension_replacements(module: ModuleType) -> list[Replacement]:
+    """CUDA sources are not compiled: a script that has another way can take it at once."""
+    plain_load: Callable[..., Any] = module.load
+    plain_inline: Callable[..., Any] = module.load_inline
+
+    def load(name: str, sources: str | Sequence[str], *args: Any, **kwargs: Any) -> Any:
+        given = [sources] if isinstance(sources, str) else sources
+        if kwargs.get("with_cuda") or any(str(source).endswith((".cu", ".cuh")) for source in given):
+            raise _refusal(name)
+        return plain_load(name, sources, *args, **kwargs)
+
+    def load_inline(name: str, cpp_sources: Any, cuda_sources: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if cuda_sources or kwargs.get("with_cuda"):
+            raise _refusal(name)
+        return plain_inline(name, cpp_sources, cuda_sources, *args, **kwargs)
+
+    return [Replacement(module, "load", load), Replacement(module, "load_inline", load_inline)]
+
+
+def _refusal(name: str) -> ImportError:
+    return ImportError(
+        f"{name!r} is a CUDA extension of the script's own: its kernels can't be run without a GPU. "
+        "Let the script take its plain PyTorch path in a dry run."
+    )
+
+
+def flex_replacements(module: ModuleType, report: Callable[[str, str], None]) -> list[Replacement]:
+    """Compiled flex attention keeps what flash attention keeps: query, key, value, output and a number per row."""
+
+    def flex_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        score_mod: Any = None,
+        block_mask: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        kernel_options: Any = None,
+        **options: Any,
+    ) -> Any:
+        report(FLEX_AS_ATTENTION, "flex_attention was taken to need the memory of scaled_dot_product_attention")
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        return (out, rows) if return_lse or options.get("return_aux") is not None else out
+
+    return [Replacement(module, "flex_attention", flex_attention)]
+
+
+# Here, and not when a script first needs it: it keeps the functions that it finds at its first import.
+
+
+COMPILED_AS_EAGER = "compiled-as-eager"
+SCRIPT_NOT_SAVED = "script-not-saved"
+
+
+def compilation_replacements(report: Callable[[str, str], None]) -> list[Replacement]:
+    """`torch.compile`, as function and as decorator, and `Module.compile`.
+
+    Args:
+        report: takes (code, text), once.
+    """
+    reported = False
+
+    def say_once() -> None:
+        nonlocal reported
+        if not reported:
+            reported = True
+            report(COMPILED_AS_EAGER, "torch.compile was treated as eager execution, which may need more memory")
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return lambda function: compile(function, **options)
+        say_once()
+        if isinstance(model, torch.nn.Module):
+            # Where programs look for the model they gave; past __setattr__, which would make it its own submodule.
+            vars(model)["_orig_mod"] = model
+        return model
+
+    def compile_module(self: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+        say_once()
+
+    def save_script(module: Any, file: Any, *arguments: Any, **options: Any) -> None:
+        report(SCRIPT_NOT_SAVED, f"torch.jit.save wrote nothing to {file!r}: there is no compiled code to save")
+
+    return [
+        Replacement(torch, "compile", compile),
+        Replacement(torch.nn.Module, "compile", compile_module),
+        # It would look for the state of CUDA graphs.
+        Replacement(torch._dynamo, "reset", lambda: None),
+        Replacement(torch.jit, "save", save_script),
+    ]
+
+
+MODULE = "keras.src.optimizers.base_optimizer"
+
+
+def update_replacements(
+    module: ModuleType, begin: Callable[[Any], None], end: Callable[[Any], None]
+) -> list[Replacement]:
+    """What stands in front of the update of every Keras optimizer.
+
+    Args:
+        module: Keras's module of that name, just imported.
+        begin: called with the optimizer before its update.
+        end: called with the optimizer after it.
+    """
+    plain: Callable[..., Any] = module.BaseOptimizer.apply
+
+    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        begin(optimizer)
+        result = plain(optimizer, grads, trainable_variables)
+        end(optimizer)
+        return result
+
+    return [Replacement(module.BaseOptimizer, "apply", apply)]
+
+
+def state_of(optimizer: Any) -> list[Any]:
+    """The tensors that a Keras optimizer keeps from step to step."""
+    return [variable.value for variable in optimizer.variables]

@@ -1,0 +1,339 @@
+"""The simulation: for as long as it runs, PyTorch takes the simulated device for its own.
+
+Four layers, from the user's code down: functions of PyTorch that are replaced (`answers`), a function mode that shows
+shape-only tensors as tensors of the device (`Look`), interceptors that make the device's choices above autograd
+(`choices`), and a dispatch mode that runs operators for their shapes and records what they allocate
+(`SimulatedOperators`). Modes belong to a thread; every further thread enters them by `in_thread`.
+"""
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memfit.core.device import Device, Kind
+from memfit.core.estimate import Note
+from memfit.core.timeline import Category
+from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.kernels import attention, fallbacks
+from memfit.frameworks.torch.kernels.autocast import Autocast
+from memfit.frameworks.torch.kernels.cuda_kernels import CudaInternals
+from memfit.frameworks.torch.kernels.host_kernels import host_internals
+from memfit.frameworks.torch.kernels.recurrent import host_lstm_rule
+from memfit.frameworks.torch.shapes.device_labels import Places
+from memfit.frameworks.torch.shapes.interception import intercepting, switched_on
+from memfit.frameworks.torch.shapes.origin import OriginTracker
+from memfit.frameworks.torch.shapes.patching import Replacement, replaced
+from memfit.frameworks.torch.shapes.recorder import Recorder
+from memfit.frameworks.torch.shapes.shapes import META
+from memfit.frameworks.torch.shapes.values import KnownValues
+from memfit.frameworks.torch.simulation.device_view import Look
+from memfit.frameworks.torch.simulation.dispatch import SimulatedOperators
+
+_MAX_NOTES = 50
+# A simulation replaces a few functions of PyTorch for the whole process, so only one may run.
+ONE_AT_A_TIME = threading.RLock()
+
+
+@dataclass(slots=True)
+class Notes:
+    """The assumptions made on the way, each once per line of code."""
+
+    origin: OriginTracker
+    found: dict[tuple[str, str, str], Note] = field(default_factory=dict)
+
+    def report(self, code: str, text: str) -> None:
+        """Notes an assumption at the line that runs now."""
+        source = self.origin.current()[1]
+        # A value read by no line of the user's is read by the framework, such as an optimizer's step counter.
+        if not source and code == fallbacks.STAND_IN:
+            return
+        # Each kind has its own limit: many files saved must not hide a size that was assumed.
+        if sum(known[0] == code for known in self.found) < _MAX_NOTES:
+            self.found.setdefault((code, text, source), Note(code, text, source))
+
+
+class Simulation:
+    """A device of the catalogue in the place of a real one.
+
+    Args:
+        device: the target.
+        recorder: receives every allocation.
+        origin: knows where the user's code is.
+        scripted: a whole program runs in it, which sees the device from the start and whose values are followed;
+            otherwise it is one step that memfit drives.
+        follows_values: the values of small tensors are followed in a step, too.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        recorder: Recorder,
+        origin: OriginTracker,
+        *,
+        scripted: bool = False,
+        follows_values: bool = False,
+    ) -> None:
+        on_cuda = device.kind is Kind.CUDA
+        device_type = "cuda" if on_cuda else "cpu"
+        self.origin = origin
+        self._threads = threading.local()
+        self.around_backward: Callable[[bool], AbstractContextManager[None]] = lambda accumulates: nullcontext()
+        """Entered for each run of the autograd engine; told whether it accumulates gradients."""
+        self.notes = Notes(origin)
+        self.places = Places(torch.device("cuda", 0) if on_cuda else torch.device("cpu"))
+        self.look = Look(self.places, self.notes.report, knows_device=scripted)
+        self.autocast = Autocast(device_type)
+        self.values = KnownValues() if scripted or follows_values else None
+        cuda = CudaInternals(device, recorder, self.notes.report) if on_cuda else None
+        self.operators = SimulatedOperators(
+            recorder,
+            origin,
+            host_internals() if cuda is None else cuda.table(),
+            {"aten::mkldnn_rnn_layer": host_lstm_rule} if cuda is None else cuda.rules(),
+            host_is_device=not on_cuda,
+            report=self.notes.report,
+            places=self.places,
+            values=self.values,
+            copied_in=Category.BATCH if scripted else None,
+        )
+        self._capability = capability = device.capability or (8, 0)
+        self._on_cuda = on_cuda
+        self._interceptors = (
+            attention.cuda_interceptors(capability, self.autocast, self.notes.report)
+            if on_cuda
+            else attention.host_interceptors(self.autocast)
+        )
+
+    @contextmanager
+    def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
+        """Simulates in this thread while it lasts; `answers` replace further functions of PyTorch."""
+        with (
+            replaced([*self._answers(), *answers]),
+            self._numbers_read_anywhere(),
+            self.origin.following(self.is_on),
+            intercepting(self._interceptors),
+            self._present(),
+            self.operators,
+            self.look,
+        ):
+            yield
+
+    def _answers(self) -> list[Replacement]:
+        """What a model may ask about the device that its tensors are on; a whole program has more to ask."""
+        answers = autocast_answers(self.autocast)
+        answers += look_answers(self.look, self.places, self.is_on, self.around_backward)
+        if not self._on_cuda:
+            return answers
+        plain = torch.cuda.get_device_capability
+
+        def capability(device: Any = None) -> tuple[int, int]:
+            return self._capability if self.is_on() else plain(device)
+
+        return [*answers, Replacement(torch.cuda, "get_device_capability", capability)]
+
+    @contextmanager
+    def _numbers_read_anywhere(self) -> Iterator[None]:
+        """Lets constructors such as `torch.FloatTensor([loss])` read numbers: they switch all modes off first."""
+        library = torch.library.Library("aten", "IMPL")
+        # The inner `impl`: the outer one refuses to stand in front of PyTorch's own rule, or can't in older releases.
+        library.m.impl("_local_scalar_dense", "Meta", self.operators.read_number, False)  # type: ignore[union-attr]
+        try:
+            yield
+        finally:
+            library._destroy()
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Simulates in a further thread while it lasts."""
+        with switched_on(), self._present(), self.operators, self.look:
+            yield
+
+    @contextmanager
+    def _present(self) -> Iterator[None]:
+        self._threads.present = True
+        try:
+            yield
+        finally:
+            self._threads.present = False
+
+    def is_on(self) -> bool:
+        """Whether this thread is simulated: one that was there before is not, and must not notice."""
+        return getattr(self._threads, "present", False)
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Compiled models run uncompiled: shape-only tensors have nothing to compile for."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        yield
+        return
+    before = dynamo.config.disable
+    dynamo.config.disable = True
+    try:
+        yield
+    finally:
+        dynamo.config.disable = before
+
+
+def autocast_answers(autocast: Autocast) -> list[Replacement]:
+    """Autocast for CUDA on a machine without CUDA.
+
+    cuDNN is declared unfit for single tensors, so that recurrent layers leave their shape-only weights as they are.
+    """
+    plain_clear = torch.clear_autocast_cache
+
+    def clear() -> None:
+        autocast.clear_cache()
+        plain_clear()
+
+    return [
+        Replacement(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        Replacement(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+        Replacement(torch, "clear_autocast_cache", clear),
+        Replacement(torch.backends.cudnn, "is_acceptable", lambda tensor: False),
+    ]
+
+
+def look_answers(
+    look: Look,
+    places: Places,
+    is_on: Callable[[], bool] = lambda: True,
+    around_backward: Callable[[bool], AbstractContextManager[None]] = lambda accumulates: nullcontext(),
+) -> list[Replacement]:
+    """The device as the user's code is to see it, also where PyTorch calls that code or answers it in C++.
+
+    Args:
+        look: shows the device.
+        places: where shape-only tensors are.
+        is_on: whether the thread that runs is simulated.
+        around_backward: entered for each run of the autograd engine; told whether it accumulates gradients.
+    """
+    return [*_around_callbacks(look, is_on, around_backward), *_about_devices(look, places)]
+
+
+def _around_callbacks(
+    look: Look, is_on: Callable[[], bool], around_backward: Callable[[bool], AbstractContextManager[None]]
+) -> list[Replacement]:
+    plain_backward = internals.private("torch.autograd.graph._engine_run_backward")
+    plain_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if not is_on():
+            return plain_backward(*args, **kwargs)
+        with around_backward(bool(kwargs.get("accumulate_grad"))), look.again():
+            return plain_backward(*args, **kwargs)
+
+    def with_look(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(value: Any) -> Any:
+            if not is_on():
+                return hook(value)
+            with look.again():
+                return hook(value)
+
+        return call
+
+    def saved_tensors_hooks(self: Any, /, pack_hook: Any, unpack_hook: Any) -> None:
+        plain_hooks(self, with_look(pack_hook), with_look(unpack_hook))
+
+    return [
+        Replacement(torch.autograd, "_engine_run_backward", run_backward),
+        Replacement(torch.autograd.graph, "_engine_run_backward", run_backward),
+        Replacement(torch.autograd.graph.saved_tensors_hooks, "__init__", saved_tensors_hooks),
+    ]
+
+
+def _by_place(tensors: list[Any], places: Places) -> dict[torch.device, list[int]]:
+    """The places of shape-only tensors, each with the positions of those that are there."""
+    found: dict[torch.device, list[int]] = {}
+    with internals.disable_torch_function():
+        for position, tensor in enumerate(tensors):
+            found.setdefault(places.of(tensor), []).append(position)
+    return found
+
+
+def _about_devices(look: Look, places: Places) -> list[Replacement]:
+    plain_group = internals.private("torch._C._group_tensors_by_device_and_dtype")
+    plain_wrapper = torch.Tensor._make_wrapper_subclass
+    plain_compatible = internals.private("torch._has_compatible_shallow_copy_type")
+
+    def group(tensorlistlist: Any, with_indices: bool = False) -> Any:
+        groups: dict[Any, Any] = {}
+        for (device, dtype), (lists, indices) in plain_group(tensorlistlist, with_indices).items():
+            if device is None or device.type != "meta":
+                groups[device, dtype] = (lists, indices)
+                continue
+            for place, members in _by_place(lists[0], places).items():
+                chosen = [[held[i] for i in members] if held else held for held in lists]
+                groups[place, dtype] = (chosen, [indices[i] for i in members] if indices else indices)
+        return groups
+
+    def make_wrapper_subclass(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None and look.place(kwargs["device"]) is not None:
+            kwargs = {**kwargs, "device": META}
+        return plain_wrapper(*args, **kwargs)
+
+    def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+        # As between CPU and CUDA: a parameter stays the same object when its module moves (`Look._set_data`).
+        with internals.disable_torch_function():
+            moves = tensor.is_meta != other.is_meta
+        return moves or bool(plain_compatible(tensor, other))
+
+    return [
+        Replacement(torch, "_has_compatible_shallow_copy_type", compatible),
+        # Other ways in which a module may move: with these, its parameters would not be the same objects afterwards.
+        Replacement(torch.__future__, "get_swap_module_params_on_conversion", lambda: False),
+        Replacement(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: False),
+        Replacement(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass)),
+        Replacement(torch._C, "_group_tensors_by_device_and_dtype", group),
+    ]
+
+
+class UsualCollector:
+    """Collects by the objects of the traced program alone; what its operators make does not count."""
+
+    def __init__(self) -> None:
+        self._thresholds = gc.get_threshold()
+        self._depth = 0
+        self._before = 0
+        self._own = 0
+
+    @contextmanager
+    def running(self, operators: SimulatedOperators) -> Iterator[None]:
+        """Collects while it lasts, from a count of nothing on; the collector is off before and after."""
+        gc.collect()
+        gc.callbacks.append(self._collected)
+        operators.around = self
+        gc.enable()
+        try:
+            yield
+        finally:
+            gc.disable()
+            operators.around = nullcontext()
+            gc.callbacks.remove(self._collected)
+            gc.set_threshold(*self._thresholds)
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            gc.disable()
+            self._before = gc.get_count()[0]
+
+    def __exit__(self, *exception: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._own += gc.get_count()[0] - self._before
+            # A threshold of nothing would turn the collector off.
+            gc.set_threshold(max(1, self._thresholds[0] + self._own), *self._thresholds[1:])
+            gc.enable()
+
+    def _collected(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "stop":
+            self._own = 0
+            gc.set_threshold(*self._thresholds)

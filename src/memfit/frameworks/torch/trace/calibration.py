@@ -1,0 +1,514 @@
+"""Real times on the machine in hand: passes of the user's step, updates of the optimizer, the host's own rates.
+
+Time models are wrong by factors on processors whose caches and kernels nobody described; a few seconds of measuring
+are right to percents. Everything runs on copies (`untouched`), no update is made, and the total time is bounded.
+
+Totals are measured without hooks. The shares of modules come from one more pass with a hook before and after each
+call; what the hooks themselves take, measured on a module that does nothing, is subtracted.
+
+On CUDA the same code waits for the device around each pass. It was written by the book and never run on a GPU.
+"""
+
+import inspect
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from memfit.core.errors import BadInput
+from memfit.core.job import PRECISIONS
+from memfit.core.profile import Measurement
+from memfit.core.settings import OptimizerKernels, Settings
+from memfit.core.units import MIB
+from memfit.frameworks.torch.apply.fitted import Fitted
+from memfit.frameworks.torch.shapes.batch import common_first_dimension
+from memfit.frameworks.torch.shapes.failures import check_loss, explained
+from memfit.frameworks.torch.shapes.stand_in import map_tensors
+from memfit.frameworks.torch.shapes.tensor_types import AUTOCAST, WEIGHTS
+from memfit.frameworks.torch.trace.loss_probe import part_of
+from memfit.frameworks.torch.trace.real_runs import untouched
+
+_MAX_TURNS = 15
+_MAX_REPEATS = 7
+
+# Scratch memory of an optimizer's update: parameters, gradients and two moments of this size, as Adam has.
+_SCRATCH_BYTES = 16 * MIB
+_NUM_LARGE = 4
+_NUM_SMALL = 64
+_SMALL_ELEMENTS = 64
+_MAX_UPDATES = 6
+_UPDATE_SECONDS = 0.2
+
+_MATRIX = 1024
+_COPY_BYTES = 32 * MIB
+_RATE_SECONDS = 0.04
+
+
+class Rates(NamedTuple):
+    """What this machine's processor reaches.
+
+    Args:
+        flops: float32 operations per second of a large matrix product.
+        bandwidth: bytes read and written per second by a large copy.
+    """
+
+    flops: float
+    bandwidth: float
+
+
+def measure(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    batch: Any,
+    batch_sizes: Sequence[int],
+    precision: str | None = None,
+    *,
+    limit_seconds: float = 3.0,
+) -> tuple[Measurement, ...]:
+    """Times of real forward and backward passes, by batch size, smallest first.
+
+    Sizes for which no time is left, or which fail where another didn't, are missing. One pass of the first size given
+    is always made, however long it takes.
+
+    Args:
+        model: the user's module, with values; left as it was.
+        loss: takes the model and a batch, returns the loss, or the loss and its weight.
+        batch: real samples; larger sizes repeat them. Without a common first dimension it is run whole.
+        batch_sizes: samples of a pass, in the order in which they are tried; they must fit into memory.
+        precision: one of `memfit.core.job.PRECISIONS`, or None to leave the model as it is.
+        limit_seconds: about how long all passes may take.
+    """
+    sizes = list(dict.fromkeys(batch_sizes))
+    if not sizes or min(sizes) < 1:
+        raise BadInput(f"batch sizes to measure are 1 or more, but {list(batch_sizes)} was given.")
+    if precision is not None and precision not in PRECISIONS:
+        raise BadInput(f"precision must be one of {', '.join(PRECISIONS)}, but {precision!r} was given.")
+    found: list[Measurement] = []
+    with untouched(model, loss):
+        passes = _Passes(model, loss, precision)
+        end = time.perf_counter() + limit_seconds
+        for index, size in enumerate(sizes):
+            left = end - time.perf_counter()
+            # The least is one pass, and a forward pass with hooks.
+            if found:
+                last = found[-1]
+                if 1.5 * (last.forward_seconds + last.backward_seconds) * size / last.batch_size > left:
+                    continue
+            try:
+                found.append(passes.measure(_resized(batch, size), size, left * size / sum(sizes[index:])))
+            except Exception:
+                if not found:
+                    raise
+    return tuple(sorted(found, key=lambda one: one.batch_size))
+
+
+def time_passes(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    batch: Any,
+    plans: Sequence[Settings],
+    *,
+    batch_size: int | None = None,
+    limit_seconds: float = 20.0,
+) -> list[float | None]:
+    """Seconds of the forward and backward passes of one update, as each of several settings runs them.
+
+    None for those for which there was no time.
+
+    They take turns, so that what else the machine does meanwhile hits all alike, and are compared within a turn: a
+    machine has faster moments, and the least time of a few goes to whoever met one. Those that are clearly slower drop
+    out, which leaves the time to those that are close.
+
+    Args:
+        model: the user's module, with values; left as it was.
+        loss: takes the model and a batch, returns the loss, or the loss and its weight.
+        batch: real samples.
+        plans: settings to try; what they say of the optimizer is left out.
+        batch_size: samples of an update, where that isn't the size of `batch`.
+        limit_seconds: about how long all of it may take; the first is run however long that takes.
+    """
+    if not plans:
+        return []
+    given = batch if batch_size is None else _resized(batch, batch_size)
+    # Plans that differ in their update only have the same passes, which are timed once.
+    race = Race(settings.of_passes for settings in plans)
+    with untouched(model, loss):
+        wait = _Passes(model, loss, None).wait
+
+        def run(settings: Settings) -> float:
+            with Fitted(settings, model) as fitted:
+                wait()
+                begun = time.perf_counter()
+                fitted.accumulate(loss, given)
+                wait()
+                seconds = time.perf_counter() - begun
+                model.zero_grad(set_to_none=True)
+            return seconds
+
+        end = time.perf_counter() + limit_seconds
+        race.turn(run, end)
+        if time.perf_counter() + race.turn_seconds < end:
+            # The first turn is a warm-up, unless there is no time for another.
+            race.forget()
+            for _ in range(_MAX_TURNS):
+                race.turn(run)
+                race.drop()
+                if race.is_decided or time.perf_counter() + race.turn_seconds > end:
+                    break
+    return [race.seconds(settings.of_passes) for settings in plans]
+
+
+def _resized(batch: Any, size: int) -> Any:
+    """`size` samples of the batch, from the beginning again where it has fewer."""
+    num_samples = common_first_dimension(batch)
+    if num_samples is None or num_samples == size:
+        return batch
+    if size < num_samples:
+        return part_of(batch, 0, size)
+    rows = torch.arange(size) % num_samples
+    return map_tensors(batch, lambda tensor: tensor[rows.to(tensor.device)] if tensor.dim() else tensor)
+
+
+class _Passes:
+    """Runs forward and backward passes and watches the clock.
+
+    Args:
+        model: the module, whose tensors are copies.
+        loss: the user's function.
+        precision: as for `measure`.
+    """
+
+    def __init__(self, model: torch.nn.Module, loss: Callable[[Any, Any], Any], precision: str | None) -> None:
+        self._model = model
+        self._loss = loss
+        self._dtype = WEIGHTS.get(precision or "")
+        if self._dtype is not None:
+            model.to(self._dtype)
+        self._on_cuda = any(parameter.is_cuda for parameter in model.parameters())
+        self._autocast_dtype = AUTOCAST.get(precision or "")
+
+    def measure(self, batch: Any, size: int, share_seconds: float) -> Measurement:
+        """The median of a few passes within about `share_seconds`."""
+        begun = time.perf_counter()
+        times = [self._run(batch)]
+        step = sum(times[0])
+        left = share_seconds - (time.perf_counter() - begun)
+        # The first pass is a warm-up, unless it takes so long that nothing else counts.
+        if left > 1.5 * step:
+            times = [self._run(batch)]
+            step = sum(times[0])
+            left = share_seconds - (time.perf_counter() - begun)
+            # One more is run with hooks, in the forward pass only.
+            repeats = min(_MAX_REPEATS, int((left - times[0][0]) / max(step, 1e-6)))
+            times += [self._run(batch) for _ in range(repeats)]
+        forward = statistics.median(time for time, _ in times)
+        backward = statistics.median(time for _, time in times)
+        return Measurement(size, forward, backward, self._unit_seconds(batch, forward))
+
+    def _run(self, batch: Any) -> tuple[float, float]:
+        """Seconds of a forward and of a backward pass."""
+        batch = self._own(batch)
+        self.wait()
+        begun = time.perf_counter()
+        value = self._forward(batch)
+        self.wait()
+        middle = time.perf_counter()
+        with explained("backward"):
+            value.backward()
+        self.wait()
+        end = time.perf_counter()
+        self._model.zero_grad(set_to_none=True)
+        return middle - begun, end - middle
+
+    def _forward(self, batch: Any) -> torch.Tensor:
+        kind = "cuda" if self._on_cuda else "cpu"
+        autocast = nullcontext() if self._autocast_dtype is None else torch.autocast(kind, dtype=self._autocast_dtype)
+        with autocast, explained("forward"):
+            value = self._loss(self._model, batch)
+        value = value[0] if isinstance(value, tuple | list) and len(value) == 2 else value
+        check_loss(value)
+        loss: torch.Tensor = value
+        return loss
+
+    def _own(self, batch: Any) -> Any:
+        """A copy: losses may change what they are given."""
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            dtype = self._dtype if tensor.is_floating_point() else None
+            return tensor.detach().to(dtype=dtype, copy=True).requires_grad_(tensor.requires_grad)
+
+        return map_tensors(batch, copied)
+
+    def wait(self) -> None:
+        """Waits for what the device still computes."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+
+    def _unit_seconds(self, batch: Any, forward_seconds: float) -> dict[str, float]:
+        """Forward time of each module that is called, without that of the hooks."""
+        batch = self._own(batch)
+        watch = _Watch(self.wait)
+        with watch.attached(self._model):
+            self.wait()
+            begun = time.perf_counter()
+            self._forward(batch)
+            self.wait()
+            total = time.perf_counter() - begun
+        cost = hook_seconds()
+        net = max(total - watch.num_calls * cost, 1e-9)
+        # Passes differ: the shares are this one's, the total that of the passes without hooks.
+        scale = forward_seconds / net
+        return {
+            path: min(forward_seconds, max(0.0, seconds - watch.inner_calls[path] * cost) * scale)
+            for path, seconds in watch.seconds.items()
+        }
+
+
+class _Watch:
+    """Sums up the time of each module's calls, by hooks before and after.
+
+    Args:
+        wait: returns when the device has done its work.
+    """
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+        self._open: list[tuple[str, float, int]] = []
+        self.num_calls = 0
+        self.seconds: dict[str, float] = {}
+        self.inner_calls: dict[str, int] = {}
+        """Calls of watched modules inside of each one's calls, itself included."""
+
+    @contextmanager
+    def attached(self, model: torch.nn.Module) -> Iterator[None]:
+        """Watches every module with a path while it lasts."""
+        handles = []
+        for path, module in model.named_modules():
+            if path:
+                handles.append(module.register_forward_pre_hook(lambda *_, path=path: self._begin(path)))
+                handles.append(module.register_forward_hook(lambda *_, path=path: self._end(path)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, path: str) -> None:
+        self._wait()
+        self.num_calls += 1
+        self._open.append((path, time.perf_counter(), self.num_calls))
+
+    def _end(self, path: str) -> None:
+        self._wait()
+        now = time.perf_counter()
+        # A call that raised, and was caught by the user's code, has no end.
+        while self._open and self._open[-1][0] != path:
+            self._open.pop()
+        if not self._open:
+            return
+        _, begun, number = self._open.pop()
+        # Calls inside of a call of the same module are part of that one.
+        if all(path != outer for outer, _, _ in self._open):
+            self.seconds[path] = self.seconds.get(path, 0.0) + now - begun
+            self.inner_calls[path] = self.inner_calls.get(path, 0) + self.num_calls - number + 1
+
+
+@cache
+def hook_seconds() -> float:
+    """What watching one call costs on the host: a module that does nothing, called with hooks and without."""
+    module, value, repeats = torch.nn.Identity(), torch.zeros(1), 500
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            module(value)
+        return (time.perf_counter() - begun) / repeats
+
+    plain = min(seconds() for _ in range(3))
+    with _Watch(lambda: None).attached(torch.nn.Sequential(module)):
+        hooked = min(seconds() for _ in range(3))
+    return max(0.0, hooked - plain)
+
+
+@cache
+def rates() -> Rates:
+    """What this machine's processor reaches, measured once for the process in about a tenth of a second."""
+    with torch.inference_mode():
+        left, right = torch.ones(_MATRIX, _MATRIX), torch.ones(_MATRIX, _MATRIX)
+        product = torch.empty(_MATRIX, _MATRIX)
+        multiply = _fastest(lambda: torch.mm(left, right, out=product), _RATE_SECONDS)
+        source, target = torch.ones(_COPY_BYTES, dtype=torch.uint8), torch.ones(_COPY_BYTES, dtype=torch.uint8)
+        copy = _fastest(lambda: target.copy_(source), _RATE_SECONDS)
+    return Rates(2 * _MATRIX**3 / multiply, 2 * _COPY_BYTES / copy)
+
+
+def _fastest(work: Callable[[], Any], seconds: float) -> float:
+    """Of runs for so many seconds, one to warm up and two at least, the one that nothing else disturbed."""
+    work()
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < 2:
+        begun = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begun)
+    return min(times)
+
+
+def update_seconds(optimizer: Any, model: torch.nn.Module) -> dict[OptimizerKernels, float]:
+    """Seconds of one update of the model's trained parameters by each kind of kernels that the optimizer has.
+
+    Measured with optimizers of the same class and settings over tensors of their own: many small ones give the cost of
+    a tensor, few large ones that of a byte. Empty where such an optimizer can't be made, or needs a closure.
+
+    Args:
+        optimizer: an instance, a callable that takes parameters, or None. Neither stepped nor changed.
+        model: whose parameters it updates. Not touched either.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if optimizer is None or not trained or isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        return {}
+    first = max(trained, key=lambda parameter: parameter.numel())
+    total_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+    found: dict[OptimizerKernels, float] = {}
+    for kernels in OptimizerKernels:
+        try:
+            small = _time_update(optimizer, kernels, first, _NUM_SMALL, _SMALL_ELEMENTS) / _NUM_SMALL
+            elements = _SCRATCH_BYTES // first.element_size() // _NUM_LARGE
+            large = _time_update(optimizer, kernels, first, _NUM_LARGE, elements)
+        except Exception:
+            # No such kernels for this optimizer, dtype or device.
+            continue
+        per_byte = max(0.0, large - _NUM_LARGE * small) / _SCRATCH_BYTES
+        found[kernels] = small * len(trained) + per_byte * total_bytes
+    return found if OptimizerKernels.KEEP in found else {}
+
+
+def _time_update(optimizer: Any, kernels: OptimizerKernels, like: torch.Tensor, number: int, elements: int) -> float:
+    device = torch.device("cpu") if like.is_meta else like.device
+    parameters = [
+        torch.nn.Parameter(torch.ones(elements, dtype=like.dtype, device=device) * 0.5) for _ in range(number)
+    ]
+    with torch.inference_mode(False):
+        made = _made_like(optimizer, kernels, parameters)
+        times: list[float] = []
+        while len(times) < 2 or (len(times) < _MAX_UPDATES and sum(times) < _UPDATE_SECONDS):
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.full_like(parameter, 0.01)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            begun = time.perf_counter()
+            made.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begun)
+    # The first one makes the state; of the others, the one that nothing else disturbed.
+    return min(times[1:])
+
+
+def _made_like(
+    optimizer: Any, kernels: OptimizerKernels, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """An optimizer with the same settings over other parameters."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        made: torch.optim.Optimizer = optimizer(parameters)
+        if kernels is OptimizerKernels.KEEP:
+            return made
+        optimizer = made
+    kind = type(optimizer)
+    accepted = inspect.signature(kind.__init__).parameters
+    # The groups' settings win: schedulers and users change those.
+    settings = {**optimizer.defaults, **optimizer.param_groups[0]}
+    settings = {name: value for name, value in settings.items() if name in accepted and name != "params"}
+    if kernels is not OptimizerKernels.KEEP:
+        if "fused" not in accepted and kernels is OptimizerKernels.FUSED:
+            raise BadInput(f"{kind.__name__} has no fused kernels.")
+        changes = {"foreach": False, "fused": True if kernels is OptimizerKernels.FUSED else None}
+        settings.update({name: value for name, value in changes.items() if name in accepted})
+        if kernels is OptimizerKernels.FUSED:
+            settings.pop("foreach", None)
+    alike: torch.optim.Optimizer = kind(parameters, **settings)
+    return alike
+
+
+# Of the fastest time, what others may be slower after one turn without dropping out; less after more turns.
+_CHANCE = 0.3
+# Turns after which a single fast or slow moment no longer decides.
+FEWEST_TURNS = 3
+# Turns after which those that differ by less than this are as good as each other.
+_TURNS_TO_EQUAL = 6
+_EQUAL = 0.01
+
+
+class Race:
+    """Times of several settings that run turn by turn.
+
+    Args:
+        runners: the settings; equal ones run once.
+    """
+
+    def __init__(self, runners: Iterable[Settings]) -> None:
+        self._times: dict[Settings, list[float]] = {runner: [] for runner in runners}
+        self.running = list(self._times)
+        self._num_turns = 0
+
+    def turn(self, run: Callable[[Settings], float], end: float = math.inf) -> None:
+        """Runs all that are left; there and back again, so that nobody always follows the same one.
+
+        Args:
+            run: runs one of them and says how many seconds that took.
+            end: on `time.perf_counter`; those that haven't run by then drop out, but for the first.
+        """
+        self._num_turns += 1
+        late = []
+        for place, runner in enumerate(self.running if self._num_turns % 2 else self.running[::-1]):
+            if place and time.perf_counter() >= end:
+                late.append(runner)
+            else:
+                self._times[runner].append(run(runner))
+        self.running = [runner for runner in self.running if runner not in late]
+
+    def forget(self) -> None:
+        """Drops the times so far, and nobody."""
+        for times in self._times.values():
+            times.clear()
+
+    def drop(self) -> None:
+        """Drops those that are slower than the fastest by more than times of so many turns may differ by chance."""
+        turns = len(self._times[self.running[0]])
+        if turns < FEWEST_TURNS:
+            return
+        scores = {runner: self._score(runner) for runner in self.running}
+        limit = min(scores.values()) * (1 + _CHANCE / turns)
+        self.running = [runner for runner in self.running if scores[runner] <= limit]
+
+    @property
+    def turn_seconds(self) -> float:
+        """What the last turn took of those that are left."""
+        return sum(self._times[runner][-1] for runner in self.running)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether one is left, after turns enough, or those that are left are as fast as each other."""
+        turns = len(self._times[self.running[0]])
+        if len(self.running) < 2:
+            return turns >= FEWEST_TURNS
+        scores = [self._score(runner) for runner in self.running]
+        return turns >= _TURNS_TO_EQUAL and max(scores) <= (1 + _EQUAL) * min(scores)
+
+    def seconds(self, runner: Settings) -> float | None:
+        """Of a turn, in the middle of the machine's moods; None for one that never ran."""
+        return None if not self._times[runner] else self._score(runner) * statistics.median(self._paces())
+
+    def _paces(self) -> list[float]:
+        """The mean of each turn of those that ran in all of them."""
+        turns = zip(*(self._times[runner] for runner in self.running), strict=True)
+        return [statistics.geometric_mean(times) for times in turns]
+
+    def _score(self, runner: Settings) -> float:
+        times, paces = self._times[runner], self._paces()
+        return statistics.median(one / pace for one, pace in zip(times, paces, strict=False))

@@ -1,0 +1,114 @@
+"""Random numbers that belong to samples, so that the loss of a part can be compared with the loss of the whole.
+
+The noise of a diffusion loss or of a variational autoencoder is drawn for a whole batch at once; run on a part of it,
+the same seed gives its samples other numbers. In this mode each draw is made for all samples and the part's rows
+are taken out of it, so that a sample gets the same numbers in whichever company it is.
+"""
+
+from typing import Any
+
+import torch
+
+from memfit.frameworks.torch import internals
+
+# Operators that draw a fixed number of random numbers for each element of their first argument.
+_ELEMENTWISE = frozenset(
+    """bernoulli bernoulli_ normal normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ randn_like
+    rand_like randint_like native_dropout rrelu_with_noise
+    """.split()  # noqa: SIM905
+)
+_BY_SIZE = frozenset({"rand", "randn", "randint", "normal"})
+
+
+class CoupledRandom(internals.TorchDispatchMode):
+    """Draws for all samples, gives out the rows of a part.
+
+    Args:
+        start: first sample of the part.
+        stop: the sample after its last one.
+        num_samples: of the whole.
+    """
+
+    def __init__(self, start: int, stop: int, num_samples: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._start, self._stop, self._num_samples = start, stop, num_samples
+        self._num_draws = 0
+        self.narrowest: torch.dtype = torch.float64
+        """The floating-point type of fewest bits that an operator gave."""
+        self.checks_indices = True
+        """Whether every operator so far refuses indices out of range, rather than reading whatever is there."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise the first operator waits seconds for the compiler to be imported.
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs an operator; the ones that draw, for all samples."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in _ELEMENTWISE and args and isinstance(args[0], torch.Tensor):
+            return self._draw_elements(func, args, kwargs)
+        if name in _BY_SIZE:
+            return self._draw_by_size(func, args, kwargs)
+        if name == "_ctc_loss" or func.namespace != "aten":
+            self.checks_indices = False
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            self.narrowest = min(self.narrowest, result.dtype, key=lambda dtype: torch.finfo(dtype).bits)
+        return result
+
+    def _rows(self, num_rows: int) -> int:
+        """Rows of each sample in a tensor of `num_rows`; 0 where rows aren't the samples'."""
+        size = self._stop - self._start
+        return num_rows // size if num_rows % size == 0 else 0
+
+    def _draw_elements(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args[0]
+        rows = self._rows(given.shape[0]) if given.dim() else 0
+        if not rows:
+            return func(*args, **kwargs)
+        everyone = given.new_zeros((rows * self._num_samples, *given.shape[1:]))
+        everyone[rows * self._start : rows * self._stop] = given
+        drawn = self._seeded(func, (everyone, *args[1:]), kwargs)
+        mine = _first_rows(drawn, rows * self._start, rows * self._stop)
+        return given.copy_(mine) if func.overloadpacket.__name__.endswith("_") else mine
+
+    def _draw_by_size(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place = next((i for i, arg in enumerate(args) if isinstance(arg, list | tuple) and arg), None)
+        rows = self._rows(args[place][0]) if place is not None else 0
+        if place is None or not rows:
+            return func(*args, **kwargs)
+        size = [rows * self._num_samples, *args[place][1:]]
+        drawn = self._seeded(func, (*args[:place], size, *args[place + 1 :]), kwargs)
+        return _first_rows(drawn, rows * self._start, rows * self._stop)
+
+    def _seeded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Each draw has a seed of its own: however many numbers it takes, the next one is the same."""
+        generator = _generator(args, kwargs)
+        kept = generator.get_state()
+        self._num_draws += 1
+        generator.manual_seed(self._num_draws)
+        try:
+            # Without the user's generator, whose state must not move.
+            kwargs = {name: None if name == "generator" else value for name, value in kwargs.items()}
+            return func(*(None if isinstance(arg, torch.Generator) else arg for arg in args), **kwargs)
+        finally:
+            generator.set_state(kept)
+
+
+def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+    """The one that the operator draws from. `torch.manual_seed` would do, but imports the compiler."""
+    device = args[0].device if isinstance(args[0], torch.Tensor) else torch.device(kwargs.get("device") or "cpu")
+    if device.type == "cuda":
+        found: torch.Generator = torch.cuda.default_generators[device.index or 0]
+        return found
+    return torch.default_generator
+
+
+def _first_rows(drawn: Any, start: int, stop: int) -> Any:
+    if isinstance(drawn, torch.Tensor):
+        return drawn[start:stop]
+    return type(drawn)(part[start:stop] if isinstance(part, torch.Tensor) else part for part in drawn)

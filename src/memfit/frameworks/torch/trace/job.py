@@ -1,0 +1,143 @@
+"""Opens a job: checks what the user gave, builds the model without weights, and traces at any batch size."""
+
+from typing import Any
+
+import torch
+
+from memfit.core.device import Device
+from memfit.core.errors import BadBatch, BadModel, BadOptimizer, StepFailed
+from memfit.core.estimate import Note
+from memfit.core.job import Job
+from memfit.core.settings import Settings
+from memfit.core.trace import Trace
+from memfit.frameworks.torch.apply.loss_function import as_loss
+from memfit.frameworks.torch.shapes.batch import check_batch, common_first_dimension, resized
+from memfit.frameworks.torch.shapes.failures import explained
+from memfit.frameworks.torch.shapes.stand_in import build_without_weights, check_model, tensors_in
+from memfit.frameworks.torch.trace.trace import Step, trace, undisturbed
+
+_DEFAULT_BATCH_SIZE = 8
+
+
+def own_gpu() -> tuple[str, int, tuple[int, int]] | None:
+    """(name, total bytes, compute capability) of this machine's first CUDA device, or None."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    return properties.name, properties.total_memory, (properties.major, properties.minor)
+
+
+def fit(settings: Settings, model: torch.nn.Module, optimizer: Any) -> Any:
+    """Model and optimizer, run as settings say."""
+    from memfit.frameworks.torch.apply.fitted import Fitted
+    from memfit.frameworks.torch.trace.trace import check_parameters
+
+    if not isinstance(model, torch.nn.Module):
+        raise BadModel(f"a plan is applied to a torch.nn.Module, but {type(model).__name__} was given.")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_parameters(optimizer, list(model.parameters()))
+    wanted = (settings.kernels.value, settings.state.value, settings.step_in_backward) != ("keep", "keep", False)
+    if optimizer is None and wanted:
+        raise BadOptimizer("the plan changes the optimizer, but there is no optimizer. Call apply(model, optimizer).")
+    return Fitted(settings, model, optimizer)
+
+
+class OpenJob:
+    """A job whose model is at hand.
+
+    Args:
+        job: what to trace.
+        device: where it will run.
+        batch_size: replaces the first dimension of the job's batch.
+    """
+
+    def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
+        self.job = job
+        self.loss = as_loss(job.loss)
+        self.device = device
+        self.model = _open_model(job.model)
+        if batch_size is not None and batch_size < 1:
+            raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
+        self.name = job.name or type(self.model).__name__
+        self.batch_size: int | None
+        if callable(job.batch):
+            # What a batch size means is then the function's own business: pairs may have twice as many rows.
+            self.batch_size = batch_size or _DEFAULT_BATCH_SIZE
+            self.batch = self._made(self.batch_size)
+        else:
+            check_batch(job.batch)
+            self.batch_size = common_first_dimension(job.batch)
+            self.batch = job.batch
+        if batch_size is not None and batch_size != self.batch_size:
+            if self.batch_size is None:
+                raise BadBatch(
+                    "the batch's tensors share no first dimension, so no batch size can be set. Give a batch whose "
+                    "tensors do, or a function that makes a batch of a given size."
+                )
+            self.batch = resized(self.batch, self.batch_size, batch_size)
+            self.batch_size = batch_size
+        text = "the model is in evaluation mode (model.eval()): its dropout and batch norm are counted as such"
+        evaluates = job.mode == "training" and not self.model.training
+        self.notes = (Note("evaluation-mode", text),) if evaluates else ()
+        self.gives_weight = False
+        """Whether the loss function was seen to return (loss, weight)."""
+
+    def _made(self, batch_size: int) -> Any:
+        """The batch that the job's own function makes."""
+        with undisturbed(), explained("batch function"):
+            batch = self.job.batch(batch_size)
+        check_batch(batch)
+        return batch
+
+    def step(self, batch_size: int | None, settings: Settings | None = None) -> Step:
+        """The step at `batch_size`, ready to be traced; arguments as for `trace`."""
+        job = self.job
+        batch = self.batch
+        if batch_size is not None and batch_size != self.batch_size:
+            batch = self._made(batch_size) if callable(job.batch) else resized(batch, self.batch_size, batch_size)
+        return Step(
+            model=self.model,
+            loss=self.loss,
+            batch=batch,
+            optimizer=job.optimizer,
+            # Settings say themselves whether autocast is on.
+            precision=None if settings is not None and settings.precision else job.precision,
+            training=job.mode == "training",
+            set_to_none=job.set_to_none,
+            settings=settings,
+        )
+
+    def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
+        """The trace at `batch_size`, or with the batch as it was given when None.
+
+        Args:
+            batch_size: samples of one update.
+            settings: how the step is run; None: as it is.
+        """
+        step = self.step(batch_size, settings)
+        try:
+            found = trace(step, self.device)
+            self.gives_weight = found.gives_weight
+            return found
+        except StepFailed as failure:
+            sizes = sorted({t.shape[0] for t in tensors_in(step.batch) if t.dim()})
+            if len(sizes) > 1:
+                numbers = ", ".join(map(str, sizes))
+                raise BadBatch(
+                    f"{failure}\nThe batch's tensors disagree in their first dimension: {numbers}. "
+                    "Where that is the number of samples, give tensors with the same number."
+                ) from failure
+            raise
+
+
+def _open_model(model: Any) -> torch.nn.Module:
+    if not isinstance(model, torch.nn.Module):
+        if not callable(model):
+            raise BadModel(
+                f"model must be a torch.nn.Module or a function that builds one, but {type(model).__name__} was given."
+            )
+        with undisturbed():
+            model = build_without_weights(model)
+    module: torch.nn.Module = model
+    check_model(module)
+    return module

@@ -1,0 +1,360 @@
+"""How the loss of a batch is made of the losses of its parts, found out by running the loss on a few real samples.
+
+Micro-batches give the gradient of the whole batch only if their losses are weighed as the loss function itself would
+have done. So the loss of a few samples is computed at once and in two parts of unequal size, and every hypothesis
+predicts the one from the other: a mean over samples, a sum, a mean over the elements of a tensor that count. What
+predicts it to rounding, for several ways to part and for batches changed so that hypotheses disagree (labels set to
+the ignored value, masks shortened), is the answer. Where nothing does, samples are compared with each other.
+
+Runs are forward only, on copies; dropout and batch norm are set to evaluation mode, because micro-batches treat them
+apart, and the random numbers of the loss itself are coupled to samples (`coupled_random`).
+"""
+
+import math
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memfit.core.device import Origin
+from memfit.core.settings import Weighting
+from memfit.frameworks.torch.apply.micro_batches import tensor_at
+from memfit.frameworks.torch.shapes.batch import common_first_dimension, may_be_samples
+from memfit.frameworks.torch.shapes.restoration import random_states_kept
+from memfit.frameworks.torch.shapes.stand_in import map_tensors, tensors_in
+from memfit.frameworks.torch.trace.coupled_random import CoupledRandom
+from memfit.frameworks.torch.trace.loss_hypotheses import (
+    USUAL_IGNORED,
+    Loss,
+    Observation,
+    Weighing,
+    all_weighings,
+    contrasted,
+    shortened,
+)
+from memfit.frameworks.torch.trace.real_runs import untouched
+
+_MAX_SAMPLES = 8
+# Processor time, which other programs of the machine don't lengthen. Up to so many seconds for one sample, so many
+# samples are probed; two, where it takes longer.
+_SAMPLES_BY_COST = ((0.1, _MAX_SAMPLES), (0.5, 4))
+_LEAST_SAMPLES = 2
+# Sequences are cut to this length.
+_MAX_POSITIONS = 64
+# Once this much is spent, no further batches are tried.
+_LIMIT_SECONDS = 4.0
+_MAX_CHANGED_BATCHES = 12
+_OTHER_SEED = 24_007
+_WHAT_TO_DO = (
+    "To split the batch anyway, let the loss function return (loss, weight), where the loss of a batch is the mean of "
+    "its parts' losses, weighed by these weights"
+)
+UNKNOWN_LISTS = (
+    "it holds lists of tensors of one shape, which may be samples, and there was no way to try that out on a part. Put "
+    "the tensors of a batch side by side, in one tuple or dictionary"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the probe found.
+
+    Args:
+        weighting: how the losses of parts add up; None where they don't.
+        reason: how that is known, or why it isn't, in one sentence.
+        origin: measured where the loss was run, assumed otherwise.
+        difference: where `weighting` is None, the difference between the loss and the mean of its parts, relative to
+            the loss: how approximate micro-batches would be.
+    """
+
+    weighting: Weighting | None
+    reason: str
+    origin: Origin
+    difference: float = 0.0
+
+
+def find_weighting(model: torch.nn.Module, loss: Callable[[Any, Any], Any], batch: Any) -> Found:
+    """How the loss of a batch is made of the losses of its parts.
+
+    Args:
+        model: the user's module, with values; left as it was.
+        loss: takes the model and a batch, returns the loss.
+        batch: any nesting of tensors; at most 8 of its samples are used.
+    """
+    obstacle = _obstacle(model, batch)
+    if obstacle:
+        found = _assumed(obstacle)
+    else:
+        few = part_of(batch, 0, min(common_first_dimension(batch) or 0, _MAX_SAMPLES))
+        with untouched(model, loss):
+            _switch_batch_effects_off(model)
+            probe = _Probe(model, loss, few)
+            found = probe.run()
+            if probe.found_nothing:
+                # Randomness inside of modules, such as dropout between layers of an LSTM, is off in evaluation mode.
+                model.eval()
+                again = _Probe(model, loss, few).run()
+                found = again if again.weighting is not None and again.origin is Origin.MEASURED else found
+    if found.origin is Origin.ASSUMED and may_be_samples(batch):
+        return replace(found, weighting=None, reason=UNKNOWN_LISTS)
+    return found
+
+
+def part_of(batch: Any, start: int, stop: int) -> Any:
+    """Some samples of a batch; tensors are views, those without dimensions stay whole."""
+    return map_tensors(batch, lambda tensor: tensor[start:stop] if tensor.dim() else tensor)
+
+
+def _obstacle(model: torch.nn.Module, batch: Any) -> str:
+    """Why there is nothing to run, or ""."""
+    if callable(batch) and not isinstance(batch, torch.Tensor):
+        return "the batch is given as a function, so there are no real samples"
+    if any(torch.nn.parameter.is_lazy(p) for p in model.parameters()):
+        return "the model has parameters without a shape yet"
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *tensors_in(batch))):
+        return "the model or the batch has shapes only, no values"
+    num_samples = common_first_dimension(batch)
+    if num_samples is None:
+        return "the batch's tensors have no first dimension in common"
+    if num_samples < 2:
+        return f"the batch has {num_samples} sample"
+    return ""
+
+
+def _assumed(why: str) -> Found:
+    return Found(Weighting(), f"{why}: a mean over samples is assumed", Origin.ASSUMED)
+
+
+def _switch_batch_effects_off(model: torch.nn.Module) -> None:
+    """Dropout off, batch norm by its running statistics or, before it has any, by each sample's own.
+
+    Attributes of the modules are set here and put back by `untouched`.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.training = False
+            # Statistics as they begin, 0 and 1, let the outputs of deep models be all alike.
+            if module.running_mean is None or not module.num_batches_tracked:
+                module.forward = lambda values: torch.nn.functional.group_norm(values, 1)  # type: ignore[method-assign, assignment]
+        elif "drop" in type(module).__name__.lower():
+            module.training = False
+
+
+class _Failed(Exception):
+    """The user's loss raised, or gave what is no loss."""
+
+
+class _Probe:
+    """Runs the loss on parts and asks which hypotheses survive.
+
+    Args:
+        model: the module, as it is to be run.
+        loss: the user's function.
+        batch: the few samples to run it on.
+    """
+
+    def __init__(self, model: torch.nn.Module, loss: Callable[[Any, Any], Any], batch: Any) -> None:
+        self._model = model
+        self._loss = loss
+        self._batch = batch
+        self._num_samples = common_first_dimension(batch) or 0
+        self._needs_gradients = False
+        self._checks_indices = True
+        self.found_nothing = False
+        self._started = time.process_time()
+
+    def run(self) -> Found:
+        try:
+            # The samples, cut short, at once and in two parts; fewer of them where the model is slow.
+            self._cut_sequences()
+            begun = time.process_time()
+            # Two at once, because some models can't run one alone.
+            self._evaluate(self._batch, 0, 2)
+            cost = (time.process_time() - begun) / 2
+            most = next((number for limit, number in _SAMPLES_BY_COST if cost <= limit), _LEAST_SAMPLES)
+            num_samples = min(self._num_samples, most)
+            self._batch = part_of(self._batch, 0, num_samples)
+            observation = self._observe(self._batch, max(1, 3 * num_samples // 8))
+        except _Failed as failure:
+            # The step itself was traced: what fails is the part.
+            return Found(None, f"{failure}, so that the batch can't be split", Origin.MEASURED)
+        if not observation.is_finite:
+            return _assumed(f"the loss of {observation.num_samples} samples is not finite")
+        weighings = all_weighings(observation)
+        survivors = [weighing for weighing in weighings if weighing.holds(observation)]
+        if not survivors:
+            return self._explain(observation)
+        return self._choose(survivors, [observation])
+
+    def _cut_sequences(self) -> None:
+        """Leaves the beginnings of the samples where they are sequences of tokens that can be cut."""
+        wide = [tensor for tensor in tensors_in(self._batch) if tensor.dim() > 1]
+        lengths = {tensor.shape[1] for tensor in wide}
+        if len(lengths) != 1 or max(lengths) <= _MAX_POSITIONS or any(tensor.is_floating_point() for tensor in wide):
+            return
+        whole = self._batch
+        self._batch = map_tensors(whole, lambda tensor: tensor[:, :_MAX_POSITIONS] if tensor.dim() > 1 else tensor)
+        try:
+            # Beginnings may be all padding.
+            is_usable = math.isfinite(self._evaluate(self._batch, 0, 2).value)
+        except _Failed:
+            is_usable = False
+        if not is_usable:
+            self._batch = whole
+
+    def _observe(self, batch: Any, cut: int, whole: Loss | None = None) -> Observation:
+        num_samples = common_first_dimension(batch) or 0
+        return Observation(
+            batch,
+            cut,
+            num_samples,
+            first=self._evaluate(batch, 0, cut),
+            second=self._evaluate(batch, cut, num_samples),
+            whole=whole or self._evaluate(batch, 0, num_samples),
+        )
+
+    def _evaluate(self, batch: Any, start: int, stop: int) -> Loss:
+        try:
+            return self._evaluate_once(batch, start, stop)
+        except _Failed:
+            if self._needs_gradients:
+                raise
+        # Losses with a gradient penalty differentiate on their way.
+        self._needs_gradients = True
+        return self._evaluate_once(batch, start, stop)
+
+    def _evaluate_once(self, batch: Any, start: int, stop: int) -> Loss:
+        num_samples = common_first_dimension(batch) or 0
+        # Losses may change what they are given.
+        part = map_tensors(part_of(batch, start, stop), lambda tensor: tensor.detach().clone())
+        mode = CoupledRandom(start, stop, num_samples)
+        with random_states_kept(), torch.set_grad_enabled(self._needs_gradients), warnings.catch_warnings(), mode:
+            # What a user's code has to say about a part is no news for the user.
+            warnings.simplefilter("ignore")
+            try:
+                result = self._loss(self._model, part)
+            except Exception as error:
+                text = " ".join(str(error).split())[:200]
+                number = "" if start == 0 and stop == num_samples else f" on a part of {stop - start} samples"
+                raise _Failed(f"the loss can't be computed{number} ({type(error).__name__}: {text})") from None
+        self._checks_indices &= mode.checks_indices
+        found = Loss.read(result, mode.narrowest)
+        if found is None:
+            raise _Failed(f"the loss function returned {type(result).__name__}, not a scalar tensor")
+        return found
+
+    def _try(self, batch: Any, cut: int, whole: Loss | None = None) -> Observation | None:
+        """A further observation; None where the loss can't be run on that or isn't finite."""
+        try:
+            found = self._observe(batch, cut, whole=whole)
+        except _Failed:
+            return None
+        return found if found.is_finite else None
+
+    def _has_time(self) -> bool:
+        return time.process_time() - self._started < _LIMIT_SECONDS
+
+    def _choose(self, survivors: list[Weighing], observations: list[Observation]) -> Found:
+        """Further observations until one hypothesis is left or there are no more to make."""
+        real = observations[0]
+        for observation in self._further(survivors, real):
+            observations.append(observation)
+            before = survivors
+            survivors = [weighing for weighing in survivors if weighing.holds(observation)]
+            if not survivors:
+                return self._explain(observation, counts=all(weighing.weighting.kind == "count" for weighing in before))
+        best = min(survivors, key=lambda weighing: weighing.order)
+        if not any(best.is_told_apart(observation) for observation in observations):
+            return _assumed("the losses of the probed samples are too much alike to tell how they add up")
+        number = f"found with {real.num_samples} samples: the loss is {best.describe()}"
+        return Found(best.weighting, number, Origin.MEASURED)
+
+    def _further(self, survivors: list[Weighing], real: Observation) -> Iterator[Observation]:
+        batch = real.batch
+        if all(tensor.device.type == "cpu" for tensor in (*self._model.parameters(), *tensors_in(batch))):
+            # Values that an operator refuses poison a CUDA context, so batches are changed on the host only.
+            two = part_of(batch, 0, 2)
+            found = self._try(contrasted(two), 1)
+            if found is not None:
+                yield found
+            yield from self._changed_batches(survivors, two)
+        other_cut = max(1, 5 * real.num_samples // 8)
+        if other_cut != real.cut and self._has_time():
+            found = self._try(batch, other_cut, real.whole)
+            if found is not None:
+                yield found
+
+    def _changed_batches(self, survivors: list[Weighing], batch: Any) -> Iterator[Observation]:
+        # The most usual value first, for every tensor.
+        testable = sorted((w for w in survivors if w.can_be_tested), key=lambda weighing: weighing.rank)
+        suspects = list(dict.fromkeys((w.weighting.tensor, w.weighting.ignored) for w in testable))
+        remaining = list(survivors)
+        if not self._checks_indices:
+            tensors = {place: tensor_at(batch, place) for place, _ in suspects}
+            suspects = [(at, value) for at, value in suspects if tensors[at].min() <= value <= tensors[at].max()]
+        for place, ignored in suspects[:_MAX_CHANGED_BATCHES]:
+            # Once one tensor's count is left of all hypotheses, nothing more can be learned. Labels that are ignored
+            # by PyTorch's own convention come up in later batches even where this one has none: always tried.
+            is_settled = len({(w.weighting.kind, w.weighting.tensor) for w in remaining}) == 1
+            if is_settled or not (self._has_time() or ignored == USUAL_IGNORED):
+                return
+            found = self._try(shortened(batch, place, ignored), 1)
+            if found is not None:
+                remaining = [weighing for weighing in remaining if weighing.holds(found)]
+                yield found
+
+    def _explain(self, observation: Observation, *, counts: bool = False) -> Found:
+        """Why no hypothesis holds."""
+        self.found_nothing = True
+        if self._is_random(observation):
+            return _assumed("the loss draws random numbers that can't be held still")
+        number = observation.num_samples
+        if observation.whole.weight is not None:
+            text = f"the (loss, weight) of {number} samples is not the weighed mean of those of its parts: check weight"
+        elif counts:
+            text = (
+                f"the loss of {number} samples is a mean over something that is not the count of one tensor of the "
+                f"batch. {_WHAT_TO_DO}"
+            )
+        elif self._has_constant(observation):
+            text = (
+                f"the loss of {number} samples is a sum over samples plus a term of its own, such as weight "
+                "regularisation, which every part would add again. Use the mean over samples, or the optimizer's "
+                "weight_decay"
+            )
+        else:
+            text = (
+                f"the loss of {number} samples is neither the mean nor the sum of the losses of its parts: samples "
+                "are compared with each other (in-batch negatives, contrastive losses), weighed by their classes, or "
+                f"normalised as a whole. {_WHAT_TO_DO}"
+            )
+        return Found(None, text, Origin.MEASURED, observation.difference)
+
+    def _is_random(self, observation: Observation) -> bool:
+        """Whether the same samples have another loss with other seeds, though coupled draws stay the same."""
+        with random_states_kept():
+            # Other numbers; not by `torch.manual_seed`, which imports the compiler: that takes seconds.
+            torch.default_generator.manual_seed(_OTHER_SEED)
+            random.seed(_OTHER_SEED)
+            if "numpy.random" in sys.modules:
+                sys.modules["numpy.random"].seed(_OTHER_SEED)
+            try:
+                again = self._evaluate(observation.batch, 0, observation.num_samples)
+            except _Failed:
+                return False
+        return abs(again.value - observation.whole.value) > observation.noise
+
+    def _has_constant(self, observation: Observation) -> bool:
+        """Whether two ways to part the samples leave the same excess."""
+        other = max(1, 5 * observation.num_samples // 8)
+        found = self._try(observation.batch, other, observation.whole) if other != observation.cut else None
+        if found is None:
+            return False
+        excess, again = (o.first.value + o.second.value - o.whole.value for o in (observation, found))
+        # A mean of unequal parts may look like that by chance, a sum with a constant does at every cut.
+        return math.isclose(excess, again, rel_tol=1e-3, abs_tol=0) and abs(excess - again) <= 4 * observation.noise

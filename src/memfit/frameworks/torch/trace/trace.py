@@ -1,0 +1,400 @@
+"""The trace: a user's training step, run on shapes, as a `Timeline`.
+
+One pass through forward, backward and two optimizer steps is enough: the second step of a training loop differs from
+the first only in its optimizer, so its timeline is composed from the record of the first (`Recorder.timeline`).
+"""
+
+import copy
+import gc
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memfit.core.device import Device, Kind
+from memfit.core.errors import BadOptimizer
+from memfit.core.settings import Settings
+from memfit.core.timeline import Category, Phase
+from memfit.core.trace import Trace
+from memfit.frameworks.torch.shapes import failures
+from memfit.frameworks.torch.shapes.failures import explained
+from memfit.frameworks.torch.shapes.origin import OriginTracker
+from memfit.frameworks.torch.shapes.recorder import Recorder
+from memfit.frameworks.torch.shapes.restoration import random_states_kept
+from memfit.frameworks.torch.shapes.stand_in import ShapeCopies, dense_parts, map_tensors, swapped, tensors_in
+from memfit.frameworks.torch.shapes.tensor_types import AUTOCAST, WEIGHTS
+from memfit.frameworks.torch.simulation.simulation import ONE_AT_A_TIME, Simulation, eager
+
+if TYPE_CHECKING:
+    from memfit.frameworks.torch.apply.fitted import Fitted
+
+OPTIMIZER = "(optimizer)"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training or inference step to trace.
+
+    Args:
+        model: the module.
+        loss: takes the model and a batch, returns the loss.
+        batch: any nesting of tensors.
+        optimizer: an instance, a callable on parameters, or None.
+        precision: one of `memfit.core.job.PRECISIONS`, or None to leave the model as it is.
+        training: forward, backward and optimizer; otherwise a forward pass without gradients.
+        set_to_none: gradients are freed before each step (PyTorch's default) rather than zeroed in place.
+        settings: how a training step is run; None: as it is. They say themselves what becomes of gradients.
+    """
+
+    model: torch.nn.Module
+    loss: Callable[[Any, Any], Any]
+    batch: Any
+    optimizer: Any = None
+    precision: str | None = None
+    training: bool = True
+    set_to_none: bool = True
+    settings: Settings | None = None
+
+
+def trace(step: Step, device: Device) -> Trace:
+    """Runs `step` on a simulated `device`."""
+    return _Tracer(step, device).run()
+
+
+class _Tracer:
+    def __init__(self, step: Step, device: Device) -> None:
+        self.step = step
+        self.device = device
+        self.on_cuda = device.kind is Kind.CUDA
+        self.origin = OriginTracker(step.model)
+        self.recorder = Recorder(self.origin.current)
+        self.simulation = Simulation(device, self.recorder, self.origin)
+        self.last_loss: Any = None
+        self.gives_weight = False
+        self.module_of: dict[int, str] = {}
+        self.fitted: Fitted | None = None
+        self._step_number = 0
+        self._first_of_part = 0
+
+    def run(self) -> Trace:
+        step = self.step
+        copies = ShapeCopies(WEIGHTS.get(step.precision or ""))
+        parameters = list(step.model.parameters())
+        with ExitStack() as stack:
+            stack.enter_context(ONE_AT_A_TIME)
+            stack.enter_context(undisturbed())
+            # Wherever it is called from: this also switches gradients on.
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(swapped(step.model, copies))
+            batch = map_tensors(step.batch, copies.of)
+            stack.enter_context(self.simulation.running())
+            optimizer = optimizer_for(step.optimizer, step.model, copies, parameters) if step.training else None
+            self.recorder.enter(Phase.SETUP, 0)
+            if step.training and step.settings is not None:
+                optimizer = self._fit(stack, step.settings, optimizer)
+            self._set_up(step.model, batch)
+            segments = self._train(optimizer, batch) if step.training else self._infer(batch)
+            self.recorder.stop()
+            parameter_bytes = sum(p.numel() * p.element_size() for p in step.model.parameters())
+            batch_bytes = sum(t.numel() * t.element_size() for x in tensors_in(batch) for t in dense_parts(x))
+        return Trace(
+            self.recorder.timeline(segments),
+            tuple(self.simulation.notes.found.values()),
+            sum(p.numel() for p in parameters),
+            parameter_bytes,
+            batch_bytes,
+            0 if self.fitted is None else self.fitted.host_bytes,
+            self.gives_weight,
+        )
+
+    def _fit(self, stack: ExitStack, settings: Settings, optimizer: Any) -> Any:
+        """Runs the steps as `settings` say; gives the optimizer that they make of this one."""
+        # Fitting is for plans: estimates do without.
+        from memfit.frameworks.torch.apply.fitted import Fitted
+        from memfit.frameworks.torch.apply.sharding import simulated_group
+
+        stack.enter_context(simulated_group(self.simulation, self.recorder, self.device, settings.num_devices))
+        with failures.explained("preparation"):
+            self.fitted = stack.enter_context(
+                Fitted(
+                    settings,
+                    self.step.model,
+                    optimizer,
+                    self._observe,
+                    around=self.origin.inside,
+                    updating=self._updating,
+                    # All others repeat the second.
+                    most_parts=2,
+                )
+            )
+        return self.fitted.optimizer
+
+    def _set_up(self, model: torch.nn.Module, batch: Any) -> None:
+        for name, parameter in model.named_parameters():
+            self.module_of[id(parameter)] = name.rpartition(".")[0]
+            self._add(parameter, name, Category.PARAMETER)
+        for name, buffer in model.named_buffers():
+            self._add(buffer, name, Category.BUFFER)
+        for tensor in tensors_in(batch):
+            for part in dense_parts(tensor):
+                self.recorder.add(part, "batch", Category.BATCH)
+
+    def _add(self, tensor: torch.Tensor, name: str, category: Category) -> None:
+        module = name.rpartition(".")[0]
+        for part in _held(tensor):
+            if self.recorder.known(part) and self.recorder.category(part) is None:
+                # Made when the step was fitted.
+                self.recorder.classify(part, category, module)
+            # Shards may wait on the host.
+            if self.simulation.places.of(part) == self.simulation.places.device:
+                self.recorder.add_named(part, str(category), category, (module, ""))
+
+    def _forward(self, batch: Any) -> Any:
+        step = self.step
+        dtype = AUTOCAST.get(step.precision or "")
+        device_type = "cuda" if self.on_cuda else "cpu"
+        with torch.autocast(device_type, dtype=dtype) if dtype else nullcontext(), failures.explained("forward"):
+            # Each step of a real loop gets a batch of its own, and losses do take batches apart.
+            value = step.loss(step.model, map_tensors(batch, lambda tensor: tensor))
+        # A loss may come with what it was divided by, for those who add up parts.
+        self.gives_weight = isinstance(value, tuple) and len(value) == 2
+        wanted = step.settings is not None and step.settings.weighting.kind == "given"
+        return value[0] if self.gives_weight and not wanted else value
+
+    def _train(self, optimizer: Any, batch: Any) -> list[tuple[int, int]] | None:
+        recorder = self.recorder
+        start, start_block = len(recorder.events), recorder.num_blocks
+        self._forward_backward(batch, 1)
+        after_backward = len(recorder.events)
+        self._update(optimizer, batch, 1)
+        after_first = len(recorder.events)
+        settings = self.step.settings
+        set_to_none = self.step.set_to_none if settings is None else settings.set_to_none
+        # Otherwise the second step does what the first did, but for the optimizer's state that is there by then.
+        if not set_to_none or (settings is not None and settings.step_in_backward):
+            self._clear_gradients(optimizer, set_to_none=False)
+            self._forward_backward(batch, 2)
+            self._update(optimizer, batch, 2)
+            return None
+        self._update(optimizer, batch, 2)
+        after_second = len(recorder.events)
+        self._clear_gradients(optimizer, set_to_none=True)
+        end = len(recorder.events)
+        again = (start, after_backward)
+        if recorder.has_live(start_block, persistent=(Category.OPTIMIZER_STATE,)):
+            # Something of the first step outlives it, such as an output kept in a variable: the second step is traced
+            # in full.
+            self._forward_backward(batch, 2)
+            again = (end, len(recorder.events))
+        return [
+            (0, start),
+            (start, after_backward),
+            (after_backward, after_first),
+            (after_second, end),
+            again,
+            (after_first, after_second),
+        ]
+
+    def _forward_backward(self, batch: Any, number: int) -> None:
+        recorder = self.recorder
+        if self.fitted is not None:
+            self._step_number = number
+            with failures.explained("backward"):
+                self.last_loss = self.fitted.accumulate(lambda _, part: self._forward(part), batch)
+            self._classify_gradients()
+            return
+        recorder.enter(Phase.FORWARD, number)
+        first = recorder.num_blocks
+        value = self._forward(batch)
+        failures.check_loss(value)
+        recorder.classify_live(first, Category.ACTIVATION)
+        recorder.enter(Phase.BACKWARD, number)
+        with failures.explained("backward"):
+            value.backward()
+        # The loss, and whatever it holds, lives until the next step replaces it.
+        self.last_loss = value
+        self._classify_gradients()
+
+    def _observe(self, phase: Phase) -> None:
+        """Follows the phases of a fitted step."""
+        recorder = self.recorder
+        if phase is Phase.FORWARD:
+            self._classify_gradients()
+            self._first_of_part = recorder.num_blocks
+        elif phase is Phase.BACKWARD:
+            recorder.classify_live(self._first_of_part, Category.ACTIVATION)
+        recorder.enter(phase, self._step_number)
+
+    def _classify_gradients(self) -> None:
+        for parameter in self.step.model.parameters():
+            if parameter.grad is not None:
+                self._classify(parameter.grad, Category.GRADIENT, parameter)
+
+    def _classify(self, tensor: torch.Tensor, category: Category, parameter: torch.Tensor) -> None:
+        module = self.module_of.get(id(parameter), "")
+        for part in _held(tensor):
+            self.recorder.classify(part, category, module)
+
+    def _update(self, optimizer: Any, batch: Any, number: int) -> None:
+        self._step_number = number
+        # It computes the loss anew in each step.
+        searches = isinstance(optimizer, torch.optim.LBFGS)
+        if self.fitted is None or optimizer is None or searches:
+            self.recorder.enter(Phase.OPTIMIZER, number)
+        if optimizer is None:
+            return
+        with failures.explained("optimizer step"), self._updating():
+            if searches:
+                optimizer.step(lambda: self._closure(optimizer, batch))
+            elif self.fitted is not None:
+                self.fitted.update()
+            else:
+                optimizer.step()
+        for parameter, state in optimizer.state.items():
+            for tensor in tensors_in(state):
+                self._classify(tensor, Category.OPTIMIZER_STATE, parameter)
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        with self.origin.inside(OPTIMIZER), self.simulation.look.keeping_scalars():
+            yield
+
+    def _closure(self, optimizer: Any, batch: Any) -> Any:
+        """The loss and its gradients anew, as an optimizer that searches along a line asks for them."""
+        if self.fitted is not None:
+            phase = self.recorder.phase
+            value = self.fitted.accumulate(lambda _, part: self._forward(part), batch)
+            self.recorder.enter(phase, self._step_number)
+            return value
+        optimizer.zero_grad(set_to_none=self.step.set_to_none)
+        value = self._forward(batch)
+        value.backward()
+        return value
+
+    def _clear_gradients(self, optimizer: Any, *, set_to_none: bool) -> None:
+        self.last_loss = None
+        if self.fitted is not None:
+            self.fitted.clear_gradients()
+            return
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        self.step.model.zero_grad(set_to_none=set_to_none)
+
+    def _infer(self, batch: Any) -> list[tuple[int, int]]:
+        start = len(self.recorder.events)
+        self.recorder.enter(Phase.FORWARD, 1)
+        with torch.no_grad():
+            value = self._forward(batch)
+        end = len(self.recorder.events)
+        del value
+        after = len(self.recorder.events)
+        return [(0, start), (start, end), (end, after), (start, end)]
+
+
+def _held(tensor: Any) -> list[torch.Tensor]:
+    """The tensors that hold the memory of `tensor` on this device: of a sharded one, its shard."""
+    return dense_parts(getattr(tensor, "_local_tensor", tensor))
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leaves random states, the garbage collector and compilation as they were."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with random_states_kept(), eager():
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def optimizer_for(
+    optimizer: Any, model: torch.nn.Module, copies: ShapeCopies, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer | None:
+    """The user's optimizer, with a fresh state, on the shape-only parameters.
+
+    Args:
+        optimizer: an instance over the model's parameters, a callable that takes parameters, or None.
+        model: the model, swapped.
+        copies: knows the shape-only copy of each real parameter.
+        parameters: the real parameters of the model.
+    """
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_parameters(optimizer, parameters)
+        return _copied(optimizer, copies, parameters)
+    if not callable(optimizer):
+        raise BadOptimizer(
+            f"optimizer must be a torch.optim.Optimizer, a callable that takes parameters, or None, "
+            f"but {type(optimizer).__name__} was given."
+        )
+    with explained("optimizer function"):
+        made = optimizer([p for p in model.parameters() if p.requires_grad])
+    if not isinstance(made, torch.optim.Optimizer):
+        raise BadOptimizer(f"the optimizer callable returned {type(made).__name__}, not a torch.optim.Optimizer.")
+    return made
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
+    """Refuses an optimizer of another model."""
+    own = {id(p) for p in parameters}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    strange = [p for p in held if id(p) not in own]
+    if strange:
+        shapes = ", ".join(str(tuple(p.shape)) for p in strange[:3])
+        raise BadOptimizer(
+            f"{len(strange)} of the optimizer's {len(held)} parameters are not the model's (shapes {shapes}). "
+            "Make the optimizer from the parameters of this model."
+        )
+
+
+def _copied(
+    optimizer: torch.optim.Optimizer, copies: ShapeCopies, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    memo: dict[int, Any] = {id(p): copies.of(p) for p in parameters}
+    family = _with_wrapped(optimizer)
+    for member in family:
+        # Optimizers tell `copy` of their groups and state only, so each is made empty here and filled below.
+        memo[id(member)] = object.__new__(type(member))
+        memo.setdefault(id(member.state), defaultdict(dict))
+        for name in _HOOKS:
+            hooks = getattr(member, name, None)
+            if hooks is not None:
+                memo[id(hooks)] = OrderedDict()
+    try:
+        for member in family:
+            # A learning-rate scheduler replaces `step` on the instance by one bound to the original.
+            held = {name: value for name, value in vars(member).items() if name != "step"}
+            vars(memo[id(member)]).update(copy.deepcopy(held, memo))
+    except Exception as error:
+        raise BadOptimizer(
+            f"the optimizer ({type(optimizer).__name__}) can't be copied: {type(error).__name__}: {error}. "
+            "Give a function that takes parameters and makes it instead."
+        ) from error
+    clone: torch.optim.Optimizer = memo[id(optimizer)]
+    return clone
+
+
+def _with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizer and those it wraps, however deep."""
+    found = [optimizer]
+    for member in found:
+        for value in vars(member).values():
+            if isinstance(value, torch.optim.Optimizer) and all(value is not known for known in found):
+                found.append(value)
+    return found

@@ -1,0 +1,255 @@
+"""The work of a step: what each operator computes and moves, in the order in which the device runs them.
+
+The time of a step follows from these figures and the device's rates. Floating-point operations come from PyTorch's own
+formulas (`torch.utils.flop_counter`), with further ones here for operators that it leaves out. Bytes are those that a
+kernel must touch at least: every input read once, every output written once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.flop_counter import flop_registry
+
+from memfit.core.profile import Work
+from memfit.core.timeline import Category, Phase
+from memfit.frameworks.torch.apply.chunked_loss import SMALLEST_VOCABULARY
+from memfit.frameworks.torch.shapes.recorder import Recorder
+from memfit.frameworks.torch.shapes.shapes import HALVES, Operator, tensors
+
+# They set memory aside or read a number: no kernel runs.
+_IDLE = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::lift_fresh",
+    "aten::resize_",
+    "aten::set_",
+    "aten::_local_scalar_dense",
+    "aten::record_stream",
+}
+# They read only the rows that their indices name.
+_LOOKUPS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::_embedding_bag"}
+_Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+
+
+class WorkLog:
+    """Collects the operators of a step as `Work`."""
+
+    def __init__(self) -> None:
+        self.operations: list[Work] = []
+        self._names: dict[Operator, str] = {}
+
+    def add(
+        self, module: str, phase: Phase, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        """Notes one operator, unless it does nothing."""
+        moved_bytes = moved(func, args, kwargs, out)
+        if not moved_bytes:
+            return
+        name = self._names.get(func)
+        if name is None:
+            name = self._names[func] = func._schema.name.replace("::", ".")
+        dtype = _dtype((*args, *kwargs.values()), out)
+        self.operations.append(Work(module, phase, name, flops(func, args, kwargs, out), moved_bytes, dtype))
+
+
+def flops(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of one call; 0 where no formula is known, as for operators that only move data."""
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is not None:
+        try:
+            return int(formula(*args, **kwargs, out_val=out))
+        except Exception:  # a formula of another release, or arguments that it doesn't foresee
+            return 0
+    own = _FORMULAS.get(func._schema.name)
+    return own(args, kwargs, out) if own is not None else 0
+
+
+def moved(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Bytes read and written by one call; 0 for what runs no kernel."""
+    name = func._schema.name
+    if name in _IDLE:
+        return 0
+    outputs = list(tensors((out,)))
+    inputs = list(tensors((*args, *kwargs.values())))
+    if not name.endswith("_") and outputs and inputs:
+        storages = {_storage(tensor) for tensor in inputs}
+        # A view by another name, as the gradient of a reshape often is.
+        outputs = [tensor for tensor in outputs if _storage(tensor) not in storages]
+        if not outputs:
+            return 0
+    written = sum({_storage(tensor): _accessed(tensor) for tensor in outputs}.values())
+    if name in _LOOKUPS:
+        return 2 * written + sum(_accessed(tensor) for tensor in inputs[1:])
+    read: dict[int, int] = {}
+    for tensor in inputs:
+        key = _storage(tensor)
+        read[key] = max(read.get(key, 0), _accessed(tensor))
+    if not outputs:
+        # Operators without an output, such as `_foreach_add_`, write into their first argument.
+        written = sum(_accessed(tensor) for tensor in tensors(args[:1]))
+    return written + sum(read.values())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _accessed(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return sum(_accessed(part) for part in (tensor._indices(), tensor._values())) if tensor.is_sparse else 0
+    # An expanded tensor has more elements than there are in memory.
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _dtype(inputs: tuple[Any, ...], out: Any) -> str:
+    for values in (inputs, (out,)):
+        for tensor in tensors(values):
+            if tensor.is_floating_point():
+                return str(tensor.dtype).removeprefix("torch.")
+    return ""
+
+
+def _attention_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
+
+
+def _recurrent(rows: torch.Tensor, weights: list[torch.Tensor], width: int) -> int:
+    """Each row of the input (one time step of one sample) meets each weight matrix once."""
+    matrices = sum(weight.numel() for weight in weights if weight.dim() >= 2)
+    return 2 * matrices * (rows.numel() // max(1, width))
+
+
+def _cudnn(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    return _recurrent(args[0], list(args[1]), args[0].shape[-1])
+
+
+def _onednn(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    return _recurrent(args[0], list(args[1:3]), args[0].shape[-1])
+
+
+_FORMULAS: dict[str, _Formula] = {
+    "aten::mv": lambda args, kwargs, out: 2 * args[0].numel(),
+    "aten::addmv": lambda args, kwargs, out: 2 * args[1].numel(),
+    "aten::dot": lambda args, kwargs, out: 2 * args[0].numel(),
+    "aten::addbmm": lambda args, kwargs, out: 2 * args[1].numel() * args[2].shape[-1],
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda args, kwargs, out: _attention_products(*args[:3]),
+    # Scores again, then the gradients of values, probabilities, queries and keys: five products for two.
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
+        lambda args, kwargs, out: _attention_products(*args[1:4]) * 5 // 2
+    ),
+    "aten::_cudnn_rnn": _cudnn,
+    "aten::_cudnn_rnn_backward": lambda args, kwargs, out: 2 * _cudnn(args, kwargs, out),
+    "aten::mkldnn_rnn_layer": _onednn,
+    "aten::mkldnn_rnn_layer_backward": lambda args, kwargs, out: 2 * _onednn(args, kwargs, out),
+}
+
+_FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_DROPOUTS = {"aten::native_dropout", "aten::bernoulli_", "aten::bernoulli"}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::linear", "aten::bmm"}
+# What stands between a linear layer and its cross entropy without computing anything new.
+_CARRYING = {"aten::_to_copy", "aten::clone", "aten::copy", "aten::slice_copy", "aten::index"}
+
+
+class FeatureWatch:
+    """Recognises features by the operators of a step.
+
+    Args:
+        recorder: knows the blocks.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.found: set[str] = set()
+        self._recorder = recorder
+        self._products: set[int] = set()
+
+    def ran(self, func: Operator, args: tuple[Any, ...], out: Any, phase: Phase) -> None:
+        """Looks at one operator."""
+        name = func._schema.name
+        if phase is Phase.OPTIMIZER:
+            if "_fused_" in name:
+                self.found.add("fused")
+                # Fused updates count their steps by a foreach kernel.
+                self.found.discard("foreach")
+            elif "_foreach_" in name and "fused" not in self.found:
+                self.found.add("foreach")
+        elif phase is Phase.FORWARD:
+            if "convolution" in name:
+                self.found.add("convolution")
+            elif name in _DROPOUTS:
+                self.found.add("dropout")
+            elif "batch_norm" in name and _over_the_batch(args):
+                self.found.add("batch-norm")
+            self._follow_products(name, args, out)
+
+    def _follow_products(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        if name in _PRODUCTS and isinstance(out, torch.Tensor):
+            self._add(out)
+            return
+        source = next(tensors(args), None)
+        if source is None or source.layout is not torch.strided:
+            return
+        block = self._recorder.block_of(source)
+        if block is None:
+            return
+        if name == "aten::_to_copy" and self._recorder.categories[block] is Category.PARAMETER:
+            if out.dtype in HALVES and source.dtype not in HALVES:
+                self.found.add("autocast")
+        elif block in self._products:
+            if name in _CARRYING:
+                self._add(out)
+            elif name == "aten::_log_softmax" and source.shape[args[1]] >= SMALLEST_VOCABULARY:
+                self.found.add("cross-entropy")
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        block = self._recorder.block_of(tensor)
+        if block is not None:
+            self._products.add(block)
+
+
+def _over_the_batch(args: tuple[Any, ...]) -> bool:
+    """Whether a batch norm computes statistics over samples; those of single images come as one large sample."""
+    tensor = next(tensors(args), None)
+    return tensor is not None and tensor.shape[0] > 1 and any(value is True for value in args[5:6])
+
+
+def features_of(model: torch.nn.Module, optimizer: Any) -> set[str]:
+    """What can be read off the objects themselves."""
+    found: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            found.add("batch-norm")
+        elif isinstance(module, _DropoutNd) and module.training and module.p > 0:
+            found.add("dropout")
+        elif isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            found.add("sparse-gradients")
+        elif isinstance(module, torch.nn.Linear):
+            found.add("linear")
+        elif (
+            isinstance(module, _ConvNd)
+            and module.weight.dim() == 4
+            and (module.weight.is_contiguous() or not module.weight.is_contiguous(memory_format=torch.channels_last))
+        ):
+            found.add("channels-first")
+    names = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    if len(set(names)) < len(names):
+        found.add("shared-parameters")
+    if any(not parameter.requires_grad for parameter in model.parameters()):
+        found.add("frozen-parameters")
+    if optimizer is not None and any(group.get("fused") for group in optimizer.param_groups):
+        found.add("fused")
+    elif type(optimizer) in _FUSABLE:
+        found.add("fusable")
+    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    if is_adam and not any(group.get("amsgrad") for group in optimizer.param_groups):
+        found.add("adam")
+    if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, torch.optim.LBFGS):
+        found.add("steppable")
+    return found

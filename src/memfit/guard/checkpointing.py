@@ -1,0 +1,173 @@
+"""The checkpoints of a guarded run: when one is due, written by all processes together, and the last one at exit."""
+
+import atexit
+import contextlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from memfit.core import run_events
+from memfit.core.adapter import Ranks, SingleProcess
+from memfit.core.errors import BadFile
+from memfit.core.guarding import BadCheckpoint
+from memfit.guard.checkpoints import Folder
+
+_log = logging.getLogger("memfit")
+
+# Of the time of training, what checkpoints may cost where no interval is given; and the least time between two.
+_SHARE = 0.01
+_INTERVAL_SECONDS = 60.0
+_FIRST_INTERVAL_SECONDS = 5.0
+
+_finished: dict[str, int] = {}
+"""How many calls of `fit` with each folder have ended in this process."""
+_last_saves: "set[weakref.WeakMethod[Callable[[], None]]]" = set()
+
+
+class Checkpointing:
+    """Checkpoints of one run.
+
+    Args:
+        folder: where they are; None: there are none.
+        keep: how many stay.
+        every: updates between two; None: by time.
+        owner: whose they are, as for `Folder`.
+        ranks: the processes that write them together; None: there is only this one.
+
+    Raises:
+        BadFile: the folder can't be written to, or belongs to another run.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        keep: int = 3,
+        every: int | None = None,
+        *,
+        owner: object = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._ranks: Ranks = SingleProcess() if ranks is None else ranks
+        self._every = every
+        self._last = time.monotonic()
+        self._save_seconds, self._num_saved = 0.0, 0
+        self._folder = None if folder is None else Folder(folder, keep, announce=_log.warning, owner=owner)
+        if self._folder is not None:
+            self._of_first(self._folder.claim)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a folder."""
+        return self._folder is not None
+
+    @property
+    def path(self) -> Path | None:
+        """The folder."""
+        return None if self._folder is None else self._folder.path
+
+    def is_due(self, update: int) -> bool:
+        """Whether it is time for one.
+
+        Args:
+            update: updates so far.
+        """
+        if self._folder is None:
+            return False
+        if self._every is not None:
+            return update % self._every == 0
+        return self._ranks.agreed(is_time(time.monotonic() - self._last, self._save_seconds, self._num_saved))
+
+    def wait_anew(self) -> None:
+        """Nothing new has happened until now."""
+        self._last = time.monotonic()
+
+    def save(self, update: int, write: Callable[[Path], None]) -> None:
+        """Writes one; the last part of it goes on in the background.
+
+        Args:
+            update: updates so far.
+            write: writes the files of this process into a directory.
+        """
+        if self._folder is None:
+            return
+        started = time.perf_counter()
+        written = self._folder.write(update, write, asynchronous=True, ranks=self._ranks)
+        self._save_seconds = time.perf_counter() - started
+        self._num_saved += 1
+        self.wait_anew()
+        if written:
+            run_events.note("checkpoint", update=update, path=str(self._folder.path))
+
+    def latest(self) -> Path | None:
+        """The directory of the newest checkpoint that is whole; None: there is none."""
+        if self._folder is None:
+            return None
+        folder = self._folder
+        latest = self._of_first(lambda: "" if (newest := folder.latest()) is None else str(newest.path))
+        return Path(latest) if latest else None
+
+    def _of_first(self, action: Callable[[], str | None]) -> str:
+        """What the first process finds out; what it refuses, all do, for none may wait for one that has ended."""
+        answer, refusal = "", None
+        if self._ranks.is_first:
+            try:
+                answer = action() or ""
+            except BadFile as error:
+                refusal = error
+        shared = self._ranks.share("-" + answer if refusal is None else f"{type(refusal).__name__}:{refusal}")
+        if refusal is not None:
+            raise refusal
+        if not shared.startswith("-"):
+            kind, _, text = shared.partition(":")
+            raise (BadCheckpoint if kind == BadCheckpoint.__name__ else BadFile)(text)
+        return shared[1:]
+
+    def close(self) -> None:
+        """Waits until the last checkpoint is on disk."""
+        if self._folder is not None:
+            self._folder.close()
+
+
+def is_time(passed_seconds: float, save_seconds: float, num_saved: int) -> bool:
+    """Whether another checkpoint is due, so long after the last one, by what that took and how many there were."""
+    # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
+    seldom = min(_INTERVAL_SECONDS, _FIRST_INTERVAL_SECONDS * 2**num_saved)
+    return bool(passed_seconds >= max(seldom, save_seconds / _SHARE))
+
+
+def folder_of_call(path: str | os.PathLike[str]) -> Path:
+    """The folder for the next call of `fit`, or one inside of it where calls of this process have ended with it.
+
+    A script may call `fit` several times with one folder, or know nothing of the folder that its supervisor names. A
+    call that was broken off doesn't count: the same one goes on where it was.
+    """
+    count = _finished.get(os.path.abspath(path), 0)
+    return Path(path, f"fit-{count + 1}") if count else Path(path)
+
+
+def call_ended(path: str | os.PathLike[str]) -> None:
+    """A call of `fit` with this folder has come to its end: the next one of this process is another."""
+    key = os.path.abspath(path)
+    _finished[key] = _finished.get(key, 0) + 1
+
+
+def save_at_exit(save: Callable[[], Any]) -> None:
+    """Has a guard's method called when the script ends: it may do so without a word to its guards.
+
+    Args:
+        save: the method; the guard may go before.
+    """
+    _last_saves.add(weakref.WeakMethod(save, _last_saves.discard))
+
+
+@atexit.register
+def _save_what_is_left() -> None:
+    for reference in list(_last_saves):
+        save = reference()
+        if save is not None:
+            with contextlib.suppress(Exception):
+                save()

@@ -1,0 +1,275 @@
+"""The search for steps that are slow to trace: graphs and compiled programs, where one answer takes seconds.
+
+What is known at first is one trace of the plain step, the size of its state, and what each recomputed part would spare.
+Everything else is computed from that, roughly: what grows with the batch shrinks with its parts, what is recomputed
+isn't kept. The fastest candidate that is computed to fit is then traced for real; what the trace says corrects the
+computation for its kind of candidates, and the next one is chosen, until nothing faster is left to prove.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import ClassVar
+
+from memfit.core.settings import Settings
+from memfit.core.step_facts import Part
+from memfit.planner.candidate import Candidate
+
+# Of the forward pass: the backward pass computes two products where it computes one.
+_PASSES = 3.0
+# Part of a step's time that every further pass costs where nobody measured it.
+_CALL_SHARE = 0.01
+# Amounts of recomputation that are considered, and steps in which bytes are counted to choose its parts.
+_NUM_LEVELS = 10
+_NUM_CELLS = 400
+# Counts of micro-batches grow by this factor from here on.
+_DENSE_COUNTS = 8
+_COUNT_GROWTH = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to run the step that micro-batches and recomputation are added to.
+
+    Args:
+        settings: of it.
+        memory_factor: what grows with the batch, over that of the plain step (assumed until traced).
+        speed_factor: its time over that of the plain step (assumed).
+        fixed_bytes: that don't grow with the batch.
+        gradient_bytes: what gradients of micro-batches add up in.
+    """
+
+    settings: Settings
+    memory_factor: float
+    speed_factor: float
+    fixed_bytes: float
+    gradient_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The time of the forward pass of one sample, and of any forward pass, however small it is."""
+
+    sample_seconds: float
+    call_seconds: float
+
+
+@dataclass(slots=True)
+class Search:
+    """Candidates for one step, and what traces have said of some.
+
+    Args:
+        variants: ways to run the step; the plain one first.
+        peak_bytes: of the plain step, traced.
+        batch_size: samples of an update; None where it can't be split.
+        parts: that can be computed again, in order of execution.
+        total_work: of the whole forward pass, in the unit of the parts; 0: that of all parts.
+        speed: of the plain step; None where nothing is known of the device.
+        may_split: whether micro-batches are allowed.
+        may_recompute: whether recomputation is.
+        loop_factor: time of a sample in the loop over micro-batches, over that in a whole batch.
+    """
+
+    variants: tuple[Variant, ...]
+    peak_bytes: float
+    batch_size: int | None
+    parts: tuple[Part, ...] = ()
+    total_work: float = 0.0
+    speed: Speed | None = None
+    may_split: bool = True
+    may_recompute: bool = True
+    loop_factor: float = 1.0
+    _traced: dict[Settings, float] = field(default_factory=dict)
+    _learned: dict[tuple[Settings, bool, bool], list[tuple[float, float]]] = field(default_factory=dict)
+    _excluded: set[Settings] = field(default_factory=set)
+    _menu: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        self._menu = ((), *levels(self.parts)) if self.may_recompute else ((),)
+        # Where another precision is wanted in any case, the trace of the plain step isn't one of a candidate.
+        if self.variants[0].memory_factor == 1.0:
+            self.learn(self.plain, self.peak_bytes)
+
+    computes_peaks: ClassVar[bool] = False
+
+    @property
+    def has_times(self) -> bool:
+        """Whether times are in seconds."""
+        return self.speed is not None
+
+    @property
+    def plain(self) -> Candidate:
+        """The step as it is."""
+        return self.evaluate(self.variants[0].settings)
+
+    def candidates(self) -> list[Candidate]:
+        """All, whether they fit or not."""
+        counts = part_counts(self.batch_size) if self.may_split else (1,)
+        settings = (self._settings(*choice) for choice in product(self.variants, counts, self._menu))
+        return [self.evaluate(one) for one in settings if one not in self._excluded]
+
+    def best(self, usable_bytes: float) -> Candidate | None:
+        """The fastest that is computed, or known, to fit; of equally fast ones the one that changes least."""
+        fitting = [one for one in self.candidates() if one.computed_bytes <= usable_bytes]
+        return min(fitting, key=lambda one: (one.seconds, num_moves(one.settings), one.computed_bytes), default=None)
+
+    def contenders(self, usable_bytes: float, most_seconds: float) -> list[Candidate]:
+        """None: steps aren't run to be timed."""
+        return []
+
+    def front(self) -> list[Candidate]:
+        """All candidates."""
+        return self.candidates()
+
+    def smallest(self, count: int = 1) -> list[Candidate]:
+        """Those that are computed to need least memory, traced ones left out."""
+        rest = [one for one in self.candidates() if one.settings not in self._traced]
+        return sorted(rest, key=lambda one: (one.computed_bytes, one.seconds))[:count]
+
+    def learn(self, candidate: Candidate, peak_bytes: float) -> None:
+        """A trace says what a candidate needs."""
+        settings = candidate.settings
+        if settings in self._traced:
+            return
+        self._traced[settings] = peak_bytes
+        variant = self._variant_of(settings)
+        known = self._learned.setdefault(self._kind(settings, variant), [])
+        known.append((self._growing(settings, variant), peak_bytes - self._standing(settings, variant)))
+        known.sort()
+
+    def exclude(self, candidate: Candidate) -> None:
+        """A candidate can't be run."""
+        self._excluded.add(candidate.settings)
+
+    def is_traced(self, settings: Settings) -> bool:
+        """Whether a trace said what these settings need."""
+        return settings in self._traced
+
+    def evaluate(self, settings: Settings) -> Candidate:
+        """What is computed, or known, for settings."""
+        variant = self._variant_of(settings)
+        peak = self._traced.get(settings)
+        if peak is None:
+            growing = self._corrected(self._kind(settings, variant), self._growing(settings, variant))
+            # Whatever else is small, gradients are there once.
+            peak = max(self._standing(settings, variant) + growing, variant.fixed_bytes + variant.gradient_bytes)
+        return Candidate(settings, peak, self._seconds(settings, variant), variant)
+
+    # Memory.
+
+    def _standing(self, settings: Settings, variant: Variant) -> float:
+        """What doesn't depend on the size of a part."""
+        return variant.fixed_bytes + (variant.gradient_bytes if settings.micro_batches > 1 else 0)
+
+    def _growing(self, settings: Settings, variant: Variant) -> float:
+        """What grows with the size of a part, before any correction."""
+        plain = self.variants[0]
+        whole = max(0.0, self.peak_bytes - plain.fixed_bytes)
+        samples = self.batch_size or 1
+        recomputed = [part.kept_bytes for part in self.parts if part.path in set(settings.checkpoint)]
+        # One of them at a time is there again, in the backward pass.
+        spared = samples * (sum(recomputed) - max(recomputed, default=0.0))
+        share = -(-samples // settings.micro_batches) / samples
+        return max(0.02 * whole, whole - spared) * share * variant.memory_factor
+
+    def _corrected(self, kind: tuple[Settings, bool, bool], growing: float) -> float:
+        """What traces of the same kind of candidates make of a computed size."""
+        known = self._learned.get(kind) or self._learned.get((kind[0], False, False)) or []
+        points = [point for point in known if point[0] > 0]
+        if not points:
+            return growing
+        below = [point for point in points if point[0] <= growing]
+        above = [point for point in points if point[0] > growing]
+        first = below[-1] if below else points[0]
+        second = above[0] if below and above else points[-1] if first is points[0] else points[-2]
+        if len(points) == 1 or first[0] == second[0]:
+            return growing * first[1] / first[0]
+        slope = (second[1] - first[1]) / (second[0] - first[0])
+        return max(0.0, first[1] + slope * (growing - first[0]))
+
+    # Time.
+
+    def _seconds(self, settings: Settings, variant: Variant) -> float:
+        samples = self.batch_size or 1
+        speed = self.speed or Speed(1.0 / samples, _CALL_SHARE)
+        total = self.total_work or sum(part.work for part in self.parts)
+        again = sum(part.work for part in self.parts if part.path in set(settings.checkpoint))
+        passes = _PASSES + (again / total if total else len(settings.checkpoint) / max(1, len(self.parts)))
+        slower = variant.speed_factor * (self.loop_factor if settings.micro_batches > 1 else 1.0)
+        pass_seconds = samples * speed.sample_seconds * slower + settings.micro_batches * speed.call_seconds
+        return passes * pass_seconds
+
+    # Kinds.
+
+    def _settings(self, variant: Variant, count: int, checkpoint: tuple[str, ...]) -> Settings:
+        size = 0 if count == 1 or self.batch_size is None else -(-self.batch_size // count)
+        return replace(variant.settings, micro_batches=count, micro_batch_size=size, checkpoint=checkpoint)
+
+    def _variant_of(self, settings: Settings) -> Variant:
+        own = replace(settings, micro_batches=1, micro_batch_size=0, checkpoint=())
+        return next((one for one in self.variants if one.settings == own), self.variants[0])
+
+    def _kind(self, settings: Settings, variant: Variant) -> tuple[Settings, bool, bool]:
+        return variant.settings, settings.micro_batches > 1, bool(settings.checkpoint)
+
+
+def num_moves(settings: Settings) -> int:
+    """How much settings change, for a choice between equals."""
+    whole = settings.jit_compile is not None
+    changed = (settings.precision, settings.lora_rank, settings.quantized_base, whole)
+    num = (settings.micro_batches > 1) + len(settings.checkpoint) + sum(map(bool, changed))
+    # Donation costs nothing: it goes with whatever else is changed.
+    return num or int(settings.donate)
+
+
+def part_counts(batch_size: int | None) -> tuple[int, ...]:
+    """Counts of micro-batches worth considering: all small ones, then fewer and fewer, up to one for each sample.
+
+    >>> part_counts(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    if not batch_size:
+        return (1,)
+    counts: list[int] = []
+    count = 1.0
+    while count < batch_size:
+        # Several counts may have the same largest part: the least of them does.
+        size = -(-batch_size // round(count))
+        if -(-batch_size // size) not in counts:
+            counts.append(-(-batch_size // size))
+        count = count + 1 if count < _DENSE_COUNTS else count * _COUNT_GROWTH
+    return tuple(counts) if batch_size in counts else (*counts, batch_size)
+
+
+def levels(parts: Iterable[Part]) -> list[tuple[str, ...]]:
+    """Sets of parts to recompute, from little to all: for each amount of memory the one that costs least."""
+    known = [part for part in parts if part.kept_bytes > 0]
+    if not known:
+        return []
+    total = sum(part.kept_bytes for part in known)
+    table = _cheapest(known, total / _NUM_CELLS)
+    found: list[tuple[str, ...]] = []
+    for level in range(1, _NUM_LEVELS + 1):
+        wanted = min(len(table) - 1, round(level / _NUM_LEVELS * (len(table) - 1)))
+        chosen = table[wanted]
+        paths = tuple(part.path for index, part in enumerate(known) if chosen >> index & 1)
+        if paths and paths not in found:
+            found.append(paths)
+    every = tuple(part.path for part in known)
+    return found if every in found else [*found, every]
+
+
+def _cheapest(parts: list[Part], cell: float) -> list[int]:
+    """For each number of cells, the parts (as bits) that spare at least so many at the least work."""
+    sizes = [max(1, int(part.kept_bytes / cell)) for part in parts]
+    total = sum(sizes)
+    # Work of nothing known is still work.
+    least = max((part.work for part in parts), default=0.0) * 1e-6 + 1e-12
+    best: list[tuple[float, int]] = [(0.0, 0)] + [(float("inf"), 0)] * total
+    for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        for cells in range(total, 0, -1):
+            before = best[max(0, cells - size)]
+            cost = before[0] + part.work + least
+            if cost < best[cells][0]:
+                best[cells] = (cost, before[1] | 1 << index)
+    return [chosen for _, chosen in best]

@@ -1,0 +1,146 @@
+"""The memory of the container: its limit, what is used of it, and whether the kernel has killed in it.
+
+Use is what can't be given back: the page cache fills every container to its limit and kills nobody, so the pages of
+files that the kernel can drop are not counted. Version 1 and version 2 of control groups say all of it under different
+names. Where there is no control group there is nothing here, and the machine's own figures count.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from memfit.catalogue.host import memory_groups, parse_limit
+
+_ROOT = Path("/")
+# Such a file is a few lines, and is made in one piece when it is read.
+_MAX_FILE_BYTES = 65536
+_CONTAINER, _MACHINE = "container", "machine"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The tightest limit on what processes here can still get.
+
+    Args:
+        free_bytes: what they can still get.
+        limit_bytes: the limit itself.
+        used_bytes: what is used of it and can't be given back.
+        limit_of: "container" or "machine".
+    """
+
+    free_bytes: int
+    limit_bytes: int
+    used_bytes: int
+    limit_of: str
+
+
+class Groups:
+    """The control groups of this process, which are also those of the processes that it starts."""
+
+    def __init__(self, root: Path = _ROOT) -> None:
+        self._root = root
+        # Without a controller a hierarchy has folders and no figures.
+        self._levels = [
+            (is_unified, levels) for is_unified, levels in memory_groups(root) if any(map(_has_figures, levels))
+        ]
+
+    def room(self) -> Room | None:
+        """The tightest of all limits, that of the machine included; None where nothing is known."""
+        rooms = [*self._rooms(), *_machine_room(self._root)]
+        return min(rooms, key=lambda room: room.free_bytes, default=None)
+
+    def used_bytes(self) -> int | None:
+        """What the container's processes hold and can't give back; None without a container."""
+        for is_unified, levels in self._levels:
+            for level in levels:
+                used = _used(level, is_unified, _table(level / "memory.stat"))
+                if used is not None:
+                    return used
+        return None
+
+    def num_kills(self, *, around: bool = False) -> int | None:
+        """How often the kernel has killed in our own group for lack of memory; None where it doesn't tell.
+
+        With `around` also in those above it: some of those kills may be of processes that aren't ours.
+        """
+        counts = [
+            _table(level / ("memory.events" if is_unified else "memory.oom_control")).get("oom_kill")
+            for is_unified, levels in self._levels
+            for level in (levels if around else levels[:1])
+        ]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
+
+    def _rooms(self) -> Iterator[Room]:
+        for is_unified, levels in self._levels:
+            for level in levels:
+                figures = _table(level / "memory.stat")
+                limit = _limit(level, is_unified, figures)
+                used = None if limit is None else _used(level, is_unified, figures)
+                if limit is not None and used is not None:
+                    yield Room(max(0, limit - used), limit, used, _CONTAINER)
+
+
+def _has_figures(level: Path) -> bool:
+    return (level / "memory.stat").is_file() and (
+        (level / "memory.current").is_file() or (level / "memory.usage_in_bytes").is_file()
+    )
+
+
+def _limit(level: Path, is_unified: bool, figures: dict[str, int]) -> int | None:
+    if is_unified:
+        return parse_limit(_read(level / "memory.max"))
+    # Some groups above ours may be out of sight, and this states the tightest of them all.
+    stated = parse_limit(str(figures.get("hierarchical_memory_limit", "")))
+    own = parse_limit(_read(level / "memory.limit_in_bytes"))
+    return min((limit for limit in (stated, own) if limit is not None), default=None)
+
+
+def _used(level: Path, is_unified: bool, figures: dict[str, int]) -> int | None:
+    charged = _number(_read(level / ("memory.current" if is_unified else "memory.usage_in_bytes")))
+    if charged is None:
+        return None
+    names = (
+        ("inactive_file", "active_file", "slab_reclaimable")
+        if is_unified
+        else ("total_inactive_file", "total_active_file")
+    )
+    return max(0, charged - sum(figures.get(name, 0) for name in names))
+
+
+def _machine_room(root: Path) -> Iterator[Room]:
+    figures = _table(root / "proc/meminfo", unit=1024)
+    total, free = figures.get("MemTotal:"), figures.get("MemAvailable:")
+    if total is not None and free is not None:
+        yield Room(free, total, total - free, _MACHINE)
+
+
+def _read(path: Path) -> str:
+    # Five times a second and several files each: `Path.read_text` takes three times as long.
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        return os.read(descriptor, _MAX_FILE_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+
+
+def _table(path: Path, unit: int = 1) -> dict[str, int]:
+    """A file of names and numbers, one pair a line."""
+    table = {}
+    for line in _read(path).splitlines():
+        name, *rest = line.split()[:2] or [""]
+        value = _number(rest[0]) if rest else None
+        if value is not None:
+            table[name] = value * unit
+    return table
+
+
+def _number(text: str) -> int | None:
+    word = text.strip()
+    return int(word) if word.isascii() and word.isdigit() else None

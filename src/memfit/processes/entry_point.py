@@ -1,0 +1,122 @@
+"""The script or module to run, found before a process is started for it, and whether memory is enough to start it."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tokenize
+from importlib.machinery import ModuleSpec, PathFinder
+
+from memfit.core.errors import BadInput, BadTarget
+from memfit.core.units import MIB, format_size
+from memfit.processes import programs
+from memfit.processes.limits import has_devices
+
+# No interpreter needs more before a script has begun; below it, what this one needs is measured.
+_SURELY_ENOUGH_BYTES = 256 * MIB
+# The caching allocators of PyTorch ask a device for no less.
+_DEVICE_SEGMENT_BYTES = 2 * MIB
+# What starts a script, in a process that then says what it has mapped.
+_MEASURE = """
+import os, importlib, sys
+importlib.import_module(sys.argv[1])
+from memfit.processes.process_tree import held_by
+held = held_by(os.getpid())
+print(0 if held is None else held.data_bytes)
+"""
+
+
+def check_budget(budget_bytes: int) -> None:
+    """Refuses a budget that no script could begin with."""
+    if has_devices():
+        needed, what = _DEVICE_SEGMENT_BYTES, "the smallest piece of device memory that PyTorch asks for"
+    elif budget_bytes < _SURELY_ENOUGH_BYTES:
+        needed, what = _interpreter_bytes(), "what Python itself takes here before the script begins (measured)"
+    else:
+        return
+    if budget_bytes < needed:
+        raise BadInput(
+            f"a budget of {format_size(budget_bytes)} is less than {format_size(needed)}, {what}. "
+            "Give a budget that holds the libraries, model and data of the script as well."
+        )
+
+
+def _interpreter_bytes() -> int:
+    """What a process has mapped that is about to run a script; 0 where that can't be found out."""
+    try:
+        words = [sys.executable, "-c", _MEASURE, programs.SUPERVISED[-1]]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+        return int(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
+
+
+def find_target(name: str, *, module: bool) -> str:
+    """The module, or the path of the script, that a name means; refuses one that Python can't run.
+
+    A bare name that is no file here may be that of an installed program of Python, such as `torchrun`.
+    """
+    if module:
+        check_module(name)
+        return name
+    if not os.path.exists(name) and name == os.path.basename(name):
+        # That of this environment, whether or not it is active in the shell.
+        name = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name) or name
+    check_script(name)
+    return name
+
+
+def check_script(path: str) -> None:
+    """Refuses a path that Python can't run as a script."""
+    if os.path.isdir(path):
+        raise BadTarget(f"{path!r} is a folder. Give the path of a Python script, or -m with the name of a module.")
+    if not os.path.isfile(path):
+        raise BadTarget(f"there is no file {path!r} in {os.getcwd()!r}. Give the path of a Python script.")
+    message = f"{path!r} is not a Python script. Give the file that `python` itself would be given."
+    try:
+        with tokenize.open(path) as file:
+            text = file.read()
+    except (SyntaxError, UnicodeDecodeError):
+        raise BadTarget(message) from None
+    except OSError as error:
+        raise BadTarget(f"{path!r} can't be read: {error.strerror}. Give a file that can.") from None
+    if not path.endswith((".py", ".pyw")):
+        # A script may have any name. One with the right name and a mistake in it is the script's own failure, which
+        # Python shows with its line.
+        try:
+            compile(text, path, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError):
+            raise BadTarget(message) from None
+
+
+def check_module(name: str) -> None:
+    """Refuses a name that `python -m` would find no module for; imports nothing to find out."""
+    spec = _find(name)
+    if spec is None:
+        raise BadTarget(
+            f"there is no module {name!r} in {os.getcwd()!r} or among the installed ones. "
+            "Give -m a name that `python -m` knows, or the path of a script without -m."
+        )
+    if spec.submodule_search_locations is not None and _find(f"{name}.__main__") is None:
+        raise BadTarget(f"{name!r} is a package without a __main__ module. Name the module in it that trains.")
+
+
+def _find(name: str) -> ModuleSpec | None:
+    parts = name.split(".")
+    if not all(parts):
+        return None
+    # `python -m` looks in the working folder first.
+    spec = PathFinder.find_spec(parts[0], [os.getcwd()])
+    if spec is None:
+        try:
+            spec = importlib.util.find_spec(parts[0])
+        except ValueError:
+            # Already loaded and without a spec, as __main__ is.
+            spec = getattr(sys.modules.get(parts[0]), "__spec__", None)
+    for depth in range(2, len(parts) + 1):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(".".join(parts[:depth]), list(spec.submodule_search_locations))
+    return spec

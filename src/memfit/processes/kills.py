@@ -1,0 +1,216 @@
+"""Why an attempt ended: its own reasons, somebody's signal, or memory; and what is known of it then.
+
+A process that the kernel kills says nothing. What tells are the container's counter of kills, the kernel's log, and
+what each process held when it was seen last. Each may be missing, so each can decide by itself.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from memfit.core.supervised import Cause, Ending, ProcessMemory
+from memfit.core.units import format_size
+from memfit.processes.kernel_log import LoggedKill
+from memfit.processes.limits import Ceiling, is_full, is_mostly_reserved
+from memfit.processes.process_tree import Held, name_of_signal
+from memfit.processes.watch import Seen
+
+# Native code that gets no memory may crash instead of saying so, and may have asked for much at once.
+_CLOSE = 0.7
+_ALMOST_NOTHING = 0.03
+_NARROW = ("container", "budget")
+# A library that got no address space may fail later, where it misses what it could not set up.
+_AFTERWARDS_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All that is known of an attempt that ended.
+
+    Args:
+        status: its exit code; negative for a signal.
+        pid: the script's own process.
+        seconds: when, from the start of the run on.
+        seen: what the watch has seen.
+        ceiling: what it could have.
+        error: the exception that ended it, as its process told; None without one.
+        cannot_fit: a guard's last word that nothing is left to try, or "".
+        kills: how often the kernel killed in our container meanwhile; None where it doesn't tell.
+        kills_around: the same, with the containers around ours.
+        logged: the kills that the kernel's log tells of; None where it can't be read.
+        passed_on: names of the signals that were passed on to it.
+        guarded_by: the framework whose guard had begun and that crashes for lack of memory, or "".
+        reserves: whether it could map what it liked, so that nothing can have been refused but memory.
+    """
+
+    status: int
+    pid: int
+    seconds: float
+    seen: Seen
+    ceiling: Ceiling
+    error: dict[str, Any] | None = None
+    cannot_fit: str = ""
+    kills: int | None = None
+    kills_around: int | None = None
+    logged: list[LoggedKill] | None = None
+    passed_on: frozenset[str] = field(default_factory=frozenset)
+    guarded_by: str = ""
+    reserves: bool = False
+
+
+def explain(evidence: Evidence) -> Ending:
+    """How and why the attempt ended."""
+    if evidence.status == 0:
+        return Ending(Cause.ENDED, "it ended by itself", 0)
+    if evidence.seen.exceeded is not None:
+        return _memory(
+            evidence, Cause.KILLED, "memfit stopped it, because it used more than it may", evidence.seen.exceeded
+        )
+    if evidence.status < 0:
+        return _of_signal(evidence)
+    error = evidence.error
+    if _was_refused_address_space(evidence, error or {}):
+        return _of_exception(evidence, error or {}, was_reserved=True)
+    if error is not None and error.get("memory"):
+        if error.get("source") == "worker":
+            return _of_worker(evidence)
+        return _of_exception(evidence, error, was_reserved=False)
+    if evidence.cannot_fit:
+        return _memory(evidence, Cause.EXCEPTION, evidence.cannot_fit)
+    if evidence.kills:
+        return _of_worker(evidence)
+    said = f": {error['type']}: {error['text']}".rstrip(": ") if error else ""
+    return Ending(Cause.FAILED, f"it failed with exit code {evidence.status}{said}", evidence.status)
+
+
+def _was_refused_address_space(evidence: Evidence, error: dict[str, Any]) -> bool:
+    """Whether the limit was reached by what the script had mapped and not used, while it had memory left."""
+    most = evidence.ceiling.data_bytes
+    if evidence.reserves or most is None or evidence.cannot_fit or error.get("source") in ("worker", "shared memory"):
+        return False
+    limit, data, used = (error.get(name) for name in ("data_limit_bytes", "data_bytes", "used_bytes"))
+    if limit is not None and data is not None and used is not None:
+        held, requested = Held(used, data), error.get("requested_bytes")
+        if error.get("memory") and requested:
+            return bool(data + requested > limit and used + requested <= most)
+        if error.get("memory"):
+            imports_little = bool(error.get("importing")) and used < most / 2
+            return imports_little or is_mostly_reserved(held, most)
+        if is_full(data, limit) and is_mostly_reserved(held, most):
+            return True
+    refused = evidence.seen.refused_seconds
+    return refused is not None and evidence.seconds - refused < _AFTERWARDS_SECONDS and not error.get("memory")
+
+
+def _of_exception(evidence: Evidence, error: dict[str, Any], *, was_reserved: bool) -> Ending:
+    requested, data, used = (error.get(name) for name in ("requested_bytes", "data_bytes", "used_bytes"))
+    said = f"{error['type']}: {error['text']}".rstrip(": ") if error else f"exit code {evidence.status}"
+    at = f" at {error['at']}" if error.get("at") else ""
+    if was_reserved:
+        sizes = f": of {format_size(data)} that it had mapped it used {format_size(used)}" if data and used else ""
+        return _memory(evidence, Cause.RESERVED, f"it was refused address space, not memory{sizes} ({said}){at}")
+    if requested:
+        said = error["type"]
+    asked = f" of {format_size(requested)}" if requested else ""
+    importing = str(error.get("importing") or "")
+    where = f" while it imported {importing}" if importing else ""
+    cause = Cause.SHARED_MEMORY if error.get("source") == "shared memory" else Cause.EXCEPTION
+    return _memory(evidence, cause, f"an allocation{asked} failed{where} ({said}){at}", importing=importing)
+
+
+def _of_worker(evidence: Evidence) -> Ending:
+    """One of the script's processes was ended by a signal, and the script with it."""
+    process = logged = _logged(evidence)
+    if logged is None:
+        others = [process for pid, process in (evidence.seen.by_pid or {}).items() if pid != evidence.pid]
+        process = max(others, key=lambda process: process.held_bytes or 0, default=None)
+    if not evidence.kills and logged is None and evidence.kills is not None:
+        text = "one of its processes was ended by a signal, and not for its memory as far as the kernel tells"
+        return Ending(Cause.FAILED, text, evidence.status)
+    return _memory(evidence, Cause.WORKER_KILLED, f"the kernel killed {_named(process)}", process)
+
+
+def _of_signal(evidence: Evidence) -> Ending:
+    name = name_of_signal(-evidence.status)
+    if name in evidence.passed_on:
+        cause = Cause.INTERRUPTED if name == "SIGINT" else Cause.SIGNALLED
+        return Ending(cause, f"it was ended by {name}", signal=name)
+    if name == "SIGKILL":
+        return _of_kill(evidence)
+    if name == "SIGBUS" and evidence.seen.shared_memory_full:
+        return _memory(evidence, Cause.SHARED_MEMORY, "it was ended by SIGBUS with shared memory (/dev/shm) full")
+    if name in ("SIGSEGV", "SIGABRT"):
+        if _was_refused_address_space(evidence, {}):
+            return _memory(evidence, Cause.RESERVED, f"it crashed with {name} when it was refused address space")
+        limit = evidence.seen.data_limit_bytes
+        if _is_exhausted(evidence) or (limit is not None and evidence.seen.data_bytes >= _CLOSE * limit):
+            text = f"it crashed with {name} close to its limit, as native code does that gets no memory"
+            return _memory(evidence, Cause.CRASHED, text)
+        if evidence.guarded_by and evidence.ceiling.limit_of in _NARROW:
+            # It may have asked for much at once, long before its limit.
+            text = f"it crashed with {name} in a step of {evidence.guarded_by}, whose kernels do so that get no memory"
+            return _memory(evidence, Cause.CRASHED, text)
+    cause = Cause.INTERRUPTED if name == "SIGINT" else Cause.SIGNALLED
+    return Ending(cause, f"it was ended by {name}", signal=name)
+
+
+def _of_kill(evidence: Evidence) -> Ending:
+    logged = _logged(evidence)
+    known = evidence.kills_around is not None or evidence.logged is not None
+    if logged is None and not evidence.kills_around and (known or not _is_exhausted(evidence)):
+        text = "it was ended by SIGKILL, and not for its memory as far as the kernel tells"
+        return Ending(Cause.SIGNALLED, text, signal="SIGKILL")
+    process = logged or evidence.seen.last
+    who = "the kernel killed it" if known else "it was killed, probably by the kernel"
+    return _memory(evidence, Cause.KILLED, f"{who}: {_named(process)}", process)
+
+
+def _memory(
+    evidence: Evidence, cause: Cause, text: str, process: ProcessMemory | None = None, *, importing: str = ""
+) -> Ending:
+    """An ending by memory, with what it held and what it could have."""
+    # What it held goes while an exception ends it.
+    has_gone = cause is Cause.EXCEPTION or process is None
+    process = process or (evidence.seen.peak if has_gone else evidence.seen.last)
+    limit, whose = evidence.ceiling.limit_bytes, evidence.ceiling.limit_of
+    held = ""
+    if process is not None and process.held_bytes is not None:
+        held = f"; it held {format_size(process.held_bytes)}" + (" at most" if has_gone else " when seen last")
+    limits = "" if limit is None or cause is Cause.SHARED_MEMORY else f", the {whose}'s limit is {format_size(limit)}"
+    if whose == "budget":
+        limits = limits.replace("the budget's limit", "the budget")
+    status = evidence.status
+    return Ending(
+        cause,
+        f"{text}{held}{limits}",
+        exit_code=status if status >= 0 else None,
+        signal="" if status >= 0 else name_of_signal(-status),
+        process=process,
+        limit_bytes=limit,
+        importing=importing,
+    )
+
+
+def _logged(evidence: Evidence) -> ProcessMemory | None:
+    """The process of ours of whose kill the log tells.
+
+    A container may number its processes differently from the machine. Then the log's numbers mean nothing here, and
+    the counter of our own container has to say that one of its kills was ours.
+    """
+    kills = evidence.logged or []
+    ours = {evidence.pid, *(evidence.seen.by_pid or {})}
+    named = [kill for kill in kills if kill.pid in ours] or (kills if evidence.kills else [])
+    if not named:
+        return None
+    return ProcessMemory(named[-1].pid, named[-1].name, named[-1].held_bytes, round(evidence.seconds, 3))
+
+
+def _named(process: ProcessMemory | None) -> str:
+    if process is None:
+        return "one of its processes"
+    return f"process {process.pid} ({process.name})" if process.name else f"process {process.pid}"
+
+
+def _is_exhausted(evidence: Evidence) -> bool:
+    """Whether hardly anything was left when somebody looked last."""
+    free, limit = evidence.seen.least_free_bytes, evidence.ceiling.limit_bytes
+    return free is not None and limit is not None and free <= _ALMOST_NOTHING * limit

@@ -1,0 +1,243 @@
+"""The process in which a script runs on a simulated device.
+
+A script may do anything to its process: end it, kill it, run out of host memory. So it gets one of its own, which is
+handed a request in a file and leaves its result in another. Its output goes where ours goes, as it comes. However it
+ends, the parent has an answer: what the child wrote, or a crash with the signal's name.
+"""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memfit.allocator.shared import Share, read_shares
+from memfit.core import interrupts as _interrupts
+from memfit.core.dryrun import DryRun, Outcome, Request
+from memfit.core.errors import BadFile
+from memfit.core.progress import announce, doing
+from memfit.core.units import format_size
+from memfit.processes import process_tree as processes
+from memfit.processes import programs
+from memfit.processes.folders import temporary_folder
+from memfit.processes.shared_runs import DEVICE, are_several, combined
+from memfit.processes.written_files import collect
+
+# Seconds after which a run without a step says what it is doing; the last again and again.
+_MOMENTS = (10.0, 30.0, 60.0)
+
+# How long a script that is told to end may take to do so.
+_GRACE_SECONDS = 10.0
+
+# By name, because not every system has all of them.
+_REASONS = {
+    "SIGKILL": "probably because this machine ran out of memory: the script's host tensors are real",
+    "SIGSEGV": "probably by a compiled extension, whose kernels can't be simulated",
+    "SIGABRT": "probably by a compiled extension, whose kernels can't be simulated",
+    "SIGBUS": "probably because shared memory (/dev/shm) is full",
+}
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user interrupted a run that had something to tell."""
+
+    def __init__(self, run: DryRun) -> None:
+        super().__init__()
+        self.run = run
+
+
+class _Terminated(BaseException):
+    """We were asked to end."""
+
+
+def run_child(
+    request: Request,
+    *,
+    stdout_to_stderr: bool = False,
+    silent: bool = False,
+    command: Sequence[str] | None = None,
+    timeout_seconds: float | None = None,
+) -> dict[str, Any]:
+    """What the child found out, as the JSON of a `DryRun`, with anything it added.
+
+    Args:
+        request: what to run; its `result_path` is filled in here.
+        stdout_to_stderr: what the script prints goes to standard error, to keep standard output for the answer.
+        silent: what the script prints goes nowhere, and it has nothing to read.
+        command: what to start instead of `programs.DRYRUN`.
+        timeout_seconds: how long it may take; it is then ended, and has crashed.
+
+    Raises:
+        Interrupted: the user interrupted it, and the child left a result all the same.
+    """
+    with _passing_on_termination(), ExitStack() as stack:
+        # One for all, and one in memory for layers that the first can't take.
+        folder = stack.enter_context(temporary_folder())
+        folders = [folder]
+        with suppress(OSError):
+            folders.append(stack.enter_context(temporary_folder("/dev/shm")))
+        request_path, result_path = Path(folder, "request.json"), Path(folder, "result.json")
+        # One run's files are enough; those of a further one would be the same.
+        kept = "" if silent else request.checkpoint_folder
+        asked = replace(request, result_path=str(result_path), layers=tuple(folders), checkpoint_folder=kept)
+        request_path.write_text(json.dumps(asked.to_json()), encoding="utf-8")
+        try:
+            words = [*(command or programs.DRYRUN), str(request_path)]
+            # What the script prints is progress enough.
+            with doing("running the script") if silent else nullcontext():
+                return_code = _run(words, stdout_to_stderr, silent, timeout_seconds, is_ours="-m" in words)
+        except subprocess.TimeoutExpired:
+            return _crash(request, -getattr(signal, "SIGALRM", signal.SIGTERM)).to_json()
+        except KeyboardInterrupt:
+            known = _read(result_path)
+            if known is None:
+                raise
+            known = _with_files(known, folder, kept)
+            raise Interrupted(replace(DryRun.from_json(known), outcome=Outcome.INTERRUPTED, error="")) from None
+        data = _read(result_path) or _crash(request, return_code).to_json()
+        if are_several(Path(folder)):
+            data = {**data, **combined(DryRun.from_json(data), Path(folder)).to_json()}
+        return _with_files(data, folder, kept)
+
+
+def _with_files(data: dict[str, Any], folder: str, kept: str) -> dict[str, Any]:
+    """The result with where the script's files are by now: "" for those that were not to be kept."""
+    redirected = data["redirected"] if kept else dict.fromkeys(data["redirected"], "")
+    return {**data, "redirected": {**redirected, **collect(Path(folder), kept)}}
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        DryRun.from_json(data)
+    except (OSError, ValueError, BadFile):
+        return None
+    return dict(data)
+
+
+def _run(
+    command: list[str], stdout_to_stderr: bool, silent: bool, timeout_seconds: float | None = None, *, is_ours: bool
+) -> int:
+    """Return code of the command; negative for a signal."""
+    # What we have printed so far comes before what the script prints.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    nowhere = subprocess.DEVNULL
+    # Hashes order sets, and sets may order allocations: the same script is to stop at the same place every time.
+    environment = {"PYTHONHASHSEED": "0", **os.environ}
+    # Whoever has the terminal's attention gets its keys. A script in a group of its own could not read from the
+    # terminal, and needs no message from us when Ctrl-C is pressed there.
+    shares_terminal = not silent and processes.is_terminal(0)
+    with _interrupts.waiting() if is_ours else nullcontext():
+        started = subprocess.Popen(
+            command,
+            stdin=nowhere if silent else None,
+            stdout=nowhere if silent else 2 if stdout_to_stderr else None,
+            stderr=nowhere if silent else None,
+            env=environment,
+            process_group=None if shares_terminal or not hasattr(os, "killpg") else 0,
+        )
+    with started as process:
+        try:
+            if silent:
+                return process.wait(timeout_seconds)
+            return _wait(process, Path(command[-1]).parent / DEVICE)
+        except BaseException as error:
+            _stop(process, error, shares_terminal)
+            raise
+
+
+def _wait(process: subprocess.Popen[bytes], device: Path) -> int:
+    """Waits for the process, and says from time to time how far it is, as long as there is no step."""
+    started = time.monotonic()
+    for moment in itertools.chain(_MOMENTS, itertools.count(2 * _MOMENTS[-1], _MOMENTS[-1])):
+        try:
+            return process.wait(max(0.0, started + moment - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            text = progress(*read_shares(str(device)))
+            if text:
+                announce(f"{text} after {moment:.0f} s")
+    raise AssertionError("time has ended")
+
+
+def progress(peak_bytes: int, shares: list[Share]) -> str:
+    """What a run that has taken no step yet is doing; "" for one that has.
+
+    >>> progress(0, [])
+    'still importing PyTorch'
+    """
+    if not shares:
+        return "still importing PyTorch"
+    if any(share.num_steps for share in shares):
+        return ""
+    held = f"peak so far {format_size(peak_bytes)}" if peak_bytes else "nothing on the device yet"
+    return f"the script runs, no optimizer step yet, {held},"
+
+
+def _stop(process: subprocess.Popen[bytes], error: BaseException, shares_terminal: bool) -> None:
+    """Tells the script to end, and ends it and all it started when it doesn't."""
+    told = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
+    try:
+        if not (shares_terminal and told == signal.SIGINT):
+            processes.send_to(process.pid, told, group=not shares_terminal)
+        process.wait(_GRACE_SECONDS)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt, _Terminated):
+        # Not in time, or asked for a second time.
+        pass
+    finally:
+        # Also what has left the group, or is in ours.
+        processes.kill_all([process.pid])
+        if not shares_terminal:
+            processes.send_to(process.pid, processes.KILL, group=True)
+        process.wait()
+
+
+@contextmanager
+def _passing_on_termination() -> Iterator[None]:
+    """SIGTERM ends the script and clears up before it ends us."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    terminated = False
+    try:
+        yield
+    except _Terminated:
+        terminated = True
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+    if terminated:
+        os.kill(os.getpid(), signal.SIGTERM)
+        # Only a handler of the caller's own lets us get here.
+        raise KeyboardInterrupt
+
+
+def _crash(request: Request, return_code: int) -> DryRun:
+    """A run that left no result: why, as far as its return code tells."""
+    error = f"the process ended with exit code {return_code} and left no result; what it printed last may say why"
+    if return_code < 0:
+        name = processes.name_of_signal(-return_code)
+        error = f"the process was ended by {name}" + (f", {_REASONS[name]}" if name in _REASONS else "")
+    return DryRun(
+        script=request.script,
+        arguments=request.arguments,
+        estimate=None,
+        outcome=Outcome.CRASHED,
+        num_steps=0,
+        steps_wanted=request.steps,
+        num_devices=request.count,
+        error=error,
+        exit_code=return_code if return_code >= 0 else None,
+    )

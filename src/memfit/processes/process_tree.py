@@ -1,0 +1,210 @@
+"""Processes and those that they start: what they hold, how they are told something, and that none is left behind.
+
+A process that dies by SIGKILL can't end its children, so it is the kernel that is asked to: a child can be sent a
+signal when its parent dies, and processes whose parent is gone can be given to an ancestor that asked for them.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+IS_LINUX = sys.platform.startswith("linux")
+KILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
+
+# From linux/prctl.h.
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_POLL_SECONDS = 0.02
+# Lines of /proc/PID/status.
+_SIZES = {
+    b"RssAnon": "anonymous_bytes",
+    b"RssShmem": "shared_bytes",
+    b"VmData": "data_bytes",
+    b"VmSwap": "swapped_bytes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a process holds.
+
+    Args:
+        anonymous_bytes: memory of its own.
+        data_bytes: data that it has mapped, used or not, which is what RLIMIT_DATA limits.
+        shared_bytes: memory that it shares with others and that no file stands behind.
+        swapped_bytes: what of it is in swap.
+    """
+
+    anonymous_bytes: int
+    data_bytes: int
+    shared_bytes: int = 0
+    swapped_bytes: int = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Its own data that is in use, in memory or in swap."""
+        return self.anonymous_bytes + self.swapped_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """What it holds and the kernel can't take back."""
+        return self.anonymous_bytes + self.shared_bytes
+
+
+def is_terminal(descriptor: int) -> bool:
+    """Whether a descriptor is open and a terminal's."""
+    try:
+        return os.isatty(descriptor)
+    except OSError:
+        return False
+
+
+def send_to(pid: int, number: int, *, group: bool = False) -> None:
+    """Sends a signal to a process, or to the group that it leads; one that is gone, or another user's, gets none."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if group and hasattr(os, "killpg"):
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+
+
+def die_with_parent(number: int) -> bool:
+    """Has the kernel send us a signal when the thread that started us ends; whether it will."""
+    return _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans(adopt: bool = True) -> bool:
+    """Has the kernel give us the descendants whose own parent ends; whether it will."""
+    return _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def _prctl(option: int, value: int) -> bool:
+    if not IS_LINUX:
+        return False
+    try:
+        return int(ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)) == 0
+    except (OSError, AttributeError):
+        return False
+
+
+def held_by(pid: int) -> Held | None:
+    """What a process holds; None where it is gone or can't be looked at."""
+    if not IS_LINUX:
+        try:
+            memory = psutil().Process(pid).memory_info()
+        except psutil().Error:
+            return None
+        return Held(int(memory.rss), int(memory.vms))
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    sizes = {}
+    for line in lines:
+        name, _, value = line.partition(b":")
+        if name in _SIZES:
+            sizes[_SIZES[name]] = int(value.split()[0]) * 1024
+    # One that has ended and was not waited for yet has none of these lines.
+    return Held(**sizes) if "anonymous_bytes" in sizes and "data_bytes" in sizes else None
+
+
+def name_of(pid: int) -> str:
+    """Name of a process's program; "" where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def psutil() -> Any:
+    """The library, which takes a moment to import."""
+    return importlib.import_module("psutil")
+
+
+def descendants(pid: int, *, recursive: bool = True) -> list[int]:
+    """Every process that a process has started, directly or not, and that is still there."""
+    if not IS_LINUX:
+        try:
+            return [child.pid for child in psutil().Process(pid).children(recursive=recursive)]
+        except psutil().Error:
+            return []
+    # psutil would look at every process of the machine, which a watch can't do each second.
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="ascii")
+                children += map(int, text.split())
+    return [*children, *(each for child in children for each in descendants(child))] if recursive else children
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Ends processes and what they have started, at once."""
+    for pid in pids:
+        for each in (pid, *descendants(pid)):
+            send_to(each, KILL)
+
+
+def end_descendants(pid: int, grace_seconds: float) -> None:
+    """Ends what a process has started and what was given to it, at first with a word of warning.
+
+    Args:
+        pid: the process, which is our own where those that ended are to be waited for too.
+        grace_seconds: how long they may take to end by themselves once they are told.
+    """
+    if _told(pid, signal.SIGTERM):
+        deadline = time.monotonic() + grace_seconds
+        while time.monotonic() < deadline and _told(pid, 0):
+            time.sleep(_POLL_SECONDS)
+    # One that is told to end may have started others, which now are ours.
+    while _told(pid, KILL):
+        time.sleep(_POLL_SECONDS)
+
+
+def _told(pid: int, number: int) -> bool:
+    """Sends a signal to all descendants that run; whether there are any."""
+    if pid == os.getpid():
+        for child in descendants(pid, recursive=False):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+    running = [child for child in descendants(pid) if not _has_ended(child)]
+    for child in running:
+        send_to(child, number)
+    return bool(running)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process is gone, or only waits to be waited for."""
+    try:
+        return bool(psutil().Process(pid).status() in (psutil().STATUS_ZOMBIE, psutil().STATUS_DEAD))
+    except psutil().Error:
+        return True
+
+
+def name_of_signal(number: int) -> str:
+    """The signal's name, or its number in words.
+
+    >>> name_of_signal(9), name_of_signal(250)
+    ('SIGKILL', 'signal 250')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def number_of(name: str) -> int:
+    """The number of a signal that `name_of_signal` has named.
+
+    >>> number_of("SIGKILL"), number_of("signal 250")
+    (9, 250)
+    """
+    return int(getattr(signal, name)) if name.startswith("SIG") else int(name.split()[-1])

@@ -1,0 +1,1 @@
+"""Dry runs as text, page and JSON."""

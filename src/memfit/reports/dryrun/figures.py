@@ -1,0 +1,305 @@
+"""What every report says about a dry run, before any of them decides how it looks.
+
+A report is a verdict, a few lines below it, and parts. Text, terminal and page show the same ones.
+"""
+
+import shlex
+
+from memfit.core.dryrun import Advice, DryRun, Failure, Outcome, Scan
+from memfit.core.estimate import CACHED, CONTEXT, OTHER_PROCESSES, Estimate, Note
+from memfit.core.timeline import Phase
+from memfit.core.units import format_size
+from memfit.reports.estimate import figures
+from memfit.reports.estimate.figures import printable
+from memfit.reports.parts import HARMLESS, KEEPS, Part, Report, note_line, sum_up
+
+REDIRECTED = "checkpoint-redirected"
+"""Code of the notes on checkpoints, which have a part of their own."""
+
+NUM_TOP = 5
+_REPORT = (
+    "If it runs on a GPU, please report this to memfit's maintainers, with the traceback above, the lines of the "
+    "script that it names, and the versions of memfit and of the framework (`memfit --version`, `pip list`)"
+)
+_NUM_LISTED = 3
+
+
+def command(run: DryRun) -> str:
+    """The script with its arguments, as it was started."""
+    return printable(" ".join((run.script, *run.arguments)))
+
+
+def verdict(run: DryRun) -> str:
+    """The one line that answers the question."""
+    script, target, fatal = printable(run.script), "the simulated device", run.fatal
+    if run.estimate is not None:
+        several = f"{run.num_devices} x " if run.num_devices > 1 else ""
+        target = several + figures.device_title(run.estimate.device)
+    if run.outcome is Outcome.OUT_OF_MEMORY:
+        could = "could" if run.estimate is not None and figures.may_fit(run.estimate) else "would"
+        return f"{script} {could} run out of memory on {target}{'' if fatal is None else ' ' + place(fatal)}"
+    if run.outcome is Outcome.CRASHED:
+        return f"{script} crashed: {printable(run.error)}"
+    head = f"{script} on {target}: {_progress(run)}"
+    if run.outcome is Outcome.FAILED:
+        exit_code = "no exit code" if run.exit_code is None else f"exit code {run.exit_code}"
+        reason = ", and the simulation may be the reason" if run.suspicion else " for a reason of its own"
+        return f"{head} failed{reason}: {printable(run.error) or exit_code}"
+    if run.outcome is Outcome.NO_STEP and not run.error and _fits_until_then(run) is not None:
+        return f"{head}, peak {_peak(run)}: {figures.answer(_fits_until_then(run))} as far as it went"
+    if run.outcome in (Outcome.NO_STEP, Outcome.INTERRUPTED):
+        why = f": {printable(run.error)}" if run.error else ""
+        return f"{head}, so whether it fits is unknown{why}"
+    if run.is_off_device:
+        return f"{head} and put nothing on the device, so whether it fits is unknown: does it move its model there?"
+    peak = f"{head}, peak {_peak(run)}"
+    if run.scan is not None and run.scan.fits is False:
+        return f"{peak}: fits at step 1; {longest(run.scan)}, does not"
+    return f"{peak}: {figures.answer(run.fits)}"
+
+
+def _fits_until_then(run: DryRun) -> bool | None:
+    """Whether what a script without a step did runs on the device; None where it did nothing there."""
+    return run.estimate.fits if run.estimate is not None and run.estimate.timeline.blocks else None
+
+
+def answer(run: DryRun) -> str:
+    """The verdict in one or two words."""
+    if run.outcome in (Outcome.FAILED, Outcome.CRASHED, Outcome.INTERRUPTED):
+        return run.outcome.value
+    return "no step taken" if run.outcome is Outcome.NO_STEP else figures.answer(run.fits)
+
+
+def details(run: DryRun) -> list[str]:
+    """Lines below the verdict."""
+    lines = []
+    estimate = run.estimate
+    if run.num_devices > 1:
+        lines.append("all figures are those of one device")
+    if run.outcome is Outcome.NO_STEP and not run.error and _fits_until_then(run) is not None:
+        lines.append("training was not seen: gradients and an optimizer's state, if there are any, are not in it")
+    elif not is_whole(run) and estimate is not None and estimate.timeline.blocks:
+        lines.append(f"until then: peak {_peak(run)} (simulated)")
+    if run.suspicion:
+        lines.append(f"{printable(run.suspicion)}. {_REPORT}")
+    caught = [failure for failure in run.failures if failure.handled]
+    if caught:
+        times = "once" if len(caught) == 1 else f"{len(caught)} times"
+        lines.append(f"the script ran out of memory {times}, caught the error and went on; first {place(caught[0])}")
+    if run.fatal is not None:
+        lines += failure_lines(run, run.fatal)
+    if run.fatal is not None and estimate is not None and estimate.timeline.num_ticks > run.fatal.tick:
+        lines += [need(estimate), f"that peak would be {printable(estimate.moment)}"]
+    return lines
+
+
+def place(failure: Failure) -> str:
+    """Where and when an allocation failed."""
+    where = f"at {printable(failure.source)}, " if failure.source else ""
+    return where + moment(failure)
+
+
+def moment(failure: Failure) -> str:
+    """When an allocation failed."""
+    return f"in step {failure.step}, {failure.phase}" if failure.phase is not Phase.SETUP else "in set-up"
+
+
+def asked(run: DryRun, failure: Failure) -> str:
+    """What was asked for, by whom, and what was free."""
+    module = f" in {printable(failure.module)}" if failure.module else ""
+    text = f"{printable(failure.op) or 'an allocation'}{module} asked for {format_size(failure.requested_bytes)}"
+    cached = format_size(failure.reserved_bytes - failure.allocated_bytes)
+    device_free, estimate = "", run.estimate
+    if estimate is not None and estimate.capacity_bytes is not None:
+        held_bytes = estimate.context_bytes + failure.reserved_bytes + failure.other_bytes
+        device_free = f"{format_size(max(0, estimate.capacity_bytes - held_bytes))} free on the device, "
+    return f"{text}: {device_free}{cached} unused in the allocator's cache (simulated)"
+
+
+def failure_lines(run: DryRun, failure: Failure) -> list[str]:
+    """The user's line, and what it asked for."""
+    where = printable(failure.source) or "unknown line"
+    return [f"{where}  {printable(failure.code.strip())}".rstrip(), asked(run, failure)]
+
+
+def need(estimate: Estimate) -> str:
+    """What an unlimited device would have to provide, beside what there is."""
+    text = f"without a limit it would need {figures.needed(estimate)} (simulated)"
+    capacity = estimate.capacity_bytes
+    if capacity is None:
+        return text
+    usable = f"{format_size(capacity)} usable ({estimate.device.usable_origin.value})"
+    over = estimate.peak_bytes - capacity
+    return f"{text}: {format_size(over)} more than the {usable}" if over > 0 else f"{text}; {usable}"
+
+
+def parts(run: DryRun) -> list[Part]:
+    """Everything below the verdict and its lines."""
+    estimate, fatal = run.estimate, run.fatal
+    all_parts = []
+    if fatal is not None:
+        groups = failure_groups(run, fatal)
+        rows = tuple(figures.rows(groups, sum(groups.values())))
+        all_parts.append(Part(f"Held at that moment, {moment(fatal)}", rows=rows, with_bar=True))
+    all_parts.append(Part("Batches of the script's loader", lines=tuple(scan_lines(run))))
+    lines = []
+    for number, advice in enumerate(run.advice, 1):
+        lines += [f"{number}. {advice_title(advice, run)}", f"   {printable(advice.how)}"]
+    lines += map(printable, advice_lines(run))
+    all_parts.append(Part("Changes that would save most, each alone", lines=tuple(lines)))
+    if estimate is not None and estimate.timeline.blocks:
+        total, breakdown = estimate.peak_bytes, estimate.breakdown
+        peak = "at the peak" if fatal is None else "at the peak without a limit"
+        if fatal is None:
+            # Of a script that died, the moment of its death is the one to look at.
+            categories = tuple(figures.rows(breakdown.by_category, total))
+            all_parts.append(Part(f"Peak {printable(estimate.moment)}", rows=categories, with_bar=True))
+        for what, sizes in (("modules", breakdown.by_module), ("source lines", breakdown.by_source)):
+            top = tuple(figures.top_rows(sizes, total, NUM_TOP))
+            all_parts.append(Part(f"Largest {what} {peak} (top {NUM_TOP})", rows=top))
+        title = f"Figures and their origin ({figures.parameters(estimate)} parameters)"
+        lines = [f"{f.label:<34}{f.value:>20}" + (f"  {f.origin}" if f.origin else "") for f in run_figures(run)]
+        all_parts.append(Part(title, lines=tuple(lines)))
+    if len(run.processes) > 1:
+        held = {printable(name): size for name, size in run.processes.items()}
+        rows = tuple(figures.rows(held, sum(held.values())))
+        all_parts.append(Part("Held by each process at the device's peak (simulated)", rows=rows))
+    shown = list(run.redirected.items())[:_NUM_LISTED]
+    lines = [printable(given) + (f" -> {printable(real)}" if real else "") for given, real in shown]
+    if len(run.redirected) > _NUM_LISTED:
+        lines.append(f"and {len(run.redirected) - _NUM_LISTED} more")
+    if shown and not all(run.redirected.values()):
+        lines.append("They were not kept; --keep-checkpoints FOLDER keeps them")
+    all_parts.append(Part("Files that went elsewhere, so that yours were not overwritten", lines=tuple(lines)))
+    all_parts.append(Part("Notes", lines=tuple(note_lines(run))))
+    return [part for part in all_parts if part.holds_something]
+
+
+def run_figures(run: DryRun) -> list[figures.Figure]:
+    """The figures of the run's estimate that are known; bounds only where the whole of the steps was run."""
+    if run.estimate is None:
+        return []
+    # A script's host memory is real, and its own affair.
+    hidden = {"host memory"} if not run.estimate.host.parts else set()
+    if not is_whole(run):
+        hidden |= {"lower bound", "upper bound"}
+    return [figure for figure in figures.figures(run.estimate) if figure.label not in hidden]
+
+
+def is_whole(run: DryRun) -> bool:
+    """Whether the estimate is that of whole steps, and not of a run that broke off."""
+    return run.outcome in (Outcome.COMPLETED, Outcome.ENDED, Outcome.OUT_OF_MEMORY)
+
+
+def failure_groups(run: DryRun, failure: Failure) -> dict[str, int]:
+    """What held the device's memory when an allocation failed, with what the allocator and the context take."""
+    held = sum(failure.by_category.values())
+    context = 0 if run.estimate is None else run.estimate.context_bytes
+    rest = {CACHED: failure.reserved_bytes - held, CONTEXT: context, OTHER_PROCESSES: failure.other_bytes}
+    return failure.by_category | {name: size for name, size in rest.items() if size > 0}
+
+
+def advice_lines(run: DryRun) -> list[str]:
+    """What to do where no change is enough alone: the command that looks for a combination; empty otherwise."""
+    capacity = None if run.estimate is None else run.estimate.capacity_bytes
+    if run.estimate is None or capacity is None or run.fits is not False:
+        return []
+    if any(advice.peak_bytes <= capacity for advice in run.advice):
+        return []
+    count = ["--count", str(run.num_devices)] if run.num_devices > 1 else []
+    script = ["--script", *(["-m"] if run.module else []), run.script, *run.arguments]
+    words = ["memfit", "plan", "--device", run.estimate.device.name, *count, *script]
+    many = "none of these is enough alone; " if run.advice else ""
+    return [f"{many}this looks for the fastest combination that fits, and runs the script with it:", shlex.join(words)]
+
+
+def advice_title(advice: Advice, run: DryRun) -> str:
+    """A change and what it saves."""
+    capacity = None if run.estimate is None else run.estimate.capacity_bytes
+    enough = "" if capacity is None else ": fits" if advice.peak_bytes <= capacity else ": still too much"
+    saving = f"saves {format_size(advice.saves_bytes)}, leaves {format_size(advice.peak_bytes)}{enough}"
+    return f"{printable(advice.title)}: {saving} ({advice.origin.value}; {KEEPS.get(advice.keeps, advice.keeps)})"
+
+
+def longest(scan: Scan) -> str:
+    """The largest batch of a scan in words."""
+    if scan.largest_tokens is None:
+        return f"the largest batch, {format_size(scan.largest_bytes)} at index {scan.largest_index:,}"
+    return f"the longest batch, {scan.largest_tokens:,} tokens at index {scan.largest_index:,}"
+
+
+def scan_lines(run: DryRun) -> list[str]:
+    """How the batches vary and what the largest needs."""
+    scan = run.scan
+    if scan is None:
+        return []
+    lines = []
+    if scan.num_batches:
+        looked = f"{scan.num_batches:,}" if scan.total is None else f"{scan.num_batches:,} of {scan.total:,}"
+        sizes = f"all of {format_size(scan.largest_bytes)}"
+        if scan.smallest_bytes != scan.largest_bytes:
+            sizes = f"{format_size(scan.smallest_bytes)} to {format_size(scan.largest_bytes)}"
+            sizes += f", median {format_size(scan.median_bytes)}"
+        lines.append(f"{looked} looked at: {sizes}")
+        for leaf in scan.leaves:
+            first, last = shape(leaf.smallest_shape), shape(leaf.largest_shape)
+            varies = first if first == last else f"{first} to {last}"
+            lines.append(f"{printable(leaf.name)}: {printable(leaf.dtype)}, {varies}")
+    if scan.fits is not None:
+        peak = "" if scan.peak_bytes is None else f": peak {format_size(scan.peak_bytes)} (simulated)"
+        lines.append(f"{longest(scan)}{peak}: {figures.answer(scan.fits)}")
+    if scan.failure is not None:
+        lines += [f"it runs out {place(scan.failure)}", *failure_lines(run, scan.failure)]
+    if scan.problem:
+        lines.append(f"no step with the largest batch: {printable(scan.problem)}")
+    return lines
+
+
+def shape(sizes: tuple[int, ...]) -> str:
+    """A shape as people write it; a scalar has none.
+
+    >>> shape((8, 128)), shape(())
+    ('8 x 128', 'scalar')
+    """
+    return " x ".join(map(str, sizes)) or "scalar"
+
+
+def notes(run: DryRun) -> list[Note]:
+    """The notes that are shown one by one."""
+    summed_up = {HARMLESS, REDIRECTED} if run.redirected else {HARMLESS}
+    return [] if run.estimate is None else [note for note in run.estimate.notes if note.code not in summed_up]
+
+
+def stand_ins(run: DryRun) -> str:
+    """All values that were read from the device in one line; "" where there are none."""
+    return "" if run.estimate is None else sum_up(run.estimate.notes)
+
+
+def note_lines(run: DryRun) -> list[str]:
+    """Each note in a line, and one for all stand-ins."""
+    lines = [*map(note_line, notes(run)), stand_ins(run)]
+    return [line for line in lines if line]
+
+
+def _progress(run: DryRun) -> str:
+    if run.outcome is Outcome.NO_STEP:
+        return "ended without an optimizer step"
+    counted = f"{run.num_steps} {'step' if run.num_steps == 1 else 'steps'}"
+    if run.outcome is Outcome.COMPLETED:
+        return f"ran {counted}"
+    if run.outcome is Outcome.ENDED:
+        return f"ended by itself after {run.num_steps} of {run.steps_wanted} steps"
+    if run.outcome is Outcome.INTERRUPTED:
+        return f"interrupted after {counted}" if run.num_steps else "interrupted before its first step"
+    return f"after {counted}," if run.num_steps else "before its first step,"
+
+
+def _peak(run: DryRun) -> str:
+    if run.estimate is None:
+        return figures.UNKNOWN
+    return f"{figures.needed(run.estimate)} of {format_size(run.estimate.capacity_bytes)}"
+
+
+def report(run: DryRun) -> Report:
+    """A rule, the verdict, where it ran out, what would help, notes."""
+    return Report(verdict(run), details(run), parts(run), run.fits, with_rule=True)

@@ -1,0 +1,1 @@
+"""Estimates, largest batches and comparisons as text, page and JSON."""

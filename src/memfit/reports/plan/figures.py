@@ -1,0 +1,209 @@
+"""What every report says about a plan, before any of them decides how it looks.
+
+As for a dry run: a verdict, a few lines below it, and parts. Text, terminal and page show the same ones.
+"""
+
+from memfit.core.device import Origin
+from memfit.core.estimate import Note
+from memfit.core.plan import Plan, PlannedMove, Point, Seconds
+from memfit.core.settings import Keeps
+from memfit.core.units import format_size
+from memfit.planner.moves import DROPOUT
+from memfit.reports.estimate import figures
+from memfit.reports.estimate.figures import UNKNOWN, printable
+from memfit.reports.parts import HARMLESS, KEEPS, Grid, Line, Part, Report, note_line, sum_up
+
+NUM_POINTS = 6
+_NUM_REFUSED = 8
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A time as people read it; None is "unknown".
+
+    >>> format_seconds(0.01234), format_seconds(1.5), format_seconds(-0.0002), format_seconds(None)
+    ('12.3 ms', '1.50 s', '-200 us', 'unknown')
+    """
+    if seconds is None:
+        return UNKNOWN
+    size = abs(seconds)
+    if size >= 0.9995:
+        return f"{seconds:.2f} s" if size < 10 else f"{seconds:,.1f} s"
+    if size >= 0.0009995:
+        digits = 0 if size >= 0.09995 else 1 if size >= 0.009995 else 2
+        return f"{seconds * 1e3:.{digits}f} ms"
+    return f"{seconds * 1e6:.0f} us"
+
+
+def headline(plan: Plan) -> str:
+    """What was planned."""
+    batch = UNKNOWN if plan.batch_size is None else str(plan.batch_size)
+    several = f"{plan.settings.num_devices} x " if plan.settings.num_devices > 1 else ""
+    target = several + figures.device_title(plan.device)
+    return printable(f"{plan.subject}: batch size {batch} on {target}, {format_size(plan.budget_bytes)} to use")
+
+
+def demand(plan: Plan) -> str:
+    """Peak before and after, beside the budget."""
+    before, after = format_size(plan.before.peak_bytes), format_size(plan.after.peak_bytes)
+    change = f"{after} as it is" if not plan.moves else f"{before} -> {after} ({plan.after.origin.value})"
+    return f"{change}, budget {format_size(plan.budget_bytes)}"
+
+
+def verdict(plan: Plan) -> str:
+    """The one line that answers the question."""
+    several = f"{plan.settings.num_devices} x " if plan.settings.num_devices > 1 else ""
+    where = f"{printable(plan.subject)} on {several}{figures.device_title(plan.device)}"
+    return f"{where}: {demand(plan)}: {figures.answer(plan.fits)}"
+
+
+def details(plan: Plan) -> list[str]:
+    """Lines below the verdict."""
+    lines = []
+    over = plan.after.peak_bytes - plan.budget_bytes
+    if over > 0:
+        lines.append(f"{format_size(over)} more than the budget, with every move that was allowed and helps")
+    lines.append(pace(plan))
+    if plan.settings.num_devices > 1:
+        lines.append("memory is that of one device")
+    if plan.after.host_bytes:
+        lines.append(f"{format_size(plan.after.host_bytes)} of host memory for what waits there (simulated)")
+    lines.append(numbers(plan))
+    return lines
+
+
+def pace(plan: Plan) -> str:
+    """Time of a step before and after, each with its origin."""
+    if plan.seconds_after.seconds is None:
+        return "time of a step: unknown, because the speed of the device is"
+    if not plan.moves:
+        return f"time of a step: {with_origin(plan.seconds_after)}"
+    change = f"time of a step: {with_origin(plan.seconds_before)} -> {with_origin(plan.seconds_after)}"
+    return change if plan.slowdown is None else f"{change}, {slowdown(plan)}"
+
+
+def slowdown(plan: Plan) -> str:
+    """How much longer a step takes in words; "unknown" where a time is."""
+    factor = plan.slowdown
+    if factor is None:
+        return UNKNOWN
+    if abs(factor - 1) < 0.005:
+        return "as long as before"
+    return f"{factor:.2f} times as long"
+
+
+def with_origin(time: Seconds) -> str:
+    """A time and how it is known."""
+    return UNKNOWN if time.seconds is None else f"{format_seconds(time.seconds)} ({time.origin.value})"
+
+
+def numbers(plan: Plan) -> str:
+    """What the plan does to the results of training, in one sentence."""
+    named = {keeps: [printable(move.title) for move in plan.moves if move.keeps is keeps] for keeps in Keeps}
+    if not plan.moves:
+        return "results: unchanged, the step runs as it is"
+    if plan.keeps is Keeps.EXACT:
+        return "results: gradients and updates are identical to those of the step as it is"
+    exact = f". Identical: {'; '.join(named[Keeps.EXACT])}" if named[Keeps.EXACT] else ""
+    rounding = "; ".join(named[Keeps.ROUNDING])
+    if plan.keeps is Keeps.ROUNDING:
+        masks = " but for the masks of dropout" if any(move.caveat == DROPOUT for move in plan.moves) else ""
+        return f"results: the same up to floating-point rounding{masks}, because of: {rounding}{exact}"
+    rounded = f". The same up to rounding: {rounding}" if rounding else ""
+    return f"results: training changes, because of: {'; '.join(named[Keeps.CHANGES])}{rounded}{exact}"
+
+
+def parts(plan: Plan) -> list[Part]:
+    """Everything below the verdict and its lines."""
+    moves = [
+        Line(
+            (printable(move.title), KEEPS[move.keeps.value], saving(move), cost(move)),
+            (printable(move.caveat),) if move.caveat else (),
+        )
+        for move in plan.moves
+    ]
+    at_peak = [(printable(name), before, after) for name, before, after in categories(plan)]
+    at_peak.append(("in all", plan.before.peak_bytes, plan.after.peak_bytes))
+    sizes = [Line((name, format_size(before), format_size(after))) for name, before, after in at_peak]
+    front = [
+        Line(
+            (
+                ">" if is_chosen(point, plan) else "",
+                f"{format_size(point.peak_bytes)} ({point_origin(point)})",
+                format_seconds(point.seconds),
+                printable(point.label),
+            )
+        )
+        for point in few_points(plan)
+    ]
+    # A front of one point says nothing that the verdict doesn't.
+    front = front if len(front) > 1 else []
+    shown = [
+        Part("Moves", grid=Grid(("move", "results", ">saves", ">costs"), tuple(moves))),
+        Part(
+            "At the peak, before and after",
+            grid=Grid(("category", ">before", ">after"), tuple(sizes) if plan.moves else ()),
+        ),
+        Part("Memory against time: the best plans known", grid=Grid(("", ">peak", ">time", "moves"), tuple(front))),
+        Part("Not considered", lines=tuple(refusal_lines(plan, _NUM_REFUSED))),
+        Part("Notes", lines=tuple(map(note_line, notes(plan)))),
+    ]
+    return [part for part in shown if part.holds_something]
+
+
+def saving(move: PlannedMove) -> str:
+    """What a move saves, and how that is known."""
+    return f"{format_size(move.saves_bytes)} ({move.saves_origin.value})"
+
+
+def cost(move: PlannedMove) -> str:
+    """What a move costs a step in time, and how that is known."""
+    if move.costs_seconds is None:
+        return UNKNOWN
+    sign = "+" if move.costs_seconds > 0 else ""
+    return f"{sign}{format_seconds(move.costs_seconds)} ({move.costs_origin.value})"
+
+
+def categories(plan: Plan) -> list[tuple[str, int, int]]:
+    """(category, bytes before, bytes after) at each one's peak, largest first."""
+    before, after = plan.before.by_category, plan.after.by_category
+    names = sorted({*before, *after}, key=lambda name: (-max(before.get(name, 0), after.get(name, 0)), name))
+    return [(name, before.get(name, 0), after.get(name, 0)) for name in names]
+
+
+def is_chosen(point: Point, plan: Plan) -> bool:
+    """Whether a point of the front is the plan itself, which one is at most."""
+    same = (one for one in plan.front if one.settings == plan.settings and one.peak_bytes == plan.after.peak_bytes)
+    return point is next(same, None)
+
+
+def point_origin(point: Point) -> str:
+    """How the peak of a point is known."""
+    return (Origin.SIMULATED if point.verified else Origin.ASSUMED).value
+
+
+def few_points(plan: Plan, most: int = NUM_POINTS) -> list[Point]:
+    """Points of the front that show its shape: the ends, the plan itself, and some between."""
+    front = list(plan.front)
+    if len(front) <= most:
+        return front
+    wanted = {round(index * (len(front) - 1) / (most - 2)) for index in range(most - 1)}
+    return [point for index, point in enumerate(front) if index in wanted or is_chosen(point, plan)]
+
+
+def notes(plan: Plan) -> list[Note]:
+    """The notes, with those on values that were read from the device in one."""
+    found = [note for note in plan.notes if note.code != HARMLESS]
+    summed_up = sum_up(plan.notes)
+    return [*found, Note(HARMLESS, summed_up)] if summed_up else found
+
+
+def refusal_lines(plan: Plan, most: int) -> list[str]:
+    """Each move that was not considered, in a line."""
+    lines = [f"{printable(refusal.name)}: {printable(refusal.reason)}" for refusal in plan.refused]
+    more = len(lines) - most
+    return lines if more <= 0 else [*lines[:most], f"and {more} more"]
+
+
+def report(plan: Plan) -> Report:
+    """Verdict, moves, before and after, front, refusals, notes."""
+    return Report(verdict(plan), details(plan), parts(plan), plan.fits)

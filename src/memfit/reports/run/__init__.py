@@ -1,0 +1,1 @@
+"""Supervised runs as text, page and JSON."""

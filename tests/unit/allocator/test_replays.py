@@ -1,0 +1,67 @@
+"""Events in order; and host memory, where what is asked for is what is taken."""
+
+from collections.abc import Callable
+
+from memfit.allocator import replay_plain
+from memfit.allocator.replays import signed_events
+from memfit.core.replay import OutOfMemory
+from memfit.core.timeline import Block, Category, Phase, Timeline
+
+Script = Callable[..., Timeline]
+
+
+def test_the_events_are_those_of_the_timeline(script: Script) -> None:
+    # GIVEN
+    timeline = script(("a", 1), ("b", 2), "a", ("c", 3), "c")
+
+    # WHEN
+    events = signed_events(timeline)
+
+    # THEN
+    assert events == [1, 2, -1, 3, -3]
+    assert [(abs(event) - 1, event > 0) for event in events] == list(timeline.events())
+
+
+def test_a_tick_without_event_is_zero() -> None:
+    block = Block(1, 1, None, Category.TEMPORARY, Phase.FORWARD)
+
+    assert signed_events(Timeline((block,), 3)) == [0, 1, 0]
+
+
+def test_an_empty_timeline_has_no_events() -> None:
+    assert signed_events(Timeline((), 0)) == []
+
+
+def test_nothing_is_rounded_and_all_is_returned(script: Script) -> None:
+    timeline = script(("a", 1), ("b", 1000), "a", ("c", 0), "b", "c")
+
+    result = replay_plain(timeline)
+
+    assert result.allocated == (1, 1001, 1000, 1000, 0, 0)
+    assert result.reserved == result.allocated
+    assert result.allocated == tuple(timeline.curve())
+    assert result.allocated_peak_bytes == result.reserved_peak_bytes == result.requested_peak_bytes == 1001
+    assert result.fragmentation == 0
+    assert result.out_of_memory is None
+
+
+def test_the_first_allocation_beyond_the_capacity_ends_the_replay(script: Script) -> None:
+    # GIVEN 60 + 50 > 100 at tick 1
+    timeline = script(("a", 60), ("b", 50), "a", ("c", 70))
+
+    result = replay_plain(timeline, capacity_bytes=100)
+
+    assert result.out_of_memory == OutOfMemory(tick=1, requested_bytes=50, allocated_bytes=60, reserved_bytes=60)
+    assert result.allocated == (60, 60, 60, 60)
+    assert result.requested_peak_bytes == 60
+
+
+def test_the_capacity_itself_fits(script: Script) -> None:
+    assert replay_plain(script(("a", 60), ("b", 40)), 100).out_of_memory is None
+
+
+def test_an_empty_timeline_needs_nothing() -> None:
+    result = replay_plain(Timeline((), 0), 0)
+
+    assert result.allocated == ()
+    assert result.reserved_peak_bytes == 0

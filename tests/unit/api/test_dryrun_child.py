@@ -1,0 +1,180 @@
+"""The child process as the parent starts it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memfit.api.dryrun_child import main
+from memfit.catalogue import find_device
+from memfit.core.dryrun import DryRun, Outcome, Request
+from memfit.core.settings import Settings
+from memfit.frameworks.torch.shapes.restoration import random_states_kept
+
+ROOT = Path(__file__).parents[3]
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+
+model = nn.Linear(1000, 1000).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+print(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory, sys.argv[1:])
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(4, 1000).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def request_for(tmp_path, script, *arguments, **options):
+    """The path of a request for a script given as its text."""
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    options.setdefault("result_path", str(tmp_path / "result.json"))
+    request = Request(str(tmp_path / "train.py"), False, arguments, find_device("t4"), **options)
+    (tmp_path / "request.json").write_text(json.dumps(request.to_json()), encoding="utf-8")
+    return str(tmp_path / "request.json")
+
+
+def test_a_request_becomes_a_result(tmp_path):
+    # GIVEN settings of the allocator as they are given to a real GPU
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+    # WHEN a script is run as the parent runs it
+    request = request_for(tmp_path, TRAIN, "--fast", steps=2)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **settings}
+    command = [sys.executable, "-m", "memfit.api.dryrun_child", request]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    # THEN its output is its own, and the result is a dry run whose memory obeys the settings
+    assert done.stderr == ""
+    assert done.stdout == f"NVIDIA Tesla T4 {find_device('t4').usable_bytes} ['--fast']\n"
+    assert done.returncode == 0
+    data = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    run = DryRun.from_json(data)
+    assert (run.outcome, run.num_steps, run.arguments) == (Outcome.COMPLETED, 2, ("--fast",))
+    assert data["loader_ordinal"] is None
+    # Expandable segments grow by pages of 2 MiB; without them large blocks are cut from segments of 20 MiB.
+    assert run.estimate.replay.reserved_peak_bytes < run.estimate.replay.allocated_peak_bytes + 8 * 2**20
+    # It is written whole or not at all.
+    left = {"device", "hook", "request.json", "result.json", "train.py"}
+    assert {file.name for file in tmp_path.iterdir()} == left
+
+
+SAVES = """
+import os, subprocess, sys
+import torch
+from torch import nn
+
+model = nn.Linear(1000, 1000).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.randn(4, 1000).cuda()).sum().backward()
+optimizer.step()
+torch.save(model.state_dict(), "model.pt")
+model.load_state_dict(torch.load("model.pt"))
+print(os.path.getsize("model.pt") < 10000, os.listdir("."))
+writer = torch._C.PyTorchFileWriter("older.pt")
+writer.write_record("a", b"b", 1)
+writer.write_end_of_file()
+open("data/fetched.txt", "w").write("fetched")
+subprocess.run("rm -rf runs; echo gone > data.txt", shell=True, check=True)
+"""
+
+
+@pytest.mark.parametrize("has_view", [True, False])
+def test_the_users_files_stay_what_they_are(tmp_path, monkeypatch, has_view):
+    # GIVEN files of the user's, and a system that gives a view of files, or none
+    folder, layers = tmp_path / "users", tmp_path / "layers"
+    for name in ("model.pt", "older.pt", *(("runs/a.pt", "data.txt") if has_view else ())):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("the user's")
+        os.utime(folder / name, (1, 1))
+    for each in (layers, folder / "data"):
+        each.mkdir()
+    result = layers / "result.json"
+    options = {"layers": (str(layers),), "writable": (str(folder / "data"),), "result_path": str(result)}
+    request = request_for(tmp_path, SAVES, steps=9, **options)
+    command = [sys.executable, "-m", "memfit.api.dryrun_child", request]
+    if not has_view:
+        refuse = "from memfit.processes import overlay; overlay.enter = lambda *args, **options: ('refused', [])"
+        command[1:] = [
+            "-c",
+            f"{refuse}; import sys; from memfit.api.dryrun_child import main; main(sys.argv[1])",
+            request,
+        ]
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(cache)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+
+    # THEN the script finds what it saved, as shapes
+    run = DryRun.from_json(result.read_text(encoding="utf-8"))
+    assert run.outcome is Outcome.ENDED, done.stderr
+    assert done.stdout.startswith("True ['")
+    if has_view and done.stderr.startswith("memfit: no view"):
+        pytest.skip(done.stderr)
+
+    # AND the user's files are what they were; where others than checkpoints are not, that was said
+    assert ("whatever else it writes or removes" in done.stderr) is not has_view
+    assert (f"except below {cache}" in done.stderr) is has_view
+    for path in folder.rglob("*.pt"):
+        assert path.read_text() == "the user's"
+    if has_view:
+        assert sorted(os.listdir(folder)) == ["data", "data.txt", "model.pt", "older.pt", "runs"]
+        assert (folder / "data" / "fetched.txt").read_text() == "fetched"
+        assert (folder / "data.txt").read_text() == "the user's"
+        assert run.redirected == {}
+    else:
+        assert set(run.redirected) == {str(folder / "model.pt"), str(folder / "older.pt")}
+        assert all(place.startswith(str(layers)) for place in run.redirected.values())
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_exit_code_is_the_scripts_own(tmp_path, monkeypatch, code):
+    # In this process, whose arguments, paths and environment are put back afterwards.
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTORCH_JIT", "0")
+    request = request_for(tmp_path, f"import sys\nsys.exit({code})\n")
+
+    with random_states_kept():
+        assert main(request) == code
+    run = DryRun.from_json((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert (run.exit_code, run.outcome) == (code, Outcome.FAILED if code else Outcome.NO_STEP)
+
+
+def test_settings_are_put_into_practice(tmp_path, monkeypatch):
+    # GIVEN settings for the model, the optimizer, the batches and the allocator
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    settings = Settings(checkpoint=("0", "1"), micro_batches=2, expandable_segments=True)
+    script = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+part = lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+model = nn.Sequential(part(), part()).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+for x, in DataLoader(TensorDataset(torch.zeros(64, 64)), batch_size=8):
+    optimizer.zero_grad()
+    model(x.cuda()).sum().backward()
+    optimizer.step()
+"""
+    request = request_for(tmp_path, script, settings=settings, loader_ordinal=0, unlimited=True, steps=2)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-m", "memfit.api.dryrun_child", request], text=True, env=environment)
+
+    # THEN the script runs with them
+    run = DryRun.from_json((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert done.returncode == 0
+    assert run.allocator.expandable_segments
+    assert run.seen.recomputed == ("0", "1")
+    assert run.seen.batch_size == 8
+    assert run.num_steps == 2
+    phases = [str(mark.phase) for mark in run.estimate.timeline.marks]
+    assert phases.count("backward") == 4
+    assert phases.count("optimizer") == 2

@@ -1,0 +1,117 @@
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.api import max_batch as _api
+from memfit.core.device import Device, Kind, Origin
+from memfit.core.errors import BadInput
+from memfit.core.replay import OutOfMemory
+from tests import jobs
+
+JOBS = [jobs.conv_job, jobs.transformer_job, jobs.contrastive_job]
+UNLIMITED = Device("unlimited", "Unlimited", Kind.CUDA, None, None, Origin.ASSUMED, (8, 6))
+
+
+@pytest.mark.parametrize("make", JOBS)
+def test_the_largest_batch_fits_and_the_next_does_not(make):
+    found = memfit.max_batch(make(), device="400MiB")
+
+    assert found.estimate.batch_size == found.batch_size
+    assert found.estimate.fits is True
+    assert memfit.estimate(make(found.limit), device="400MiB").fits is True
+    assert memfit.estimate(make(found.limit + 1), device="400MiB").fits is False
+    assert list(found.tried) == sorted(found.tried)
+    assert all(fits == (n <= found.limit) for n, _, fits in found.tried)
+
+
+@pytest.mark.parametrize("make", JOBS)
+def test_the_headline_leaves_room_and_the_limit_is_told_apart(make):
+    found = memfit.max_batch(make(), device="400MiB")
+
+    # THEN everything up to the safe size fits with room for what an estimate may be off by
+    assert 1 < found.batch_size < found.limit
+    for size in range(max(1, found.batch_size - 20), found.batch_size + 1):
+        estimate = memfit.estimate(make(size), device="400MiB")
+        assert estimate.fits
+    assert estimate.upper_bytes <= 0.97 * estimate.capacity_bytes
+    assert memfit.estimate(make(found.batch_size + 1), device="400MiB").upper_bytes > 0.97 * 400 * 2**20
+    # THEN what fits is shown with what the device really provides
+    assert all(peak <= 400 * 2**20 for _, peak, fits in found.tried if fits)
+
+
+def test_a_size_above_one_that_does_not_fit_is_not_safe():
+    # GIVEN an allocator that places 20 samples worse than 21 and more
+    free = memfit.estimate(jobs.conv_job(64), device="400MiB")
+    plain = free.rescale
+
+    def rescale(size):
+        found = plain(size)
+        full = dataclasses.replace(found.replay, out_of_memory=OutOfMemory(1, 2, 3, 4))
+        return dataclasses.replace(found, replay=full) if size == 20 else found
+
+    start = dataclasses.replace(free, rescale=rescale)
+
+    # WHEN the search comes upon it only beside the largest
+    found = _api._Search(start).run([16, 19, 20, 21, 24, 28, 30])
+
+    # THEN what lies above it fits, and isn't safe
+    assert (found.batch_size, found.limit) == (19, 30)
+    assert (20, False) in {(size, fits) for size, _, fits in found.tried}
+
+
+def test_where_nothing_is_safe_the_limit_is_still_told():
+    # GIVEN a device that one sample just fits
+    one = memfit.estimate(jobs.transformer_job(1), device=UNLIMITED)
+    found = memfit.max_batch(
+        jobs.transformer_job(), device=dataclasses.replace(UNLIMITED, usable_bytes=round(1.005 * one.peak_bytes))
+    )
+
+    assert found.batch_size is None
+    assert found.limit >= 1
+    assert found.estimate.batch_size == found.limit
+
+
+def test_the_largest_batch_does_not_depend_on_where_the_search_starts():
+    sizes = {memfit.max_batch(jobs.conv_job(n), device="400MiB").batch_size for n in (2, 7, 500)}
+
+    assert len(sizes) == 1
+
+
+def test_the_largest_candidate_that_fits_is_chosen():
+    free = memfit.max_batch(jobs.conv_job(), device="400MiB").batch_size
+
+    chosen = memfit.max_batch(jobs.conv_job(), device="400MiB", candidates=[10 * free, 16, free - 1, 2, 16])
+
+    assert chosen.batch_size == free - 1
+    assert {n for n, _, _ in chosen.tried} <= {4, 10 * free, 16, free - 1, 2}
+
+
+def test_no_batch_fits():
+    found = memfit.max_batch(jobs.transformer_job(), device="256MiB")
+
+    assert found.batch_size is None
+    assert found.estimate.fits is False
+    assert found.estimate.batch_size == min(n for n, _, _ in found.tried) == 1
+
+
+def test_a_step_that_refuses_a_single_sample_does_not_stop_the_search():
+    # GIVEN batch norm over the batch alone, which can't train on one sample
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    found = memfit.max_batch(model, lambda m, b: m(b).sum(), torch.ones(4, 8), device="200MiB")
+
+    assert found.batch_size is None
+    assert found.estimate.batch_size == 2
+
+
+@pytest.mark.parametrize("candidates", [[], [0, 4], [-1], [1.5], ["8"]])
+def test_candidates_are_whole_numbers(candidates):
+    with pytest.raises(BadInput, match=r"whole numbers from 1 up, such as \[16, 32, 64\], but"):
+        memfit.max_batch(jobs.conv_job(), device="1GiB", candidates=candidates)
+
+
+def test_the_largest_batch_needs_a_capacity():
+    with pytest.raises(BadInput, match=r"the memory of Unlimited is unknown; name a size such as device='16GiB'"):
+        memfit.max_batch(jobs.conv_job(), device=UNLIMITED)

@@ -1,0 +1,9 @@
+from memfit.core.step_facts import Part, StepFacts
+
+
+def test_what_is_not_known_is_not_promised():
+    facts = StepFacts("jax", ("amp-bf16",), frozenset())
+
+    assert facts.time_forward() is None
+    assert facts.parts == ()
+    assert Part("block", 1.0, 2.0).path == "block"

@@ -1,0 +1,110 @@
+"""Jobs of JAX."""
+
+import numpy as np
+import pytest
+
+from memfit.core.device import Device, Kind, Origin
+from memfit.core.errors import BadBatch, BadInput
+from memfit.core.job import Job
+from memfit.core.settings import Settings
+from memfit.core.timeline import Category
+from memfit.frameworks.jax.trace.job import is_step, open_job
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+Shape = jax.ShapeDtypeStruct
+HOST = Device("cpu", "CPU", Kind.HOST, None, None, Origin.MEASURED)
+GPU = Device("gpu", "GPU", Kind.CUDA, None, 2**30, Origin.MEASURED)
+WEIGHTS = {"first": Shape((16, 32), "float32"), "second": Shape((32, 1), "float32")}
+BATCH = (np.zeros((8, 16), np.float32), np.zeros((8, 1), np.float32))
+
+
+def step(weights, batch):
+    def loss(weights):
+        x, y = batch
+        return jnp.mean((jnp.tanh(x @ weights["first"]) @ weights["second"] - y) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+@pytest.fixture(scope="module")
+def opened():
+    return open_job(Job(jax.jit(step, donate_argnums=0), None, (WEIGHTS, BATCH)), HOST)
+
+
+def test_a_step_is_told_from_other_functions():
+    assert is_step(jax.jit(step), ())
+    assert is_step(step, (BATCH,))
+    assert not is_step(step, ("text", 3))
+
+
+def test_the_trace_counts_parameters_gradients_and_the_batch(opened):
+    trace = opened.trace(None)
+
+    assert opened.name == "step"
+    assert opened.batch_size == 8
+    assert trace.num_parameters == 16 * 32 + 32
+    assert trace.parameter_bytes == 4 * trace.num_parameters
+    assert trace.batch_bytes == 8 * 17 * 4
+    assert trace.state_bytes == {
+        Category.PARAMETER: trace.parameter_bytes,
+        Category.GRADIENT: trace.parameter_bytes,
+    }
+    assert trace.assigned_bytes >= trace.timeline.peak()[1]
+    assert "parameter: weights; input batch: batch" in opened.notes[0].text
+
+
+def test_other_batch_sizes_are_compiled_once(opened):
+    small, large = opened.trace(8), opened.trace(64)
+
+    assert large.batch_bytes == 8 * small.batch_bytes
+    assert large.assigned_bytes > small.assigned_bytes
+    assert opened.trace(64) is large
+
+
+def test_a_batch_size_can_be_given_when_opening():
+    opened = open_job(Job(step, None, (WEIGHTS, BATCH)), HOST, 32)
+
+    assert opened.batch_size == 32
+    assert opened.trace(None).batch_bytes == 32 * 17 * 4
+
+
+def test_a_gpu_is_simulated_and_says_so():
+    opened = open_job(Job(step, None, (WEIGHTS, BATCH)), GPU)
+
+    codes = {note.code for note in opened.notes}
+    assert {"xla-cpu-layout", "xla-library-workspaces", "xla-preallocation"} <= codes
+    assert "xla-cpu-bfloat16" not in codes
+    half = {name: Shape(value.shape, "bfloat16") for name, value in WEIGHTS.items()}
+    assert "xla-cpu-bfloat16" in {note.code for note in open_job(Job(step, None, (half, BATCH)), GPU).notes}
+
+
+def test_a_step_runs_as_it_is(opened):
+    assert opened.trace(8, Settings()) is opened.trace(8)
+    with pytest.raises(BadInput, match="runs as it is written"):
+        opened.trace(8, Settings(micro_batches=2))
+
+
+@pytest.mark.parametrize(
+    ("job", "error", "message"),
+    [
+        (Job(3, None, (WEIGHTS,)), BadInput, "must be a function, but int was given"),
+        (Job(step, None, (WEIGHTS,)), BadInput, "can't be called with the 1 arguments given"),
+        (Job(step, None, ("a", "b")), BadInput, "no arrays among the 2 arguments of step"),
+        (Job(step, None, (WEIGHTS, BATCH), optimizer="adam"), BadInput, "brings its own optimizer"),
+        (Job(step, None, (WEIGHTS, BATCH), precision="bf16"), BadInput, "brings its own precision"),
+    ],
+)
+def test_bad_jobs_are_refused(job, error, message):
+    with pytest.raises(error, match=message):
+        open_job(job, HOST)
+
+
+def test_bad_batch_sizes_are_refused():
+    uneven = (np.zeros((8, 16), np.float32), np.zeros((1, 1), np.float32))
+
+    with pytest.raises(BadBatch, match="at least 1, but 0"):
+        open_job(Job(step, None, (WEIGHTS, BATCH)), HOST, 0)
+    with pytest.raises(BadBatch, match="share no first dimension"):
+        open_job(Job(step, None, (WEIGHTS, uneven)), HOST, 4)

@@ -1,0 +1,112 @@
+import keras
+import numpy as np
+import pytest
+
+from memfit.catalogue import find_device
+from memfit.core.errors import BadBatch, BadInput, BadModel, MissingDependency
+from memfit.core.job import Job
+from memfit.core.settings import Settings
+from memfit.frameworks.keras.trace import job as jobs
+from memfit.frameworks.keras.trace.job import OpenModel
+
+layers = keras.layers
+CPU = find_device("cpu")
+
+
+@pytest.fixture
+def model():
+    made = keras.Sequential([keras.Input((8,)), layers.Dense(2)], name="small")
+    made.compile("adam", "mse")
+    return made
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the backend is asked to trace."""
+    calls = []
+
+    class Backend:
+        @staticmethod
+        def trace(model, batch, device, *, training, settings):
+            calls.append((batch, training, settings))
+            return "traced"
+
+    monkeypatch.setattr(jobs, "build", lambda model, batch, training: None)
+    monkeypatch.setattr(jobs, "import_module", lambda name: Backend if name.endswith("_backend") else None)
+    return calls
+
+
+def batch(samples=4):
+    return np.zeros((samples, 8), "float32"), np.zeros((samples, 2), "float32")
+
+
+def test_a_model_is_traced_at_any_batch_size(model, asked):
+    opened = OpenModel(Job(model, None, batch()), CPU)
+
+    assert (opened.name, opened.batch_size, opened.notes) == ("small", 4, ())
+    assert opened.trace(None) == "traced"
+    opened.trace(16)
+    assert [call[0].batch_size for call in asked] == [4, 16]
+    assert asked[0][1:] == (True, None)
+    assert OpenModel(Job(model, None, batch(), name="mine"), CPU, 32).batch_size == 32
+
+
+def test_x_alone_is_a_batch(model, asked):
+    OpenModel(Job(model, None, batch()[0]), CPU).trace(2)
+
+    assert [spec.shape for spec in asked[0][0].data] == [(2, 8)]
+
+
+def test_predictions_need_no_loss(asked):
+    plain = keras.Sequential([keras.Input((8,)), layers.Dense(2)])
+
+    OpenModel(Job(plain, None, batch()[0], mode="inference"), CPU).trace(None)
+
+    assert asked[0][1] is False
+
+
+def test_precision_is_a_setting(model, asked):
+    opened = OpenModel(Job(model, None, batch(), precision="amp-bf16"), CPU)
+
+    opened.trace(None)
+    opened.trace(None, Settings(micro_batches=2))
+    opened.trace(None, Settings(precision="amp-fp16"))
+
+    assert [call[2] for call in asked] == [
+        Settings(precision="amp-bf16"),
+        Settings(micro_batches=2, precision="amp-bf16"),
+        Settings(precision="amp-fp16"),
+    ]
+    OpenModel(Job(model, None, batch(), precision="fp32"), CPU).trace(None)
+    assert asked[-1][2] is None
+
+
+def test_what_a_policy_decides_is_no_precision(model):
+    with pytest.raises(BadInput, match="precision='fp16' was given, but a Keras model has its numbers from its dtype"):
+        OpenModel(Job(model, None, batch(), precision="fp16"), CPU)
+
+
+def test_the_optimizer_comes_from_compile(model):
+    with pytest.raises(BadInput, match="a Keras model brings its optimizer from compile"):
+        OpenModel(Job(model, None, batch(), optimizer="adam"), CPU)
+
+
+def test_what_cannot_be_traced_is_refused(model):
+    with pytest.raises(BadModel, match="isn't compiled"):
+        OpenModel(Job(keras.Sequential([keras.Input((8,)), layers.Dense(2)]), None, batch()), CPU)
+    with pytest.raises(BadBatch, match="a batch is missing"):
+        OpenModel(Job(model, None, None), CPU)
+    with pytest.raises(BadBatch, match=r"\(batch, 8\), but \(4, 7\) was given"):
+        OpenModel(Job(model, None, (np.zeros((4, 7)), np.zeros((4, 2)))), CPU)
+    with pytest.raises(BadBatch, match="at least 1, but 0"):
+        OpenModel(Job(model, None, batch()), CPU, 0)
+
+
+def test_the_backend_must_be_one_that_is_known_and_there(model, monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
+    with pytest.raises(BadInput, match=r"runs on openvino, which memfit doesn't know. Set KERAS_BACKEND to one of"):
+        OpenModel(Job(model, None, batch()), CPU)
+    monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
+    monkeypatch.setattr(jobs, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r"isn't installed. .* `pip install tensorflow`"):
+        OpenModel(Job(model, None, batch()), CPU)

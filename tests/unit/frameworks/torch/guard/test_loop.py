@@ -1,0 +1,92 @@
+"""The objects of a training loop, as its guard handles them."""
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.guard_cases import Cnn, Transformer
+from memfit.core.errors import BadModel
+from memfit.core.guarding import GuardOptions, OutOfMemory, Where
+from memfit.core.settings import Settings, Weighting
+from memfit.frameworks.torch.guard.loop import TorchLoop
+
+
+def make(model=None, **options):
+    model = model or Cnn(0.0)
+    optimizer = torch.optim.Adam(model.parameters())
+    return TorchLoop(model, optimizer, **options)
+
+
+def test_stronger_moves_recompute_the_blocks():
+    assert make().fallbacks().stronger == ({"checkpoint": ("layers.0", "layers.1", "layers.2")},)
+
+
+def test_what_is_in_use_already_is_no_stronger_move():
+    blocks = ("layers.0", "layers.1", "layers.2")
+
+    assert make(settings=Settings(checkpoint=blocks)).fallbacks().stronger == ()
+    assert make(nn.Linear(2, 2)).fallbacks().stronger == ()
+
+
+def test_batch_norm_lets_samples_see_each_other():
+    assert not make().fallbacks().whole_first
+    assert make(nn.Sequential(nn.BatchNorm1d(3))).fallbacks().whole_first
+    assert not make(nn.Sequential(nn.BatchNorm1d(3)).eval()).fallbacks().whole_first
+
+
+def test_the_weighting_is_found_by_trying():
+    loop = make(nn.Linear(3, 2))
+
+    found, _ = loop.find_weighting(lambda model, batch: model(batch).square().sum(), torch.randn(6, 3))
+
+    assert found == Weighting("sum")
+
+
+def test_a_probe_that_finds_no_memory_assumes_samples():
+    def loss(model, batch):
+        raise MemoryError
+
+    loop = make(nn.Linear(3, 2))
+    weighting, reason = loop.find_weighting(loss, torch.randn(6, 3))
+
+    assert weighting == Weighting() or weighting is None
+    assert reason
+
+
+def test_the_explanation_has_figures_and_what_to_do():
+    loop = make(Transformer(0.0))
+    text = loop.explain(
+        OutOfMemory(Where.HOST, "torch", 3 * 2**20),
+        Settings(8, micro_batch_size=1, checkpoint=("a", "b")),
+        "its samples differ",
+    )
+
+    assert "memory ran out on the host for 3.00 MiB, and nothing is left to try after micro-batches of 1" in text
+    assert "with 2 modules recomputed" in text
+    assert "The batch was not split: its samples differ" in text
+    assert "memfit.plan" in text
+
+
+def test_state_of_other_objects_goes_along(tmp_path):
+    class Counter:
+        number = 3
+
+        def state_dict(self):
+            return {"number": self.number}
+
+        def load_state_dict(self, state):
+            self.number = state["number"]
+
+    counter = Counter()
+    make(options=GuardOptions(state={"counter": counter})).write_state(tmp_path, {"update": 7})
+    other = Counter()
+    other.number = 0
+
+    progress = make(options=GuardOptions(state={"counter": other})).read_state(tmp_path, lambda progress: None)
+
+    assert (progress["update"], other.number) == (7, 3)
+
+
+def test_a_model_must_be_a_module():
+    with pytest.raises(BadModel, match="Module, but str was given"):
+        TorchLoop("model", None)

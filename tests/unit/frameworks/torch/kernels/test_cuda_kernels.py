@@ -1,0 +1,230 @@
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memfit.core.errors import StepFailed
+from memfit.core.estimate import LACKS_PRECISION
+from memfit.core.timeline import Category, Phase
+from memfit.core.units import KIB, MIB
+from memfit.frameworks.torch.kernels.cuda_kernels import cublas_workspace_bytes
+from tests.unit.frameworks.torch.builders import cuda, forward_blocks, made_in, observe, run
+
+
+def workspaces(blocks, op=""):
+    return [b.size_bytes for b in blocks if b.category is Category.WORKSPACE and b.op.endswith(op)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "size"), [((7, 5), 8320 * KIB), ((8, 6), 8320 * KIB), ((9, 0), 32 * MIB), ((10, 0), 32 * MIB)]
+)
+def test_the_workspace_of_cublas_by_generation(capability, size):
+    assert cublas_workspace_bytes(capability) == size
+
+
+def test_each_thread_that_multiplies_has_one_workspace_for_good():
+    # GIVEN many layers and two steps
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+
+    traced = run(model, torch.empty(4, 8), optimizer=torch.optim.Adam, device=cuda(7, 5))
+
+    # THEN there is one workspace of the forward pass and one of the backward pass, and none is freed
+    blocks = [b for b in traced.timeline.blocks if b.op == "cuBLAS workspace"]
+    assert [(b.phase, b.size_bytes, b.end) for b in blocks] == [
+        (Phase.FORWARD, 8320 * KIB, None),
+        (Phase.BACKWARD, 8320 * KIB, None),
+    ]
+
+
+def test_no_multiplication_no_workspace():
+    _, traced = observe(lambda data: data.sin().shape, torch.empty(4, 8))
+
+    assert workspaces(traced.timeline.blocks) == []
+
+
+def test_the_gradient_of_softmax_takes_a_product():
+    traced = run(nn.Linear(8, 8), torch.empty(4, 8), loss=lambda m, b: F.softmax(m(b), -1).sin().sum())
+
+    assert workspaces(made_in(traced, Phase.BACKWARD), "_softmax_backward_data") == [4 * 8 * 4]
+
+
+# Ten words of two numbers: 307 runs of ten indices and ten words give at most 317 segments.
+@pytest.mark.parametrize(("count", "expected"), [(3072, []), (3073, [*[3073 * 8] * 4, 317 * 2 * 4])])
+def test_the_gradient_of_a_large_embedding_sorts_its_indices_and_sums_segments(count, expected):
+    traced = run(nn.Embedding(10, 2), torch.zeros(count, dtype=torch.int64))
+
+    assert workspaces(made_in(traced, Phase.BACKWARD), "embedding_dense_backward") == expected
+
+
+def test_the_gradient_of_flash_attention_accumulates_in_float32():
+    # GIVEN a length that is no multiple of 128 and a head that is no multiple of 32
+    data = torch.empty(2, 3, 100, 40, dtype=torch.float16)
+
+    def loss(model, batch):
+        mixed = model(batch)
+        return F.scaled_dot_product_attention(mixed, mixed, mixed).float().sum()
+
+    traced = run(nn.Linear(40, 40, dtype=torch.float16), data, loss=loss)
+
+    # THEN both are padded in the accumulator, and the length in the row sums
+    sizes = workspaces(made_in(traced, Phase.BACKWARD), "flash_attention_backward")
+    assert sizes == [2 * 3 * 128 * 64 * 4, 2 * 3 * 128 * 4]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float32, [2 * 3 * 100 * 4]), (torch.float16, [2 * 3 * 100 * 4, 2 * 3 * 100 * 40 * 4])],
+)
+def test_the_gradient_of_efficient_attention(dtype, expected):
+    def loss(model, batch):
+        mixed = model(batch)
+        return F.scaled_dot_product_attention(mixed, mixed, mixed).float().sum()
+
+    traced = run(nn.Linear(40, 40, dtype=dtype), torch.empty(2, 3, 100, 40, dtype=dtype), loss=loss, device=cuda(7, 5))
+
+    assert workspaces(made_in(traced, Phase.BACKWARD), "efficient_attention_backward") == expected
+
+
+def test_a_mask_becomes_indices():
+    def work(data):
+        mask = data > 0
+        data[mask]
+        data[mask] = 0.0
+        data[mask] = data.flatten()
+
+    _, traced = observe(work, torch.empty(4, 8))
+
+    # One int64 per element and dimension for reading and for writing many values; filling needs none.
+    assert workspaces(forward_blocks(traced)) == [4 * 8 * 2 * 8, 4 * 8 * 2 * 8]
+
+
+class Product(nn.Module):
+    """One product in its own dtype."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 8, dtype=dtype))
+
+    def forward(self, data):
+        return data.to(self.weight.dtype) @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "lacks"),
+    [
+        ((7, 5), torch.bfloat16, True),
+        ((7, 5), torch.float16, False),
+        ((7, 0), torch.bfloat16, True),
+        ((8, 0), torch.bfloat16, False),
+    ],
+)
+def test_bfloat16_that_a_device_emulates_is_told_once(capability, dtype, lacks):
+    # Twice: shapes are remembered from one trace to the next, and what is said must not depend on that.
+    for _ in range(2):
+        traced = run(Product(dtype), torch.empty(4, 8), device=cuda(*capability))
+        told = [note.text for note in traced.notes if note.code == LACKS_PRECISION]
+        assert len(told) == lacks
+    assert all("float16" in text for text in told)
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 6), True), ((8, 9), False), ((9, 0), False)])
+def test_float8_products_need_a_device_that_has_them(capability, refused):
+    def product(left, right, scale):
+        return torch._scaled_mm(left, right.t(), scale, scale, out_dtype=torch.bfloat16).shape
+
+    given = [torch.empty(16, 16).to(torch.float8_e4m3fn) for _ in range(2)]
+    expected = pytest.raises(StepFailed, match=r"compute capability 8\.9") if refused else nullcontext()
+    with expected:
+        observe(product, *given, torch.ones(1), device=cuda(*capability))
+
+
+BATCH, CHANNELS, SIDE = 2, 3, 8
+
+
+def convolution_workspaces(traced, phase=Phase.FORWARD):
+    return [b.size_bytes for b in made_in(traced, phase) if b.category is Category.WORKSPACE and "convolution" in b.op]
+
+
+def convolve(layer=None, *, capability=(8, 6), dtype=torch.float32, layout=torch.contiguous_format, side=SIDE):
+    layer = layer or nn.Conv2d(CHANNELS, 8, 3, padding=1, bias=False)
+    data = torch.empty(BATCH, CHANNELS, side, side, dtype=dtype).to(memory_format=layout)
+    return run(layer.to(dtype).to(memory_format=layout), data, device=cuda(*capability))
+
+
+def padded(width, size):
+    """Channels-last copies of input and output, channels padded to `width`, and the weight."""
+    input_channels = -(-CHANNELS // width) * width
+    return (BATCH * SIDE * SIDE * (input_channels + 8) + CHANNELS * 8 * 9) * size
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        ((8, 6), torch.float32, [padded(4, 4)]),
+        ((8, 6), torch.float16, [padded(8, 2)]),
+        ((7, 5), torch.float16, [padded(8, 2)]),
+        ((7, 5), torch.float32, []),
+        ((6, 1), torch.float16, []),
+        ((8, 0), torch.float64, []),
+    ],
+)
+def test_tensor_cores_convert_channels_first_tensors(capability, dtype, expected):
+    assert convolution_workspaces(convolve(capability=capability, dtype=dtype)) == expected
+
+
+def test_the_workspace_lives_inside_its_operator():
+    traced = convolve()
+
+    (block,) = [b for b in forward_blocks(traced) if b.category is Category.WORKSPACE]
+    assert block.end == block.start + 1
+
+
+def test_channels_last_tensors_need_no_conversion():
+    assert convolution_workspaces(convolve(dtype=torch.float16, layout=torch.channels_last)) == []
+
+
+def test_without_tf32_nothing_is_converted():
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        assert convolution_workspaces(convolve()) == []
+    finally:
+        torch.backends.cudnn.allow_tf32 = True
+
+
+def test_a_depthwise_convolution_has_no_workspace():
+    layer = nn.Conv2d(CHANNELS, CHANNELS, 3, groups=CHANNELS, bias=False)
+
+    assert convolution_workspaces(convolve(layer)) == []
+
+
+def test_the_backward_pass_converts_as_well():
+    traced = run(
+        nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Conv2d(CHANNELS, 8, 3, padding=1, bias=False)),
+        torch.empty(BATCH, CHANNELS, SIDE, SIDE),
+    )
+
+    assert padded(4, 4) in convolution_workspaces(traced, Phase.BACKWARD)
+
+
+def test_a_convolution_of_sequences_and_one_of_volumes_run():
+    for layer, data in (
+        (nn.Conv1d(3, 4, 3), torch.empty(2, 3, 16)),
+        (nn.Conv3d(3, 4, 3), torch.empty(2, 3, 8, 8, 8)),
+        (nn.ConvTranspose2d(3, 4, 3), torch.empty(2, 3, 8, 8)),
+    ):
+        traced = run(layer, data, precision="amp-fp16")
+        assert made_in(traced, Phase.BACKWARD)
+
+
+def test_operands_in_another_layout_are_copied():
+    # GIVEN a channels-last input and a channels-first weight
+    layer = nn.Conv2d(CHANNELS, 8, 3, padding=1, bias=False)
+    data = torch.empty(BATCH, CHANNELS, SIDE, SIDE).to(memory_format=torch.channels_last)
+
+    # WHEN they meet
+    traced = run(layer, data)
+
+    # THEN the weight is copied into the layout of the input, for as long as the convolution takes
+    assert CHANNELS * 8 * 9 * 4 in convolution_workspaces(traced)

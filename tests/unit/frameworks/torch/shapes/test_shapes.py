@@ -1,0 +1,325 @@
+import itertools
+
+import pytest
+import torch
+
+from memfit.frameworks.torch.shapes import shapes
+from memfit.frameworks.torch.shapes.shapes import Behaviour, behaviour
+from tests.unit.frameworks.torch.builders import observe
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (aten.view.default, Behaviour.VIEW),
+        (aten.transpose.int, Behaviour.VIEW),
+        (aten.split.Tensor, Behaviour.VIEW),
+        (aten._unsafe_view.default, Behaviour.VIEW),
+        (aten.relu_.default, Behaviour.IN_PLACE),
+        (aten.add_.Tensor, Behaviour.IN_PLACE),
+        (aten._foreach_add_.Scalar, Behaviour.SILENT),
+        (aten.add.Tensor, Behaviour.FRESH),
+        (aten.topk.default, Behaviour.FRESH),
+        (aten.add.out, Behaviour.OTHER),
+        (aten.resize_.default, Behaviour.OTHER),
+        (aten.t_.default, Behaviour.OTHER),
+        (aten.lift_fresh.default, Behaviour.OTHER),
+        (aten.linear.default, Behaviour.COMPOSITE),
+        (aten.matmul.default, Behaviour.COMPOSITE),
+        (aten.flatten.using_ints, Behaviour.COMPOSITE),
+        (aten.reshape.default, Behaviour.COMPOSITE),
+        (aten.cross_entropy_loss.default, Behaviour.COMPOSITE),
+    ],
+    ids=str,
+)
+def test_what_operators_do_to_storages(op, expected):
+    assert behaviour(op) is expected
+
+
+def empty(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_signatures_tell_apart_what_shapes_depend_on():
+    different = [
+        (empty(2, 3),),
+        (empty(3, 2),),
+        (empty(3, 2).t(),),
+        (empty(2, 3, dtype=torch.float16),),
+        (torch.empty(2, 3),),
+        (empty(2, 3), 1),
+        (empty(2, 3), 1.0),
+        (empty(2, 3), True),
+        (empty(2, 3), None),
+        (empty(2, 3), torch.float16),
+        (empty(2, 3), [1, 2]),
+        (empty(2, 3), [1, 2.0]),
+        ([empty(2, 3)],),
+    ]
+
+    assert len({shapes.signature(args) for args in different}) == len(different)
+    assert shapes.signature((empty(2, 3), [1])) == shapes.signature((empty(2, 3), [1]))
+
+
+def test_sparse_tensors_have_no_signature():
+    sparse = torch.eye(3).to_sparse()
+
+    with pytest.raises(shapes.Unhashable):
+        shapes.signature((sparse,))
+
+
+class Counting:
+    """Runs operators and counts how often."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, func, args, kwargs):
+        self.calls += 1
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def execute(monkeypatch):
+    monkeypatch.setattr(shapes, "_cache", {})
+    return Counting()
+
+
+def test_the_same_question_is_asked_once(execute):
+    first = shapes.run(aten.mm.default, (empty(2, 3), empty(3, 4)), {}, execute)
+    second = shapes.run(aten.mm.default, (empty(2, 3), empty(3, 4)), {}, execute)
+
+    assert execute.calls == 1
+    assert first.shape == second.shape == (2, 4)
+    # A kept answer is a tensor of its own, not the first one again.
+    assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
+
+
+def test_another_question_is_another_answer(execute):
+    wide = shapes.run(aten.mm.default, (empty(2, 3), empty(3, 4)), {}, execute)
+    narrow = shapes.run(aten.mm.default, (empty(2, 3), empty(3, 1)), {}, execute)
+    cast = shapes.run(aten.sum.default, (empty(2, 3),), {"dtype": torch.float64}, execute)
+    plain = shapes.run(aten.sum.default, (empty(2, 3),), {}, execute)
+
+    assert (wide.shape, narrow.shape) == ((2, 4), (2, 1))
+    assert (cast.dtype, plain.dtype) == (torch.float64, torch.float32)
+
+
+def test_strides_are_kept(execute):
+    layout = torch.channels_last
+    for _ in range(2):
+        out = shapes.run(aten.relu.default, (empty(2, 3, 4, 4).to(memory_format=layout),), {}, execute)
+        assert out.is_contiguous(memory_format=layout)
+    assert execute.calls == 1
+
+
+def test_lists_tuples_and_missing_outputs_are_kept(execute):
+    data, weight = empty(2, 3, 8, 8), empty(4, 3, 3, 3)
+    gradient = empty(2, 4, 6, 6)
+    args = (gradient, data, weight, [0], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
+    for _ in range(2):
+        out = shapes.run(aten.convolution_backward.default, args, {}, execute)
+        assert isinstance(out, tuple)
+        assert [None if t is None else tuple(t.shape) for t in out] == [None, (4, 3, 3, 3), None]
+    assert execute.calls == 1
+
+
+def test_in_place_operators_return_their_argument(execute):
+    for _ in range(2):
+        tensor = empty(2, 3)
+        assert shapes.run(aten.relu_.default, (tensor,), {}, execute) is tensor
+
+
+def test_an_error_is_not_kept(execute):
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            shapes.run(aten.mm.default, (empty(2, 3), empty(2, 3)), {}, execute)
+    assert execute.calls == 2
+
+
+def test_the_cache_has_a_limit(execute, monkeypatch):
+    monkeypatch.setattr(shapes, "_CACHE_LIMIT", 3)
+    for n in range(1, 10):
+        shapes.run(aten.relu.default, (empty(n),), {}, execute)
+
+    assert len(shapes._cache) <= 3
+
+
+def test_tensors_among_arguments_and_outputs():
+    first, second, third = empty(1), empty(2), empty(3)
+
+    assert list(shapes.tensors((first, 2, [second, None, (third, "a")], torch.float32))) == [first, second, third]
+    assert list(shapes.tensors([])) == []
+    assert list(shapes.tensors({"a": first}.values())) == [first]
+
+
+META = torch.device("meta")
+
+
+def tensor_of(*shape, dtype=torch.float32, layout=None):
+    made = torch.empty(shape, dtype=dtype, device=META)
+    return made.to(memory_format=layout) if layout is not None else made
+
+
+# Plain, channels-last, transposed, expanded, strided, empty, scalar.
+TENSORS = {
+    "dense": tensor_of(2, 3, 4, 5),
+    "channels-last": tensor_of(2, 3, 4, 5, layout=torch.channels_last),
+    "transposed": tensor_of(4, 3).t(),
+    "expanded": tensor_of(1, 3).expand(4, 3),
+    "strided": tensor_of(4, 8)[:, ::2],
+    "none": tensor_of(0, 3),
+    "scalar": tensor_of(),
+    "half": tensor_of(2, 3, dtype=torch.float16),
+    "integers": tensor_of(2, 3, dtype=torch.int64),
+    "booleans": tensor_of(2, 3, dtype=torch.bool),
+}
+
+
+def describe(out):
+    if isinstance(out, torch.Tensor):
+        return tuple(out.shape), out.stride(), out.dtype
+    if out is None:
+        return None
+    return [describe(part) for part in out]
+
+
+def assert_agrees(op, *args, **kwargs):
+    """The quick rule gives what PyTorch gives, or passes."""
+    quick = shapes.quick_rule(op)(args, kwargs)
+    if quick is NotImplemented:
+        return False
+    assert describe(quick) == describe(op(*args, **kwargs))
+    return True
+
+
+def overload(name):
+    packet, _, suffix = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), suffix)
+
+
+UNARY = ("neg", "relu", "gelu", "silu", "sigmoid", "tanh", "hardswish", "exp", "sqrt", "rsqrt", "clone")
+
+
+@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize("kind", TENSORS)
+def test_functions_of_one_tensor(name, kind):
+    tensor = TENSORS[kind]
+    if name in ("gelu", "silu", "hardswish") and not tensor.is_floating_point():
+        return
+    if name == "neg" and tensor.dtype is torch.bool:
+        return
+    quick = assert_agrees(overload(f"{name}.default"), tensor)
+    assert quick or kind not in ("dense", "channels-last", "half")
+
+
+@pytest.mark.parametrize("name", ["add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor"])
+def test_functions_of_two_tensors(name):
+    # GIVEN every pair of tensors that can be combined, and numbers
+    quick = 0
+    for first, second in itertools.product([*TENSORS.values()], [*TENSORS.values(), 2, 2.5]):
+        try:
+            overload(name)(first, second)
+        except (RuntimeError, TypeError):
+            continue
+        # THEN the rule agrees with PyTorch wherever it answers
+        quick += assert_agrees(overload(name), first, second)
+    assert quick > len(TENSORS)
+
+
+def test_scaled_sums_are_passed_on():
+    tensor = TENSORS["dense"]
+
+    assert not assert_agrees(torch.ops.aten.add.Tensor, tensor, tensor, alpha=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("threshold_backward", (0,)),
+        ("gelu_backward", ()),
+        ("silu_backward", ()),
+        ("sigmoid_backward", ()),
+        ("tanh_backward", ()),
+        ("hardswish_backward", ()),
+    ],
+)
+@pytest.mark.parametrize("kinds", [("dense", "dense"), ("dense", "channels-last"), ("channels-last", "dense")])
+def test_gradients_of_functions(name, extra, kinds):
+    gradient, tensor = (TENSORS[kind] for kind in kinds)
+
+    quick = assert_agrees(overload(f"{name}.default"), gradient, tensor, *extra)
+
+    assert quick is (kinds[0] == kinds[1])
+
+
+@pytest.mark.parametrize("kind", ["dense", "channels-last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm(kind, dtype, training):
+    data = TENSORS[kind].to(dtype)
+    parts = [tensor_of(3, dtype=torch.float64 if dtype is torch.float64 else torch.float32) for _ in range(4)]
+
+    quick = assert_agrees(torch.ops.aten.native_batch_norm.default, data, *parts, training, 0.1, 1e-5)
+
+    assert quick is training
+
+
+@pytest.mark.parametrize("mask", list(itertools.product([True, False], repeat=2)))
+def test_the_gradient_of_batch_norm(mask):
+    data, vector = TENSORS["dense"], tensor_of(3)
+    args = (data, data, vector, vector, vector, vector, vector, True, 1e-5)
+
+    assert assert_agrees(torch.ops.aten.native_batch_norm_backward.default, *args, [True, *mask])
+
+
+def test_batch_norm_makes_no_gradient_that_nobody_wants():
+    # PyTorch's shape rule makes the input's gradient regardless; its CUDA kernel doesn't.
+    data, vector = TENSORS["dense"], tensor_of(3)
+    args = (data, data, vector, vector, vector, vector, vector, True, 1e-5, [False, True, False])
+
+    quick = shapes.quick_rule(torch.ops.aten.native_batch_norm_backward.default)(args, {})
+
+    assert describe(quick) == [None, ((3,), (1,), torch.float32), None]
+
+
+def test_classes_may_be_bytes():
+    logits, weight = tensor_of(6, 5), tensor_of(5)
+    kernel = torch.ops.aten.nll_loss_forward.default
+    for reduction in (0, 1):
+        for given in (None, weight):
+            arguments = (given, reduction, 255)
+            usual = kernel(logits, tensor_of(6, dtype=torch.int64), *arguments)
+            found = shapes.quick_rule(kernel)((logits, tensor_of(6, dtype=torch.uint8), *arguments), {})
+            assert describe(found) == describe(usual)
+    assert shapes.quick_rule(kernel)((logits, tensor_of(6, dtype=torch.int64), None, 1, -100), {}) is NotImplemented
+
+
+def test_a_loss_over_classes_in_bytes_is_simulated():
+    def step(data, classes):
+        with torch.enable_grad():
+            data = data.clone().requires_grad_()
+            torch.nn.functional.cross_entropy(data, classes).backward()
+        return data.grad.shape
+
+    data, classes = torch.zeros(16, 5), torch.zeros(16, dtype=torch.uint8)
+    assert step(data, classes) == (16, 5)
+
+    shape, _ = observe(step, data, classes)
+
+    assert shape == (16, 5)
+
+
+def test_every_rule_is_for_an_operator_that_makes_tensors_of_its_own():
+    # A view or an operator that changes metadata must never be answered from a rule.
+    for op in shapes._QUICK:
+        written = [a for a in op._schema.arguments if a.alias_info is not None and not a.alias_info.is_write]
+        assert not written, op
+
+
+def test_rules_are_used_on_the_simulated_device():
+    shape, _ = observe(lambda data: (data + data).shape, torch.empty(2, 3))
+
+    assert shape == (2, 3)

@@ -1,0 +1,55 @@
+"""Private names of PyTorch: all are here, and one that is gone gives one clear message."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from memfit.core.errors import MissingDependency
+from memfit.frameworks.torch import internals
+
+SOURCES = Path(internals.__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", sorted(internals._NAMES))
+def test_this_release_has_every_name(name):
+    assert getattr(internals, name) is not None
+
+
+def test_the_table_is_in_alphabetical_order():
+    assert list(internals._NAMES) == sorted(internals._NAMES, key=str.lower)
+
+
+def test_every_use_names_something_that_is_there():
+    unknown = []
+    for path in SOURCES.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "internals"
+        }
+        if "memfit.frameworks.torch import internals" in ast.unparse(tree):
+            unknown += [f"{path.name}: {name}" for name in names if not hasattr(internals, name)]
+    assert unknown == []
+
+
+def test_a_missing_name_says_which_and_in_which_release(monkeypatch):
+    monkeypatch.setitem(internals._NAMES, "gone", ("torch._C._gone_for_good", "2.6-2.9"))
+    with pytest.raises(MissingDependency, match=rf"torch\._C\._gone_for_good.*2\.6-2\.9.*{torch.__version__[:4]}"):
+        internals.gone  # noqa: B018
+    with pytest.raises(MissingDependency, match=r"torch\.nn\.modules\.linear\.Linear\._gone"):
+        internals.attribute(torch.nn.Linear(1, 1), "_gone")
+    with pytest.raises(AttributeError, match="no attribute 'never_was'"):
+        internals.never_was  # noqa: B018
+
+
+def test_writes_are_counted_where_there_is_a_count():
+    tensor = torch.zeros(1)
+    before = internals.version_of(tensor)
+    tensor.add_(1)
+    with torch.inference_mode():
+        uncounted = torch.zeros(1)
+    assert internals.version_of(tensor) == before + 1
+    assert internals.version_of(uncounted) == -1

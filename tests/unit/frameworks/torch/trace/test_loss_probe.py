@@ -1,0 +1,546 @@
+import io
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from memfit.core.device import Origin
+from memfit.core.settings import Weighting
+from memfit.frameworks.torch.trace.loss_probe import find_weighting, part_of
+
+SAMPLES, WIDTH, CLASSES, LENGTH, WORDS = 16, 12, 5, 20, 50
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def features():
+    return torch.randn(SAMPLES, WIDTH)
+
+
+def classes(low=0, high=CLASSES):
+    return torch.randint(low, high, (SAMPLES,))
+
+
+def linear():
+    return nn.Linear(WIDTH, CLASSES)
+
+
+def classify(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class Words(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 16)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, words):
+        return self.head(self.dropout(self.embedding(words)))
+
+
+def words():
+    return torch.randint(2, WORDS, (SAMPLES, LENGTH))
+
+
+def shortened(tensor, value):
+    """Each sample a position longer than the one before, and `value` after that."""
+    tensor = tensor.clone()
+    for sample in range(SAMPLES):
+        tensor[sample, 4 + sample :] = value
+    return tensor
+
+
+def by_word(model, batch):
+    return functional.cross_entropy(model(batch["words"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def next_word(model, batch):
+    """As causal language models of transformers shift their labels."""
+    logits = model(batch["words"])[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def next_word_padded(model, batch):
+    return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), ignore_index=0)
+
+
+def masked(model, batch):
+    each = functional.cross_entropy(model(batch["words"]).transpose(1, 2), batch["labels"], reduction="none")
+    return (each * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def masked_by_sample(model, batch):
+    each = functional.cross_entropy(model(batch["words"]).transpose(1, 2), batch["labels"], reduction="none")
+    return ((each * batch["mask"]).sum(1) / batch["mask"].sum(1)).mean()
+
+
+def contrast(model, batch):
+    left, right = (functional.normalize(model(view), dim=1) for view in batch)
+    return functional.cross_entropy(left @ right.T / 0.1, torch.arange(len(left)))
+
+
+def hardest_triplets(model, batch):
+    embedded = model(batch[0])
+    distance, same = torch.cdist(embedded, embedded), batch[1][:, None] == batch[1]
+    return functional.relu((distance * same).amax(1) - (distance + 1e6 * same).amin(1) + 1).mean()
+
+
+def with_variance_of_batch(model, batch):
+    output = model(batch[0])
+    return functional.mse_loss(output, batch[1]) + 0.1 * functional.relu(1 - output.var(0, correction=0)).mean()
+
+
+def dice(model, batch):
+    share = torch.sigmoid(model(batch[0]))
+    return 1 - 2 * (share * batch[1]).sum() / (share.sum() + batch[1].sum())
+
+
+def dice_of_classes(model, batch):
+    """Random samples hardly show that it is a ratio of sums over the whole batch."""
+    logits = model(batch[0])
+    target, share = functional.one_hot(batch[1], CLASSES).movedim(-1, 1), logits.softmax(1)
+    overlap = (share * target).sum((0, 2, 3)) / (share + target).sum((0, 2, 3))
+    return functional.cross_entropy(logits, batch[1]) + 1 - 2 * overlap.mean()
+
+
+def pixels():
+    return torch.randn(SAMPLES, 3, 32, 32), torch.randint(0, CLASSES, (SAMPLES, 32, 32))
+
+
+def noisy_images():
+    return torch.randn(SAMPLES, 1, 8, 8), (torch.rand(SAMPLES, 1, 8, 8) > torch.rand(SAMPLES, 1, 1, 1)).float()
+
+
+def void_pixels():
+    labels = torch.randint(0, CLASSES, (SAMPLES, 8, 8))
+    labels[1, 2:] = labels[4] = 255
+    return torch.randn(SAMPLES, 3, 8, 8), labels
+
+
+def by_pixel(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], ignore_index=255)
+
+
+def focus(model, batch):
+    """As detectors do: over all anchors, for each that is no background."""
+    each = functional.cross_entropy(model(batch[0]).movedim(-1, 1), batch[1], reduction="none")
+    return each.sum() / (batch[1] > 0).sum().clamp(min=1)
+
+
+def anchors():
+    labels = torch.randint(1, CLASSES, (SAMPLES, 100)) * (torch.rand(SAMPLES, 100) < 0.1)
+    return torch.randn(SAMPLES, 100, WIDTH), labels
+
+
+def transcribe(model, batch):
+    frames = model(batch["frames"]).log_softmax(-1).transpose(0, 1)
+    return functional.ctc_loss(frames, batch["words"], batch["num_frames"], batch["num_words"])
+
+
+def speech():
+    return {
+        "frames": torch.randn(SAMPLES, 15, WIDTH),
+        "words": torch.randint(1, CLASSES, (SAMPLES, 4)),
+        "num_frames": torch.full((SAMPLES,), 15),
+        "num_words": torch.randint(1, 5, (SAMPLES,)),
+    }
+
+
+def regularised(reduction):
+    def loss(model, batch):
+        penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
+        return functional.mse_loss(model(batch[0]), batch[1], reduction=reduction) + 0.1 * penalty
+
+    return loss
+
+
+def gradient_penalty(model, batch):
+    images = batch.requires_grad_()
+    scores = model(images).sum(1)
+    (slopes,) = torch.autograd.grad(scores.sum(), images, create_graph=True)
+    return scores.mean() + 10 * ((slopes.norm(dim=1) - 1) ** 2).mean()
+
+
+def denoise(model, batch):
+    noise, times = torch.randn(batch.shape), torch.randint(0, 100, (len(batch), 1)) / 100
+    return functional.mse_loss(model(batch * (1 - times) + noise * times), noise[:, :CLASSES])
+
+
+class Recurrent(nn.Module):
+    """Dropout inside of a module that is no dropout, along a first dimension that isn't the samples'."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.LSTM(WIDTH, 8, 2, dropout=0.5)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, sequences):
+        return self.head(self.layers(sequences.transpose(0, 1))[0][-1])
+
+
+class FunctionalDropout(nn.Linear):
+    def forward(self, values):
+        return super().forward(functional.dropout(values, 0.5, self.training))
+
+
+DISCRIMINATOR = nn.Linear(CLASSES, 1)
+
+
+def fool(model, batch):
+    scores = DISCRIMINATOR(model(batch))
+    return functional.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
+
+
+def summed(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def squared(model, batch):
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+def with_noise(model, batch):
+    output = model(batch)
+    return (output + torch.randn_like(output)).square().mean()
+
+
+def mlp(*inner):
+    return nn.Sequential(nn.Linear(WIDTH, 8), *inner, nn.Linear(8, CLASSES))
+
+
+def used(model):
+    model(features())
+    return model
+
+
+def labelled():
+    return features(), classes()
+
+
+def targets():
+    return features(), torch.randn(SAMPLES, CLASSES)
+
+
+def sentences(**changes):
+    return {"words": words(), "labels": words(), **changes}
+
+
+MEAN, SUM = Weighting("samples"), Weighting("sum")
+
+ADDS_UP = {
+    "cross entropy": (linear, classify, labelled, MEAN),
+    "sum": (linear, summed, labelled, SUM),
+    "squares": (linear, squared, targets, MEAN),
+    "mean and a constant": (linear, regularised("mean"), targets, MEAN),
+    "words, none ignored": (Words, by_word, sentences, Weighting("count", "['labels']")),
+    "words, some ignored": (
+        Words,
+        by_word,
+        lambda: sentences(labels=shortened(words(), -100)),
+        Weighting("count", "['labels']"),
+    ),
+    "words, dropout": (
+        lambda: Words(0.5),
+        by_word,
+        lambda: sentences(labels=shortened(words(), -100)),
+        Weighting("count", "['labels']"),
+    ),
+    "next word": (Words, next_word, sentences, Weighting("count", "['labels']", skipped=1)),
+    "next word, padded": (
+        Words,
+        next_word_padded,
+        lambda: shortened(words(), 0),
+        Weighting("count", "", ignored=0, skipped=1),
+    ),
+    "next word, padding to come": (Words, next_word_padded, words, Weighting("count", "", ignored=0, skipped=1)),
+    "mask of ones": (
+        Words,
+        masked,
+        lambda: sentences(mask=torch.ones(SAMPLES, LENGTH)),
+        Weighting("count", "['mask']", ignored=0),
+    ),
+    "mask": (
+        Words,
+        masked,
+        lambda: sentences(mask=shortened(torch.ones(SAMPLES, LENGTH, dtype=torch.bool), False)),
+        Weighting("count", "['mask']", ignored=0),
+    ),
+    "mask, mean of each sample": (
+        Words,
+        masked_by_sample,
+        lambda: sentences(mask=shortened(torch.ones(SAMPLES, LENGTH), 0)),
+        MEAN,
+    ),
+    "void pixels": (
+        lambda: nn.Conv2d(3, CLASSES, 3, padding=1),
+        by_pixel,
+        void_pixels,
+        Weighting("count", "[1]", ignored=255),
+    ),
+    "objects": (lambda: nn.Linear(WIDTH, CLASSES), focus, anchors, Weighting("count", "[1]", ignored=0)),
+    "transcription": (linear, transcribe, speech, MEAN),
+    "generator": (linear, fool, features, MEAN),
+    "gradient penalty": (lambda: mlp(nn.Tanh()), gradient_penalty, features, MEAN),
+    "batch norm": (lambda: mlp(nn.BatchNorm1d(8)), classify, labelled, MEAN),
+    "batch norm in use": (lambda: used(mlp(nn.BatchNorm1d(8))), classify, labelled, MEAN),
+    "batch norm without statistics": (
+        lambda: mlp(nn.BatchNorm1d(8, track_running_stats=False)),
+        classify,
+        labelled,
+        MEAN,
+    ),
+    "dropout": (lambda: mlp(nn.Dropout(0.5)), classify, labelled, MEAN),
+    "functional dropout": (lambda: FunctionalDropout(WIDTH, CLASSES), classify, labelled, MEAN),
+    "dropout of recurrent layers": (
+        Recurrent,
+        classify,
+        lambda: (torch.randn(SAMPLES, 7, WIDTH), classes()),
+        MEAN,
+    ),
+    "noise": (linear, with_noise, features, MEAN),
+    "diffusion": (linear, denoise, features, MEAN),
+    "two samples": (linear, classify, lambda: (features()[:2], classes()[:2]), MEAN),
+    "samples alike": (linear, classify, lambda: (torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES).long()), MEAN),
+    "its own weight": (
+        Words,
+        lambda model, batch: (by_word(model, batch), (batch["labels"] != -100).sum()),
+        lambda: sentences(labels=shortened(words(), -100)),
+        Weighting("given"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADDS_UP)
+def test_how_a_loss_adds_up_is_found(name):
+    build, loss, batch, expected = ADDS_UP[name]
+
+    found = find_weighting(build(), loss, batch())
+
+    assert found.weighting == expected, found.reason
+    assert found.origin is Origin.MEASURED
+    assert found.difference == 0
+
+
+# Random or normalised by batch whatever the mode, or weighed by itself.
+NOT_REPEATED = {"noise", "diffusion", "batch norm without statistics", "its own weight"}
+
+
+@pytest.mark.parametrize("name", [name for name in ADDS_UP if name not in NOT_REPEATED])
+def test_the_weighting_found_gives_the_loss_of_other_parts(name):
+    """What is promised, on parts that the probe has not seen, in evaluation mode where nothing is random."""
+    build, loss, make, weighting = ADDS_UP[name]
+    model, batch = build().eval(), make()
+
+    count = len(batch["words"]) if isinstance(batch, dict) else len(batch[0]) if isinstance(batch, tuple) else SAMPLES
+    half = count // 2
+    parts = [part_of(batch, 0, half), part_of(batch, half, count)]
+    weights = [_weight(parts[0], weighting, half), _weight(parts[1], weighting, count - half)]
+    total = sum(w * loss(model, part).item() for w, part in zip(weights, parts, strict=True))
+
+    expected = loss(model, batch).item()
+    assert total / (1 if weighting.kind == "sum" else sum(weights)) == pytest.approx(expected, rel=1e-5)
+
+
+def _weight(part, weighting, size):
+    if weighting.kind == "sum":
+        return 1
+    if weighting.kind == "samples":
+        return size
+    counted = {"['labels']": lambda: part["labels"], "['mask']": lambda: part["mask"], "[1]": lambda: part[1]}
+    tensor = counted.get(weighting.tensor, lambda: part)()
+    return (tensor[:, weighting.skipped :] != weighting.ignored).sum().item()
+
+
+COMPARES_SAMPLES = "neither the mean nor the sum"
+
+DOES_NOT_ADD_UP = {
+    "contrastive": (linear, contrast, lambda: (features(), features()), COMPARES_SAMPLES),
+    "hardest triplets": (linear, hardest_triplets, lambda: (features(), classes(0, 2)), COMPARES_SAMPLES),
+    "variance of the batch": (linear, with_variance_of_batch, targets, COMPARES_SAMPLES),
+    "dice": (lambda: nn.Conv2d(1, 1, 3, padding=1), dice, noisy_images, COMPARES_SAMPLES),
+    "dice of classes": (lambda: nn.Conv2d(3, CLASSES, 3, padding=1), dice_of_classes, pixels, COMPARES_SAMPLES),
+    "weights of classes": (
+        linear,
+        lambda model, batch: functional.cross_entropy(
+            model(batch[0]), batch[1], weight=torch.tensor([1.0, 2, 3, 4, 5])
+        ),
+        labelled,
+        "weighed by their classes",
+    ),
+    "sum and a constant": (linear, regularised("sum"), targets, "a sum over samples plus a term of its own"),
+    "a wrong weight": (
+        Words,
+        lambda model, batch: (by_word(model, batch), len(batch["labels"])),
+        lambda: sentences(labels=shortened(words(), -100)),
+        "check weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOES_NOT_ADD_UP)
+def test_a_loss_that_does_not_add_up_is_told(name):
+    build, loss, batch, words_of_reason = DOES_NOT_ADD_UP[name]
+
+    found = find_weighting(build(), loss, batch())
+
+    assert found.weighting is None
+    assert words_of_reason in found.reason
+    assert found.origin is Origin.MEASURED
+    assert found.difference > 1e-5
+
+
+def paired(model, batch):
+    if len(batch) % 2:
+        raise ValueError("pairs needed")
+    return model(batch).mean()
+
+
+def mixed_up(model, batch):
+    order = torch.randperm(len(batch[0]))
+    return functional.cross_entropy(model(0.3 * batch[0] + 0.7 * batch[0][order]), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "batch", "reason"),
+    [
+        (linear, classify, lambda: features, "given as a function"),
+        (lambda: nn.Linear(WIDTH, CLASSES, device="meta"), classify, labelled, "shapes only"),
+        (linear, classify, lambda: (torch.empty(8, WIDTH, device="meta"), classes()[:8]), "shapes only"),
+        (lambda: nn.LazyLinear(CLASSES), classify, labelled, "without a shape"),
+        (linear, classify, lambda: (features()[:1], classes()[:1]), "1 sample"),
+        (linear, classify, lambda: (features(), classes()[:4]), "no first dimension in common"),
+        (linear, lambda model, batch: model(batch).sum() * torch.inf, features, "not finite"),
+        (linear, lambda model, batch: model(batch).sum() * 0, features, "too much alike"),
+        (linear, mixed_up, labelled, "random numbers"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_what_cannot_be_found_out_is_assumed(build, loss, batch, reason):
+    found = find_weighting(build(), loss, batch())
+
+    assert found.weighting == Weighting("samples")
+    assert found.origin is Origin.ASSUMED
+    assert reason in found.reason
+    assert "a mean over samples is assumed" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (paired, "a part of 3 samples (ValueError: pairs needed)"),
+        (lambda model, batch: model(batch), "not a scalar"),
+    ],
+)
+def test_a_loss_that_fails_on_a_part_keeps_the_batch_whole(loss, reason):
+    found = find_weighting(linear(), loss, features())
+
+    assert found.weighting is None and found.origin is Origin.MEASURED
+    assert reason in found.reason and "can't be split" in found.reason
+
+
+def test_transformers_shift_their_labels():
+    transformers = pytest.importorskip("transformers")
+    from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
+
+    define_missing_operators()
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": WORDS, "n_positions": LENGTH}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config).train()
+    tokens = words()
+    batch = {"input_ids": tokens, "labels": shortened(tokens, -100)}
+
+    found = find_weighting(model, lambda model, batch: model(**batch).loss, batch)
+
+    assert found.weighting == Weighting("count", "['labels']", skipped=1)
+
+
+def test_sixteen_bits_are_no_reason_for_doubt():
+    model = mlp(nn.ReLU()).bfloat16()
+
+    def loss(model, batch):
+        return functional.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
+
+    assert find_weighting(model, loss, labelled()).weighting == MEAN
+
+
+def test_long_sequences_are_cut_and_a_slow_model_is_run_on_two_samples(monkeypatch):
+    # GIVEN a model that counts as slow, and sequences longer than needed
+    # (what a run adds to a list would be taken back)
+    seen = io.StringIO()
+
+    def loss(model, batch):
+        print(*batch["words"].shape, file=seen)
+        return by_word(model, batch)
+
+    monkeypatch.setattr("memfit.frameworks.torch.trace.loss_probe._SAMPLES_BY_COST", ((0.0, 8), (0.0, 4)))
+    monkeypatch.setattr("memfit.frameworks.torch.trace.loss_probe._MAX_POSITIONS", 8)
+
+    # WHEN it is probed
+    found = find_weighting(Words(), loss, sentences())
+
+    # THEN it sees parts of two short samples
+    assert found.weighting == Weighting("count", "['labels']")
+    assert set(seen.getvalue().splitlines()) == {"1 8", "2 8"}
+
+
+def test_sequences_that_begin_with_padding_stay_whole(monkeypatch):
+    monkeypatch.setattr("memfit.frameworks.torch.trace.loss_probe._MAX_POSITIONS", 8)
+    labels = words()
+    labels[:, :10] = -100
+
+    found = find_weighting(Words(), by_word, sentences(labels=labels))
+
+    assert found.weighting == Weighting("count", "['labels']")
+
+
+def test_nothing_of_the_users_is_changed():
+    # GIVEN a model with everything a run could change, in use
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, CLASSES))
+    batch = labelled()
+    classify(model, batch).backward()
+    model[2].eval()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    values = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    given = [tensor.clone() for tensor in batch]
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+
+    # WHEN it is probed with a loss that changes its batch
+    def loss(model, batch):
+        batch[0].mul_(2).add_(torch.randn(1))
+        random.random()
+        return classify(model, batch)
+
+    find_weighting(model, loss, batch)
+
+    # THEN everything is as before, down to the objects
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert all(parameter.grad is gradients[name] for name, parameter in model.named_parameters())
+    assert all(torch.equal(parameter.grad, values[name]) for name, parameter in model.named_parameters())
+    assert [module.training for module in model] == [True, True, False, True]
+    assert all(torch.equal(*pair) for pair in zip(batch, given, strict=True))
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+
+
+def test_at_most_eight_samples_are_run():
+    seen = io.StringIO()
+
+    def loss(model, batch):
+        print(len(batch[0]), file=seen)
+        return classify(model, batch)
+
+    find_weighting(linear(), loss, labelled())
+
+    sizes = [int(size) for size in seen.getvalue().split()]
+    assert max(sizes) == 8
+    assert len(sizes) <= 10

@@ -1,0 +1,137 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.core.settings import Settings
+from memfit.core.step_facts import Part
+from memfit.planner.traced_search import Search, Speed, Variant, levels, num_moves, part_counts
+
+PLAIN = Variant(Settings(), 1.0, 1.0, fixed_bytes=100, gradient_bytes=10)
+PARTS = tuple(Part(f"block{number}", 10.0, 1.0) for number in range(8))
+
+
+def search(**changes):
+    return Search(**{"variants": (PLAIN,), "peak_bytes": 1100, "batch_size": 10, "parts": PARTS, **changes})
+
+
+@given(st.integers(1, 3000))
+def test_counts_begin_with_the_whole_batch_end_with_single_samples_and_have_parts_of_different_sizes(size):
+    counts = part_counts(size)
+    parts = [-(-size // count) for count in counts]
+    assert counts[0] == 1 and counts[-1] == size
+    assert parts == sorted(set(parts), reverse=True)
+    # No count is larger than its largest part needs.
+    assert all(-(-size // part) == count for part, count in zip(parts, counts, strict=True))
+
+
+def test_a_batch_without_samples_has_one_part():
+    assert part_counts(None) == (1,)
+
+
+def test_levels_take_first_what_spares_most_for_its_work():
+    parts = [Part("cheap", 100.0, 1.0), Part("dear", 100.0, 50.0), Part("small", 5.0, 5.0)]
+    found = levels(parts)
+    assert found[0] == ("cheap",)
+    assert found[-1] == ("cheap", "dear", "small")
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 1000)), min_size=1, max_size=12))
+def test_levels_spare_more_and_more(sizes):
+    parts = [Part(str(place), float(size), float(work)) for place, (size, work) in enumerate(sizes)]
+    kept = {part.path: part.kept_bytes for part in parts}
+    spared = [sum(kept[path] for path in level) for level in levels(parts)]
+    assert spared[-1] == sum(kept.values())
+    cell = sum(kept.values()) / 400
+    assert all(a <= b + 2 * cell * len(parts) for a, b in itertools.pairwise(spared))
+
+
+def test_nothing_to_recompute_gives_no_levels():
+    assert levels([]) == [] == levels([Part("empty", 0.0, 1.0)])
+
+
+def test_what_fits_as_it_is_is_left_alone():
+    best = search().best(1200)
+    assert best.settings == Settings()
+    assert best.computed_bytes == 1100
+
+
+def test_less_memory_takes_as_few_parts_as_are_computed_to_fit():
+    best = search(parts=()).best(620)
+    # 100 fixed, 10 for the sums, a half of what grows.
+    assert (best.settings.micro_batches, best.settings.micro_batch_size, best.computed_bytes) == (2, 5, 610)
+
+
+def test_a_trace_corrects_those_of_its_kind():
+    # GIVEN a step of which a half needs more than computed
+    step = search(parts=())
+    half = step.best(620).settings
+    step.learn(step.evaluate(half), 800)
+    # THEN it no longer fits, and the next is judged by the same measure
+    assert step.evaluate(half).computed_bytes == 800
+    assert step.best(620).settings.micro_batches > 2
+    # AND two traces make a line
+    third = step.evaluate(step._settings(PLAIN, 3, ()))
+    step.learn(step.evaluate(step._settings(PLAIN, 10, ())), 400)
+    assert 400 < step.evaluate(step._settings(PLAIN, 5, ())).computed_bytes < third.computed_bytes < 800
+
+
+def test_recomputation_is_chosen_where_parts_of_a_batch_are_not_allowed():
+    step = search(may_split=False)
+    best = step.best(700)
+    assert best.settings.micro_batches == 1 and best.settings.checkpoint
+    assert best.computed_bytes <= 700 < 1100
+    assert step.best(50) is None
+
+
+def test_without_recomputation_there_is_none():
+    assert all(not one.settings.checkpoint for one in search(may_recompute=False).candidates())
+
+
+def test_recomputing_costs_its_share_of_the_forward_pass_and_every_part_a_call():
+    step = search(speed=Speed(1.0, 0.5))
+    plain = step.evaluate(Settings()).seconds
+    assert plain == pytest.approx(3 * (10 + 0.5))
+    every = Settings(checkpoint=tuple(part.path for part in PARTS))
+    assert step.evaluate(every).seconds == pytest.approx(plain * 4 / 3)
+    assert step.evaluate(Settings(micro_batches=2, micro_batch_size=5)).seconds == pytest.approx(3 * (10 + 1.0))
+
+
+def test_slow_loops_make_parts_the_last_resort():
+    quick, slow = search(), search(loop_factor=20.0)
+    assert quick.best(700).settings.micro_batches > 1
+    assert slow.best(700).settings.micro_batches == 1
+    assert slow.best(700).settings.checkpoint
+    assert slow.best(250).settings.micro_batches > 1
+
+
+def test_what_cannot_be_run_is_not_offered_again():
+    step = search(parts=())
+    first = step.best(620)
+    step.exclude(first)
+    assert step.best(620).settings != first.settings
+
+
+def test_a_forced_precision_is_not_taken_for_traced():
+    narrow = Variant(Settings(precision="amp-bf16"), 0.5, 1.0, 100, 10)
+    step = search(variants=(narrow,))
+    assert not step.is_traced(narrow.settings)
+    assert step.evaluate(narrow.settings).computed_bytes == 600
+
+
+def test_gradients_are_a_floor_for_what_is_only_computed():
+    heavy = Variant(Settings(), 1.0, 1.0, fixed_bytes=100, gradient_bytes=500)
+    assert min(one.computed_bytes for one in search(variants=(heavy,)).candidates()) >= 600
+
+
+def test_smallest_leaves_out_what_was_traced():
+    step = search()
+    [first] = step.smallest()
+    step.learn(first, first.computed_bytes)
+    assert step.smallest()[0].settings != first.settings
+
+
+def test_moves_are_counted():
+    assert num_moves(Settings()) == 0
+    assert num_moves(Settings(micro_batches=2, checkpoint=("a", "b"), precision="amp-bf16")) == 4

@@ -1,0 +1,125 @@
+import dataclasses
+import importlib.metadata
+
+import pytest
+
+from memfit.core.device import Kind, Origin
+from memfit.core.estimate import CACHED, CONTEXT, HostMemory
+from memfit.core.units import MIB
+from memfit.reports.estimate import figures
+from tests.unit.reports.builders import MYSTERY, RTX_3090, make_estimate, make_failed_estimate
+
+
+def with_usable(size_bytes):
+    return make_estimate(device=dataclasses.replace(RTX_3090, usable_bytes=size_bytes))
+
+
+def test_verdict_says_what_is_needed_and_what_there_is():
+    assert figures.verdict(make_estimate()) == "1.13 GiB needed, 23.7 GiB usable on NVIDIA GeForce RTX 3090: fits"
+    assert figures.verdict(with_usable(1000 * MIB)).endswith(
+        "1000.0 MiB usable on NVIDIA GeForce RTX 3090: does not fit"
+    )
+
+
+def test_unknown_capacity_is_called_unknown():
+    verdict = figures.verdict(make_estimate(device=MYSTERY))
+
+    assert verdict == "1.13 GiB needed, unknown usable on Mystery accelerator: whether it fits is unknown"
+
+
+def test_what_does_not_fit_needs_as_much_as_where_it_would():
+    # GIVEN a step that runs out on its device
+    estimate = make_failed_estimate()
+
+    # THEN the need is that of the whole step, and the failure is told beside it
+    assert estimate.peak_bytes == make_estimate().peak_bytes
+    assert figures.verdict(estimate).startswith("1.13 GiB needed, 900.0 MiB usable")
+    assert "tick 200: 64.0 MiB requested with 538.4 MiB allocated" in figures.failure(estimate)
+    assert figures.failure(make_estimate()) is None
+
+
+@pytest.mark.parametrize(
+    ("usable_mib", "remark"),
+    [(2000, None), (1180, "(the upper bound does not fit)"), (1130, "(the lower bound fits)"), (900, None)],
+)
+def test_bounds_say_when_they_could_change_the_verdict(usable_mib, remark):
+    text = figures.bounds(with_usable(usable_mib * MIB))
+
+    assert text.startswith("lower bound 1.09 GiB, upper bound 1.21 GiB")
+    assert text.endswith(remark or "GiB")
+
+
+def test_bounds_without_a_capacity_say_nothing_of_fitting():
+    assert figures.bounds(make_estimate(device=MYSTERY)).endswith("upper bound 1.21 GiB")
+
+
+def test_rows_are_sorted_and_add_up():
+    estimate = make_estimate()
+
+    rows = figures.rows(estimate.breakdown.by_category, estimate.peak_bytes)
+
+    assert [row.size_bytes for row in rows] == sorted((row.size_bytes for row in rows), reverse=True)
+    assert sum(row.size_bytes for row in rows) == estimate.peak_bytes
+    assert sum(row.share for row in rows) == pytest.approx(1)
+
+
+def test_top_rows_leave_out_context_and_allocator():
+    names = [row.name for row in figures.top_rows({CACHED: 9, CONTEXT: 8, "conv": 2, "norm": 1}, 20, 5)]
+
+    assert names == ["conv", "norm"]
+
+
+def test_rows_of_an_empty_peak_have_no_share():
+    assert figures.rows({"conv": 0}, 0) == [figures.Row("conv", 0, 0.0)]
+
+
+def test_every_figure_known_has_an_origin():
+    shown = {figure.label: figure for figure in figures.figures(make_estimate())}
+
+    assert shown["needed on the device"].origin == "simulated"
+    assert shown["usable on the device"].origin == "measured"
+    assert shown["CUDA context"].origin == "assumed"
+    assert shown["host memory"].origin == "assumed"
+    assert all(figure.origin for figure in shown.values())
+
+
+def test_a_measured_context_is_called_measured():
+    device = dataclasses.replace(RTX_3090, context_origin=Origin.MEASURED)
+    shown = {figure.label: figure for figure in figures.figures(make_estimate(device=device))}
+
+    assert shown["CUDA context"].origin == "measured"
+
+
+def test_unknown_is_never_zero():
+    # GIVEN an estimate of which little is known
+    estimate = make_estimate(device=MYSTERY, context_bytes=0, host=HostMemory({}), num_parameters=0, batch_size=None)
+
+    # THEN what isn't known is called so, and has no origin
+    shown = {figure.label: figure for figure in figures.figures(estimate)}
+    for label in ("usable on the device", "CUDA context", "host memory"):
+        assert (shown[label].value, shown[label].origin) == ("unknown", "")
+    assert figures.parameters(estimate) == "unknown"
+    assert "batch size unknown" in figures.headline(estimate)
+
+
+def test_a_host_has_no_cuda_context():
+    host = dataclasses.replace(RTX_3090, kind=Kind.HOST)
+
+    assert figures.context(make_estimate(device=host, context_bytes=0)) == "none"
+
+
+@pytest.mark.parametrize("bad", ["\x1b[2J", "a\nb", "\u202egpj", "\ud800"])
+def test_printable_defuses_control_characters(bad):
+    assert figures.printable(f"conv {bad}").isprintable()
+    assert figures.printable("Schicht 1 \u00e9\u5c42") == "Schicht 1 \u00e9\u5c42"
+
+
+def test_package_version_is_unknown_without_an_install(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert figures.package_version() == "unknown"
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
+    assert figures.package_version() == "1.2.3"
