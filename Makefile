@@ -22,7 +22,7 @@ demo: $(READY) ## A script that runs out of memory, why, and a run that finishes
 
 # Tests run real kills, forks and memory limits beside each other on whatever machine this is: one that fails is run
 # once more, and the summary counts it.
-TEST := $(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile --reruns 1
+TEST := $(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder --reruns 1
 
 test: check browser ## Everything a change must pass: lint, types, documentation, tests with coverage
 	$(TEST) --part xla --cov-report= --cov-fail-under=0

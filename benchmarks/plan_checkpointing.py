@@ -28,9 +28,9 @@ from memfit.catalogue import find_device
 from memfit.core.settings import Settings
 from memfit.core.units import format_size
 from memfit.planner.memory import StepMemory
-from memfit.planner.search import Search, Space, Variant
+from memfit.planner.search import ProfiledSearch, Space, Variant
 from memfit.planner.speed import StepSpeed, rates_of
-from memfit.planner.structure import repeated_units
+from memfit.planner.timelines import repeated_units
 
 DEVICE = "a100-40gb"
 LIMIT = 0.6
@@ -123,12 +123,12 @@ class Comparison:
         self._opened: Any = torch_adapter().open_job(job, device, None)
         subject = torch_adapter().planning(self._opened, device)
         size = subject.batch_size
-        profile = subject.profile(size, Settings())
+        self._profile = profile = subject.profile(size, Settings())
         memory = StepMemory(profile)
         self._speed = StepSpeed(profile, None, rates_of(device))
         self._size = size
         variant = Variant(Settings(), memory, self._speed)
-        self._search = Search(Space((variant,), (Settings(),), (1,), size))
+        self._search = ProfiledSearch(Space((variant,), (Settings(),), (1,), size))
         self.plain_bytes = self._traced(Settings())
         possible = {unit.path for unit in profile.units if not unit.refused}
         levels = [repeated_units(profile.timeline, level) for level in LEVELS]
@@ -190,7 +190,8 @@ class Comparison:
         return best, best_peak
 
     def _flops(self, settings: Settings) -> float:
-        return sum(self._speed.flops_again(path, self._size) for path in settings.checkpoint)
+        calls = [call for unit in self._profile.units if unit.path in settings.checkpoint for call in unit.calls]
+        return float(sum(work.flops for call in calls for work in self._profile.work[slice(*call.operations)]))
 
     def _seconds(self, settings: Settings) -> float:
         return sum(self._speed.recomputation(path, self._size) for path in settings.checkpoint)

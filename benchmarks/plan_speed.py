@@ -29,11 +29,12 @@ from memfit.catalogue import find_device
 from memfit.core.plan import PlanNotFound
 from memfit.core.settings import OptimizerKernels, Settings, Weighting
 from memfit.frameworks.torch.trace.job import fit
+from memfit.planner.candidate import possible_parts
 from memfit.planner.memory import StepMemory
 from memfit.planner.moves import label
-from memfit.planner.search import Search, Space, Variant, possible_parts
+from memfit.planner.search import ProfiledSearch, Space, Variant
 from memfit.planner.speed import StepSpeed, rates_of
-from memfit.planner.structure import repeated_units
+from memfit.planner.timelines import repeated_units
 
 LIMIT = 1.05
 SHARE = 50
@@ -138,7 +139,7 @@ class Grid:
         space = Space(
             (variant,), (optimizer,), (base.micro_batches,), self._size, base=Settings(weighting=base.weighting)
         )
-        best = Search(space).best(budget_bytes * (1 - RESERVE))
+        best = ProfiledSearch(space).best(budget_bytes * (1 - RESERVE))
         return None if best is None else best.settings
 
 

@@ -117,8 +117,7 @@ def whole_order(order: Order) -> Array:
     count = order.geometry.num_samples
     found: Array = np.empty(count, np.int64)
     for lane, index in {(piece.lane, piece.window) for piece in order.pieces(0, count)}:
-        window = order.window(lane, index)
-        found[order.places(window)] = window.samples()
+        found[order.lane_places(lane, *order.extent(lane, index))] = order.samples(lane, index)
     return found
 
 

@@ -52,7 +52,7 @@ and `bf16` are weights of that type, though accelerate means autocast by them: t
 | 1 | a fault in memfit itself: please report it, with the traceback |
 | 2 | bad usage or bad input; also a step whose own code fails while it is traced |
 | 3 | it does not fit; of several models or devices: one of them; `plan`: nothing allowed; `run`: nothing left to try |
-| 4 | `dryrun`, `plan --script`: the script failed for a reason of its own, or its process crashed |
+| 4 | `dryrun`, `plan --script`: the script failed for another reason than memory, or its process crashed |
 | 5 | `dryrun`, `plan --script`: the script ended without an optimizer step |
 | 130 | interrupted |
 | others | `run`: the script's own exit code, or 128 and the number of the signal that ended it |

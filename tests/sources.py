@@ -90,3 +90,9 @@ class NamedSamples(SampleSource):
 
     def close(self):
         pass
+
+
+def samples_of(order, start, stop):
+    """Numbers in the source of the samples at places `start` to `stop` of an order."""
+    parts = [order.samples(piece.lane, piece.window)[piece.start : piece.stop] for piece in order.pieces(start, stop)]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)

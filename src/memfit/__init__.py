@@ -93,23 +93,18 @@ __all__ = [
 ]
 
 _LATE = {
-    "ArrayFile": "memfit.api.stream",
-    "ConvertOptions": "memfit.api.data",
-    "Guard": "memfit.api.guard",
-    "Stream": "memfit.api.stream",
-    "StreamOptions": "memfit.api.stream",
-    "bench_data": "memfit.api.data",
-    "convert_data": "memfit.api.data",
-    "ensemble": "memfit.api.search",
-    "fit": "memfit.api.fit",
-    "inspect_data": "memfit.api.data",
-    "open_array": "memfit.api.stream",
-    "rescue": "memfit.api.rescue",
-    "run": "memfit.api.run",
-    "search": "memfit.api.search",
-    "stream": "memfit.api.stream",
+    name: module
+    for module, names in {
+        "memfit.api.data": ("ConvertOptions", "bench_data", "convert_data", "inspect_data"),
+        "memfit.api.fit": ("fit",),
+        "memfit.api.guard": ("Guard",),
+        "memfit.api.rescue": ("rescue",),
+        "memfit.api.run": ("run",),
+        "memfit.api.search": ("ensemble", "search"),
+        "memfit.api.stream": ("ArrayFile", "Stream", "StreamOptions", "open_array", "stream"),
+    }.items()
+    for name in names
 }
-
 
 _MODULES = ("integrations", "jax", "keras")
 

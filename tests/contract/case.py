@@ -46,6 +46,8 @@ class Case:
 
     lacks: ClassVar[dict[str, str]] = {}
     """Tests that are skipped, by name: what the framework has no notion of."""
+    layout_slack: ClassVar[float] = 0.0
+    """By how much a step may differ from what two other sizes say of it: a compiler lays out each size for itself."""
     counter_bytes: ClassVar[int] = 0
     """What the optimizer may hold beside two numbers for each parameter: counters, the learning rate."""
     out_of_memory: ClassVar[type[Exception]]

@@ -22,6 +22,7 @@ class JaxCase(Case):
         "test_autocast_leaves_the_weights_and_changes_the_step": "JAX has no autocast: types are those of the arrays",
         "test_half_precision_halves_the_weights": "a step of JAX has the types of its arrays",
     }
+    layout_slack = 0.03
     # optax counts updates.
     counter_bytes = 8
     out_of_memory = oom_errors.jax_error()

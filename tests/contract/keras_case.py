@@ -23,6 +23,7 @@ LACKS_ON = {
 
 class KerasCase(Case):
     lacks: ClassVar = LACKS | LACKS_ON.get(BACKEND, {})
+    layout_slack = 0.03 if BACKEND == "jax" else 0.0
     # Keras counts updates in an int64 or int32, and has the learning rate as a variable.
     counter_bytes = 16
     misspelt_job = ("keras:VGG61", "VGG16")

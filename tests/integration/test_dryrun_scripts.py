@@ -155,11 +155,11 @@ BAD = [
     quick(
         "out_of_memory",
         "imagenet_classic.py",
-        "-a resnet50 --image-size 224 --batch-size 32 --train-size 64 --workers 0",
+        "-a resnet18 --image-size 224 --batch-size 32 --train-size 64 --workers 0",
         "out of memory",
         0,
         3,
-        device="1GiB",
+        device="512MiB",
         says="CUDA out of memory",
     ),
     quick(
@@ -310,6 +310,7 @@ def test_a_run_that_goes_wrong_says_so(case, runs):
     check_end(case, runs(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", parameters([case for case in BAD if case.name == "out_of_memory"]))
 def test_stops_at_the_same_operation_every_time(case, runs, tmp_path):
     # GIVEN a script that ran on a device that is too small

@@ -62,7 +62,7 @@ def test_parts_of_a_batch_train_as_the_batch_does(backend):
         "is approximate (approximate=True)."
     )
     assert found["refusals"]["step"].startswith("OwnStep has a train_step of its own")
-    assert found["refusals"]["allowed"] == "'norm' see the statistics of parts of the batch"
+    assert found["refusals"]["allowed"] == "'norm' use the statistics of each micro-batch"
     assert "is neither a mean nor a sum over samples" in found["relating"]
 
 

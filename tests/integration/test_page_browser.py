@@ -20,7 +20,7 @@ from memfit.core.estimate import Estimate, Note
 from memfit.core.timeline import Category, Phase, Timeline
 from memfit.core.units import MIB, format_size
 from memfit.reports.estimate.payload import build_payload
-from memfit.reports.page import write_page, write_plan_page, write_run_page, write_supervised_page
+from memfit.reports.page import write_page
 from tests.unit.core.supervised_builders import make_supervised
 from tests.unit.reports import builders
 from tests.unit.reports.plan_builders import make_plan
@@ -380,7 +380,7 @@ def test_chart_labels_do_not_overlap(browser: Browser, tmp_path: Path) -> None:
 def test_a_label_without_room_is_left_to_the_legend(browser: Browser, tmp_path: Path) -> None:
     # GIVEN a script that dies at once of a limit that its curve crosses twice
     browser.resize(400, 1600)
-    browser.open(write_run_page(make_dead_run(), tmp_path / "run.html"))
+    browser.open(write_page(make_dead_run(), tmp_path / "run.html"))
 
     # THEN nothing is written across the curve, and the legend says what the line is
     assert browser.count("line.capacity") == 1
@@ -393,9 +393,9 @@ def test_no_table_is_cut_on_a_narrow_screen(browser: Browser, estimate: Estimate
     browser.resize(width, 1600)
     for path in (
         write_page(estimate, tmp_path / "estimate.html"),
-        write_run_page(make_dead_run(), tmp_path / "dryrun.html"),
-        write_plan_page(make_plan(), tmp_path / "plan.html"),
-        write_supervised_page(make_supervised(), tmp_path / "run.html"),
+        write_page(make_dead_run(), tmp_path / "dryrun.html"),
+        write_page(make_plan(), tmp_path / "plan.html"),
+        write_page(make_supervised(), tmp_path / "run.html"),
     ):
         browser.open(path)
         cut = browser.run(

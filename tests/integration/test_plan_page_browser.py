@@ -10,7 +10,7 @@ import pytest
 from memfit.core.estimate import Note
 from memfit.core.plan import Plan, Point, Refusal
 from memfit.core.settings import Settings
-from memfit.reports.page import write_plan_page
+from memfit.reports.page import write_page
 from memfit.reports.plan.code import format_code
 from tests.integration.test_page_browser import CHROMIUM, NAMES, Browser
 from tests.unit.reports.plan_builders import MOVES, make_easy_plan, make_plan, make_small_plan
@@ -31,7 +31,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 def show(browser: Browser, plan: Plan, folder: Path, width: int = 1280) -> Browser:
     browser.resize(width, 3600)
-    browser.open(write_plan_page(plan, folder / "plan.html"))
+    browser.open(write_page(plan, folder / "plan.html"))
     assert browser.problems == []
     assert len(browser.requests) == 1
     return browser
@@ -171,7 +171,7 @@ def test_categories_are_drawn_in_proportion(browser: Browser, tmp_path: Path) ->
 
     widths = page.run("[...document.querySelectorAll('#categories tr:last-child .pair span')].map(s => s.offsetWidth)")
     assert widths[1] / widths[0] == pytest.approx(900 / 1160, rel=0.02)
-    assert texts(page, "#categories tr:last-child td")[:3] == ["in all", "1.13 GiB", "900.0 MiB"]
+    assert texts(page, "#categories tr:last-child td")[:3] == ["total", "1.13 GiB", "900.0 MiB"]
 
 
 def test_the_code_can_be_copied(browser: Browser, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from memfit.core.dryrun import DryRun, Outcome
-from memfit.reports.page import write_run_page
+from memfit.reports.page import write_page
 from tests.integration.test_page_browser import CHROMIUM, NAMES, Browser
 from tests.unit.reports.run_builders import ADVICE, make_dead_run, make_failure, make_run, make_scan
 
@@ -26,7 +26,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 def show(browser: Browser, run: DryRun, folder: Path) -> Browser:
     browser.resize(1280, 1600)
-    browser.open(write_run_page(run, folder / "run.html"))
+    browser.open(write_page(run, folder / "run.html"))
     assert browser.problems == []
     return browser
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from memfit.core.supervised import SupervisedRun
-from memfit.reports.page import write_supervised_page
+from memfit.reports.page import write_page
 from tests.integration.test_page_browser import CHROMIUM, NAMES, Browser
 from tests.unit.core.supervised_builders import make_lost, make_supervised
 
@@ -26,7 +26,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 def show(browser: Browser, run: SupervisedRun, folder: Path, width: int = 1280) -> Browser:
     browser.resize(width, 2400)
-    browser.open(write_supervised_page(run, folder / "run.html"))
+    browser.open(write_page(run, folder / "run.html"))
     assert browser.problems == []
     assert len(browser.requests) == 1
     return browser

@@ -38,7 +38,7 @@ def own_gpu() -> Device:
         raise BadInput(
             "this machine has no CUDA device that PyTorch can use, so there is no default. "
             "Name the device to simulate, such as device='rtx-3090' (--device rtx-3090); `memfit devices` lists all. "
-            "Estimates and plans of models, not of scripts, can be for 'cpu', too."
+            "Models, unlike scripts, can also be estimated and planned for 'cpu'."
         )
     name, total_bytes, capability = own
     try:
@@ -63,7 +63,7 @@ def target_within(device: Any, budget: str | int | None) -> Device:
         raise BadInput(f"a budget is a size such as '10GiB' or a number of bytes, but {budget!r} was given.")
     budget_bytes = parse_size(budget) if isinstance(budget, str) else int(min(budget, 2**60))
     if budget_bytes <= 0:
-        raise BadInput(f"a budget must be more than nothing, but {budget!r} was given.")
+        raise BadInput(f"a budget must be positive, but {budget!r} was given.")
     target = find_device(f"{budget_bytes}B") if device is None else resolve(device)
     if target.usable_bytes is not None and target.kind is Kind.CUDA and budget_bytes > target.usable_bytes:
         raise BadInput(

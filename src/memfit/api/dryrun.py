@@ -15,7 +15,7 @@ from memfit.core.device import Device, Kind
 from memfit.core.dryrun import DryRun, DryRunOptions, Request
 from memfit.core.errors import BadInput
 from memfit.core.progress import announce
-from memfit.planner.budget import autocast_of
+from memfit.planner.moves import autocast_of
 from memfit.reports.dryrun import figures
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _MIN_TRIAL_SECONDS = 120.0
 def _write_page(result: DryRun, path: str) -> None:
     from memfit.reports import page
 
-    page.write_run_page(result, path)
+    page.write_page(result, path)
 
 
 dryrun_results.reporters.use(lambda run: str(figures.report(run)), _write_page)
@@ -50,7 +50,7 @@ def dryrun(
 
     Args:
         script: path of the script, or dotted name of a module.
-        arguments: what the script is given.
+        arguments: arguments of the script.
         device: as for `estimate`; a CUDA device.
         module: whether `script` is the name of a module, as for `python -m`.
         count: how many such devices PyTorch sees; the figures are those of one of them.
@@ -65,8 +65,7 @@ def dryrun(
         raise BadInput(f"arguments must be a list such as {arguments.split()!r}, but the text {arguments!r} was given.")
     name = os.fspath(script)
     # Processes are of no use to anyone who doesn't run a script.
-    from memfit.processes.entry_point import find_target
-    from memfit.processes.keras_scripts import keras_backend
+    from memfit.processes.entry_point import find_target, keras_backend
     from memfit.processes.limits import has_devices
     from memfit.processes.sequence import dry_run
 
@@ -106,7 +105,7 @@ def dryrun(
 def _advised(run: DryRun, too_large: "TooLarge") -> DryRun:
     """The run with what could be changed about its step, tried on the script itself as far as time allows."""
     from memfit.planner import advise
-    from memfit.planner.move import Move, Situation
+    from memfit.planner.timelines import Move, Situation
     from memfit.processes.sequence import peak_with
 
     began = time.perf_counter()

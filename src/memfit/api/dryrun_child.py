@@ -98,15 +98,15 @@ def _keep_files_apart(request: Request) -> None:
     reason, read_only = overlay.enter(request.layers, shared=(*caches, *request.writable), written=written)
     if reason:
         announce(
-            f"no view of files of the script's own here ({reason}): its checkpoints go elsewhere and yours are kept, "
-            "but whatever else it writes or removes, and what its commands do, is real"
+            f"the script's files can't be isolated here ({reason}): its checkpoints are redirected and yours are kept, "
+            "but everything else that it writes or removes, and the commands it runs, take effect"
         )
         return
     real = [path for path in dict.fromkeys((*caches, *request.writable, "/dev/shm")) if os.path.isdir(path)]
     real = [path for path in real if not any(path != each and overlay.is_within(path, each) for each in real)]
-    announce(f"what the script writes is its own and goes when it ends, except below {_named(real)}: there it is real")
+    announce(f"files that the script writes are discarded when it ends, except below {_named(real)}")
     if read_only:
-        announce(f"the script can't write below {_named(read_only)}: file systems without overlay")
+        announce(f"the script can't write below {_named(read_only)}: no overlay on these file systems")
 
 
 def _named(folders: list[str]) -> str:

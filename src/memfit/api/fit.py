@@ -34,8 +34,8 @@ _INSTEAD = {
     "ema": "compile the model with an optimizer that has use_ema=True",
     "clip_value": "compile the model with an optimizer that has clipvalue=",
     "clip": "compile the model with an optimizer that has clipnorm=, global_clipnorm= or clipvalue=",
-    "grow_after": "on devices, larger micro-batches are tried again by themselves",
-    "state": "checkpoints hold the model, its optimizer and what callbacks of fit() remember; keep the rest",
+    "grow_after": "on devices, larger micro-batches are tried again automatically",
+    "state": "checkpoints hold the model, its optimizer and the state of fit() callbacks; save anything else",
 }
 """Options of a guard of PyTorch that are refused, and what to use instead."""
 

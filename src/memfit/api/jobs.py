@@ -44,7 +44,7 @@ def as_job(model: Any, arguments: tuple[Any, ...], loss: Any, batch: Any, **opti
     by_place = dict(zip(("loss", "batch"), arguments, strict=False))
     for name, value in (("loss", loss), ("batch", batch)):
         if value is not None and name in by_place:
-            raise BadInput(f"{name} was given twice, by its place and by its name.")
+            raise BadInput(f"{name} was given twice: by position and by name.")
     loss, batch = by_place.get("loss", loss), by_place.get("batch", batch)
     if isinstance(model, Job):
         if loss is not None or batch is not None:

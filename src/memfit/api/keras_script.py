@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 _ESTIMATED = "keras-first-fit"
 _FOLLOWED = "keras-first-turn"
 _NO_STEP = (
-    "the script called no `fit` or `train_on_batch` of a Keras model, and no loop of its own that computes gradients"
+    "the script called no `fit` or `train_on_batch` of a Keras model, and has no custom loop that computes gradients"
 )
 _NO_LOOPS = (
-    "the script called no `fit` or `train_on_batch` of a Keras model. On PyTorch, loops of its own are followed on a "
+    "the script called no `fit` or `train_on_batch` of a Keras model. On PyTorch, custom loops are traced on a "
     "simulated GPU: name one, such as --device t4"
 )
 
@@ -133,16 +133,16 @@ class KerasScriptRun:
                     batch = batch[:-1]
             estimate = open_estimator(as_job(self._first.model, (), None, batch), device).run()
             code = _ESTIMATED
-            text = "the script ran until its first fit, of which a step was estimated; nothing was trained"
+            text = "the script ran up to its first fit; one step of it was estimated, and nothing was trained"
         else:
             from memfit.frameworks.keras.script.dryrun import OpenLoop
 
             tracer = OpenLoop(self._turn, device, self._request.script)
             estimate = Estimator(Job(None), device, AllocatorOptions(), tracer, "Keras").run()
             code = _FOLLOWED
-            text = "the script ran until its own training loop, of which one turn was estimated; nothing was trained"
+            text = "the script ran up to its training loop; one iteration was estimated, and nothing was trained"
             if isinstance(error, Exception):
-                text += f". The turn ended early, with {_said(error)}: what came before it is counted"
+                text += f". The iteration ended early with {_said(error)}: what ran before is counted"
         return replace(estimate, notes=(*estimate.notes, Note(code, text)))
 
 

@@ -23,11 +23,9 @@ from memfit.core.progress import doing
 from memfit.core.settings import Settings
 from memfit.core.step_facts import StepFacts
 from memfit.estimator.estimator import checked_batch_size
-from memfit.planner.budget import AUTO, KEEP, Patience
-from memfit.planner.driver import Planner, Question
-from memfit.planner.moves import DEFAULT_ALLOW, SHARD, allowed_moves
-from memfit.planner.profiled_space import ProfiledSpace
-from memfit.planner.traced_space import TracedSpace
+from memfit.planner.driver import Patience, Planner, Question
+from memfit.planner.moves import AUTO, DEFAULT_ALLOW, KEEP, SHARD, allowed_moves
+from memfit.planner.traced_search import TracedSpace
 from memfit.reports.plan.actions import use_reports
 
 use_reports()
@@ -119,12 +117,12 @@ def plan(
             patience=patience,
             num_devices=count,
         )
-        space: TracedSpace | ProfiledSpace
         if isinstance(step, StepFacts):
-            space = TracedSpace(step, question, precision, options.measure)
-        else:
-            space = ProfiledSpace(step, question, job, precision, options.measure)
-        return Planner(question, space.search, started).run()
+            return Planner(question, TracedSpace(step, question, precision, options.measure).search, started).run()
+        # What it takes to solve integer programmes loads when it is needed.
+        from memfit.planner.profiled_space import ProfiledSpace
+
+        return Planner(question, ProfiledSpace(step, question, job, precision, options.measure).search, started).run()
 
 
 def _apply(plan: Plan, model: Any, optimizer: Any) -> Any:

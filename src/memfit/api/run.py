@@ -11,10 +11,10 @@ from memfit.core.supervised import SupervisedRun
 from memfit.core.units import parse_size
 from memfit.processes.entry_point import check_budget, find_target
 from memfit.processes.supervise import Supervisor
-from memfit.reports.page import write_supervised_page
+from memfit.reports.page import write_page
 from memfit.reports.run import figures
 
-supervised.reporters.use(lambda run: str(figures.report(run)), write_supervised_page)
+supervised.reporters.use(lambda run: str(figures.report(run)), write_page)
 
 
 def run(

@@ -13,9 +13,8 @@ from memfit.core.device import Device, Kind
 from memfit.core.dryrun import Request
 from memfit.core.errors import BadInput
 from memfit.core.plan import Plan
-from memfit.planner.budget import AUTO, KEEP, Patience
-from memfit.planner.driver import Planner
-from memfit.planner.moves import AUTOCAST, DEFAULT_ALLOW, SHARD, allowed_moves
+from memfit.planner.driver import Patience, Planner
+from memfit.planner.moves import AUTO, AUTOCAST, DEFAULT_ALLOW, KEEP, SHARD, allowed_moves
 
 
 def plan_script(
@@ -35,7 +34,7 @@ def plan_script(
 
     Args:
         script: path of the script, or dotted name of a module.
-        arguments: what the script is given.
+        arguments: arguments of the script.
         module: whether `script` is the name of a module, as for `python -m`.
         device: as for `dryrun`; a CUDA device.
         budget: what the script may take, "10GiB" or bytes; all of the device by default.

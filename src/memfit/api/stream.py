@@ -52,7 +52,7 @@ class Stream(_Stream):
         """An epoch of NumPy batches."""
         if self.rank is None and env.launched_rank() is not None:
             _log.warning(
-                "this process is one of several, and the stream gives each of them all batches. `stream.split(rank, "
+                "this is one of several ranks, and the stream gives all batches to each of them. `stream.split(rank, "
                 "num_ranks)` gives it its share; `stream.loader()` and a guard do that by themselves."
             )
         return super().__iter__()
@@ -60,7 +60,7 @@ class Stream(_Stream):
     def __getitem__(self, index: Any) -> Any:
         """Refused, for who gives the stream itself to a DataLoader."""
         raise BadInput(
-            "a stream gives batches one after the other, and none by number. For PyTorch take `stream.loader()`, or "
+            "a stream gives batches in order and can't be indexed. For PyTorch take `stream.loader()`, or "
             "`DataLoader(stream.torch(), batch_size=None)`; for Keras `stream.keras()`. `memfit.open_array` gives "
             "single samples."
         )

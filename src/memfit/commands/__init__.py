@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = Parser(
         prog="memfit",
-        description="Ends out-of-memory errors in training: know what fits, fit, survive, and feed large data.",
+        description="Prevents and survives out-of-memory errors in training: estimate, plan, guard, stream.",
         epilog="Exit codes: 0 fits, 2 bad usage or input, 3 does not fit, 4 and 5 scripts only, 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=_version())

@@ -5,7 +5,7 @@ Examples:
   memfit completion zsh >> ~/.zshrc
   memfit completion fish > ~/.config/fish/completions/memfit.fish
 
-It is made from memfit's own parser and runs no Python when a key is pressed; write it anew after an update.
+It runs no Python on completion; generate it again after an update of memfit.
 
 Exit codes: 0 written, 2 bad usage
 """

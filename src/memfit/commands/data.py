@@ -17,7 +17,7 @@ from memfit.commands import EXIT_FITS, output
 from memfit.commands.parser import add_aliases
 from memfit.core.errors import BadInput
 
-_INSPECT = """What a file of samples holds, what loading it would cost, and how it will stream.
+_INSPECT = """Show what a file of samples holds, what loading it costs, and how it streams.
 
 Examples:
   memfit data inspect train.npy
@@ -29,7 +29,7 @@ Only headers are read, and a few blocks for a first look at the values.
 Exit codes: 0 done, 2 bad usage or input
 """
 
-_CONVERT = """A file of samples in another type or format, whatever its size.
+_CONVERT = """Convert a file of samples to another dtype or format, whatever its size.
 
 Examples:
   memfit data convert train.npy small.npy --dtype float32
@@ -38,20 +38,20 @@ Examples:
   memfit data convert train.npy train.h5 --dtype float16 --chunk 1MiB --compress gzip
 
 DST ends in .npy, .h5 or .parquet, or is a folder, which gets one .npy file a field. Nothing is loaded
-as a whole, and DST appears when it is complete. What the new type does to the numbers is measured;
-numbers too large for it are refused. A conversion to .npy that was interrupted goes on where it was
-when the same is run again; others begin anew.
+as a whole, and DST appears when it is complete. The rounding error is measured;
+values that overflow are refused. An interrupted conversion to .npy continues when the same command
+is run again; other formats start over.
 
 Exit codes: 0 done, 2 bad usage or input, 130 interrupted
 """
 
-_BENCH = """How fast a file of samples streams here, against reading the same bytes one after the other.
+_BENCH = """Measure how fast a file of samples streams, compared with a sequential read.
 
 Examples:
   memfit data bench train.npy
   memfit data bench train.h5 --batch-size 256 --memory 1GiB --num-workers 4 --seconds 20
 
-Before each of the two, the files are dropped from the page cache, so that the disk is measured.
+Files are dropped from the page cache before each measurement, so that the disk is measured.
 
 Exit codes: 0 done, 2 bad usage or input
 """
@@ -73,12 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument(
         "--chunk",
         metavar="SIZE",
-        help="written at a time, and in one HDF5 chunk or row group; default 8MiB for .npy, 1MiB for the others",
+        help="bytes per write, and per HDF5 chunk or row group; default 8MiB for .npy, 1MiB for the others",
     )
     _add_choice(convert)
     convert.add_argument("--compress", metavar="METHOD", help="gzip or lzf for .h5; gzip, snappy or zstd for .parquet")
-    convert.add_argument("--allow-overflow", action="store_true", help="let numbers that are too large become infinite")
-    convert.add_argument("--overwrite", action="store_true", help="replace DST, and discard another unfinished one")
+    convert.add_argument("--allow-overflow", action="store_true", help="let values that overflow become infinite")
+    convert.add_argument("--overwrite", action="store_true", help="replace DST, or an unfinished conversion to it")
     convert.add_argument("--json", action="store_true", help="write JSON to standard output")
     convert.add_argument("--quiet", "-q", action="store_true", help="no progress bar and no report")
 
@@ -135,13 +135,13 @@ def _add(
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--columns", metavar="A,B", help="columns, keys or datasets that are features")
-    parser.add_argument("--labels", metavar="NAME", help="the one that is the label, or a file of labels")
-    parser.add_argument("--follow-links", action="store_true", help="read also what links in it lead to outside of it")
+    parser.add_argument("--labels", metavar="NAME", help="the label column, key or dataset, or a file of labels")
+    parser.add_argument("--follow-links", action="store_true", help="follow links that lead out of the folder or file")
 
 
 def _add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", default="512MiB", metavar="SIZE", help="budget of the stream; default 512MiB")
-    parser.add_argument("--batch-size", "-b", type=int, default=32, metavar="N", help="samples of a batch; default 32")
+    parser.add_argument("--batch-size", "-b", type=int, default=32, metavar="N", help="samples per batch; default 32")
     parser.add_argument(
         "--on-error", choices=("fail", "skip"), default="fail", help="for images that can't be read; default fail"
     )

@@ -35,23 +35,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="devices that PyTorch sees, the figures are of one; default 1",
+        help="number of devices that PyTorch sees; figures are per device; default 1",
     )
     parser.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="optimizer steps before the script is ended; 3"
+        "--steps", type=int, default=3, metavar="N", help="optimizer steps before the script is stopped; default 3"
     )
     parser.add_argument(
-        "--scan", type=int, metavar="N", help="look at N batches of the script's loader and run from the largest on"
+        "--scan", type=int, metavar="N", help="scan N batches of the script's loader and run from the largest one"
     )
     parser.add_argument(
-        "--keep-checkpoints", metavar="FOLDER", help="keep the files that the script writes there; default: none"
+        "--keep-checkpoints", metavar="FOLDER", help="keep the script's checkpoints there; default: discard them"
     )
     parser.add_argument(
         "--allow-writes",
         metavar="FOLDER",
         action="append",
         default=[],
-        help="let the script really write there, such as downloads of data; can be repeated",
+        help="let the script write there for real, such as downloads; can be repeated",
     )
     parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
     parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     script, given = targets.script_of(arguments)
     if arguments.device is None and {"-d", "--device"} & set(given):
         raise BadInput(
-            "the device was named after the script, where options are the script's own. "
+            "--device came after the script, so it was passed to the script. "
             "Write it before: memfit dryrun --device a100-40gb train.py ..."
         )
     targets.check_one_device(arguments, "a dry run")
@@ -107,5 +107,5 @@ def _report(result: DryRun, arguments: argparse.Namespace) -> None:
     if draws:
         result.report(arguments.html)
     if arguments.html and not arguments.json:
-        nothing = f"no page: the run left nothing to draw in {arguments.html}"
+        nothing = f"no page was written to {arguments.html}: the run recorded nothing to draw"
         print(f"\npage written to {arguments.html}" if draws else f"\n{nothing}")

@@ -36,49 +36,31 @@ def progress(text: str, *, quiet: bool) -> Iterator[None]:
 
 @contextmanager
 def transfer_progress(text: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Something to call with the bytes that are done and all of them; None where nobody would see it.
+    """A function to call with (bytes done, bytes in total); None where nobody would see it.
 
-    It draws a bar on standard error, where that is a terminal, after two seconds, so that what is
-    quick leaves no trace.
+    It draws a bar with speed and time left on standard error, where that is a terminal, after two seconds.
     """
     if quiet or not is_seen(sys.stderr):
         yield None
         return
-    bar = _TransferBar(text)
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import TransferSpeedColumn as SpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), SpeedColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    task = bar.add_task(text)
+    shown_from = time.monotonic() + QUICK_SECONDS
+
+    def update(done_bytes: int, total_bytes: int) -> None:
+        if time.monotonic() >= shown_from:
+            bar.start()
+        bar.update(task, completed=done_bytes, total=total_bytes)
+
     try:
-        yield bar.update
+        yield update
     finally:
-        bar.close()
-
-
-class _TransferBar:
-    """Bytes, speed and time left."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._began = time.monotonic()
-        self._bar: Any = None
-        self._task: Any = None
-
-    def update(self, done_bytes: int, total_bytes: int) -> None:
-        if self._bar is None and time.monotonic() - self._began >= QUICK_SECONDS:
-            self._start(total_bytes)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done_bytes)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def _start(self, total_bytes: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.progress import TransferSpeedColumn as SpeedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), SpeedColumn())
-        self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task(self._text, total=total_bytes)
-        self._bar.start()
+        bar.stop()
 
 
 def check_writable(path: str) -> None:

@@ -43,30 +43,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # What follows `--` in the arguments of a script ends up here.
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     targets.add_job_arguments(parser, of_plan=True)
-    parser.add_argument("--budget", metavar="SIZE", help="what the step may take, such as 10GiB; all of the device")
+    parser.add_argument("--budget", metavar="SIZE", help="memory the step may use, such as 10GiB; default: all of it")
     parser.add_argument(
         "--allow",
         metavar="WORDS",
         default="exact,rounding",
         help="how far results may differ (exact: identical; rounding: the same up to floating-point rounding; changes: "
-        "training changes), names of moves such as lora, approximate for micro-batches where samples see each other; "
+        "training changes), names of moves such as lora, approximate for micro-batches despite batch norm; "
         "-NAME leaves one out; default exact,rounding",
     )
     parser.add_argument("--count", type=int, default=1, metavar="N", help="devices to shard over; default 1")
     parser.add_argument(
-        "--no-measure", action="store_true", help="don't time real steps, even where the device is the one in hand"
+        "--no-measure", action="store_true", help="don't time real steps, even on the device that is planned for"
     )
     parser.add_argument(
         "--seconds",
         type=float,
         metavar="N",
-        help="about how long to look for a faster plan once one fits; until nothing better is in sight by default",
+        help="time to look for a faster plan once one fits; default: until none is expected",
     )
     parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for memfit.load_plan")
     parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
-    parser.add_argument(
-        "--code", action="store_true", help="print the plain lines that do the same without memfit, only"
-    )
+    parser.add_argument("--code", action="store_true", help="print only the code that does the same without memfit")
     parser.add_argument(
         "--script",
         action=_Script,
@@ -183,19 +181,19 @@ def _script(arguments: argparse.Namespace) -> tuple[str, list[str]]:
         if getattr(arguments, option) is not None:
             raise BadInput(
                 f"--{option.replace('_', '-')} is for a TARGET; a script has its own. "
-                "Give it to the script, behind its name."
+                "Pass it to the script, after its name."
             )
     name, *given = arguments.script
     if arguments.target_before_script is not None:
         raise BadInput(
             f"either a TARGET or a script is planned, but {arguments.target_before_script!r} and --script {name} were "
-            "given. Leave out one of them; arguments of the script come behind its name."
+            "given. Leave out one of them; arguments of the script come after its name."
         )
     # argparse leaves what follows `--` to the positional arguments.
     rest = [] if arguments.target is None else ["--", arguments.target, *arguments.rest]
     if arguments.device is None and arguments.budget is None and {"-d", "--device"} & set(given):
         raise BadInput(
-            "the device was named after the script, where options are the script's own. "
+            "--device came after the script, so it was passed to the script. "
             "Write it before: memfit plan --device a100-40gb --script train.py ..."
         )
     return name, [*given, *rest]

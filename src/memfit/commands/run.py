@@ -29,16 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
     parser.usage = "memfit run [OPTIONS] SCRIPT ARGS... | memfit run [OPTIONS] -m MODULE ARGS..."
     parser.add_argument(
-        "--budget", metavar="SIZE", help="memory that it may take, such as 8GiB; all there is by default"
+        "--budget", metavar="SIZE", help="memory that the script may use, such as 8GiB; default: no limit"
     )
     parser.add_argument(
-        "--checkpoint", metavar="FOLDER", help="where a guard's checkpoints go, and an attempt goes on from"
+        "--checkpoint", metavar="FOLDER", help="folder of the guard's checkpoints, from which attempts resume"
     )
     parser.add_argument(
-        "--retries", type=int, default=5, metavar="N", help="how often it may be started again; default 5"
+        "--retries", type=int, default=5, metavar="N", help="how often the script may be restarted; default 5"
     )
     parser.add_argument(
-        "--rescue", action="store_true", help="rescue operations that run out of memory, from the first attempt on"
+        "--rescue", action="store_true", help="retry operations that run out of memory, from the first attempt on"
     )
     parser.add_argument("--verbose", action="store_true", help="show the script's whole traceback where memory ran out")
     parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")

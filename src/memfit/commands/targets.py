@@ -1,4 +1,4 @@
-"""What a command is about: a function in a file, the name of a model, or a script and what it is given."""
+"""What a command runs on: a function in a file, a model name, or a script with its arguments."""
 
 import argparse
 import importlib.util
@@ -12,13 +12,14 @@ from typing import Any
 
 from memfit.api.jobs import mend_torchvision, named_optimizer
 from memfit.api.named_job import named_job
+from memfit.commands.parser import suggestion
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.job import OPTIMIZERS, PRECISIONS, Job, read_precision
 from memfit.core.progress import announce
 
 PREFIXES = ("timm", "torchvision", "hf", "keras")
 PLANNED = ("keep", "auto")
-"""What a plan may be told about precision beside the names of precisions."""
+"""Values of --precision that only `memfit plan` takes."""
 
 FORMS = "FILE.py:function, timm:NAME, torchvision:NAME, keras:NAME or hf:NAME_OR_CONFIG"
 """What a target may look like."""
@@ -93,7 +94,7 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as `python -m` does"
     )
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the script")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="what the script is given")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def script_of(arguments: argparse.Namespace) -> tuple[str, list[str]]:
@@ -149,15 +150,13 @@ def _from_file(target: str) -> Job:
         raise BadTarget(
             f"there is no file {path!r} in {os.getcwd()!r}. Write FILE.py:function with a path that exists."
         )
-    import difflib
-
     module = _load_module(path)
     function = getattr(module, name, None)
     if function is None:
         known = [key for key, value in vars(module).items() if callable(value) or isinstance(value, Job)]
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise BadTarget(f"{path} has no function {name!r}.{hint} It must define one that returns a memfit.Job.")
+        raise BadTarget(
+            f"{path} has no function {name!r}.{suggestion(name, known)} It must define one that returns a memfit.Job."
+        )
     if isinstance(function, Job):
         return function
     if not callable(function):

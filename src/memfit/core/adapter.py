@@ -167,7 +167,7 @@ class GuardedLoop(Ranks, Protocol):
 
     def plan(self, make_plan: Callable[..., Plan], budget_bytes: int) -> Settings:
         """Settings that are expected to fit, from the planner."""
-        raise BadInput(f"{self.model_name} is planned by memfit.plan, before it is guarded.")
+        raise BadInput(f"{self.model_name} must be planned with memfit.plan before it is guarded.")
 
     # Checkpoints.
 

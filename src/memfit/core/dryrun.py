@@ -13,7 +13,6 @@ from enum import StrEnum
 from typing import Any
 
 from memfit.core.device import Device, Origin
-from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate
 from memfit.core.profile import Work
 from memfit.core.replay import AllocatorOptions, OutOfMemory
@@ -21,10 +20,8 @@ from memfit.core.reporters import Reporters
 from memfit.core.settings import Settings
 from memfit.core.shown import Shown
 from memfit.core.timeline import Phase
-from memfit.core.typed_data import checked, made_of
+from memfit.core.typed_data import checked, header, made_of, reading
 from memfit.core.units import format_size
-
-FORMAT_VERSION = 1
 
 
 class Outcome(StrEnum):
@@ -62,39 +59,22 @@ _RAN = (Outcome.COMPLETED, Outcome.ENDED)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One simulated `torch.OutOfMemoryError`.
+    """One simulated `torch.OutOfMemoryError`."""
 
-    Args:
-        message: PyTorch's text.
-        tick: of the timeline, at which the allocation was refused.
-        requested_bytes: what was asked for.
-        allocated_bytes: what the program held at that moment.
-        reserved_bytes: what the allocator had taken from the device.
-        source: line of the user's code, "train.py:88", or "".
-        code: the text of that line, or "".
-        module: dotted path of the module, or "".
-        op: operator that asked, or "".
-        phase: part of the step.
-        step: number of the step, from 1; 0 is set-up.
-        by_category: live bytes at that moment.
-        handled: whether the script caught the error and went on.
-        other_bytes: what other processes held on the device at that moment.
-    """
-
-    message: str
-    tick: int
-    requested_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    source: str
-    code: str
-    module: str
-    op: str
-    phase: Phase
-    step: int
-    by_category: dict[str, int] = field(default_factory=dict)
-    handled: bool = False
-    other_bytes: int = 0
+    message: str  # PyTorch's text
+    tick: int  # of the timeline, at which the allocation was refused
+    requested_bytes: int  # what was asked for
+    allocated_bytes: int  # what the program held at that moment
+    reserved_bytes: int  # what the allocator had taken from the device
+    source: str  # line of the user's code, "train.py:88", or ""
+    code: str  # the text of that line, or ""
+    module: str  # dotted path of the module, or ""
+    op: str  # operator that asked, or ""
+    phase: Phase  # part of the step
+    step: int  # number of the step, from 1; 0 is set-up
+    by_category: dict[str, int] = field(default_factory=dict)  # live bytes at that moment
+    handled: bool = False  # whether the script caught the error and went on
+    other_bytes: int = 0  # what other processes held on the device at that moment
 
     @property
     def out_of_memory(self) -> OutOfMemory:
@@ -104,99 +84,61 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ScannedLeaf:
-    """How one tensor of the batch varies over a scan.
+    """How one tensor of the batch varies over a scan."""
 
-    Args:
-        name: its place in the batch: "input_ids", "labels", "0".
-        dtype: "int64".
-        smallest_shape: its shape where it has fewest elements.
-        largest_shape: its shape where it has most.
-    """
-
-    name: str
-    dtype: str
-    smallest_shape: tuple[int, ...]
-    largest_shape: tuple[int, ...]
+    name: str  # its place in the batch: "input_ids", "labels", "0"
+    dtype: str  # "int64"
+    smallest_shape: tuple[int, ...]  # its shape where it has fewest elements
+    largest_shape: tuple[int, ...]  # its shape where it has most
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """How the batches of the script's own loader vary, and whether a step with the largest fits.
+    """How the batches of the script's own loader vary, and whether a step with the largest fits."""
 
-    Args:
-        num_batches: how many were looked at.
-        total: how many the loader has; None when it doesn't say.
-        leaves: each tensor of the batch.
-        smallest_bytes: of the smallest batch.
-        median_bytes: of the batch in the middle.
-        largest_bytes: of the largest batch.
-        largest_index: its place in the loader, from 0.
-        largest_tokens: elements of its largest integer tensor of two or more dimensions; None without one.
-        fits: whether the step with it fits; None when no such step was run.
-        peak_bytes: what the device must provide for it; None when unknown.
-        failure: where that step ran out of memory, or None.
-        problem: why there is nothing above, or "".
-    """
-
-    num_batches: int = 0
-    total: int | None = None
-    leaves: tuple[ScannedLeaf, ...] = ()
-    smallest_bytes: int = 0
-    median_bytes: int = 0
-    largest_bytes: int = 0
-    largest_index: int = 0
+    num_batches: int = 0  # how many were looked at
+    total: int | None = None  # how many the loader has; None when it doesn't say
+    leaves: tuple[ScannedLeaf, ...] = ()  # each tensor of the batch
+    smallest_bytes: int = 0  # of the smallest batch
+    median_bytes: int = 0  # of the batch in the middle
+    largest_bytes: int = 0  # of the largest batch
+    largest_index: int = 0  # its place in the loader, from 0
+    # elements of its largest integer tensor of two or more dimensions; None without one
     largest_tokens: int | None = None
-    fits: bool | None = None
-    peak_bytes: int | None = None
-    failure: Failure | None = None
-    problem: str = ""
+    fits: bool | None = None  # whether the step with it fits; None when no such step was run
+    peak_bytes: int | None = None  # what the device must provide for it; None when unknown
+    failure: Failure | None = None  # where that step ran out of memory, or None
+    problem: str = ""  # why there is nothing above, or ""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change that would save memory.
+    """A change that would save memory."""
 
-    Args:
-        title: the change in words.
-        saves_bytes: what it saves at the peak.
-        peak_bytes: what the device must provide after it.
-        keeps: "exact": the same numbers; "rounding": the same mathematics; or "changes training".
-        how: one line of code or the setting.
-        origin: simulated where only the order of events or the allocator changes, assumed where sizes are guessed.
-    """
-
-    title: str
-    saves_bytes: int
-    peak_bytes: int
-    keeps: str
-    how: str
-    origin: Origin
+    title: str  # the change in words
+    saves_bytes: int  # what it saves at the peak
+    peak_bytes: int  # what the device must provide after it
+    keeps: str  # "exact": the same numbers; "rounding": the same mathematics; or "changes training"
+    how: str  # one line of code or the setting
+    origin: Origin  # simulated where only the order of events or the allocator changes, assumed where sizes are guessed
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a run showed of the program beside its memory, for those who plan another run of it.
+    """What a run showed of the program beside its memory, for those who plan another run of it."""
 
-    Args:
-        models: class names of the models called, in order; parts of the first have paths without a prefix, those of
-            the others begin with the class name.
-        optimizers: class names of the optimizers that stepped, in order.
-        fusable: whether every one of them has a fused kernel.
-        batch_size: first dimension of the tensors that the training loop's loader gave, or that the loop copied to the
-            device where there is no loader; None where they share none.
-        work: the operators of the last whole step, in order.
-        recomputed: modules that were computed again because the request's settings say so.
-        autocast: whether operators ran in lower precision under autocast.
-        batch_lines: lines of the script at which a loop without a loader copies its batches to the device.
-    """
-
+    # class names of the models called, in order; parts of the first have paths without a prefix, those of the others
+    # begin with the class name
     models: tuple[str, ...] = ()
-    optimizers: tuple[str, ...] = ()
-    fusable: bool = False
+    optimizers: tuple[str, ...] = ()  # class names of the optimizers that stepped, in order
+    fusable: bool = False  # whether every one of them has a fused kernel
+    # first dimension of the tensors that the training loop's loader gave, or that the loop copied to the device where
+    # there is no loader; None where they share none
     batch_size: int | None = None
-    work: tuple[Work, ...] = ()
-    recomputed: tuple[str, ...] = ()
-    autocast: bool = False
+    work: tuple[Work, ...] = ()  # the operators of the last whole step, in order
+    recomputed: tuple[str, ...] = ()  # modules that were computed again because the request's settings say so
+    autocast: bool = False  # whether operators ran in lower precision under autocast
+    # lines of the script at which a loop without a loader copies its batches to the device
     batch_lines: tuple[str, ...] = ()
 
 
@@ -319,8 +261,7 @@ class DryRun(Shown):
             if not data[name]:
                 del data[name]
         return {
-            "format": "memfit.dryrun",
-            "version": FORMAT_VERSION,
+            **header("dryrun"),
             **data,
             "estimate": None if self.estimate is None else self.estimate.to_json(),
             "fits": self.fits,
@@ -330,67 +271,40 @@ class DryRun(Shown):
     @classmethod
     def from_json(cls, data: Any) -> "DryRun":
         """The dry run that `to_json` wrote, from its structure or its text."""
-        try:
-            data = json.loads(data) if isinstance(data, str | bytes) else data
-            if data["format"] != "memfit.dryrun" or data["version"] != FORMAT_VERSION:
-                raise BadFile(
-                    f"expected a memfit.dryrun of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
-                )
-            run = made_of(cls, data)
+        with reading(data, "dryrun", "a dry run") as plain:
+            run = made_of(cls, plain)
             checked(replace(run, estimate=None), "a dry run")
             return run
-        except BadFile:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
-            raise BadFile(f"not a dry run written by memfit: {type(error).__name__}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the parent asks of the child that runs the script.
+    """What the parent asks of the child that runs the script."""
 
-    Args:
-        script: path of the file, or dotted name of the module.
-        module: whether it is a module, as for `python -m`.
-        arguments: of the script.
-        device: what to simulate.
-        count: how many of them.
-        steps: optimizer steps after which to end.
-        scan: batches of the loader to look at; 0: none.
-        unlimited: give the device no limit; it still says it had its own.
-        checkpoint_folder: where checkpoints go, and whatever else of the script's files is kept; "" for nowhere.
-        result_path: where to write the `DryRun`.
-        largest_first: look at `scan` batches first and begin with the largest.
-        loader_ordinal: which of the script's loaders, in order of their making; None when not known yet.
-        batch_lines: lines at which a script without a loader copies its batches to the device.
-        batch_size: samples of a batch; None when not known.
-        settings: how the script's steps are to be run, as far as that can be changed from outside; None: as they are.
-        accumulates: whether the micro-batches of the settings make up one update; each makes one of its own otherwise.
-        watch: tell what else the run shows of the program, the work of its operators included.
-        until_fit: run the script, which trains with Keras, until its first `fit`, and estimate a step of that.
-        writable: folders in which what the script writes is real.
-        layers: folders in which to keep what the script writes, the first that can; none: its writes are real.
-    """
-
-    script: str
-    module: bool
-    arguments: tuple[str, ...]
-    device: Device
-    count: int = 1
-    steps: int = 3
-    scan: int = 0
-    unlimited: bool = False
-    checkpoint_folder: str = ""
-    result_path: str = ""
-    largest_first: bool = False
+    script: str  # path of the file, or dotted name of the module
+    module: bool  # whether it is a module, as for `python -m`
+    arguments: tuple[str, ...]  # of the script
+    device: Device  # what to simulate
+    count: int = 1  # how many of them
+    steps: int = 3  # optimizer steps after which to end
+    scan: int = 0  # batches of the loader to look at; 0: none
+    unlimited: bool = False  # give the device no limit; it still says it had its own
+    checkpoint_folder: str = ""  # where checkpoints go, and whatever else of the script's files is kept; "" for nowhere
+    result_path: str = ""  # where to write the `DryRun`
+    largest_first: bool = False  # look at `scan` batches first and begin with the largest
+    # which of the script's loaders, in order of their making; None when not known yet
     loader_ordinal: int | None = None
-    batch_lines: tuple[str, ...] = ()
-    batch_size: int | None = None
+    batch_lines: tuple[str, ...] = ()  # lines at which a script without a loader copies its batches to the device
+    batch_size: int | None = None  # samples of a batch; None when not known
+    # how the script's steps are to be run, as far as that can be changed from outside; None: as they are
     settings: Settings | None = None
+    # whether the micro-batches of the settings make up one update; each makes one of its own otherwise
     accumulates: bool = True
-    watch: bool = False
+    watch: bool = False  # tell what else the run shows of the program, the work of its operators included
+    # run the script, which trains with Keras, until its first `fit`, and estimate a step of that
     until_fit: bool = False
-    writable: tuple[str, ...] = ()
+    writable: tuple[str, ...] = ()  # folders in which what the script writes is real
+    # folders in which to keep what the script writes, the first that can; none: its writes are real
     layers: tuple[str, ...] = ()
 
     def after(self, seen: Seen, loader_ordinal: int | None) -> "Request":

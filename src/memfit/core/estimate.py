@@ -1,22 +1,19 @@
 """The answer of `memfit.estimate`: what a step needs, where it goes, and how sure that is."""
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from memfit.core.device import Device, Kind, Origin
-from memfit.core.errors import BadFile, BadInput
-from memfit.core.replay import OutOfMemory, Replay
+from memfit.core.device import Device, Origin
+from memfit.core.errors import BadInput
+from memfit.core.replay import Replay
 from memfit.core.reporters import Reporters
 from memfit.core.shown import Shown
 from memfit.core.timeline import Block, Timeline
-from memfit.core.typed_data import checked
+from memfit.core.typed_data import checked, header, made_of, reading
 from memfit.core.units import format_size
-
-FORMAT_VERSION = 1
 
 DRY_RUN = "dry run"
 """The mode of an estimate that is the record of a whole program."""
@@ -238,76 +235,35 @@ class Estimate(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""
-        device = asdict(self.device)
+        plain = asdict(replace(self, timeline=Timeline((), 0), rescale=None))
+        del plain["rescale"]
         return {
-            "format": "memfit.estimate",
-            "version": FORMAT_VERSION,
-            "subject": self.subject,
-            "device": device,
-            "mode": self.mode,
-            "precision": self.precision,
-            "batch_size": self.batch_size,
+            **header("estimate"),
+            **plain,
             "peak_bytes": self.peak_bytes,
             "allocated_peak_bytes": self.allocated_peak_bytes,
             "reserved_peak_bytes": self.reserved_peak_bytes,
-            "context_bytes": self.context_bytes,
             "capacity_bytes": self.capacity_bytes,
             "fits": self.fits,
-            "lower_bytes": self.lower_bytes,
-            "upper_bytes": self.upper_bytes,
             "moment": self.moment,
             "breakdown": asdict(self.breakdown),
             "host": self.host.parts,
-            "notes": [asdict(note) for note in self.notes],
-            "num_parameters": self.num_parameters,
-            "state_bytes": self.state_bytes,
-            "batch_bytes": self.batch_bytes,
-            "seconds": self.seconds,
-            "other_bytes": self.other_bytes,
             "origin": {
                 "peak_bytes": Origin.SIMULATED.value,
                 "capacity_bytes": self.device.usable_origin.value,
                 "context_bytes": self.device.context_origin.value,
             },
             "timeline": self.timeline.to_json(),
-            "replay": asdict(self.replay),
         }
 
     @classmethod
     def from_json(cls, data: Any) -> "Estimate":
         """The estimate that `to_json` wrote, from its structure or its text."""
-        try:
-            data = json.loads(data) if isinstance(data, str | bytes) else data
-            if data["format"] != "memfit.estimate" or data["version"] != FORMAT_VERSION:
-                raise BadFile(
-                    f"expected a memfit.estimate of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
-                )
-            estimate = cls(
-                subject=data["subject"],
-                device=read_device(data["device"]),
-                mode=data["mode"],
-                precision=data["precision"],
-                batch_size=data["batch_size"],
-                timeline=Timeline.from_json(data["timeline"]),
-                replay=_read_replay(data["replay"]),
-                context_bytes=int(data["context_bytes"]),
-                lower_bytes=int(data["lower_bytes"]),
-                upper_bytes=int(data["upper_bytes"]),
-                host=HostMemory({part: int(size) for part, size in data["host"].items()}),
-                notes=tuple(Note(**note) for note in data["notes"]),
-                num_parameters=int(data["num_parameters"]),
-                state_bytes={str(name): int(size) for name, size in data["state_bytes"].items()},
-                batch_bytes=int(data["batch_bytes"]),
-                seconds=float(data["seconds"]),
-                other_bytes=int(data.get("other_bytes", 0)),
-            )
+        with reading(data, "estimate", "an estimate") as plain:
+            estimate = made_of(cls, {**plain, "host": {"parts": plain["host"]}, "rescale": None})
             # The timeline, which may be long, has been looked at.
             checked(replace(estimate, timeline=Timeline((), 0)), "an estimate")
             return estimate
-        except BadFile:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
-            raise BadFile(f"not an estimate written by memfit: {type(error).__name__}: {error}") from None
 
 
 def _source_of(timeline: Timeline) -> Callable[[Block], str]:
@@ -315,22 +271,3 @@ def _source_of(timeline: Timeline) -> Callable[[Block], str]:
     if any(block.source for block in timeline.blocks):
         return lambda block: block.source or UNKNOWN_SOURCE
     return lambda block: f"(framework) in {block.module}" if block.module else UNKNOWN_SOURCE
-
-
-def read_device(data: dict[str, Any]) -> Device:
-    """The device that `asdict` wrote."""
-    device = Device(**data)
-    capability = device.capability
-    return replace(
-        device,
-        kind=Kind(device.kind),
-        usable_origin=Origin(device.usable_origin),
-        context_origin=Origin(device.context_origin),
-        capability=None if capability is None else (int(capability[0]), int(capability[1])),
-    )
-
-
-def _read_replay(data: dict[str, Any]) -> Replay:
-    lost = data["out_of_memory"]
-    curves = {name: tuple(map(int, data[name])) for name in ("allocated", "reserved")}
-    return Replay(**{**data, **curves, "out_of_memory": None if lost is None else OutOfMemory(**lost)})

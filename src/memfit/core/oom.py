@@ -1,4 +1,4 @@
-"""What running out of memory looks like: the one table of types and texts, and the one recogniser.
+"""Recognises out-of-memory errors: one table of exception types and messages, used everywhere.
 
 There is no single exception. PyTorch's caching allocators raise `torch.OutOfMemoryError`, its CPU allocator and all
 libraries below it a `RuntimeError` that only its text tells apart. TensorFlow raises `ResourceExhaustedError`, which it
@@ -21,7 +21,7 @@ import math
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from memfit.core.errors import MemfitError
@@ -93,24 +93,19 @@ def _bytes(number: str, unit: str) -> int:
 _BY_TEXT = ("RuntimeError", "ImportError", "SystemError", "tensorflow.OpError")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One way to say that memory ran out.
-
-    Args:
-        source: who says so, as in `OutOfMemory`.
-        where: whose memory; None: the device's where the text names one, otherwise the host's.
-        text: found in the message.
-        types: classes of exceptions that say it, with their subclasses: "torch.OutOfMemoryError" by the name of the
-            package, "MemoryError" where it is one of Python's.
-        sizes: reads the bytes that the message names.
-    """
+class Entry(NamedTuple):
+    """One way to report that memory ran out."""
 
     source: str
+    """Who reports it, as in `OutOfMemory`."""
     where: Where | None
+    """Whose memory; None: the device's where the text names one, otherwise the host's."""
     text: re.Pattern[str]
-    types: tuple[str, ...] = _BY_TEXT
-    sizes: Callable[[str], Sizes] = read_sizes
+    """Found in the message."""
+    types: tuple[str, ...]
+    """Exception classes, subclasses included: "torch.OutOfMemoryError" by package name, "MemoryError" for Python's."""
+    sizes: Callable[[str], Sizes]
+    """Reads the bytes that the message names."""
 
 
 _HOST, _DEVICE = Where.HOST, Where.DEVICE

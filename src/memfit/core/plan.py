@@ -1,6 +1,5 @@
 """The answer of `memfit.plan`: how to run a step so that it fits, what each part of that saves and costs."""
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -9,12 +8,11 @@ from typing import Any
 from memfit.core.device import Device, Origin
 from memfit.core.errors import BadFile, MemfitError
 from memfit.core.estimate import Estimate, Note
+from memfit.core.reporters import Reporters, not_there, written
 from memfit.core.settings import Keeps, Settings
 from memfit.core.shown import Shown
-from memfit.core.typed_data import checked, made_of
+from memfit.core.typed_data import checked, header, made_of, reading
 from memfit.core.units import format_size
-
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +108,14 @@ class Footprint:
         return cls(estimate.peak_bytes, estimate.allocated_peak_bytes, by_category, host_bytes, origin)
 
 
-def _describe(plan: "Plan") -> str:
-    return f"{plan.subject}: {format_size(plan.after.peak_bytes)} of {format_size(plan.budget_bytes)}"
-
-
-def _not_there(*_: Any) -> Any:
-    raise NotImplementedError("import memfit to have reports")
-
-
-@dataclass(slots=True)
-class _Actions:
+class _Actions(Reporters["Plan"]):
     """What a plan does beyond holding figures; set by the part that knows frameworks and reports."""
 
-    describe: "Callable[[Plan], str]" = _describe
-    write_page: "Callable[[Plan, str], object]" = _not_there
-    code: "Callable[[Plan], str]" = _not_there
-    apply: "Callable[[Plan, Any, Any], Any]" = _not_there
-    write_json: "Callable[[dict[str, Any], str], object]" = _not_there
+    def __init__(self) -> None:
+        super().__init__(lambda plan: f"{plan.subject}: {format_size(plan.after.peak_bytes)}")
+        self.code: Callable[[Plan], str] = not_there
+        self.apply: Callable[[Plan, Any, Any], Any] = not_there
+        self.write_json: Callable[[dict[str, Any], str], object] = not_there
 
 
 actions = _Actions()
@@ -221,11 +210,11 @@ class Plan(Shown):
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the self-contained HTML page of this plan, whole or not at all."""
-        _written(lambda: actions.write_page(self, os.fspath(path)), "page", path)
+        actions.report(self, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, whole or not at all."""
-        _written(lambda: actions.write_json(self.to_json(), os.fspath(path)), "plan", path)
+        written(lambda: actions.write_json(self.to_json(), os.fspath(path)), "plan", path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
@@ -247,33 +236,13 @@ class Plan(Shown):
         """A plain structure that `json` can write, and `from_json` read back."""
         plain = asdict(replace(self, estimate_before=None, estimate_after=None))
         del plain["estimate_before"], plain["estimate_after"]
-        header = {"format": "memfit.plan", "version": FORMAT_VERSION}
-        return {**header, **plain, "fits": self.fits, "keeps": self.keeps.value}
+        return {**header("plan"), **plain, "fits": self.fits, "keeps": self.keeps.value}
 
     @classmethod
     def from_json(cls, data: Any) -> "Plan":
         """The plan that `to_json` wrote, from its structure or its text."""
-        try:
-            data = json.loads(data) if isinstance(data, str | bytes) else data
-            if data["format"] != "memfit.plan" or data["version"] != FORMAT_VERSION:
-                raise BadFile(
-                    f"expected a memfit.plan of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
-                )
-            return checked(made_of(cls, data), "a plan")
-        except BadFile:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
-            raise BadFile(f"not a plan written by memfit: {type(error).__name__}: {error}") from None
-
-
-def _written(write: Callable[[], object], what: str, path: str | os.PathLike[str]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise BadFile(
-            f"the {what} can't be written to {str(path)!r}: {error.strerror or error}. "
-            "Give the path of a file in a folder that exists and can be written to."
-        ) from error
+        with reading(data, "plan", "a plan") as plain:
+            return checked(made_of(cls, plain), "a plan")
 
 
 class PlanNotFound(MemfitError):

@@ -1,21 +1,20 @@
-"""What is safe to print: names, paths and texts of exceptions come from anywhere and must not steer a terminal.
+"""Escapes text before it is printed: names, paths and exception messages must not control a terminal.
 
-Everything memfit writes to a terminal, a notebook or a page passes `printable`, so that an escape sequence, a
-carriage return or a mark that reverses the direction of writing is shown instead of obeyed.
+Everything memfit writes to a terminal, a notebook or a page passes `printable`, which shows escape sequences, carriage
+returns and direction marks instead of obeying them.
 """
 
-import os
 import traceback
 
-_OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+from memfit.core.user_code import PACKAGE_FOLDER
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Text that can't steer a terminal: control and invisible characters become escapes.
+    r"""Text that can't control a terminal: control and invisible characters become escapes.
 
     Args:
         text: of any origin.
-        keep: control characters that stay, such as the line breaks of a message of several lines.
+        keep: control characters to keep, such as line breaks.
 
     >>> printable("conv\x1b[31m")
     'conv\\x1b[31m'
@@ -29,16 +28,16 @@ def printable(text: str, *, keep: str = "") -> str:
 
 def printable_traceback(error: BaseException) -> str:
     """The traceback that Python would print, without memfit's own frames."""
-    told = [traceback.TracebackException.from_exception(error)]
-    for shown in told:
-        shown.stack = without_own_frames(shown.stack)
-        told += [link for link in (shown.__cause__, shown.__context__) if link is not None]
-    # What an exception says may come from anywhere: a file name, a label, a server.
-    return printable("".join(told[0].format()), keep="\n\t")
+    chain = [traceback.TracebackException.from_exception(error)]
+    for link in chain:
+        link.stack = without_own_frames(link.stack)
+        chain += [cause for cause in (link.__cause__, link.__context__) if cause is not None]
+    # The text of an exception may come from anywhere: a file name, a label, a server.
+    return printable("".join(chain[0].format()), keep="\n\t")
 
 
 def without_own_frames(stack: traceback.StackSummary) -> traceback.StackSummary:
-    """The frames of others; what runs a script as Python would isn't its own either."""
+    """The stack without frames of memfit and of Python's import machinery."""
     return traceback.StackSummary.from_list(
-        [frame for frame in stack if not frame.filename.startswith((_OWN_FOLDER, "<frozen"))]
+        [frame for frame in stack if not frame.filename.startswith((PACKAGE_FOLDER, "<frozen"))]
     )

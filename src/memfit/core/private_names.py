@@ -4,6 +4,7 @@ Each framework's `internals.py` is the one place that uses them.
 """
 
 import importlib
+import pkgutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +27,13 @@ class PrivateNames:
         """What is at the first place that there is.
 
         Args:
-            places: where versions have had it, newest first: "module:name.of.attribute".
+            places: where versions have had it, newest first: "module:name.of.attribute", or with dots alone.
         """
         for place in places:
-            module, _, attributes = place.partition(":")
             try:
-                found = importlib.import_module(module)
-                for attribute in filter(None, attributes.split(".")):
-                    found = getattr(found, attribute)
+                return pkgutil.resolve_name(place)
             except (ImportError, AttributeError):
                 continue
-            return found
         raise self.gone(places[0].replace(":", "."))
 
     def of(self, owner: Any, name: str) -> Any:

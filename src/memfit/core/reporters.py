@@ -2,15 +2,27 @@
 
 import os
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from memfit.core.errors import BadFile
 
 Result = TypeVar("Result")
 
 
-def _write_no_page(result: object, path: str) -> None:
+def not_there(*_: Any) -> Any:
+    """Stands for what the reports do."""
     raise NotImplementedError("import memfit to have reports")
+
+
+def written(write: Callable[[], object], what: str, path: str | os.PathLike[str]) -> None:
+    """Calls `write`, which writes a file; raises BadFile where that can't be."""
+    try:
+        write()
+    except OSError as error:
+        raise BadFile(
+            f"the {what} can't be written to {str(path)!r}: {error.strerror or error}. "
+            "Give the path of a file in a folder that exists and can be written to."
+        ) from error
 
 
 class Reporters(Generic[Result]):
@@ -22,7 +34,7 @@ class Reporters(Generic[Result]):
 
     def __init__(self, describe: Callable[[Result], str]) -> None:
         self.describe = describe
-        self.write_page: Callable[[Result, str], object] = _write_no_page
+        self.write_page: Callable[[Result, str], object] = not_there
 
     def use(self, describe: Callable[[Result], str], write_page: Callable[[Result, str], object]) -> None:
         """Sets what is called."""
@@ -30,10 +42,4 @@ class Reporters(Generic[Result]):
 
     def report(self, result: Result, path: str | os.PathLike[str]) -> None:
         """Writes the page of a result, whole or not at all; raises BadFile where that can't be."""
-        try:
-            self.write_page(result, os.fspath(path))
-        except OSError as error:
-            raise BadFile(
-                f"the page can't be written to {str(path)!r}: {error.strerror or error}. "
-                "Give the path of a file in a folder that exists and can be written to."
-            ) from error
+        written(lambda: self.write_page(result, os.fspath(path)), "page", path)

@@ -155,5 +155,5 @@ class Settings:
             except (TypeError, ValueError, AttributeError):
                 is_right = False
             if not is_right:
-                raise BadFile(f"the setting {name} is {value!r}, which is none. Give a file that plan.save wrote.")
+                raise BadFile(f"the setting {name} is {value!r}, which is invalid. Give a file that plan.save wrote.")
         return cls(**values)

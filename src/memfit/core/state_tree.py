@@ -117,7 +117,7 @@ class Decoder:
         except Exception as error:
             if isinstance(error, BadCheckpoint) or recognise(error) is not None:
                 raise
-            raise BadCheckpoint(f"the checkpoint holds {tag!r} with something that it can't be: {error}") from None
+            raise BadCheckpoint(f"the checkpoint holds {tag!r} with an invalid value: {error}") from None
 
     def decode_each(self, values: Any) -> list[Any]:
         """The parts of a list; None for those that were left out."""

@@ -1,18 +1,14 @@
 """The answer of `memfit.run`: how a script fared under supervision, attempt by attempt, and its memory over time."""
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from memfit.core.errors import BadFile
 from memfit.core.reporters import Reporters
 from memfit.core.shown import Shown
-from memfit.core.typed_data import checked, made_of
+from memfit.core.typed_data import checked, header, made_of, reading
 from memfit.core.units import format_size
-
-FORMAT_VERSION = 1
 
 
 class Outcome(StrEnum):
@@ -34,11 +30,11 @@ class Cause(StrEnum):
     """Why an attempt ended."""
 
     ENDED = "ended by itself"
-    FAILED = "failed for a reason of its own"
+    FAILED = "failed for another reason than memory"
     EXCEPTION = "an allocation failed"
     RESERVED = "refused address space, with memory left"
     KILLED = "killed for its memory"
-    WORKER_KILLED = "one of its processes was killed for its memory"
+    WORKER_KILLED = "one of its processes was OOM-killed"
     SHARED_MEMORY = "shared memory was full"
     CRASHED = "crashed close to the limit"
     INTERRUPTED = "interrupted"
@@ -55,21 +51,13 @@ _OF_MEMORY = {Cause.EXCEPTION, Cause.RESERVED, Cause.KILLED, Cause.WORKER_KILLED
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What an attempt was told; no two attempts of a run are told the same.
+    """What an attempt was told; no two attempts of a run are told the same."""
 
-    Args:
-        micro_batch_size: most samples at once; None: as the script has it.
-        rescue: whether operations that run out of memory are rescued from outside.
-        eager: whether the rescue moves all it can, before memory runs out.
-        share: of the memory that there is, what a plan may use.
-        reserves: whether it may map what it likes until it holds half of what it may.
-    """
-
-    micro_batch_size: int | None = None
-    rescue: bool = False
-    eager: bool = False
-    share: float = 1.0
-    reserves: bool = False
+    micro_batch_size: int | None = None  # most samples at once; None: as the script has it
+    rescue: bool = False  # whether operations that run out of memory are rescued from outside
+    eager: bool = False  # whether the rescue moves all it can, before memory runs out
+    share: float = 1.0  # of the memory that there is, what a plan may use
+    reserves: bool = False  # whether it may map what it likes until it holds half of what it may
 
     def __str__(self) -> str:
         words = [] if self.micro_batch_size is None else [f"micro-batches of at most {self.micro_batch_size}"]
@@ -84,103 +72,62 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """A process and the memory it held at some moment.
+    """A process and the memory it held at some moment."""
 
-    Args:
-        pid: its number.
-        name: of its program, or "" where that isn't known.
-        held_bytes: memory that the kernel can't take back, shared memory included; None where that isn't known.
-        seconds: when, from the start of the run on.
-    """
-
-    pid: int
-    name: str = ""
+    pid: int  # its number
+    name: str = ""  # of its program, or "" where that isn't known
+    # memory that the kernel can't take back, shared memory included; None where that isn't known
     held_bytes: int | None = None
-    seconds: float = 0.0
+    seconds: float = 0.0  # when, from the start of the run on
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How and why an attempt ended.
+    """How and why an attempt ended."""
 
-    Args:
-        cause: why.
-        text: the same in one sentence, with what is known of it.
-        exit_code: of the script; None where a signal ended it.
-        signal: name of the signal that ended it, or "".
-        process: the one that memory ran out for; None where it isn't known.
-        limit_bytes: the limit that was reached; None where it isn't known.
-        importing: name of the module whose import ran out of memory, or "".
-    """
-
-    cause: Cause
-    text: str
-    exit_code: int | None = None
-    signal: str = ""
-    process: ProcessMemory | None = None
-    limit_bytes: int | None = None
-    importing: str = ""
+    cause: Cause  # why
+    text: str  # the same in one sentence, with what is known of it
+    exit_code: int | None = None  # of the script; None where a signal ended it
+    signal: str = ""  # name of the signal that ended it, or ""
+    process: ProcessMemory | None = None  # the one that memory ran out for; None where it isn't known
+    limit_bytes: int | None = None  # the limit that was reached; None where it isn't known
+    importing: str = ""  # name of the module whose import ran out of memory, or ""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One start of the script.
+    """One start of the script."""
 
-    Args:
-        number: from 1 on.
-        configuration: what it was told.
-        ending: how and why it ended.
-        started: seconds from the start of the run on.
-        seconds: how long it took.
-        peak: the process that held most, and when; None where nothing was seen.
-        steps: optimizer steps that the script is known to have got to; None where nobody tells.
-        resumed_from: checkpoint that it began with, or "".
-        guarded: whether a guard or an integration was at work in it.
-        swapped_bytes: most that was seen of it in swap.
-    """
-
-    number: int
-    configuration: Configuration
-    ending: Ending
-    started: float
-    seconds: float
-    peak: ProcessMemory | None = None
-    steps: int | None = None
-    resumed_from: str = ""
-    guarded: bool = False
-    swapped_bytes: int = 0
+    number: int  # from 1 on
+    configuration: Configuration  # what it was told
+    ending: Ending  # how and why it ended
+    started: float  # seconds from the start of the run on
+    seconds: float  # how long it took
+    peak: ProcessMemory | None = None  # the process that held most, and when; None where nothing was seen
+    steps: int | None = None  # optimizer steps that the script is known to have got to; None where nobody tells
+    resumed_from: str = ""  # checkpoint that it began with, or ""
+    guarded: bool = False  # whether a guard or an integration was at work in it
+    swapped_bytes: int = 0  # most that was seen of it in swap
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Memory at one moment.
+    """Memory at one moment."""
 
-    Args:
-        seconds: from the start of the run on.
-        script_bytes: what the script's own process held.
-        others_bytes: the same of the processes that it started, pages that they share counted for each.
-        group_bytes: what everything in the container holds and can't give back; None without a container.
-    """
-
-    seconds: float
-    script_bytes: int
-    others_bytes: int = 0
+    seconds: float  # from the start of the run on
+    script_bytes: int  # what the script's own process held
+    others_bytes: int = 0  # the same of the processes that it started, pages that they share counted for each
+    # what everything in the container holds and can't give back; None without a container
     group_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened, for the page.
+    """Something that happened, for the page."""
 
-    Args:
-        seconds: from the start of the run on.
-        kind: "start", "settings", "out of memory", "killed", "checkpoint", "restart", "end".
-        text: what.
-    """
-
-    seconds: float
-    kind: str
-    text: str
+    seconds: float  # from the start of the run on
+    kind: str  # "start", "settings", "out of memory", "killed", "checkpoint", "restart", "end"
+    text: str  # what
 
 
 def _describe(run: "SupervisedRun") -> str:
@@ -244,8 +191,7 @@ class SupervisedRun(Shown):
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""
         return {
-            "format": "memfit.run",
-            "version": FORMAT_VERSION,
+            **header("run"),
             **asdict(self),
             # Thousands of them.
             "history": [[s.seconds, s.script_bytes, s.others_bytes, s.group_bytes] for s in self.history],
@@ -254,14 +200,6 @@ class SupervisedRun(Shown):
     @classmethod
     def from_json(cls, data: Any) -> "SupervisedRun":
         """The run that `to_json` wrote, from its structure or its text."""
-        try:
-            data = json.loads(data) if isinstance(data, str | bytes) else data
-            kind = (data["format"], data["version"])
-            if kind != ("memfit.run", FORMAT_VERSION):
-                raise BadFile(f"expected a memfit.run of version {FORMAT_VERSION}, got {kind[0]} {kind[1]}.")
-            data = {**data, "history": [dict(zip(Sample.__slots__, row, strict=True)) for row in data["history"]]}
-            return checked(made_of(cls, data), "a run")
-        except BadFile:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
-            raise BadFile(f"not a run written by memfit: {type(error).__name__}: {error}") from None
+        with reading(data, "run", "a run") as plain:
+            history = [dict(zip(Sample.__slots__, row, strict=True)) for row in plain["history"]]
+            return checked(made_of(cls, {**plain, "history": history}), "a run")

@@ -94,7 +94,7 @@ def numpy_dtype(name: str) -> Any:
         dtype = numpy.dtype(getattr(importlib.import_module("ml_dtypes"), name) if extension else name)
         if dtype.kind in "biufc" or extension:
             return dtype
-    raise BadCheckpoint(f"{name!r} is no type of numbers that a checkpoint can hold.")
+    raise BadCheckpoint(f"{name!r} is not a dtype that a checkpoint can hold.")
 
 
 def write(path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None = None) -> None:
@@ -192,7 +192,7 @@ class TensorFile:
 def _read_header(file: Any, size_bytes: int) -> dict[str, _Stored]:
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, size_bytes - 8):
-        raise ValueError("its header has no sensible length")
+        raise ValueError("its header has an invalid length")
     header = json.loads(file.read(length))
     header.pop("__metadata__", None)
     begin = 8 + length
@@ -202,10 +202,10 @@ def _read_header(file: Any, size_bytes: int) -> dict[str, _Stored]:
         shape = tuple(entry["shape"])
         start, end = entry["data_offsets"]
         if type(entry["shape"]) is not list or any(type(n) is not int for n in (*shape, start, end)):
-            raise ValueError(f"{name!r} has a shape or a place that is no number")
+            raise ValueError(f"{name!r} has a shape or an offset that is not a number")
         if not 0 <= start <= end <= size_bytes - begin or any(n < 0 for n in shape):
             raise ValueError(f"{name!r} lies outside of the file")
         if end - start != math.prod(shape) * item_bytes:
-            raise ValueError(f"{name!r} has a size that doesn't go with its shape")
+            raise ValueError(f"{name!r} has a size that doesn't match its shape")
         stored[name] = _Stored(dtype, shape, begin + start)
     return stored

@@ -5,17 +5,14 @@ each allocation and each free is one tick, so that the order of events is exact 
 what the program asked for; what a device must provide for it is the allocator's answer (`memfit.allocator`).
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from memfit.core.errors import BadFile
 from memfit.core.shown import Shown
+from memfit.core.typed_data import header, reading
 from memfit.core.units import format_size
-
-FORMAT_VERSION = 1
 
 
 class Category(StrEnum):
@@ -172,8 +169,7 @@ class Timeline(Shown):
             for b in self.blocks
         ]
         return {
-            "format": "memfit.timeline",
-            "version": FORMAT_VERSION,
+            **header("timeline"),
             "num_ticks": self.num_ticks,
             "marks": [[m.tick, m.phase.value, m.step] for m in self.marks],
             "blocks": rows,
@@ -183,36 +179,20 @@ class Timeline(Shown):
     @classmethod
     def from_json(cls, data: Any) -> "Timeline":
         """The timeline that `to_json` wrote, from its structure or its text."""
-        try:
-            data = json.loads(data) if isinstance(data, str | bytes) else data
-            if data["format"] != "memfit.timeline" or data["version"] != FORMAT_VERSION:
-                raise BadFile(
-                    f"expected a memfit.timeline of version {FORMAT_VERSION}, got {data['format']} {data['version']}."
-                )
-            s, num_ticks = data["strings"], _count(data["num_ticks"])
+        with reading(data, "timeline", "a timeline") as plain:
+            s, num_ticks = plain["strings"], _count(plain["num_ticks"])
             if not all(isinstance(text, str) for text in s):
-                raise ValueError("what should be text is something else")
-            blocks = tuple(
-                Block(
-                    _count(size),
-                    _count(start),
-                    None if end is None else _count(end),
-                    Category(s[c]),
-                    Phase(s[p]),
-                    s[m],
-                    s[o],
-                    s[src],
-                )
-                for size, start, end, c, p, m, o, src in data["blocks"]
-            )
-            if any(not b.start < (num_ticks if b.end is None else b.end) <= num_ticks for b in blocks):
-                raise ValueError(f"a block lies outside of the timeline's {num_ticks} ticks")
-            marks = tuple(Mark(_count(t), Phase(p), _count(n)) for t, p, n in data["marks"])
-            return cls(blocks, num_ticks, marks)
-        except BadFile:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
-            raise BadFile(f"not a timeline written by memfit: {type(error).__name__}: {error}") from None
+                raise ValueError("a field that should be text is not")
+            blocks = []
+            for size, start, end, c, p, *names in plain["blocks"]:
+                module, op, source = (s[name] for name in names)
+                last = None if end is None else _count(end)
+                block = Block(_count(size), _count(start), last, Category(s[c]), Phase(s[p]), module, op, source)
+                if not block.start < (num_ticks if last is None else last) <= num_ticks:
+                    raise ValueError(f"a block lies outside of the timeline's {num_ticks} ticks")
+                blocks.append(block)
+            marks = tuple(Mark(_count(t), Phase(p), _count(n)) for t, p, n in plain["marks"])
+            return cls(tuple(blocks), num_ticks, marks)
 
 
 def _count(value: Any) -> int:

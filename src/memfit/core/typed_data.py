@@ -1,4 +1,4 @@
-"""Whether data that was read from a file are of the types that were written.
+"""Results read from files: a header of format and version, plain data made into dataclasses, and their types checked.
 
 A word where a number belongs is no error when it is read, but one later, far from the file and in the words of whatever
 stumbles over it. So values are compared with annotations: those of dataclasses and typed dictionaries, and what they
@@ -6,10 +6,12 @@ are made of. Whole numbers have to fit into 64 bits, as all do that memfit count
 least 0. Other numbers have to be finite.
 """
 
+import json
 import math
 import reprlib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -18,8 +20,35 @@ from typing import Annotated, Any, NotRequired, TypeVar, Union, get_args, get_or
 from memfit.core.errors import BadFile
 
 Count = Annotated[int, 0]
+FORMAT_VERSION = 1
 _LIMIT = 2**63
 _Value = TypeVar("_Value")
+
+
+def header(name: str) -> dict[str, Any]:
+    """What the file of a result begins with."""
+    return {"format": f"memfit.{name}", "version": FORMAT_VERSION}
+
+
+@contextmanager
+def reading(data: Any, name: str, what: str) -> Iterator[dict[str, Any]]:
+    """The structure behind a `header`, from itself or from its text.
+
+    Raises:
+        BadFile: it is another format or version, or whatever is done with it here fails; `what` was expected.
+    """
+    try:
+        data = json.loads(data) if isinstance(data, str | bytes) else data
+        given = {key: data[key] for key in ("format", "version")}
+        if given != header(name):
+            raise BadFile(
+                f"expected a memfit.{name} of version {FORMAT_VERSION}, got {given['format']} {given['version']}."
+            )
+        yield data
+    except BadFile:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
+        raise BadFile(f"not {what} written by memfit: {type(error).__name__}: {error}") from None
 
 
 def checked(value: _Value, what: str) -> _Value:
@@ -44,6 +73,9 @@ def from_plain(hint: Any, value: Any) -> Any:
         kinds = [kind for kind in args if kind is not types.NoneType]
         return from_plain(kinds[0], value) if value is not None and len(kinds) == 1 else value
     if origin is tuple:
+        if args[0] is int and args[-1] is Ellipsis:
+            # Curves have as many numbers as there were allocations.
+            return tuple(value)
         kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
         return tuple(from_plain(kind, part) for kind, part in zip(kinds, value, strict=True))
     if origin is dict:

@@ -2,7 +2,7 @@
 
 import signal
 
-_FAULT = "That is a fault in native code that the source or the transform calls."
+_FAULT = "It crashed in native code that the source or the transform calls."
 _CAUSES = dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"), _FAULT) | {
     "SIGKILL": "The usual cause is memory: the kernel's OOM killer ends (signal 9) the process that takes most of the "
     "machine or the container. Give the stream less memory, or fewer workers, and look at what the transform holds on "
@@ -20,7 +20,7 @@ def describe_end(who: str, exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         number = -exit_code
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        cause = _CAUSES.get(name, "Another program has ended it.")
+        cause = _CAUSES.get(name, "Another program killed it.")
         return f"{who} was ended by {name} before its last batch. {cause}"
     return (
         f"{who} ended with exit code {exit_code} before its last batch; what it wrote is above. A program whose "

@@ -193,7 +193,7 @@ def open_array(path: str | os.PathLike[str], *, key: str | None = None) -> Array
     kind, columns = kind_of(name), None if key is None else [key]
     if kind not in ("npy", "npz", "hdf5"):
         raise BadInput(
-            f"{name!r} is of the kind {kind}, which has no rows that can be read by themselves; .npy, .npz and HDF5 "
+            f"{name!r} is a {kind} file, whose rows can't be read one by one; .npy, .npz and HDF5 "
             "have. memfit.stream gives it batch by batch."
         )
     if kind == "npz" and columns is None:
@@ -245,5 +245,5 @@ def _numbers(part: Any) -> int | Array:
     if array.size == 0 and not isinstance(part, np.ndarray):
         array = array.astype(np.intp)
     if array.ndim == 0 or array.dtype.kind not in "iub":
-        raise IndexError(f"numbers, slices, lists or arrays of numbers, and masks are indices; {part!r} is none")
+        raise IndexError(f"an index is a number, a slice, a list or array of numbers, or a mask; {part!r} is none")
     return array if array.dtype == bool else array.astype(np.int64)

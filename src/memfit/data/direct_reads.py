@@ -90,20 +90,17 @@ def is_worth_it(length: int) -> bool:
     return LEAST_BYTES <= length < MOST_BYTES
 
 
-def open_direct(path: str) -> int | None:
-    """A descriptor for such reads; None where the file system has none."""
+def open_direct(path: str) -> int:
+    """A descriptor for such reads; raises OSError where the file system has none."""
     if not hasattr(os, "O_DIRECT"):
-        return None
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return None
+        raise OSError("the system has no O_DIRECT")
+    number = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
         # Some file systems accept the flag and refuse the reads.
         os.preadv(number, [_memory(_PAGE_BYTES)], 0)
     except OSError:
         os.close(number)
-        return None
+        raise
     return number
 
 

@@ -163,6 +163,36 @@ def _folders_in(base: str, follow_links: bool) -> Iterator[str]:
         yield folder
 
 
+class _Descriptor:
+    """An open file of this process, closed when nobody has it any more: neither the pool below nor a reader.
+
+    A number that was closed while a thread reads from it might be another file's by then.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.number)
+
+
+_tokens = itertools.count()
+_opened: "OrderedDict[tuple[int, bool], _Descriptor]" = OrderedDict()
+# May be entered again by the same thread: collecting garbage inside it can end the life of a LocalFile.
+_lock = threading.RLock()
+
+
+def _start_anew() -> None:
+    """For a forked child: its parent's descriptors are closed here, and stay open there."""
+    global _lock
+    # Another thread of the parent may have held it.
+    _lock = threading.RLock()
+    _opened.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)
+
+
 class LocalFile:
     """A file of this machine.
 
@@ -191,22 +221,19 @@ class LocalFile:
         view = view.cast("B")
         if direct_reads.is_worth_it(len(view)) and self._read_direct(offset, view):
             return
-        done = 0
-        with self._descriptor() as descriptor:
-            while done < len(view):
-                try:
-                    count = os.preadv(descriptor, [view[done : done + _MAX_READ_BYTES]], offset + done)
-                except OSError as error:
-                    raise BadFile(
-                        f"{self.name!r} can't be read at offset {offset + done}: {_reason(error)}."
-                    ) from error
-                if count == 0:
-                    raise BadFile(
-                        f"{self.name!r} ends too early: of {len(view)} bytes at offset {offset} the last "
-                        f"{len(view) - done} are missing. It had {self.size} bytes when it was opened; if it isn't "
-                        "being written at this moment, copy or make it again."
-                    )
-                done += count
+        done, opened = 0, self._descriptor(self._open, direct=False)
+        while done < len(view):
+            try:
+                count = os.preadv(opened.number, [view[done : done + _MAX_READ_BYTES]], offset + done)
+            except OSError as error:
+                raise BadFile(f"{self.name!r} can't be read at offset {offset + done}: {_reason(error)}.") from error
+            if count == 0:
+                raise BadFile(
+                    f"{self.name!r} ends too early: of {len(view)} bytes at offset {offset} the last "
+                    f"{len(view) - done} are missing. It had {self.size} bytes when it was opened; if it isn't "
+                    "being written at this moment, copy or make it again."
+                )
+            done += count
 
     def drop(self, offset: int, length: int) -> None:
         """Gives the kernel's pages of these bytes back.
@@ -218,8 +245,7 @@ class LocalFile:
             # Even where such a run is read past the cache: it may have been read in pieces, some of them short.
             start = offset // _PAGE_BYTES * _PAGE_BYTES
             stop = -(-(offset + length) // _PAGE_BYTES) * _PAGE_BYTES
-            with self._descriptor() as descriptor:
-                drop_pages(descriptor, start, stop - start)
+            drop_pages(self._descriptor(self._open, direct=False).number, start, stop - start)
 
     def drop_now_and_then(self, num_bytes: int) -> None:
         """Gives the pages of the whole file back, whenever others have read so much of it.
@@ -234,32 +260,30 @@ class LocalFile:
 
     def close(self) -> None:
         """Closes what this process has open of it; a later read opens it again."""
-        for is_direct in (False, True):
-            _descriptors.discard((self._token, is_direct))
+        with _lock:
+            for is_direct in (False, True):
+                _opened.pop((self._token, is_direct), None)
 
-    @contextlib.contextmanager
-    def _descriptor(self, *, direct: bool = False) -> Iterator[int]:
-        opened = _descriptors.take((self._token, direct), self._open_direct if direct else self._open)
-        try:
-            yield opened.number
-        finally:
-            _descriptors.give_back(opened)
+    def _descriptor(self, open_it: Callable[[], int], *, direct: bool) -> _Descriptor:
+        key = (self._token, direct)
+        with _lock:
+            opened = _opened.get(key)
+            if opened is None:
+                opened = _opened[key] = _Descriptor(open_it())
+                while len(_opened) > _MAX_OPEN:
+                    _opened.popitem(last=False)
+            _opened.move_to_end(key)
+            return opened
 
     def _read_direct(self, offset: int, view: memoryview) -> bool:
         if self._lacks_direct:
             return False
         try:
-            with self._descriptor(direct=True) as descriptor:
-                return direct_reads.read_direct(descriptor, view, offset)
-        except _NoDirectReads:
+            opened = self._descriptor(lambda: direct_reads.open_direct(self._path), direct=True)
+        except OSError:
             self._lacks_direct = True
             return False
-
-    def _open_direct(self) -> int:
-        number = direct_reads.open_direct(self._path)
-        if number is None:
-            raise _NoDirectReads
-        return number
+        return direct_reads.read_direct(opened.number, view, offset)
 
     def _open(self) -> int:
         try:
@@ -288,15 +312,11 @@ class LocalFile:
 
     def __del__(self) -> None:
         # Missing where the constructor raised; the pool is missing when the interpreter ends.
-        if _descriptors is not None and hasattr(self, "_token"):
+        if _opened is not None and hasattr(self, "_token"):
             self.close()
 
     def __repr__(self) -> str:
         return f"LocalFile({self.name!r})"
-
-
-class _NoDirectReads(Exception):
-    """The file system has no reads past the cache."""
 
 
 class BlockReader(io.RawIOBase):
@@ -374,74 +394,6 @@ class BlockReader(io.RawIOBase):
     def _read(self, offset: int, view: Any) -> None:
         self._file.read_into(offset, view)
         self._file.drop(offset, len(view))
-
-
-_Key = tuple[int, bool]
-
-
-class _Opened:
-    """A descriptor of this process and how many readers use it now."""
-
-    __slots__ = ("is_unwanted", "num_users", "number")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.num_users = 0
-        self.is_unwanted = False
-
-
-class _Descriptors:
-    """Open files of this process, at most `max_open` that nobody reads at the moment."""
-
-    def __init__(self, max_open: int = _MAX_OPEN) -> None:
-        self._max_open = max_open
-        # May be entered again by the same thread: collecting garbage inside it can end the life of a LocalFile.
-        self._lock = threading.RLock()
-        self._opened: OrderedDict[_Key, _Opened] = OrderedDict()
-
-    def take(self, key: _Key, open_it: Callable[[], int]) -> _Opened:
-        with self._lock:
-            opened = self._opened.get(key)
-            if opened is None:
-                opened = self._opened[key] = _Opened(open_it())
-                for old in list(itertools.islice(self._opened, max(0, len(self._opened) - self._max_open))):
-                    if not self._opened[old].num_users:
-                        self.discard(old)
-            else:
-                self._opened.move_to_end(key)
-            opened.num_users += 1
-            return opened
-
-    def give_back(self, opened: _Opened) -> None:
-        with self._lock:
-            opened.num_users -= 1
-            if opened.is_unwanted and not opened.num_users:
-                os.close(opened.number)
-
-    def discard(self, key: _Key) -> None:
-        with self._lock:
-            opened = self._opened.pop(key, None)
-            if opened is None:
-                return
-            # A number that is closed while a thread reads from it may be another file's by then.
-            if opened.num_users:
-                opened.is_unwanted = True
-            else:
-                os.close(opened.number)
-
-    def start_anew(self) -> None:
-        """For a forked child: its parent's descriptors are closed here; they stay open there."""
-        opened, self._opened = self._opened, OrderedDict()
-        # Another thread of the parent may have held it.
-        self._lock = threading.RLock()
-        for entry in opened.values():
-            with contextlib.suppress(OSError):
-                os.close(entry.number)
-
-
-_tokens = itertools.count()
-_descriptors = _Descriptors()
-os.register_at_fork(after_in_child=_descriptors.start_anew)
 
 
 def _reason(error: Exception) -> str:

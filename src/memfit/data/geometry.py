@@ -8,7 +8,7 @@ alone, never from the number of workers or ranks, and so does the order.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -64,27 +64,6 @@ class Geometry:
     window_samples: int
     block_samples: int
     num_merged: int = 1
-
-    def to_json(self) -> dict[str, int]:
-        """As plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Geometry":
-        """What `to_json` gave; raises KeyError or TypeError for everything else."""
-        if len(data) != len(cls.__slots__) or not all(type(data[name]) is int for name in cls.__slots__):
-            raise TypeError(f"the division is {data!r}")
-        return cls(**data)
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether an order can follow from it."""
-        numbers = (self.batch_size, self.num_lanes, self.num_merged, self.window_samples, self.block_samples)
-        return (
-            min(numbers[:3]) > 0
-            and (self.num_samples == 0 or (self.window_samples > 0 and self.block_samples >= 0))
-            and max(numbers) < 2**63
-        )
 
     @property
     def num_windows_held(self) -> int:

@@ -203,7 +203,7 @@ def inspect_data(
 def _open(source: Any, columns: Any, labels: Any, options: StreamOptions) -> tuple[Source, str]:
     """The source, and what to say of columns that had to be left out: who looks at a table doesn't know them yet."""
     from memfit.data.sources.opening import open_source
-    from memfit.data.sources.table_fields import UnusableColumns
+    from memfit.data.sources.tables import UnusableColumns
 
     reading: dict[str, Any] = {"on_error": options.on_error, "follow_links": options.follow_links}
     try:

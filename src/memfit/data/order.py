@@ -3,10 +3,16 @@
 Blocks are permuted; the permuted sequence is cut into lanes; each lane into windows, whose samples are permuted. Batch
 `i` of the epoch is the next batch of lane `i % num_lanes`. A place in this order is a number from 0 to `num_samples`,
 so that any process can find out what comes there without having given out what came before.
+
+Batches are dealt out to ranks and, in each, to workers. Ranks take turns: one round gives each of them a batch. Where
+the samples don't fill the last round, they are spread evenly over it, and where there are fewer than ranks, over the
+last two, so that all ranks give the same number of batches (a rank that gave one more would wait for the others for
+ever) and no sample is left out or given twice. Only where batches have one sample, or fewer samples than ranks are left
+of the epoch, have some ranks nothing to give in the last round.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,36 +27,8 @@ _MANY_BLOCKS = 10_000
 _NUM_DRAWN = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A run of samples that lie one after the other in the source."""
-
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Samples that are in memory together.
-
-    Sample `i`, in the order in which they are given out, is the `permutation[i]`-th of those in the spans. `first` is
-    the number of its first sample in the lane.
-    """
-
-    lane: int
-    first: int
-    spans: tuple[Span, ...]
-    permutation: Array | None
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in it."""
-        return sum(span.stop - span.start for span in self.spans)
-
-    def samples(self) -> Array:
-        """Their numbers in the source, in the order in which they are given out."""
-        rows = np.arange(self.num_samples) if self.permutation is None else self.permutation
-        return numbers_of(self.spans, rows)
+# First sample of a run that lies in one piece in the source, and the one after its last.
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +55,20 @@ class Order:
         self.geometry = geometry
         self._seed = seed
         self._epoch = epoch
-        self._starts, self._stops = _blocks(geometry, edges)
+        if geometry.block_samples == 0 and edges is not None:
+            edges = np.append(edges[:-1][:: geometry.num_merged], edges[-1]).astype(np.int64)
+            # They are in order. `np.unique` would load all of `numpy.ma`, in each worker.
+            edges = edges[np.diff(edges, prepend=-1) > 0]
+        else:
+            size = geometry.block_samples or max(1, geometry.num_samples)
+            edges = np.append(np.arange(0, geometry.num_samples, size, dtype=np.int64), geometry.num_samples)
+        starts, stops = edges[:-1], edges[1:]
         if seed is not None:
-            permutation = _scattered(random_generator(seed, epoch, _BLOCKS), len(self._starts))
-            self._starts, self._stops = self._starts[permutation], self._stops[permutation]
+            permutation = self._permuted_blocks(random_generator(seed, epoch, _BLOCKS), len(starts))
+            starts, stops = starts[permutation], stops[permutation]
+        self._stops = stops
         # Place in the permuted sequence at which each block ends.
-        self._ends = np.cumsum(self._stops - self._starts)
+        self._ends = np.cumsum(stops - starts)
         self._lane_starts = np.concatenate(([0], np.cumsum(self._lane_sizes())))
         self._bounds = [self._window_bounds(lane) for lane in range(geometry.num_lanes)]
 
@@ -93,27 +79,42 @@ class Order:
             number, offset = divmod(start, hand)
             lane, turn = number % num_lanes, number // num_lanes
             count = min(hand - offset, stop - start)
-            yield from self._lane_pieces(lane, turn * hand + offset, turn * hand + offset + count)
+            place, end = turn * hand + offset, turn * hand + offset + count
+            bounds = self._bounds[lane]
+            while place < end:
+                index = int(np.searchsorted(bounds, place, side="right")) - 1
+                first, after = int(bounds[index]), min(end, int(bounds[index + 1]))
+                yield Piece(lane, index, place - first, after - first)
+                place = after
             start += count
 
-    def window(self, lane: int, index: int) -> Window:
-        """Window `index` of a lane."""
+    def samples(self, lane: int, index: int) -> Array:
+        """Numbers in the source of a window's samples, in the order in which they are given out."""
         first, last = self.extent(lane, index)
-        permutation = np.arange(last - first, dtype=row_dtype(last - first)) if self.is_shuffled else None
-        if permutation is not None:
-            self.permute(lane, index, permutation)
-        return Window(lane, first, self.spans(lane, index), permutation)
+        rows = np.arange(last - first, dtype=row_dtype(last - first))
+        if self.is_shuffled:
+            self.permute(lane, index, rows)
+        return numbers_of(self.spans(lane, index), rows)
 
     def extent(self, lane: int, index: int) -> tuple[int, int]:
         """Numbers in the lane of a window's first sample and of the one after its last."""
         first, last = self._bounds[lane][index : index + 2].tolist()
         return first, last
 
-    def spans(self, lane: int, index: int) -> tuple[Span, ...]:
+    def spans(self, lane: int, index: int) -> list[Span]:
         """Where the samples of a window lie."""
-        first, last = self.extent(lane, index)
-        base = int(self._lane_starts[lane])
-        return tuple(self._spans(base + first, base + last))
+        # In the permuted sequence of blocks.
+        start, stop = (int(self._lane_starts[lane]) + place for place in self.extent(lane, index))
+        block = int(np.searchsorted(self._ends, start, side="right"))
+        spans = []
+        while start < stop:
+            end = int(self._ends[block])
+            count = min(end, stop) - start
+            offset = int(self._stops[block]) - (end - start)
+            spans.append((offset, offset + count))
+            start += count
+            block += 1
+        return spans
 
     @property
     def is_shuffled(self) -> bool:
@@ -125,10 +126,6 @@ class Order:
         assert self._seed is not None
         random_generator(self._seed, self._epoch, _WINDOW, lane, index).shuffle(rows)
 
-    def places(self, window: Window) -> Array:
-        """Places in the epoch of a window's samples, in the order in which they are given out."""
-        return self.lane_places(window.lane, window.first, window.first + window.num_samples)
-
     def lane_places(self, lane: int, start: int, stop: int) -> Array:
         """Places in the epoch of samples `start` to `stop` of a lane."""
         hand, num_lanes = self.geometry.batch_size, self.geometry.num_lanes
@@ -136,12 +133,18 @@ class Order:
         places: Array = (turn * num_lanes + lane) * hand + offset
         return places
 
-    def samples(self, start: int, stop: int) -> Array:
-        """Numbers in the source of the samples at places `start` to `stop`."""
-        parts = []
-        for piece in self.pieces(start, stop):
-            parts.append(self.window(piece.lane, piece.window).samples()[piece.start : piece.stop])
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+    @staticmethod
+    def _permuted_blocks(generator: np.random.Generator, num_blocks: int) -> Array:
+        """A permutation of blocks in which places tell little about where a block lies.
+
+        By chance, a permutation of n has a correlation of about 1 / sqrt(n) with the order as stored. That is nothing
+        for samples, which are many, but not for a few hundred blocks: so it is the best of several.
+        """
+        if num_blocks > _MANY_BLOCKS or num_blocks < 3:
+            return generator.permutation(num_blocks)
+        drawn = [generator.permutation(num_blocks) for _ in range(_NUM_DRAWN)]
+        places = np.arange(num_blocks) - (num_blocks - 1) / 2
+        return min(drawn, key=lambda permutation: abs(float(places @ permutation)))
 
     def _lane_sizes(self) -> Array:
         """Samples of each lane: a batch in turn, the last of which may not be full."""
@@ -152,14 +155,6 @@ class Order:
         sizes[:more] += hand
         sizes[more] += rest
         return sizes
-
-    def _lane_pieces(self, lane: int, start: int, stop: int) -> Iterator[Piece]:
-        bounds = self._bounds[lane]
-        while start < stop:
-            index = int(np.searchsorted(bounds, start, side="right")) - 1
-            first, end = int(bounds[index]), min(stop, int(bounds[index + 1]))
-            yield Piece(lane, index, start - first, end - first)
-            start = end
 
     def _window_bounds(self, lane: int) -> Array:
         """Where the windows of a lane begin, and where the last one ends; at the end of a block where one is near."""
@@ -177,22 +172,11 @@ class Order:
             bounds.append(end)
         return np.asarray(bounds, np.int64) - base
 
-    def _spans(self, start: int, stop: int) -> Iterator[Span]:
-        """Where the samples at these places of the permuted sequence of blocks lie."""
-        block = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            end = int(self._ends[block])
-            count = min(end, stop) - start
-            offset = int(self._stops[block]) - (end - start)
-            yield Span(offset, offset + count)
-            start += count
-            block += 1
-
 
 def numbers_of(spans: Sequence[Span], rows: Array) -> Array:
     """Numbers in the source of the samples that are the `rows`-th of those in the spans."""
-    starts = np.array([span.start for span in spans], np.int64)
-    sizes = np.array([span.stop - span.start for span in spans], np.int64)
+    starts, stops = np.array(spans, np.int64).reshape(-1, 2).T
+    sizes = stops - starts
     firsts = np.cumsum(sizes) - sizes
     index = np.searchsorted(firsts, rows, side="right") - 1
     numbers: Array = (starts - firsts)[index] + rows
@@ -202,19 +186,6 @@ def numbers_of(spans: Sequence[Span], rows: Array) -> Array:
 def row_dtype(num_samples: int) -> np.dtype[Any]:
     """The type that holds the order of a window's samples."""
     return np.dtype(np.int32 if num_samples < 2**31 else np.int64)
-
-
-def _scattered(generator: np.random.Generator, num_blocks: int) -> Array:
-    """A permutation of blocks in which places tell little about where a block lies.
-
-    By chance, a permutation of n has a correlation of about 1 / sqrt(n) with the order as stored. That is nothing for
-    samples, which are many, but not for a few hundred blocks: so it is the best of several.
-    """
-    if num_blocks > _MANY_BLOCKS or num_blocks < 3:
-        return generator.permutation(num_blocks)
-    drawn = [generator.permutation(num_blocks) for _ in range(_NUM_DRAWN)]
-    places = np.arange(num_blocks) - (num_blocks - 1) / 2
-    return min(drawn, key=lambda permutation: abs(float(places @ permutation)))
 
 
 def random_generator(*key: int) -> np.random.Generator:
@@ -227,13 +198,98 @@ def seed_sequence(*key: int) -> np.random.SeedSequence:
     return np.random.SeedSequence([2 * part if part >= 0 else -2 * part - 1 for part in key])
 
 
-def _blocks(geometry: Geometry, edges: Array | None) -> tuple[Array, Array]:
-    num_samples = geometry.num_samples
-    if geometry.block_samples == 0 and edges is not None:
-        kept = np.append(edges[:-1][:: geometry.num_merged], edges[-1]).astype(np.int64)
-        # They are in order. `np.unique` would load all of `numpy.ma`, in each worker.
-        kept = kept[np.diff(kept, prepend=-1) > 0]
-        return kept[:-1], kept[1:]
-    size = geometry.block_samples or max(1, num_samples)
-    starts = np.arange(0, num_samples, size, dtype=np.int64)
-    return starts, np.minimum(starts + size, num_samples)
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The batches that one worker of one rank gives of an epoch, from a place on.
+
+    Attributes:
+        start: place in the order of the epoch of the first sample that is left.
+        num_samples: in the whole epoch.
+        batch_size: samples of a batch that is full.
+        num_ranks: that share the epoch.
+        drop_last: whether samples that don't fill a round are left out.
+        rank: of this process.
+        worker: in this rank.
+        num_workers: in this rank.
+    """
+
+    start: int
+    num_samples: int
+    batch_size: int
+    num_ranks: int = 1
+    drop_last: bool = False
+    rank: int = 0
+    worker: int = 0
+    num_workers: int = 1
+
+    @property
+    def num_rounds(self) -> int:
+        """Batches of the rank with most of them."""
+        return self._num_full + len(self._rest)
+
+    @property
+    def _per_round(self) -> int:
+        return self.batch_size * self.num_ranks
+
+    @property
+    def _num_full(self) -> int:
+        """Rounds of full batches."""
+        num_full, rest = divmod(self.num_samples - self.start, self._per_round)
+        if self.drop_last or rest == 0 or rest >= self.num_ranks or num_full == 0 or self.batch_size == 1:
+            return num_full
+        return num_full - 1
+
+    @property
+    def _rest(self) -> list[int]:
+        """Samples of each round that isn't full."""
+        rest = self.num_samples - self.start - self._num_full * self._per_round
+        if self.drop_last or rest == 0:
+            return []
+        return [rest] if rest <= self._per_round else [-(-rest // 2), rest // 2]
+
+    def batch(self, turn: int) -> Span:
+        """Places of the first sample of the rank's batch and of the one after its last; equal where it gives none."""
+        num_full = self._num_full
+        if turn < num_full:
+            first = self.start + turn * self._per_round + self.rank * self.batch_size
+            return first, first + self.batch_size
+        rest = self._rest
+        # Parts whose sizes differ by one at most, larger ones first.
+        size, more = divmod(rest[turn - num_full], self.num_ranks)
+        first = self.start + num_full * self._per_round + sum(rest[: turn - num_full])
+        first += self.rank * size + min(self.rank, more)
+        return first, first + size + (self.rank < more)
+
+    def batches(self) -> Iterator[Span]:
+        """Places of the first sample of each batch that the worker gives and of the one after its last, in order."""
+        for turn in range(self.worker, self.num_rounds, self.num_workers):
+            start, stop = self.batch(turn)
+            if stop > start:
+                yield start, stop
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the rank, of all its workers together."""
+        rounds = self.num_rounds
+        if rounds == 0:
+            return 0
+        start, stop = self.batch(rounds - 1)
+        return rounds if stop > start else rounds - 1
+
+    def place_after(self, num_rounds: int) -> int:
+        """Place that the epoch has come to when every rank has given `num_rounds` batches."""
+        if num_rounds >= self.num_rounds:
+            return self.num_samples
+        return replace(self, rank=0).batch(num_rounds)[0]
+
+    def gives(self, places: Array) -> Array:
+        """For each place whether the worker gives its sample."""
+        num_full = self._num_full
+        turn, offset = np.divmod(places - self.start, self._per_round)
+        mine: Array = (turn % self.num_workers == self.worker) & (offset // self.batch_size == self.rank)
+        mine &= (turn < num_full) & (places >= self.start)
+        for turn_left in range(num_full, self.num_rounds):
+            if turn_left % self.num_workers == self.worker:
+                start, stop = self.batch(turn_left)
+                mine |= (places >= start) & (places < stop)
+        return mine

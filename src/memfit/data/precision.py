@@ -91,8 +91,8 @@ def target_dtypes(fields: tuple[Field, ...], dtype: np.dtype[Any] | None) -> tup
     for field in fields:
         if field.dtype.kind == "f" and not field.is_label:
             raise BadInput(
-                f"{field.name!r} is {field.dtype.name}, and {dtype.name} was asked for: floating numbers don't become "
-                "integers here, because that would cut off all that comes after the decimal point. Scale and round "
+                f"{field.name!r} is {field.dtype.name}, and {dtype.name} was asked for: floats aren't converted to "
+                "integers, because that would cut off all digits after the decimal point. Scale and round "
                 "them in your own code first, or give a floating type such as float32 or float16."
             )
     return tuple(dtype if field.dtype.kind in "iub" and not field.is_label else field.dtype for field in fields)

@@ -7,16 +7,15 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from memfit.core.errors import BadFile
-from memfit.data.order import Order
+from memfit.data.order import Order, Share
 from memfit.data.source import Array, SampleSource, Source
 from memfit.data.transforms import Transforms, stack
-from memfit.data.windows import Room, Share, Windows
+from memfit.data.windows import Room, Windows
 
 # Threads that read and decode samples ahead; decoders let go of the interpreter while they work.
 _NUM_DECODERS = 2
@@ -43,7 +42,7 @@ class Assembly:
     ) -> None:
         self.source = source
         self.dtypes = tuple(dtypes)
-        self._transforms = transforms
+        self.transforms = transforms
         self._seed = seed
         self._floating = floating
         self._features = [index for index, field in enumerate(source.fields) if not field.is_label]
@@ -56,27 +55,15 @@ class Assembly:
             for field, dtype in zip(self.source.fields, self.dtypes, strict=True)
         ]
 
-    @property
-    def needs_numbers(self) -> bool:
-        """Whether numbers of samples have to be known."""
-        return self._transforms.changes_samples
-
-    def own_randomness(self) -> AbstractContextManager[None]:
-        """Whatever transforms draw inside, the program's random numbers are as before afterwards."""
-        return self._transforms.own_randomness()
-
     def transform(self, arrays: Sequence[Array], epoch: int, number: int) -> tuple[Any, Any]:
         """Features and labels of one sample, transformed; its number is the one in the source."""
-        pair = self._split(arrays)
-        if not self._transforms.changes_samples:
-            return pair
-        return self._transforms.on_sample(*pair, (self._seed, epoch, number))
+        return self.transforms.on_sample(*self._split(arrays), (self._seed, epoch, number))
 
     def from_arrays(self, arrays: list[Array], numbers: Array | None, epoch: int, place: int) -> Any:
         """The batch as the user gets it."""
         if numbers is None:
             return self._finish(*self._split(arrays), epoch, place)
-        with self.own_randomness():
+        with self.transforms.own_randomness():
             given = [
                 (number, self.transform([array[row] for array in arrays], epoch, number))
                 for row, number in enumerate(numbers.tolist())
@@ -97,9 +84,8 @@ class Assembly:
         return self._finish(features, labels, epoch, place)
 
     def _finish(self, features: Any, labels: Any, epoch: int, place: int) -> Any:
-        if self._transforms.changes_batches:
-            with self.own_randomness():
-                features, labels = self._transforms.on_batch(features, labels, (self._seed, epoch, place))
+        with self.transforms.own_randomness():
+            features, labels = self.transforms.on_batch(features, labels, (self._seed, epoch, place))
         return features if not self._labels else (features, labels)
 
     def _split(self, arrays: Sequence[Array]) -> tuple[Any, Any]:
@@ -132,7 +118,7 @@ def _by_window(assembly: Assembly, order: Order, share: Share, room: Room, epoch
     try:
         for start, stop in share.batches():
             arrays = assembly.empty(stop - start)
-            numbers = np.empty(stop - start, np.int64) if assembly.needs_numbers else None
+            numbers = np.empty(stop - start, np.int64) if assembly.transforms.changes_samples else None
             row = 0
             for piece in order.pieces(start, stop):
                 end = row + piece.stop - piece.start
@@ -149,14 +135,14 @@ def _by_window(assembly: Assembly, order: Order, share: Share, room: Room, epoch
 def _by_sample(assembly: Assembly, order: Order, share: Share, room: Room, epoch: int) -> Iterator[Any]:
     source = assembly.source
     assert isinstance(source, SampleSource)
-    numbers = order.window(0, 0).samples()
+    numbers = order.samples(0, 0)
     ahead = (int(number) for start, stop in share.batches() for number in numbers[start:stop])
     with ThreadPoolExecutor(_NUM_DECODERS, thread_name_prefix="memfit-stream") as pool:
         reading = _read_ahead(source, ahead, pool, room.held_bytes)
         try:
             for start, stop in share.batches():
                 # Transformed one by one, so that no more than a few are in memory as they were stored.
-                with assembly.own_randomness():
+                with assembly.transforms.own_randomness():
                     given = [
                         (number, assembly.transform(arrays, epoch, number))
                         for number, arrays in itertools.islice(reading, stop - start)
@@ -179,7 +165,8 @@ def _read_ahead(
     ahead: deque[tuple[int, Future[tuple[Array, ...] | None], int]] = deque()
     ahead_bytes = 0
     for number in numbers:
-        size = _decoded_bytes(source, number)
+        # Photographs take ten to twenty times the room of their files.
+        size = max(source.fields[0].sample_bytes, 12 * source.stored_bytes(number))
         while ahead and (len(ahead) >= 2 * _NUM_DECODERS or ahead_bytes + size > limit_bytes):
             first, future, first_size = ahead.popleft()
             ahead_bytes -= first_size
@@ -189,11 +176,6 @@ def _read_ahead(
     while ahead:
         first, future, _ = ahead.popleft()
         yield first, future.result()
-
-
-def _decoded_bytes(source: SampleSource, sample: int) -> int:
-    # Photographs take ten to twenty times the room of their files.
-    return max(source.fields[0].sample_bytes, 12 * source.stored_bytes(sample))
 
 
 def _stack_tree(values: list[Any], name: Callable[[int], str], dtype: np.dtype[Any] | None) -> Any:

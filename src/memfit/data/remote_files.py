@@ -184,7 +184,7 @@ class RemoteFile:
         data: bytes = _call(self._path, cat)
         if len(data) != length:
             is_changed = stat_remote(self._path)[1] != self._mark
-            changed = "It was changed meanwhile." if is_changed else "Its server may not give parts of files."
+            changed = "It was changed meanwhile." if is_changed else "Its server may not support range requests."
             raise BadFile(
                 f"{self.name!r} gave {len(data)} bytes at offset {offset}, and {length} were asked for. {changed}"
             )

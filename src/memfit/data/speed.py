@@ -86,9 +86,9 @@ def bench_data(
     seconds: float = 5.0,
     options: StreamOptions = DEFAULTS,
 ) -> Speed:
-    """How fast a file of samples streams here, against reading the same bytes one after the other.
+    """Measure how fast a file of samples streams, compared with a sequential read.
 
-    Before each of the two, the files are dropped from the page cache, so that the disk is measured.
+    Files are dropped from the page cache before each measurement, so that the disk is measured.
 
     Args:
         source: as for `memfit.stream`.

@@ -8,9 +8,8 @@ ranks.
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,26 +26,16 @@ from memfit.data.geometry import (
     sizes_of,
     windows_bytes,
 )
-from memfit.data.order import Order
+from memfit.data.order import Order, Share
 from memfit.data.reader import Assembly, read_epoch
-from memfit.data.schedule import Schedule
 from memfit.data.source import Field, Source
 from memfit.data.transforms import Randomness, Transforms
-from memfit.data.windows import Room, Share
+from memfit.data.windows import Room
 from memfit.data.workers import WorkerBatches
 
 _log = logging.getLogger("memfit")
 
 _FORMAT = 2
-# What a state holds, and of which type exactly: True is no number here, and 3.7 no place.
-_KINDS = {
-    **dict.fromkeys(("format", "seed", "epoch", "samples"), int),
-    **dict.fromkeys(("fingerprint", "digest"), str),
-    "shuffle": bool,
-    "geometry": dict,
-    "fields": list,
-}
-_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _ON_CHANGE = ("refuse", "warn")
 _FLOATING = ("float16", "float32", "float64")
 
@@ -189,12 +178,12 @@ class Stream:
 
     def __len__(self) -> int:
         """Batches that this rank gives in a whole epoch."""
-        return self._schedule(0).num_batches(self.rank or 0)
+        return self._share(0).num_batches
 
     @property
     def num_batches_left(self) -> int:
         """Batches that this rank still gives of the epoch in progress, or of the one that comes next."""
-        return max(0, self._schedule(self._start).num_batches(self.rank or 0) - self._rounds)
+        return max(0, self._share(self._start).num_batches - self._rounds)
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the epoch that comes next, or what is left of the one that was loaded."""
@@ -248,12 +237,12 @@ class Stream:
             raise BadInput(f"rank {rank} of {num_ranks} ranks was asked for; ranks are counted from 0.")
         share = self.copy()
         share.rank, share.num_ranks = rank, num_ranks
-        schedule = share._schedule(0)
-        most, fewest = schedule.num_batches(0), schedule.num_batches(num_ranks - 1)
+        batches = share._share(0)
+        most, fewest = replace(batches, rank=0).num_batches, replace(batches, rank=num_ranks - 1).num_batches
         if most != fewest and rank == 0:
             _log.warning(
                 "ranks of the stream give different numbers of batches, %d and %d: there are too few samples for the "
-                "last batch of each. Processes that wait for each other in every step never end then; drop_last=True "
+                "last batch of each. Ranks that synchronize in every step would hang; drop_last=True "
                 "leaves these samples out.",
                 *(most, fewest),
             )
@@ -271,14 +260,14 @@ class Stream:
 
     def state_after(self, num_batches: int) -> dict[str, Any]:
         """The state when `num_batches` more batches of this epoch have been given out by each rank."""
-        place = self._schedule(self._start).place_after(self._rounds + num_batches)
+        place = self._share(self._start).place_after(self._rounds + num_batches)
         state = {
             "format": _FORMAT,
             "seed": self.seed,
             "epoch": self.epoch,
             "samples": place,
             "shuffle": self.shuffle,
-            "geometry": self.geometry.to_json(),
+            "geometry": asdict(self.geometry),
             "fields": self._described(),
             "fingerprint": self._fingerprint,
         }
@@ -325,13 +314,13 @@ class Stream:
 
     def _read(self, epoch: int, start: int, worker: int, num_workers: int) -> Iterator[Any]:
         order = Order(self.geometry, self.source.layout.edges, self.seed if self.shuffle else None, epoch)
-        share = Share(self._schedule(start), self.rank or 0, worker, num_workers)
+        share = replace(self._share(start), worker=worker, num_workers=num_workers)
         assembly = Assembly(self.source, self._dtypes, self._transforms, self.seed, self._floating)
         readers = max(1, num_readers(self.source.layout, self.memory_bytes) // num_workers)
         return read_epoch(assembly, order, share, Room(self.window_bytes // num_workers, readers), epoch=epoch)
 
-    def _schedule(self, start: int) -> Schedule:
-        return Schedule(start, self.num_samples, self.batch_size, self.num_ranks, self.drop_last)
+    def _share(self, start: int) -> Share:
+        return Share(start, self.num_samples, self.batch_size, self.num_ranks, self.drop_last, self.rank or 0)
 
     def _described(self) -> list[str]:
         """What a sample is, for people and to compare."""
@@ -339,34 +328,37 @@ class Stream:
 
     def _checked(self, state: dict[str, Any]) -> Geometry:
         """The division of a state, all of which is checked before anything of it is used."""
-        geometry = _read_state(state)
-        place, epoch, is_shuffled = state["samples"], state["epoch"], state["shuffle"]
-        fields, fingerprint = state["fields"], state["fingerprint"]
+        try:
+            if state["format"] != _FORMAT:
+                raise BadInput(
+                    f"the state of a stream has format {state['format']!r}, and this version reads {_FORMAT}."
+                )
+            if state["digest"] != _digest(state):
+                raise BadInput(
+                    "the state of the stream is damaged: it is not as `state_dict` returned it. Give it unchanged, or "
+                    "start over."
+                )
+            geometry, fields = Geometry(**state["geometry"]), state["fields"]
+            is_shuffled, fingerprint = state["shuffle"], state["fingerprint"]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise BadInput(f"this is no state of a stream: {error!r}. Give what `state_dict` returned.") from None
         if geometry.num_samples != self.num_samples or fields != self._described():
             raise BadInput(
                 f"the state is of other data: it was taken with {geometry.num_samples} samples of {', '.join(fields)}, "
                 f"and {self.source.name} has {self.num_samples} of {', '.join(self._described())}. Give the same "
-                "files, or begin anew."
+                "files, or start over."
             )
-        is_odd = _FINGERPRINT.fullmatch(self._fingerprint) and not _FINGERPRINT.fullmatch(fingerprint)
-        if not 0 <= place <= self.num_samples or epoch < 0 or not geometry.is_sound or is_odd:
-            raise BadInput(f"the state of the stream is damaged: sample {place} of epoch {epoch}, {geometry}.")
         if is_shuffled != self.shuffle:
             raise BadInput(f"the state was taken with shuffle={is_shuffled}, and the stream has {self.shuffle}.")
-        if state["digest"] != _digest(state):
-            raise BadInput(
-                "the state of the stream is damaged: it is not as `state_dict` returned it. Give it unchanged, or "
-                "begin anew."
-            )
         if fingerprint != self._fingerprint:
             what = f"{self.source.name} was written or copied since the position was saved, or has another name"
             if self._on_change == "refuse":
                 raise BadInput(
-                    f"{what}: samples could come twice in this epoch, or not at all. Give the files as they were, or "
-                    'begin anew; where they hold the same, options=memfit.StreamOptions(on_change="warn") goes on.'
+                    f"{what}: samples could be repeated or skipped in this epoch. Give the files as they were, or "
+                    'start over; if the contents are the same, use options=memfit.StreamOptions(on_change="warn").'
                 )
             _log.warning(
-                "%s. If it holds the same, all is well; otherwise samples come twice in this epoch, or not at all.",
+                "%s. If its contents changed as well, samples are repeated or skipped in this epoch.",
                 what,
             )
         held = windows_bytes(geometry, self._sizes, shuffle=self.shuffle)
@@ -376,25 +368,6 @@ class Stream:
                 f"memory={format_size(self.memory_bytes)} was given. Give the budget that it was taken with."
             )
         return geometry
-
-
-def _read_state(state: Any) -> Geometry:
-    """The division of a state, which holds what a state holds, each of its type."""
-    try:
-        if type(state["format"]) is not int or state["format"] != _FORMAT:
-            raise BadInput(f"the state of a stream has format {state['format']!r}, and this version reads {_FORMAT}.")
-        for name, kind in _KINDS.items():
-            if type(state[name]) is not kind:
-                raise TypeError(f"{name} is {state[name]!r}, and not of type {kind.__name__}")
-        if len(state) > len(_KINDS):
-            raise TypeError(f"{sorted(map(str, set(state) - set(_KINDS)))} are no part of one")
-        if not all(type(field) is str for field in state["fields"]):
-            raise TypeError(f"fields are {state['fields']!r}")
-        return Geometry.from_json(state["geometry"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, BadInput):
-            raise
-        raise BadInput(f"this is no state of a stream: {error!r}. Give what `state_dict` returned.") from None
 
 
 def _digest(state: dict[str, Any]) -> str:

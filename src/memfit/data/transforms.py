@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,18 +34,10 @@ class Randomness(Protocol):
         """Begin at a number below 2**32."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Functions:
-    """Random numbers of a module, by its functions."""
-
-    save: Callable[[], Any]
-    restore: Callable[[Any], None]
-    seed: Callable[[int], None]
-
-
-_OWN = (
-    _Functions(random.getstate, random.setstate, random.seed),
-    _Functions(np.random.get_state, np.random.set_state, np.random.seed),
+# Those of Python and NumPy, by their functions.
+_OWN: tuple[Any, ...] = (
+    SimpleNamespace(save=random.getstate, restore=random.setstate, seed=random.seed),
+    SimpleNamespace(save=np.random.get_state, restore=np.random.set_state, seed=np.random.seed),
 )
 
 
@@ -87,11 +80,6 @@ class Transforms:
         return self._sample is not None
 
     @property
-    def changes_batches(self) -> bool:
-        """Whether batches are changed after they are put together."""
-        return self._batch is not None
-
-    @property
     def takes_labels(self) -> bool:
         """Whether one of them can only be called with labels."""
         return any(call is not None and call.takes_label for call in (self._sample, self._batch))
@@ -111,18 +99,16 @@ class Transforms:
 
     def on_sample(self, features: Any, label: Any, key: tuple[int, int, int]) -> tuple[Any, Any]:
         """The transformed sample; `key` is (seed, epoch, number of the sample)."""
-        assert self._sample is not None
         return self._apply(self._sample, features, label, (SAMPLE, *key))
 
     def on_batch(self, features: Any, label: Any, key: tuple[int, int, int]) -> tuple[Any, Any]:
         """The transformed batch; `key` is (seed, epoch, place of its first sample)."""
-        assert self._batch is not None
         return self._apply(self._batch, features, label, (BATCH, *key))
 
-    def _apply(self, call: _Call, features: Any, label: Any, key: tuple[int, ...]) -> tuple[Any, Any]:
-        keywords: dict[str, Any] = {}
-        if call.takes_generator:
-            keywords["rng"] = random_generator(*key)
+    def _apply(self, call: _Call | None, features: Any, label: Any, key: tuple[int, ...]) -> tuple[Any, Any]:
+        if call is None:
+            return features, label
+        keywords = {"rng": random_generator(*key)} if call.takes_generator else {}
         # Also where it takes a generator: what it calls may draw from others.
         number = int(seed_sequence(*key).generate_state(1)[0])
         for each in self._randomness:
@@ -140,7 +126,20 @@ class Transforms:
 
 def stack(values: Sequence[Any], names: Callable[[int], str]) -> Array:
     """One array of samples that must agree in shape."""
-    arrays = [_array(value, names, position) for position, value in enumerate(values)]
+    arrays = []
+    for position, value in enumerate(values):
+        reason = ""
+        try:
+            array = np.asarray(value)
+        except (ValueError, TypeError, RuntimeError) as error:
+            # Arrays of different shapes, or tensors that NumPy has no type for.
+            array, reason = np.empty(0, object), f" ({error})"
+        if array.dtype == object:
+            raise BadInput(
+                f"{names(position)} became {_kind(value)}, which is no array{reason}. A transform gives back arrays or "
+                "numbers, or a dict of them."
+            )
+        arrays.append(array)
     first = arrays[0]
     # The type that holds all of them: in that of the first, fractions and the ends of texts could be lost.
     batch = np.empty((len(arrays), *first.shape), np.result_type(*{array.dtype for array in arrays}))
@@ -152,21 +151,6 @@ def stack(values: Sequence[Any], names: Callable[[int], str]) -> Array:
             )
         batch[position] = array
     return batch
-
-
-def _array(value: Any, names: Callable[[int], str], position: int) -> Array:
-    reason = ""
-    try:
-        array = np.asarray(value)
-    except (ValueError, TypeError, RuntimeError) as error:
-        # Arrays of different shapes, or tensors that NumPy has no type for.
-        array, reason = np.empty(0, object), f" ({error})"
-    if array.dtype == object:
-        raise BadInput(
-            f"{names(position)} became {_kind(value)}, which is no array{reason}. A transform gives back arrays or "
-            "numbers, or a dict of them."
-        )
-    return array
 
 
 def _call_of(function: Callable[..., Any], name: str) -> _Call:

@@ -17,8 +17,7 @@ import numpy as np
 
 from memfit.data.direct_reads import HUGE_BYTES, pages
 from memfit.data.geometry import ALIGNMENT
-from memfit.data.order import Order, Piece, Span, numbers_of, row_dtype
-from memfit.data.schedule import Schedule
+from memfit.data.order import Order, Piece, Share, Span, numbers_of, row_dtype
 from memfit.data.source import Array, Source
 
 # Threads that wait for the disk: it works on many reads at once, which makes scattered ones as fast as one long one.
@@ -37,31 +36,6 @@ _starting = threading.Lock()
 os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
 
 _Key = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Which of an epoch's batches a reader gives.
-
-    Attributes:
-        schedule: of the epoch.
-        rank: of this process.
-        worker: in this rank.
-        num_workers: in this rank.
-    """
-
-    schedule: Schedule
-    rank: int = 0
-    worker: int = 0
-    num_workers: int = 1
-
-    def batches(self) -> Iterator[tuple[int, int]]:
-        """Places of the first and after the last sample of each batch."""
-        return self.schedule.batches(self.rank, self.worker, self.num_workers)
-
-    def gives(self, places: Array) -> Array:
-        """For each place whether the reader gives its sample."""
-        return self.schedule.is_given_by(places, self.rank, self.worker, self.num_workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +222,11 @@ class Windows:
         return given
 
     def _read_whole(self, spans: Sequence[Span], arrays: list[Array]) -> None:
-        row = 0
-        places = []
-        for span in spans:
-            places.append((span, row))
-            row += span.stop - span.start
-        num_readers = self._num_readers()
+        sizes = [stop - start for start, stop in spans]
+        places = list(zip(spans, itertools.accumulate(sizes, initial=0), strict=False))
+        # As far as there is memory for what each of them takes.
+        most = _NUM_WAITING if self.source.layout.edges is None else _NUM_DECODING
+        num_readers = max(1, min(most, self.room.num_readers))
         if num_readers == 1:
             self._read_spans(places, arrays)
             return
@@ -266,34 +239,22 @@ class Windows:
         for read in reads:
             read.result()
 
-    def _num_readers(self) -> int:
-        """Threads that read at once, as far as there is memory for what each of them takes."""
-        most = _NUM_WAITING if self.source.layout.edges is None else _NUM_DECODING
-        return max(1, min(most, self.room.num_readers))
-
     def _read_spans(self, places: Iterable[tuple[Span, int]], arrays: list[Array]) -> None:
-        for span, row in places:
+        for (start, stop), row in places:
             if self._is_closed:
                 return
-            end = row + span.stop - span.start
-            self.source.read(span.start, span.stop, [array[row:end] for array in arrays])
-            self.source.drop(span.start, span.stop)
+            self.source.read(start, stop, [array[row : row + stop - start] for array in arrays])
+            self.source.drop(start, stop)
 
     def _read_kept(self, spans: Sequence[Span], kept: Array, arrays: list[Array]) -> None:
         """Reads those rows of the spans that are in `kept`, which is sorted."""
-        first = 0
-        for span in spans:
+        numbers = numbers_of(spans, kept)
+        # Samples of two spans that lie side by side are read apart: nothing is read across their bounds.
+        firsts = np.searchsorted(kept, np.cumsum([stop - start for start, stop in spans]))
+        for low, high in self._pieces(numbers, firsts[:-1]):
             if self._is_closed:
                 return
-            low, high = np.searchsorted(kept, (first, first + span.stop - span.start))
-            if high > low:
-                wanted = kept[low:high] - first
-                self._read_some(span, wanted, [array[low:high] for array in arrays])
-            first += span.stop - span.start
-
-    def _read_some(self, span: Span, wanted: Array, arrays: list[Array]) -> None:
-        for low, high in self._pieces(span, wanted):
-            start, stop = span.start + int(wanted[low]), span.start + int(wanted[high - 1]) + 1
+            start, stop = int(numbers[low]), int(numbers[high - 1]) + 1
             into = [array[low:high] for array in arrays]
             if stop - start == high - low:
                 self.source.read(start, stop, into)
@@ -301,12 +262,11 @@ class Windows:
                 scratch = [np.empty((stop - start, *array.shape[1:]), array.dtype) for array in arrays]
                 self.source.read(start, stop, scratch)
                 for array, whole in zip(into, scratch, strict=True):
-                    np.take(whole, wanted[low:high] - wanted[low], axis=0, out=array, mode="clip")
+                    np.take(whole, numbers[low:high] - start, axis=0, out=array, mode="clip")
             self.source.drop(start, stop)
 
-    def _pieces(self, span: Span, wanted: Array) -> Iterator[tuple[int, int]]:
-        """Parts of `wanted` that are read at once, so that what is read beside them takes little room and time."""
-        numbers = wanted + span.start
+    def _pieces(self, numbers: Array, cuts: Array) -> Iterator[tuple[int, int]]:
+        """Parts of `numbers` that are read at once, so that what is read beside them takes little room and time."""
         sample_bytes = max(1, self._arrays_bytes(1))
         edges = self.source.layout.edges
         if edges is None:
@@ -316,8 +276,8 @@ class Windows:
             # Blocks are read as a whole; small ones together.
             step = max(1, int(_PIECE_BYTES * len(edges) / max(1, int(edges[-1]) * sample_bytes)))
             apart = np.diff(np.searchsorted(edges[::step], numbers, side="right")) > 0
-        cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(wanted)]
-        return itertools.pairwise(cuts)
+        inner = sorted({*(np.flatnonzero(apart) + 1).tolist(), *cuts.tolist()} - {0, len(numbers)})
+        return itertools.pairwise([0, *inner, len(numbers)])
 
     def _buffer(self, size: int, key: _Key) -> Array | None:
         """Memory for a window, when there is some; None when the reader was closed."""

@@ -27,7 +27,7 @@ _WORKER_BYTES = 250 * MIB
 
 _CACHE_RELEASED = Note(
     "cache-released",
-    "the device is so full that the allocator must return cached memory and ask again: it fits, but pauses cost time",
+    "the device is nearly full: the allocator must free its cache and retry, which fits but costs time",
 )
 _WORKSPACE_DROPPED = Note(
     "workspace-dropped", "it fits only because cuDNN falls back to slower algorithms that need no workspace"

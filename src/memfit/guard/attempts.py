@@ -281,7 +281,7 @@ class Attempts:
         """Refuses the progress of a checkpoint that has something else than an update and findings."""
         problem = mismatch(progress.get("update"), Count, "update")
         if problem:
-            raise BadCheckpoint(f"the checkpoint's progress is none: {problem}")
+            raise BadCheckpoint(f"the checkpoint's progress is invalid: {problem}")
         if "attempts" not in progress:
             raise BadCheckpoint("the checkpoint's progress has no attempts")
         if progress["attempts"] is not None:
@@ -340,10 +340,10 @@ def _check(findings: Any) -> None:
     if trial is not None and (
         len(trial) != 2 or trial[0] is None or (trial[1] is None and trial[0] >= findings["level"])
     ):
-        problem = "trial has not its two numbers"
+        problem = "trial needs two numbers"
     try:
         if not problem and Settings.from_json(findings["base"]).step_in_backward:
-            problem = "base.step_in_backward, which can't be undone, is no guard's"
+            problem = "base.step_in_backward can't be undone, so no guard sets it"
     except (MemfitError, KeyError, TypeError, ValueError) as error:
         problem = str(error)
     if problem:

@@ -96,7 +96,7 @@ class Manifest:
         except (ValueError, RecursionError):
             raise NotOurs(f"{NAME} is no JSON") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise NotOurs(f"{NAME} is no manifest of a checkpoint")
+            raise NotOurs(f"{NAME} is not the manifest of a checkpoint")
         version = content.get("version")
         if type(version) is not int or version != VERSION:
             raise OtherVersion(f"{NAME} has version {str(version)[:20]}, and this memfit reads version {VERSION}")
@@ -113,7 +113,7 @@ class Manifest:
             )
             unchanged = manifest.to_bytes() == data
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
-            raise NotOurs(f"{NAME} lacks something or holds something else in its place") from None
+            raise NotOurs(f"{NAME} is incomplete or malformed") from None
         if not unchanged:
             raise NotOurs(f"{NAME} has changed since it was written")
         return manifest
@@ -210,7 +210,7 @@ def _reading(name: str, action: Callable[[], _Result]) -> _Result:
     except (FileNotFoundError, NotADirectoryError, NotPlain) as error:
         raise Damaged(f"{name} can't be read: {error.strerror}") from None
     except ValueError as error:
-        raise Damaged(f"{name!r} is no name of a file: {error}") from None
+        raise Damaged(f"{name!r} is not a file name: {error}") from None
 
 
 def _own_size(directory: Path, name: str) -> int:

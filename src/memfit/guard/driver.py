@@ -223,7 +223,7 @@ class Driver:
             return True
         if blame is None or not self._attempts.without_level():
             return False
-        self.say(f"{error} It goes on without.")
+        self.say(f"{error} The guard continues without it.")
         return True
 
     def recover(self, failure: OutOfMemory) -> None:

@@ -6,25 +6,11 @@ from memfit.allocator import replay as replay_timeline
 from memfit.core.device import Origin
 from memfit.core.dryrun import Advice
 from memfit.core.replay import Replay
-from memfit.planner import activation_moves, lifetime_moves, state_moves
-from memfit.planner.move import Move, Situation
+from memfit.planner.timeline_moves import HALF, HALF_TWICE, MOVES
+from memfit.planner.timelines import Move, Situation
 
 MIN_SHARE = 0.01
 """Of the peak: what saves less is not worth a line."""
-
-MOVES: tuple[Callable[[Situation], Move | None], ...] = (
-    activation_moves.halve_batch,
-    activation_moves.halve_micro_batch,
-    activation_moves.checkpoint_units,
-    activation_moves.autocast,
-    lifetime_moves.free_gradients,
-    lifetime_moves.free_leftovers,
-    lifetime_moves.expand_segments,
-    state_moves.fuse_optimizer,
-    state_moves.shrink_states,
-    state_moves.shard,
-)
-"""Every change that is tried."""
 
 
 def advise(
@@ -74,20 +60,15 @@ def advise(
             origin = move.origin if run is None else Origin.SIMULATED
             counted.add(kind)
             found[move.title] = Advice(move.title, saves, most + context_bytes - saves, move.keeps, move.how, origin)
-    _choose_halves(found, MIN_SHARE * most)
+    plain, accumulated = found.get(HALF), found.get(HALF_TWICE)
+    if plain is not None and accumulated is not None:
+        # One way to run half a batch is left where two tell no more, or where only one was run.
+        if plain.origin is not accumulated.origin:
+            del found[(plain if accumulated.origin is Origin.SIMULATED else accumulated).title]
+        elif abs(plain.saves_bytes - accumulated.saves_bytes) < MIN_SHARE * most:
+            # Accumulating costs next to nothing here, and keeps the batch.
+            del found[plain.title]
     return tuple(sorted(found.values(), key=lambda advice: (-advice.saves_bytes, advice.title)))
-
-
-def _choose_halves(found: dict[str, Advice], little_bytes: float) -> None:
-    """Leaves one way to run half a batch where two tell no more, or where only one was run."""
-    plain, accumulated = found.get(activation_moves.HALF), found.get(activation_moves.HALF_TWICE)
-    if plain is None or accumulated is None:
-        return
-    if plain.origin is not accumulated.origin:
-        del found[(plain if accumulated.origin is Origin.SIMULATED else accumulated).title]
-    elif abs(plain.saves_bytes - accumulated.saves_bytes) < little_bytes:
-        # Accumulating costs next to nothing here, and keeps the batch.
-        del found[plain.title]
 
 
 def _is_worth(saves_bytes: int, peak_bytes: int) -> bool:

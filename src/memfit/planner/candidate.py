@@ -1,8 +1,8 @@
-"""Candidates for a plan, and the front of those that no other beats in both memory and time."""
+"""Candidates for a plan, what a search for them can do, and the front of those that no other beats."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from memfit.core.settings import Settings
 
@@ -10,6 +10,8 @@ T = TypeVar("T")
 
 # Times that differ by less than this share are the same.
 _SAME = 1e-9
+# Tried where the batch allows it: parts whose largest has another size than that of fewer parts.
+_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 192, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,58 @@ class Candidate:
     computed_bytes: float
     seconds: float
     variant: Any = None
+
+
+class Search(Protocol):
+    """The candidates for one step, and what was learned of some."""
+
+    has_times: bool = True
+    """Whether times are in seconds."""
+    computes_peaks: bool = False
+    """Whether computed bytes are those that the allocator takes; else they are scaled by what a trace says."""
+
+    @property
+    def plain(self) -> Candidate:
+        """The step as it is, as a candidate."""
+
+    def best(self, usable_bytes: float) -> Candidate | None:
+        """The fastest candidate that is computed to fit and worth a proof, or None."""
+
+    def smallest(self, count: int) -> Sequence[Candidate]:
+        """Candidates that are computed to need least."""
+
+    def contenders(self, usable_bytes: float, most_seconds: float) -> Sequence[Candidate]:
+        """The best of each kind that fit and take no longer, where steps can be timed."""
+        return ()
+
+    def front(self) -> Sequence[Candidate]:
+        """Candidates for a picture of memory against time."""
+
+    def evaluate(self, settings: Settings) -> Candidate:
+        """What settings are computed to need."""
+
+    def learn(self, candidate: Candidate, needed_bytes: float) -> None:
+        """A proof says what the allocator takes for a candidate."""
+
+    def exclude(self, candidate: Candidate) -> None:
+        """A candidate can't be run."""
+
+    def is_traced(self, settings: Settings) -> bool:
+        """Whether a trace said what settings need."""
+        return False
+
+
+def possible_parts(batch_size: int | None) -> tuple[int, ...]:
+    """Numbers of micro-batches worth trying: each with a smaller largest part than the one before.
+
+    >>> possible_parts(6)
+    (1, 2, 3, 6)
+    """
+    if not batch_size:
+        return (1,)
+    sizes = [-(-batch_size // parts) for parts in (*(number for number in _PARTS if number < batch_size), batch_size)]
+    # The fewest parts that give each size.
+    return tuple(dict.fromkeys(-(-batch_size // size) for size in sizes))
 
 
 def undominated(

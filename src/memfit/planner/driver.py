@@ -4,6 +4,7 @@ What a search computes is not yet a promise. The fastest candidate is traced wit
 corrects the search, until it has nothing faster to offer than what is proven to fit.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,7 @@ from memfit.core.progress import doing
 from memfit.core.settings import Settings, Weighting
 from memfit.core.timeline import Category
 from memfit.core.units import format_size
-from memfit.planner.budget import Patience
-from memfit.planner.candidate import Candidate, undominated
+from memfit.planner.candidate import Candidate, Search, undominated
 from memfit.planner.moves import CHECKPOINT, EXPANDABLE, MICRO_BATCH, QLORA, SET_TO_NONE, label, used_moves
 
 # Of a peak that is partly computed: runs have needed up to 8% more.
@@ -38,44 +38,23 @@ _FEWEST_TURNS = 2
 _NUM_CONTENDERS = 8
 
 
-class Search(Protocol):
-    """The candidates for one step, and what was learned of some."""
+class Patience:
+    """How long a search may go on, in seconds; None: as long as there is something to find."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and seconds >= 0):
+            raise BadInput(f"seconds must be a number from 0 up, such as seconds=10, but {seconds!r} was given.")
+        self._end = math.inf if seconds is None else time.perf_counter() + seconds
+
+    def left(self, most: float) -> float:
+        """Seconds that are left, up to `most`."""
+        return max(0.0, min(most, self._end - time.perf_counter()))
 
     @property
-    def has_times(self) -> bool:
-        """Whether times are in seconds."""
-
-    @property
-    def computes_peaks(self) -> bool:
-        """Whether computed bytes are those that the allocator takes; else they are scaled by what a trace says."""
-
-    @property
-    def plain(self) -> Candidate:
-        """The step as it is, as a candidate."""
-
-    def best(self, usable_bytes: float) -> Candidate | None:
-        """The fastest candidate that is computed to fit and worth a proof, or None."""
-
-    def smallest(self, count: int) -> Sequence[Candidate]:
-        """Candidates that are computed to need least."""
-
-    def contenders(self, usable_bytes: float, most_seconds: float) -> Sequence[Candidate]:
-        """The best of each kind that fit and take no longer, where steps can be timed."""
-
-    def front(self) -> Sequence[Candidate]:
-        """Candidates for a picture of memory against time."""
-
-    def evaluate(self, settings: Settings) -> Candidate:
-        """What settings are computed to need."""
-
-    def learn(self, candidate: Candidate, needed_bytes: float) -> None:
-        """A proof says what the allocator takes for a candidate."""
-
-    def exclude(self, candidate: Candidate) -> None:
-        """A candidate can't be run."""
-
-    def is_traced(self, settings: Settings) -> bool:
-        """Whether a trace said what settings need."""
+    def is_over(self) -> bool:
+        """Whether no time is left."""
+        return time.perf_counter() >= self._end
 
 
 class Proving(Protocol):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from memfit.core.profile import Drop, Profile, Unit
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.core.timeline import Block, Category, Phase
-from memfit.planner.structure import unit_of
+from memfit.planner.timelines import unit_of
 
 Bytes = NDArray[np.float64]
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memfit.core.device import Device
 from memfit.core.errors import BadInput
 from memfit.core.settings import Keeps, OptimizerKernels, OptimizerState, Settings
 
@@ -58,7 +59,19 @@ APPROXIMATE = "approximate"
 DROPOUT = "dropout masks are drawn for each part anew"
 """The caveat of micro-batches where there is dropout."""
 
+KEEP, AUTO = "keep", "auto"
+"""Values of `precision`: as the step has it, or autocast where it helps."""
+
+# Before Ampere, tensor cores know float16 alone.
+_FIRST_WITH_BFLOAT16 = (8, 0)
+
 DEFAULT_ALLOW = (Keeps.EXACT.value, Keeps.ROUNDING.value)
+
+
+def autocast_of(device: Device) -> str:
+    """The precision of autocast that a device is good at."""
+    known = device.capability is None or device.capability >= _FIRST_WITH_BFLOAT16
+    return "amp-bf16" if known else "amp-fp16"
 
 
 def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
@@ -91,9 +104,9 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
 def _unknown(word: str, known: list[str]) -> str:
     close = difflib.get_close_matches(word.removeprefix("-"), known, n=1)
     if close:
-        return f"{word!r} is nothing that can be allowed. Did you mean {close[0]!r}?"
+        return f"{word!r} is not something that can be allowed. Did you mean {close[0]!r}?"
     names = ", ".join(known)
-    return f"{word!r} is nothing that can be allowed. Give any of {names}; a minus sign in front leaves one out."
+    return f"{word!r} is not something that can be allowed. Give any of {names}; a minus sign in front leaves one out."
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +153,7 @@ def used_moves(
         title = f"recompute {count} module{'s' * (count > 1)}: {named(settings.checkpoint)}"
         add(CHECKPOINT, f"recompute {count}", title, "checkpoint")
     if count := len(settings.offload):
-        add(OFFLOAD, f"offload {count}", f"activations of {named(settings.offload)} wait in host memory", "offload")
+        add(OFFLOAD, f"offload {count}", f"offload activations of {named(settings.offload)} to host memory", "offload")
     if settings.precision and settings.precision != plain.precision:
         width = settings.precision.removeprefix("amp-")
         caveat = "with loss scaling" if width == "fp16" else ""
@@ -159,7 +172,7 @@ def used_moves(
         title, caveat = "optimizer step inside the backward pass", "gradients can't be clipped by their common norm"
         add(STEP_IN_BACKWARD, "step in backward", title, "step_in_backward", caveat=caveat)
     if settings.expandable_segments:
-        add(EXPANDABLE, "expandable segments", "segments of the allocator that grow", "expandable_segments")
+        add(EXPANDABLE, "expandable segments", "expandable segments of the allocator", "expandable_segments")
     if settings.channels_last:
         add(CHANNELS_LAST, "channels_last", "convolutions in channels_last format", "channels_last")
     if (count := settings.num_devices) > 1:

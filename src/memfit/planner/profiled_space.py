@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from memfit.catalogue import find_device
 from memfit.core.adapter import ProfiledStep
@@ -11,34 +10,18 @@ from memfit.core.errors import BadInput, MissingDependency, StepFailed, UnknownD
 from memfit.core.estimate import Estimate, Note
 from memfit.core.job import AUTOCASTS, Job
 from memfit.core.plan import Refusal
+from memfit.core.profile import Measurement, Profile
 from memfit.core.progress import doing
 from memfit.core.settings import Settings, Weighting
 from memfit.core.timeline import Category
-from memfit.planner.budget import AUTO, autocast_of
+from memfit.planner import moves
+from memfit.planner.candidate import possible_parts
 from memfit.planner.driver import Question
-from memfit.planner.moves import (
-    APPROXIMATE,
-    AUTOCAST,
-    CHANNELS_LAST,
-    CHECKPOINT,
-    CHUNKED_LOSS,
-    EIGHT_BIT,
-    FREEZE,
-    HOST_OPTIMIZER,
-    LORA,
-    MICRO_BATCH,
-    OFFLOAD,
-    QLORA,
-    SET_TO_NONE,
-    STEP_IN_BACKWARD,
-    used_moves,
-)
-
-if TYPE_CHECKING:
-    from memfit.core.profile import Measurement, Profile
-    from memfit.planner.memory import StepMemory
-    from memfit.planner.search import Search, Space, Variant
-    from memfit.planner.speed import Rates, StepSpeed
+from memfit.planner.memory import StepMemory
+from memfit.planner.moves import APPROXIMATE, CHECKPOINT, EIGHT_BIT, LORA, MICRO_BATCH, OFFLOAD, QLORA
+from memfit.planner.search import ProfiledSearch, Space, Variant, merged, optimizer_ways
+from memfit.planner.speed import Rates, StepSpeed, rates_of
+from memfit.planner.timelines import unit_of
 
 _LORA_RANK = 16
 # Traces of chosen settings, at least and at most; fewer for large models, whose traces take longer.
@@ -64,15 +47,11 @@ class ProfiledSpace:
     ) -> None:
         self._job = job
         self._question = question
-        self._patience = question.patience
         self._subject = step
         self._target = question.target
         self._allowed = question.allowed
-        self._count = question.num_devices
-        self.plain = question.plain
-        """The step as it is."""
-        self._forced = precision if precision in AUTOCASTS else self.plain.precision
-        self._auto = precision == AUTO and self._forced is None
+        self._forced = precision if precision in AUTOCASTS else question.plain.precision
+        self._auto = precision == moves.AUTO and self._forced is None
         self._measure = measure
         self._batch_size: int | None = step.batch_size
         self._weighting = Weighting()
@@ -80,22 +59,18 @@ class ProfiledSpace:
         self.notes: list[Note] = []
         self.is_timed = False
         """Whether real passes were timed."""
-        self.approximate = ""
-        """Why micro-batches only approximate the step, or ""."""
 
-    def search(self, before: Estimate) -> "Search":
+    def search(self, before: Estimate) -> ProfiledSearch:
         """The candidates, from the estimate of the step as it is."""
-        from memfit.planner.search import Search
-
         question = self._question
         usable = question.usable_bytes
         space = self.space(fits=bool(before.fits) and before.reserved_peak_bytes <= usable)
-        search = Search(space, self.plain)
+        search = ProfiledSearch(space, self._question.plain)
         # What the allocator takes beyond the live bytes is first expected to be as for the plain step.
         search.expect(usable * max(0.0, 1 - search.plain.computed_bytes / max(1, before.reserved_peak_bytes)))
         least, most = _NUM_PROOFS
         question.num_proofs = min(most, max(least, _BLOCKS_PER_PLAN // max(1, len(before.timeline.blocks))))
-        question.approximate, question.notes = self.approximate, self.notes
+        question.notes = self.notes
         question.dropout = "dropout" in (space.plain or space.variants[0]).memory.profile.features
         question.is_measured = (space.plain or space.variants[0]).speed.is_measured(self._batch_size)
         able = {
@@ -108,19 +83,17 @@ class ProfiledSpace:
             question.update_seconds = lambda candidate: candidate.variant.speed.update(candidate.settings)
         return search
 
-    def space(self, *, fits: bool = False) -> "Space":
+    def space(self, *, fits: bool = False) -> Space:
         """What may be chosen.
 
         Args:
             fits: whether the step fits as it is: then only what makes it faster is considered.
         """
-        from memfit.planner.search import Space, optimizer_ways
-
         rates = self._rates()
-        plain = self._variant(Settings(precision=self.plain.precision), rates)
+        plain = self._variant(Settings(precision=self._question.plain.precision), rates)
         if fits:
-            self._allowed -= {MICRO_BATCH, CHECKPOINT, OFFLOAD, STEP_IN_BACKWARD, EIGHT_BIT, HOST_OPTIMIZER}
-            self._allowed -= {CHUNKED_LOSS, LORA, QLORA, FREEZE}
+            self._allowed -= {MICRO_BATCH, CHECKPOINT, OFFLOAD, moves.STEP_IN_BACKWARD, EIGHT_BIT, moves.HOST_OPTIMIZER}
+            self._allowed -= {moves.CHUNKED_LOSS, LORA, QLORA, moves.FREEZE}
         variants = self._variants(plain, rates)
         profile = plain.memory.profile
         on_host = self._target.kind is Kind.HOST
@@ -132,23 +105,23 @@ class ProfiledSpace:
                 self._allowed,
                 on_host=on_host,
                 has_optimizer=self._job.optimizer is not None,
-                sharded=self._count > 1,
+                sharded=self._question.num_devices > 1,
             ),
             self._parts(profile),
             self._batch_size,
             recompute=CHECKPOINT in self._allowed,
             offload=OFFLOAD in self._allowed and not on_host,
             base=replace(
-                self.plain,
+                self._question.plain,
                 weighting=self._weighting,
-                num_devices=self._count,
-                set_to_none=self.plain.set_to_none or SET_TO_NONE in self._allowed,
+                num_devices=self._question.num_devices,
+                set_to_none=self._question.plain.set_to_none or moves.SET_TO_NONE in self._allowed,
             ),
             plain=plain,
-            approximate=self.approximate,
+            approximate=self._question.approximate,
         )
 
-    def _variants(self, plain: "Variant", rates: "Rates") -> "tuple[Variant, ...]":
+    def _variants(self, plain: Variant, rates: Rates) -> tuple[Variant, ...]:
         """Ways to compute the forward pass, the one with the fewest changes first."""
         given = Settings(precision=self._forced)
         first = plain if given == plain.settings else self._variant(given, rates, plain.speed)
@@ -157,14 +130,12 @@ class ProfiledSpace:
             try:
                 found.append(self._variant(way, rates, plain.speed))
             except (StepFailed, BadInput, MissingDependency) as error:
-                name = ", ".join(move.name for move in used_moves(way, plain=self.plain))
+                name = ", ".join(move.name for move in moves.used_moves(way, plain=self._question.plain))
                 self.refused.append(Refusal(name, str(error).split("\n")[0]))
         return tuple(found)
 
-    def _variant(self, changes: Settings, rates: "Rates", plain: "StepSpeed | None" = None) -> "Variant":
-        from memfit.planner.memory import StepMemory
+    def _variant(self, changes: Settings, rates: Rates, plain: StepSpeed | None = None) -> Variant:
         from memfit.planner.search import Variant
-        from memfit.planner.speed import StepSpeed
 
         with doing("profiling the step"):
             profile = self._subject.profile(self._batch_size, changes)
@@ -185,38 +156,34 @@ class ProfiledSpace:
         speed = StepSpeed(profile, larger, rates, measured, updates, None if measured else plain, changes.channels_last)
         return Variant(changes, memory, speed)
 
-    def _ways(self, profile: "Profile") -> list[Settings]:
+    def _ways(self, profile: Profile) -> list[Settings]:
         """Changes to how the forward pass is computed that make sense and are allowed."""
-        from memfit.planner.search import merged
-
         allowed, features = self._allowed, profile.features
         ways = [Settings(precision=self._forced)]
         in_half = "autocast" in features or self._job.precision in ("fp16", "bf16")
-        if self._auto and not in_half and AUTOCAST in allowed:
-            ways.append(Settings(precision=autocast_of(self._target)))
-        if CHANNELS_LAST in allowed and {"convolution", "channels-first"} <= features:
+        if self._auto and not in_half and moves.AUTOCAST in allowed:
+            ways.append(Settings(precision=moves.autocast_of(self._target)))
+        if moves.CHANNELS_LAST in allowed and {"convolution", "channels-first"} <= features:
             # Tensor cores compute 16-bit convolutions in this format; in others it changes little.
             ways += [
                 replace(way, channels_last=True)
                 for way in ways
                 if (way.precision or in_half) and self._target.kind is Kind.CUDA
             ]
-        if CHUNKED_LOSS in allowed and "cross-entropy" in features:
+        if moves.CHUNKED_LOSS in allowed and "cross-entropy" in features:
             ways += [merged(way, Settings(cross_entropy_chunks=_CHUNKS)) for way in ways]
         trained: list[Settings] = []
         if LORA in allowed:
             trained.append(Settings(lora_rank=_LORA_RANK))
         if QLORA in allowed:
             trained.append(Settings(lora_rank=_LORA_RANK, quantized_base=True))
-        if FREEZE in allowed:
+        if moves.FREEZE in allowed:
             trained += [Settings(freeze=paths) for paths in frozen_parts(profile)]
         ways += [merged(way, other) for other in trained for way in ways]
         return ways[1:]
 
-    def _parts(self, profile: "Profile") -> tuple[int, ...]:
+    def _parts(self, profile: Profile) -> tuple[int, ...]:
         """Numbers of micro-batches that may be tried."""
-        from memfit.planner.search import possible_parts
-
         name = MICRO_BATCH
         if self._subject.gives_weight:
             self._weighting = Weighting("given")
@@ -248,10 +215,10 @@ class ProfiledSpace:
             if found.origin is Origin.ASSUMED:
                 self.notes.append(Note("loss-assumed", found.reason))
         if reasons:
-            self.approximate = "; ".join(reasons)
+            self._question.approximate = "; ".join(reasons)
             if APPROXIMATE not in self._allowed:
-                self._refuse_approximate(self.approximate)
-                self.approximate = ""
+                self._refuse_approximate(self._question.approximate)
+                self._question.approximate = ""
                 return (1,)
         # Statistics of a single sample are no statistics: batch norm refuses it.
         least = 2 if "batch-norm" in profile.features else 1
@@ -262,10 +229,8 @@ class ProfiledSpace:
         reason = f"{why}; allow {APPROXIMATE!r} to use them anyway"
         self.refused.append(Refusal(MICRO_BATCH, reason, APPROXIMATE))
 
-    def _rates(self) -> "Rates":
+    def _rates(self) -> Rates:
         """Speed of the device: of the catalogue, or measured where it is this machine's processor."""
-        from memfit.planner.speed import rates_of
-
         rates = rates_of(self._target)
         if self._target.kind is Kind.HOST and self._target.name == "cpu":
             flops, bandwidth = _ASSUMED_HOST if self._measure is False else self._subject.host_rates()
@@ -276,8 +241,8 @@ class ProfiledSpace:
         return rates
 
     def _measurements(
-        self, memory: "StepMemory", precision: str | None
-    ) -> "tuple[tuple[Measurement, ...], dict[str, float]]":
+        self, memory: StepMemory, precision: str | None
+    ) -> tuple[tuple[Measurement, ...], dict[str, float]]:
         """Short real passes, where the device is the one in hand and the model has values."""
         if self._measure is False:
             return (), {}
@@ -289,11 +254,11 @@ class ProfiledSpace:
         if not is_in_hand:
             if self._measure:
                 raise BadInput(
-                    f"steps can't be measured: {self._target.title} is not the device in hand, or the model or batch "
+                    f"steps can't be measured: {self._target.title} isn't this machine's device, or the model or batch "
                     "has no values. Leave out measure=True."
                 )
             return (), {}
-        left = self._patience.left(_MEASURE_SECONDS)
+        left = self._question.patience.left(_MEASURE_SECONDS)
         if not left:
             return (), {}
         # Micro-batch sizes of which a pass stays within the budget, the extremes first: time may not suffice for all.
@@ -311,7 +276,7 @@ class ProfiledSpace:
             self.is_timed = True
         return measured, self._subject.measure_updates()
 
-    def _remark(self, profile: "Profile") -> None:
+    def _remark(self, profile: Profile) -> None:
         """Notes on what is special about the parameters, refusals of modules that can't be computed again."""
         frozen, total = profile.num_parameters - profile.num_trainable, profile.num_parameters
         for code, text, applies in (
@@ -339,10 +304,8 @@ class ProfiledSpace:
                 self.refused.append(Refusal(CHECKPOINT, f"{unit.path} ({unit.kind}): {unit.refused}"))
 
 
-def frozen_parts(profile: "Profile") -> list[tuple[str, ...]]:
+def frozen_parts(profile: Profile) -> list[tuple[str, ...]]:
     """Modules to freeze: what comes before the repeated blocks, and a growing part of these."""
-    from memfit.planner.structure import unit_of
-
     trained = {block.module for block in profile.timeline.blocks if block.category is Category.PARAMETER}
     # In the order in which they compute.
     paths = [path for path in dict.fromkeys(work.module for work in profile.work) if path in trained]

@@ -1,6 +1,6 @@
 """Memory of a script's run under other settings, computed from the timeline of one dry run.
 
-Every move turns a timeline into another (`activation_moves`, `lifetime_moves`, `state_moves`), so that moves combine by
+Every move turns a timeline into another (`timeline_moves`), so that moves combine by
 applying one after the other, always in the same order. What the allocator makes of the last timeline is the answer. It
 is as good as the moves are; a second run of the script with the settings in force has the last word.
 """
@@ -13,19 +13,18 @@ from memfit.core.estimate import Estimate
 from memfit.core.replay import AllocatorOptions, Replay
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.core.timeline import Category, Phase, Timeline
-from memfit.planner import activation_moves, lifetime_moves, state_moves
-from memfit.planner.move import AS_IT_IS, Move, Situation
+from memfit.planner import timeline_moves
 from memfit.planner.moves import AUTOCAST, CHECKPOINT, EIGHT_BIT, EXPANDABLE, FUSED, MICRO_BATCH, SET_TO_NONE, SHARD
-from memfit.planner.structure import has_batch_norm, has_dropout, repeated_units, unit_of
+from memfit.planner.timelines import AS_IT_IS, Situation, has_batch_norm, repeated_units, unit_of
 
 _MAKE = {
-    FUSED: state_moves.fuse_optimizer,
-    SET_TO_NONE: lifetime_moves.free_gradients,
-    AUTOCAST: activation_moves.autocast,
-    MICRO_BATCH: activation_moves.halve_micro_batch,
-    EIGHT_BIT: state_moves.shrink_states,
-    SHARD: state_moves.shard,
-    EXPANDABLE: lifetime_moves.expand_segments,
+    FUSED: timeline_moves.fuse_optimizer,
+    SET_TO_NONE: timeline_moves.free_gradients,
+    AUTOCAST: timeline_moves.autocast,
+    MICRO_BATCH: timeline_moves.halve_micro_batch,
+    EIGHT_BIT: timeline_moves.shrink_states,
+    SHARD: timeline_moves.shard,
+    EXPANDABLE: timeline_moves.expand_segments,
 }
 # Timelines of this many settings are kept.
 _MAX_KEPT = 64
@@ -43,10 +42,10 @@ class ScriptMemory:
         self._plain = Situation(
             timeline, options, estimate.num_parameters, num_devices, seen.batch_size, seen.autocast, seen.fusable
         )
-        self._level = activation_moves.level_of_units(timeline)
+        self._level = timeline_moves.level_of_units(timeline)
         self.units = () if self._level is None else tuple(repeated_units(timeline, self._level))
         self.has_batch_norm = has_batch_norm(timeline)
-        self.has_dropout = has_dropout(timeline)
+        self.has_dropout = any("dropout" in b.op or "bernoulli" in b.op for b in timeline.blocks)
         # Given back by hand in between, or the like: what the run did beside its timeline.
         self._beside = estimate.reserved_peak_bytes - replay(timeline, options).reserved_peak_bytes
         self._steps: dict[tuple[str, ...], tuple[Timeline, AllocatorOptions] | None] = {(): (timeline, options)}
@@ -90,17 +89,15 @@ class ScriptMemory:
             key = replace(settings, expandable_segments=False)
             if self._last[0] != key:
                 chosen = set(settings.checkpoint)
-                self._last = (key, activation_moves.checkpointed(timeline, chosen, self._level))
+                self._last = (key, timeline_moves.checkpointed(timeline, chosen, self._level))
             timeline = self._last[1]
         return timeline, options
 
     def _after(self, names: tuple[str, ...]) -> tuple[Timeline, AllocatorOptions] | None:
         if names not in self._steps:
             before = self._after(names[:-1])
-            move: Move | None = None
-            if before is not None:
-                timeline, options = before
-                move = _MAKE[names[-1]](replace(self._plain, timeline=timeline, options=options))
+            situation = None if before is None else replace(self._plain, timeline=before[0], options=before[1])
+            move = None if situation is None else _MAKE[names[-1]](situation)
             if len(self._steps) >= _MAX_KEPT:
                 self._steps = {(): self._steps[()]}
             self._steps[names] = None if move is None else (move.timeline, move.options)

@@ -1,34 +1,34 @@
-"""The space of plans of a script: what one dry run saw, other settings computed from it, further runs to prove them.
+"""Plans of a script: what one dry run saw, other settings computed from it, further runs to prove them.
 
 The script runs on a simulated device without a limit. The timeline of that run is turned into those of other settings.
+Moves that cost no time are taken all together first. For every combination of autocast and micro-batches, fastest
+first, the fewest units are found that must be computed again; a combination that is slower even with none can't win.
+In the end, every move that turns out not to be needed is taken back. The order is fixed, so that the same run of a
+script has the same plan.
+
 A proof runs the script once more with settings put into practice without its help, as far as that goes; what remains
 is computed on top of that run.
 """
 
+import math
 import os
 from dataclasses import replace
+from typing import Any
 
 from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, Request, Seen
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import Estimate, Note
 from memfit.core.plan import Refusal
 from memfit.core.progress import announce
-from memfit.core.settings import Settings
+from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.core.units import format_size
-from memfit.planner.budget import Patience, autocast_of
-from memfit.planner.driver import NotProven, Question
-from memfit.planner.move import AS_IT_IS
-from memfit.planner.moves import AUTOCAST, CHECKPOINT, EIGHT_BIT, SHARD, label, named, used_moves
+from memfit.planner import moves
+from memfit.planner.candidate import Candidate, Search, front_of
+from memfit.planner.driver import NotProven, Patience, Question
+from memfit.planner.moves import AUTOCAST, CHECKPOINT, EIGHT_BIT, MICRO_BATCH, SHARD, label
 from memfit.planner.script_memory import ScriptMemory
-from memfit.planner.script_search import (
-    BATCH_NORM,
-    ScriptMoves,
-    ScriptSearch,
-    computed_part,
-    possible_moves,
-    provable_part,
-)
 from memfit.planner.speed import ScriptSpeed, rates_of
+from memfit.planner.timelines import AS_IT_IS
 from memfit.processes import launch
 from memfit.processes.sequence import run_with
 
@@ -36,6 +36,14 @@ _RAN = (Outcome.COMPLETED, Outcome.ENDED)
 # Runs that prove settings, at most. Candidates of which nothing can be run take none.
 _MAX_RUNS = 4
 _MAX_PROOFS = 12
+# Of the time of a step: by less than this, a plan that can be proven is preferred to a faster one that can't.
+_WORTH = 0.02
+# Where the size of the batch isn't known, it is split into no more parts than this.
+_MAX_BLIND_PARTS = 8
+_MAX_PARTS = 64
+# A proven plan that leaves more of the budget unused than this is worth another look.
+_SLACK = 0.05
+BATCH_NORM = "batch norm: its statistics would be those of a micro-batch"
 
 
 class ScriptSpace:
@@ -45,12 +53,9 @@ class ScriptSpace:
         self, request: Request, allowed: frozenset[str], patience: Patience, *, quiet_output: bool = False
     ) -> None:
         self._request = request
-        self._allowed = allowed
         self._quiet_output = quiet_output
-        self._uncalled: set[str] = set()
         # What of settings a run had in force.
         self._proven: dict[Settings, Settings] = {AS_IT_IS: AS_IT_IS}
-        self._splits = False
         self._num_runs = 0
         self.question = Question(
             self,
@@ -77,47 +82,32 @@ class ScriptSpace:
         self._run = run = DryRun.from_json(data)
         self._seen = run.seen or Seen()
         self._request = self._request.after(self._seen, data.get("loader_ordinal"))
-        self._splits = self._request.splits
         if run.outcome in _RAN and run.estimate is not None:
             return replace(run.estimate, subject=os.path.basename(run.script))
         why = f": {run.error}" if run.error else ""
+        text = f"{run.script} {run.outcome.value} before it could be planned{why}. Dry-run it first: memfit dryrun."
         if run.outcome is Outcome.NO_STEP:
             text = (
                 f"{run.script} took no optimizer step{why}. Give the script that trains, with arguments that make it."
             )
-        else:
-            text = f"{run.script} {run.outcome.value} before it could be planned{why}. Dry-run it first: memfit dryrun."
         error = StepFailed(text)
         error.exit_code = EXIT_CODES[run.outcome]
         raise error
 
-    def search(self, before: Estimate) -> ScriptSearch:
+    def search(self, before: Estimate) -> "ScriptSearch":
         """The candidates, from the run of the script as it is."""
         question, seen = self.question, self._seen
         self._rates = rates_of(question.target)
-        self._memory = ScriptMemory(before, self._run.allocator, self._request.count, seen)
+        self._memory = memory = ScriptMemory(before, self._run.allocator, self._request.count, seen)
         self._speed = ScriptSpeed(seen.work, before.timeline, self._rates)
-        question.batch_size, question.dropout = seen.batch_size, self._memory.has_dropout
-        question.approximate = BATCH_NORM if self._memory.has_batch_norm else ""
-        question.hinted = tuple(name for name in (AUTOCAST, EIGHT_BIT, SHARD) if self._memory.offers(name))
-        question.refused += self._possible_moves().refused
-        self._search = ScriptSearch(
-            self._memory, self._speed, self._possible_moves, question.context_bytes, lambda: self._num_runs < _MAX_RUNS
-        )
+        question.batch_size, question.dropout = seen.batch_size, memory.has_dropout
+        question.approximate = BATCH_NORM if memory.has_batch_norm else ""
+        question.hinted = tuple(name for name in (AUTOCAST, EIGHT_BIT, SHARD) if memory.offers(name))
+        autocast = moves.autocast_of(question.target)
+        self._search = ScriptSearch(memory, self._speed, question.allowed, seen, autocast, question.context_bytes)
+        self._search.splits = self._request.splits
+        question.refused += self._search.refused
         return self._search
-
-    def _possible_moves(self) -> ScriptMoves:
-        """What may be chosen, after what runs have shown."""
-        found = possible_moves(
-            self._memory,
-            self._speed,
-            self._allowed,
-            batch_size=self._seen.batch_size,
-            fusable=self._seen.fusable,
-            autocast=autocast_of(self.question.target),
-        )
-        units = tuple(unit for unit in found.units if unit not in self._uncalled)
-        return replace(found, splits=self._splits, units=units)
 
     def with_settings(self, settings: Settings) -> tuple[Estimate, int, bool]:
         """(what the script needs with these settings, 0, whether a run had all of them in force).
@@ -125,32 +115,35 @@ class ScriptSpace:
         Raises:
             NotProven: the script fails with them, or doesn't take them.
         """
-        part = provable_part(settings, self._splits)
+        search = self._search
+        part = provable_part(settings, search.splits)
         if part == AS_IT_IS or self._num_runs >= _MAX_RUNS:
             return self._memory.estimate(settings), 0, settings == AS_IT_IS
         self._num_runs += 1
+        search.may_run = self._num_runs < _MAX_RUNS
         words = label(part, AS_IT_IS)
         announce(f"running the script once more with the plan's moves ({words}), to see what it needs then")
         run = run_with(self._request, part, self._run.num_steps)
         if run is None:
             # The script had no batches left, or doesn't take smaller ones.
-            self._splits = False
+            search.splits = False
             raise NotProven
         if run.outcome not in _RAN or run.estimate is None:
             # Recomputation is to blame where there is some, else autocast, else everything.
-            used = [move.name for move in used_moves(part)]
+            used = [move.name for move in moves.used_moves(part)]
             names = [name for name in (CHECKPOINT, AUTOCAST) if name in used][:1] or used
-            self._allowed -= set(names)
+            search.allowed -= set(names)
             reason = f"the script failed with it: {run.error or run.outcome.value}"
             raise NotProven(*(Refusal(name, reason) for name in names))
         uncalled = set(part.checkpoint).difference(() if run.seen is None else run.seen.recomputed)
         if uncalled:
-            self._uncalled |= uncalled
-            raise NotProven(Refusal(CHECKPOINT, f"{named(tuple(sorted(uncalled)))} is no module that is called"))
+            search.uncalled |= uncalled
+            names_of = moves.named(tuple(sorted(uncalled)))
+            raise NotProven(Refusal(CHECKPOINT, f"{names_of} is no module that is called"))
         self._proven[settings] = part
         if part == settings:
             return run.estimate, 0, True
-        return ScriptMemory(run.estimate, run.allocator).estimate(computed_part(settings, self._splits)), 0, False
+        return ScriptMemory(run.estimate, run.allocator).estimate(computed_part(settings, search.splits)), 0, False
 
     def _notes_on(self, settings: Settings) -> list[Note]:
         part, notes = self._proven.get(settings, AS_IT_IS), []
@@ -159,7 +152,7 @@ class ScriptSpace:
             notes.append(Note(code, text))
 
         if part != settings:
-            rest = settings if part == AS_IT_IS else computed_part(settings, self._splits)
+            rest = settings if part == AS_IT_IS else computed_part(settings, self._search.splits)
             others = f"; a run had the rest in force: {label(part, AS_IT_IS)}" if part != AS_IT_IS else ""
             note(
                 "computed-part",
@@ -183,3 +176,240 @@ class ScriptSpace:
         elif self._rates.reference:
             note("rates", f"times are computed with the rates of {self._rates.reference}")
         return notes
+
+
+def provable_part(settings: Settings, splits: bool) -> Settings:
+    """What of the settings a second run can have in force without a change to the script.
+
+    `splits` says whether the script's batches can be split without its help.
+    """
+    parts = settings.micro_batches if splits else 1
+    return replace(settings, micro_batches=parts, state=OptimizerState.KEEP, num_devices=1)
+
+
+def computed_part(settings: Settings, splits: bool) -> Settings:
+    """The rest: what is computed on top of a run with the provable part in force."""
+    return replace(
+        AS_IT_IS,
+        micro_batches=1 if splits else settings.micro_batches,
+        weighting=settings.weighting,
+        state=settings.state,
+        num_devices=settings.num_devices,
+    )
+
+
+class ScriptSearch(Search):
+    """The candidates for a script; a proof tells how far off the computed peaks are.
+
+    Args:
+        memory: of the script.
+        speed: of the script.
+        allowed: names of the moves that may be made.
+        seen: what its run showed.
+        autocast: the precision that the device is good at.
+        context_bytes: what the device takes for itself.
+    """
+
+    computes_peaks = True
+
+    def __init__(
+        self,
+        memory: ScriptMemory,
+        speed: ScriptSpeed,
+        allowed: frozenset[str],
+        seen: Seen,
+        autocast: str,
+        context_bytes: int = 0,
+    ) -> None:
+        self._memory = memory
+        self._speed = speed
+        self.allowed = allowed
+        self._seen = seen
+        self._autocast = autocast
+        self._context_bytes = context_bytes
+        self.splits = False
+        """Whether the script's batches can be split without its help."""
+        self.may_run = True
+        """Whether the script may be run once more."""
+        self.uncalled: set[str] = set()
+        """Units that turned out not to be called as modules."""
+        self._order = {unit: number for number, unit in enumerate(memory.units)}
+        self._known: dict[Settings, Candidate] = {}
+        self._usable_bytes = self._target_bytes = math.inf
+        self._is_done = False
+        self.has_times = speed.is_known
+        self._choose_moves()
+
+    def _choose_moves(self) -> None:
+        """What of the allowed moves can be made; `refused` says which can't."""
+        self.refused: list[Refusal] = []
+        allowed, memory, size = self.allowed, self._memory, self._seen.batch_size
+
+        def has(name: str, reason: str) -> bool:
+            if name in allowed and not memory.offers(name):
+                self.refused.append(Refusal(name, reason))
+            return name in allowed and memory.offers(name)
+
+        narrow = has(AUTOCAST, "parameters aren't in 32 bits, or the script uses autocast already")
+        self.precisions = (None, self._autocast) if narrow else (None,)
+        kernels = OptimizerKernels.KEEP
+        if memory.offers(moves.FUSED):
+            if self._seen.fusable and moves.FUSED in allowed:
+                kernels = OptimizerKernels.FUSED
+            elif moves.FOREACH_OFF in allowed:
+                kernels = OptimizerKernels.SINGLE
+        # What takes no more time is tried all together.
+        free = replace(
+            AS_IT_IS,
+            kernels=kernels,
+            set_to_none=has(moves.SET_TO_NONE, "no gradient outlives its step"),
+            expandable_segments=has(moves.EXPANDABLE, "the script has them already"),
+        )
+        if has(EIGHT_BIT, "there is no large optimizer state"):
+            free = replace(free, state=OptimizerState.EIGHT_BIT)
+        units: list[str] = []
+        if has(CHECKPOINT, "no part of the model repeats"):
+            sizes = memory.unit_bytes()
+
+            def worth(unit: str) -> float:
+                # What is saved for each second counts in steps of a tenth, so that equal blocks are equal. Of these the
+                # first comes first: the last is needed as soon as the backward pass begins, when everything is there.
+                return -round(10 * math.log10(max(1, sizes[unit]) / max(1e-9, self._speed.module(unit))))
+
+            units = sorted((unit for unit in memory.units if unit not in self.uncalled), key=worth)
+        self._units = units
+        self.parts = [1]
+        if MICRO_BATCH in allowed and size == 1:
+            self.refused.append(Refusal(MICRO_BATCH, "the batch has one sample"))
+        elif has(MICRO_BATCH, "nothing grows with the batch"):
+            if memory.has_batch_norm and moves.APPROXIMATE not in allowed:
+                self.refused.append(Refusal(MICRO_BATCH, BATCH_NORM, moves.APPROXIMATE))
+            else:
+                most = _MAX_BLIND_PARTS if size is None else min(size, _MAX_PARTS)
+                self.parts = [2**power for power in range(most.bit_length())]
+        if has(SHARD, "no part of the model repeats, or it runs on several devices already"):
+            free = replace(free, num_devices=2)
+        self.free = free
+
+    @property
+    def plain(self) -> Candidate:
+        """The script as it is."""
+        return self.evaluate(AS_IT_IS)
+
+    def evaluate(self, settings: Settings) -> Candidate:
+        """What settings are computed to need."""
+        if settings not in self._known:
+            computed_bytes = self._memory.peak(settings) - self._context_bytes
+            self._known[settings] = Candidate(settings, computed_bytes, self._speed.step(settings))
+        return self._known[settings]
+
+    def is_traced(self, settings: Settings) -> bool:
+        """The first run was that of the script as it is."""
+        return settings == AS_IT_IS
+
+    def best(self, usable_bytes: float) -> Candidate | None:
+        """The fastest that fits by what proofs have said of computed peaks; None once a proof is good enough."""
+        if self._usable_bytes != usable_bytes:
+            self._usable_bytes = self._target_bytes = usable_bytes
+        return None if self._is_done or not self.may_run else self.fastest(self._target_bytes)
+
+    def learn(self, candidate: Candidate, needed_bytes: float) -> None:
+        """Corrects what may be computed to be needed by what a run needed."""
+        context, budget = self._context_bytes, self._usable_bytes + self._context_bytes
+        ratio = (needed_bytes + context) / max(1, candidate.computed_bytes + context)
+        corrected = int(budget / ratio) - context
+        if needed_bytes > self._usable_bytes:
+            self._target_bytes = min(candidate.computed_bytes - 1, corrected)
+            return
+        slowed = candidate.settings.checkpoint or candidate.settings.micro_batches > 1
+        self._is_done = not slowed or needed_bytes + context > (1 - _SLACK) * budget
+        # What is computed to be above the budget may still fit.
+        self._target_bytes = max(self._target_bytes + 1, corrected)
+
+    def exclude(self, candidate: Candidate) -> None:
+        """Looks again at what may be chosen: whoever could not run the candidate has said why."""
+        self._choose_moves()
+
+    def _combinations(self) -> list[Settings]:
+        found = [replace(self.free, micro_batches=n, precision=width) for n in self.parts for width in self.precisions]
+        return sorted(found, key=lambda one: (self._speed.step(one), one.micro_batches, one.precision is not None))
+
+    def _recomputing(self, settings: Settings, count: int) -> Settings:
+        """The settings with the first `count` units computed again, named in the order of the model."""
+        return replace(settings, checkpoint=tuple(sorted(self._units[:count], key=self._order.__getitem__)))
+
+    def fastest(self, target_bytes: float) -> Candidate | None:
+        """The fastest settings that are computed to need no more than `target_bytes`; None where none do."""
+        if self.plain.computed_bytes <= target_bytes:
+            return self.plain
+        best: Candidate | None = None
+        proven: Candidate | None = None
+        for settings in self._combinations():
+            if best is not None and self._speed.step(settings) > (1 + _WORTH) * best.seconds:
+                break
+            one = self._fewest(settings, target_bytes)
+            if one is None:
+                continue
+            if best is None or one.seconds < best.seconds:
+                best = one
+            is_provable = provable_part(settings, self.splits) == settings
+            if is_provable and (proven is None or one.seconds < proven.seconds):
+                proven = one
+        if best is None:
+            return None
+        chosen = proven if proven is not None and proven.seconds <= (1 + _WORTH) * best.seconds else best
+        return self._trimmed(chosen, target_bytes)
+
+    def _fewest(self, settings: Settings, target_bytes: float) -> Candidate | None:
+        """The settings with as few units computed again as it takes."""
+        found = self._fitting(settings, target_bytes)
+        if found is not None:
+            return found
+        low, high = 0, len(self._units)
+        found = self._fitting(self._recomputing(settings, high), target_bytes) if high else None
+        while found is not None and high - low > 1:
+            middle = (low + high) // 2
+            better = self._fitting(self._recomputing(settings, middle), target_bytes)
+            if better is None:
+                low = middle
+            else:
+                high, found = middle, better
+        return found
+
+    def _fitting(self, settings: Settings, target_bytes: float) -> Candidate | None:
+        """What fits of the settings as they are and without segments that grow, which don't always help."""
+        both = dict.fromkeys((settings, replace(settings, expandable_segments=False)))
+        return next((self.evaluate(one) for one in both if self._fits(one, target_bytes)), None)
+
+    def _fits(self, settings: Settings, target_bytes: float) -> bool:
+        # Replaying costs more than adding up.
+        if settings not in self._known and self._memory.at_least(settings) - self._context_bytes > target_bytes:
+            return False
+        return self.evaluate(settings).computed_bytes <= target_bytes
+
+    def _trimmed(self, chosen: Candidate, target_bytes: float) -> Candidate:
+        """Without the moves that are not needed and save no time worth the trouble."""
+        for name in ("state", "num_devices", "kernels", "set_to_none", "expandable_segments"):
+            as_it_is: dict[str, Any] = {name: getattr(AS_IT_IS, name)}
+            less = replace(chosen.settings, **as_it_is)
+            if less != chosen.settings and self._speed.step(less) <= (1 + _WORTH) * chosen.seconds:
+                chosen = self.evaluate(less) if self._fits(less, target_bytes) else chosen
+        return chosen
+
+    def smallest(self, count: int) -> list[Candidate]:
+        """The settings that are computed to need least; of equal ones the fastest."""
+        num_units = len(self._units)
+        for settings in self._combinations():
+            for some in {0, num_units, max(0, num_units - 1)}:
+                self.evaluate(self._recomputing(settings, some))
+        self.evaluate(AS_IT_IS)
+        least = min(self._known.values(), key=lambda one: (one.computed_bytes, one.seconds))
+        return [self._trimmed(least, least.computed_bytes)]
+
+    def front(self) -> list[Candidate]:
+        """The best of all that was looked at: none needs less memory in no more time. Largest first."""
+        count = len(self._units)
+        for settings in self._combinations():
+            for some in {0, count // 2, count}:
+                self.evaluate(self._recomputing(settings, some))
+        return front_of(self._known.values())

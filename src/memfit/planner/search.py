@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import product
 
 from memfit.core.settings import Keeps, OptimizerKernels, OptimizerState, Settings
-from memfit.planner.candidate import Candidate, front_of
+from memfit.planner.candidate import Candidate, Search, front_of
 from memfit.planner.memory import StepMemory
 from memfit.planner.moves import EIGHT_BIT, FOREACH_OFF, FUSED, HOST_OPTIMIZER, STEP_IN_BACKWARD, used_moves
 from memfit.planner.selection import ModuleMoves, Selection
@@ -22,8 +22,6 @@ _WORTH = 0.01
 _MAX_TRIES = 5
 # What makes a variant, the most telling first.
 _VARIANT_SETTINGS = ("precision", "lora_rank", "quantized_base", "freeze", "cross_entropy_chunks", "channels_last")
-# Tried where the batch allows it: parts whose largest has another size than that of fewer parts.
-_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 192, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,30 +120,8 @@ def evaluate(variant: Variant, settings: Settings, batch_size: int | None) -> Ca
     return Candidate(settings, memory.peak(settings, batch_size), seconds, variant)
 
 
-def possible_parts(batch_size: int | None) -> tuple[int, ...]:
-    """Numbers of micro-batches worth trying: each with a smaller largest part than the one before.
-
-    >>> possible_parts(6)
-    (1, 2, 3, 6)
-    """
-    if batch_size is None:
-        return (1,)
-    found: list[int] = []
-    largest = batch_size + 1
-    for parts in (*(number for number in _PARTS if number < batch_size), batch_size):
-        size = -(-batch_size // parts)
-        # The fewest parts that give this size.
-        parts = -(-batch_size // size)
-        if size < largest:
-            found.append(parts)
-            largest = size
-    return tuple(found)
-
-
-class Search:
+class ProfiledSearch(Search):
     """Searches a space; the integer programmes of its combinations are kept between questions."""
-
-    has_times, computes_peaks = True, False
 
     def __init__(self, space: Space, plain: Settings | None = None) -> None:
         self._space = space
@@ -184,10 +160,6 @@ class Search:
     def expect(self, beyond_bytes: float) -> None:
         """Sets what an allocator takes beyond the live bytes, for combinations of which nothing is known yet."""
         self._expected = beyond_bytes
-
-    def is_traced(self, settings: Settings) -> bool:
-        """Traces correct combinations here, and are no candidates themselves."""
-        return False
 
     @property
     def plain(self) -> Candidate:

@@ -161,12 +161,6 @@ class StepSpeed:
         computed = sum(float(self._operators(micro)[first:last].sum()) for first, last in self._calls.get(path, ()))
         return computed * self._unit_ratio(path, micro)
 
-    def flops_again(self, path: str, micro: int | None) -> float:
-        """Floating-point operations of computing a module again."""
-        size = self._own if micro is None else micro
-        flops = np.maximum(0.0, self._flops + self._flops_slope * size)
-        return sum(float(flops[first:last].sum()) for first, last in self._calls.get(path, ()))
-
     def _unit_ratio(self, path: str, micro: int | None) -> float:
         """Measured over computed time of a module's forward pass."""
         if self._plain is not None:

@@ -9,11 +9,28 @@ computation for its kind of candidates, and the next one is chosen, until nothin
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import ClassVar
 
+from memfit.core.device import Kind
+from memfit.core.estimate import Estimate
+from memfit.core.plan import Refusal
+from memfit.core.progress import doing
 from memfit.core.settings import Settings
-from memfit.core.step_facts import Part
-from memfit.planner.candidate import Candidate
+from memfit.core.step_facts import Part, StepFacts
+from memfit.core.timeline import Category
+from memfit.planner.candidate import Candidate, Search, possible_parts
+from memfit.planner.driver import Question
+from memfit.planner.moves import (
+    APPROXIMATE,
+    AUTO,
+    AUTOCAST,
+    CHECKPOINT,
+    DONATE,
+    LORA,
+    MICRO_BATCH,
+    QLORA,
+    WHOLE_COMPILE,
+    autocast_of,
+)
 
 # Of the forward pass: the backward pass computes two products where it computes one.
 _PASSES = 3.0
@@ -22,9 +39,16 @@ _CALL_SHARE = 0.01
 # Amounts of recomputation that are considered, and steps in which bytes are counted to choose its parts.
 _NUM_LEVELS = 10
 _NUM_CELLS = 400
-# Counts of micro-batches grow by this factor from here on.
-_DENSE_COUNTS = 8
-_COUNT_GROWTH = 1.25
+_LORA_RANK = 16
+# What grows with the batch, and time, in 16 bits, before a trace tells (assumed).
+_NARROW_MEMORY = 0.6
+_NARROW_SPEED = {Kind.CUDA: 0.6, Kind.HOST: 1.1}
+# Compiled as a whole, fewer intermediate results are there; the time is taken to be about the same.
+_WHOLE_MEMORY, _WHOLE_SPEED = 0.85, 1.02
+# Adapters: no gradients of the layers under them.
+_ADAPTED_SPEED = 0.85
+# Part of a GPU's rate that steps reach (assumed).
+_REACHED = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +79,7 @@ class Speed:
 
 
 @dataclass(slots=True)
-class Search:
+class TracedSearch(Search):
     """Candidates for one step, and what traces have said of some.
 
     Args:
@@ -85,17 +109,11 @@ class Search:
     _menu: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        self.has_times = self.speed is not None
         self._menu = ((), *levels(self.parts)) if self.may_recompute else ((),)
         # Where another precision is wanted in any case, the trace of the plain step isn't one of a candidate.
         if self.variants[0].memory_factor == 1.0:
             self.learn(self.plain, self.peak_bytes)
-
-    computes_peaks: ClassVar[bool] = False
-
-    @property
-    def has_times(self) -> bool:
-        """Whether times are in seconds."""
-        return self.speed is not None
 
     @property
     def plain(self) -> Candidate:
@@ -104,7 +122,7 @@ class Search:
 
     def candidates(self) -> list[Candidate]:
         """All, whether they fit or not."""
-        counts = part_counts(self.batch_size) if self.may_split else (1,)
+        counts = possible_parts(self.batch_size) if self.may_split else (1,)
         settings = (self._settings(*choice) for choice in product(self.variants, counts, self._menu))
         return [self.evaluate(one) for one in settings if one not in self._excluded]
 
@@ -112,10 +130,6 @@ class Search:
         """The fastest that is computed, or known, to fit; of equally fast ones the one that changes least."""
         fitting = [one for one in self.candidates() if one.computed_bytes <= usable_bytes]
         return min(fitting, key=lambda one: (one.seconds, num_moves(one.settings), one.computed_bytes), default=None)
-
-    def contenders(self, usable_bytes: float, most_seconds: float) -> list[Candidate]:
-        """None: steps aren't run to be timed."""
-        return []
 
     def front(self) -> list[Candidate]:
         """All candidates."""
@@ -222,25 +236,6 @@ def num_moves(settings: Settings) -> int:
     return num or int(settings.donate)
 
 
-def part_counts(batch_size: int | None) -> tuple[int, ...]:
-    """Counts of micro-batches worth considering: all small ones, then fewer and fewer, up to one for each sample.
-
-    >>> part_counts(12)
-    (1, 2, 3, 4, 6, 12)
-    """
-    if not batch_size:
-        return (1,)
-    counts: list[int] = []
-    count = 1.0
-    while count < batch_size:
-        # Several counts may have the same largest part: the least of them does.
-        size = -(-batch_size // round(count))
-        if -(-batch_size // size) not in counts:
-            counts.append(-(-batch_size // size))
-        count = count + 1 if count < _DENSE_COUNTS else count * _COUNT_GROWTH
-    return tuple(counts) if batch_size in counts else (*counts, batch_size)
-
-
 def levels(parts: Iterable[Part]) -> list[tuple[str, ...]]:
     """Sets of parts to recompute, from little to all: for each amount of memory the one that costs least."""
     known = [part for part in parts if part.kept_bytes > 0]
@@ -273,3 +268,91 @@ def _cheapest(parts: list[Part], cell: float) -> list[int]:
             if cost < best[cells][0]:
                 best[cells] = (cost, before[1] | 1 << index)
     return [chosen for _, chosen in best]
+
+
+class TracedSpace:
+    """Completes a question, from what an adapter found out, and opens its search.
+
+    With `measure`, short forward passes are timed on the device in hand; None: if that can be done.
+    """
+
+    def __init__(self, facts: StepFacts, question: Question, precision: str, measure: bool | None) -> None:
+        self._facts = facts
+        self._question = question
+        self._narrow = precision == AUTO and AUTOCAST in question.allowed and not question.plain.precision
+        self._measure = measure
+        allowed, reason, allowed_by = question.allowed, facts.not_split, ""
+        if facts.approximate and APPROXIMATE not in allowed:
+            reason, allowed_by = f"{facts.approximate}; allow {APPROXIMATE!r} if that is fine", APPROXIMATE
+        if reason and MICRO_BATCH in allowed:
+            question.refused.append(Refusal(MICRO_BATCH, reason, allowed_by))
+        if facts.not_recomputed and CHECKPOINT in allowed:
+            question.refused.append(Refusal(CHECKPOINT, facts.not_recomputed))
+        self._may_split = MICRO_BATCH in allowed and not reason
+        question.approximate, question.dropout = facts.approximate, facts.draws_random_numbers
+        question.framework = facts.framework
+        question.hinted += tuple(name for name in (LORA,) if name in facts.moves)
+
+    def search(self, before: Estimate) -> TracedSearch:
+        """The candidates, from the estimate of the plain step."""
+        facts, question = self._facts, self._question
+        return TracedSearch(
+            self._variants(before),
+            before.reserved_peak_bytes,
+            question.batch_size,
+            facts.parts,
+            facts.work,
+            self._speed(),
+            may_split=self._may_split,
+            may_recompute=CHECKPOINT in question.allowed and bool(facts.parts),
+            loop_factor=facts.loop_factor,
+        )
+
+    def _variants(self, before: Estimate) -> tuple[Variant, ...]:
+        question, facts = self._question, self._facts
+        usable = question.allowed & facts.moves
+        state = {name: before.state_bytes.get(str(name), 0) for name in Category}
+        weights = state[Category.PARAMETER] + state[Category.BUFFER]
+        batch, gradients = before.batch_bytes, state[Category.GRADIENT]
+        held = weights + state[Category.OPTIMIZER_STATE]
+        fixed = min((2 if facts.copies_state else 1) * held + batch, before.reserved_peak_bytes)
+        variants = [Variant(question.plain, 1.0, 1.0, fixed, gradients)]
+        if DONATE in usable:
+            variants.append(Variant(replace(question.plain, donate=True), 1.0, 1.0, held + batch, gradients))
+        if self._narrow:
+            speed = _NARROW_SPEED.get(question.target.kind, 1.0)
+            name = next((one for one in facts.precisions if one == autocast_of(question.target)), facts.precisions[0])
+            variants += [
+                replace(
+                    one,
+                    settings=replace(one.settings, precision=name),
+                    memory_factor=_NARROW_MEMORY,
+                    speed_factor=speed,
+                )
+                for one in variants
+            ]
+        if WHOLE_COMPILE in usable:
+            whole = replace(question.plain, jit_compile=True)
+            variants.append(Variant(whole, _WHOLE_MEMORY, _WHOLE_SPEED, fixed, gradients))
+        if LORA in usable:
+            adapted = replace(question.plain, lora_rank=_LORA_RANK)
+            variants.append(Variant(adapted, 1.0, _ADAPTED_SPEED, weights + batch, 0))
+        if QLORA in usable:
+            small = replace(question.plain, lora_rank=_LORA_RANK, quantized_base=True)
+            variants.append(Variant(small, 1.0, 1.0, weights / 4 + batch, 0))
+        return tuple(variants)
+
+    def _speed(self) -> Speed | None:
+        facts, target = self._facts, self._question.target
+        if target.kind is Kind.HOST:
+            if self._measure is False or self._question.patience.is_over:
+                return None
+            with doing("timing forward passes on this machine"):
+                times = facts.time_forward()
+            if times is None:
+                return None
+            self._question.is_measured = True
+            return Speed(times[0], max(times[1], facts.call_seconds))
+        rate = target.flops.get("float32")
+        work = facts.work or sum(part.work for part in facts.parts)
+        return Speed(work / (rate * _REACHED), facts.call_seconds) if rate and work else None

@@ -20,19 +20,12 @@ _CONTAINER, _MACHINE = "container", "machine"
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The tightest limit on what processes here can still get.
+    """The tightest limit on what processes here can still get."""
 
-    Args:
-        free_bytes: what they can still get.
-        limit_bytes: the limit itself.
-        used_bytes: what is used of it and can't be given back.
-        limit_of: "container" or "machine".
-    """
-
-    free_bytes: int
-    limit_bytes: int
-    used_bytes: int
-    limit_of: str
+    free_bytes: int  # what they can still get
+    limit_bytes: int  # the limit itself
+    used_bytes: int  # what is used of it and can't be given back
+    limit_of: str  # "container" or "machine"
 
 
 class Groups:

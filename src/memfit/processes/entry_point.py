@@ -1,14 +1,22 @@
-"""The script or module to run, found before a process is started for it, and whether memory is enough to start it."""
+"""The script or module to run, found before a process is started for it, and whether memory is enough to start it.
+
+A dry run of a PyTorch script needs its simulated device before the script begins; one of a Keras script needs none. So
+the script's text tells whether it trains with Keras, and on which backend.
+"""
 
 import importlib.util
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tokenize
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 
+from memfit.core import env
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.units import MIB, format_size
 from memfit.processes import programs
@@ -18,6 +26,9 @@ from memfit.processes.limits import has_devices
 _SURELY_ENOUGH_BYTES = 256 * MIB
 # The caching allocators of PyTorch ask a device for no less.
 _DEVICE_SEGMENT_BYTES = 2 * MIB
+_IMPORT = re.compile(r"^\s*(?:from\s+|import\s+(?:[\w.]+(?:\s+as\s+\w+)?\s*,\s*)*)(?:keras|tensorflow)\b", re.MULTILINE)
+_CHOICE = re.compile(r"KERAS_BACKEND[\"']\]?\s*(?:,|=)\s*[\"'](\w+)[\"']")
+_DEFAULT = "tensorflow"
 # What starts a script, in a process that then says what it has mapped.
 _MEASURE = """
 import os, importlib, sys
@@ -59,39 +70,31 @@ def find_target(name: str, *, module: bool) -> str:
     A bare name that is no file here may be that of an installed program of Python, such as `torchrun`.
     """
     if module:
-        check_module(name)
+        _check_module(name)
         return name
     if not os.path.exists(name) and name == os.path.basename(name):
         # That of this environment, whether or not it is active in the shell.
         name = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name) or name
-    check_script(name)
+    if os.path.isdir(name):
+        raise BadTarget(f"{name!r} is a folder. Give the path of a Python script, or -m with the name of a module.")
+    if not os.path.isfile(name):
+        raise BadTarget(f"there is no file {name!r} in {os.getcwd()!r}. Give the path of a Python script.")
+    try:
+        with tokenize.open(name) as file:
+            text = file.read()
+        # A script may have any name. One with the right name and a mistake in it is the script's own failure, which
+        # Python shows with its line.
+        if not name.endswith((".py", ".pyw")):
+            compile(text, name, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        message = f"{name!r} is not a Python script. Give the file that `python` itself would be given."
+        raise BadTarget(message) from None
+    except OSError as error:
+        raise BadTarget(f"{name!r} can't be read: {error.strerror}. Give a file that can.") from None
     return name
 
 
-def check_script(path: str) -> None:
-    """Refuses a path that Python can't run as a script."""
-    if os.path.isdir(path):
-        raise BadTarget(f"{path!r} is a folder. Give the path of a Python script, or -m with the name of a module.")
-    if not os.path.isfile(path):
-        raise BadTarget(f"there is no file {path!r} in {os.getcwd()!r}. Give the path of a Python script.")
-    message = f"{path!r} is not a Python script. Give the file that `python` itself would be given."
-    try:
-        with tokenize.open(path) as file:
-            text = file.read()
-    except (SyntaxError, UnicodeDecodeError):
-        raise BadTarget(message) from None
-    except OSError as error:
-        raise BadTarget(f"{path!r} can't be read: {error.strerror}. Give a file that can.") from None
-    if not path.endswith((".py", ".pyw")):
-        # A script may have any name. One with the right name and a mistake in it is the script's own failure, which
-        # Python shows with its line.
-        try:
-            compile(text, path, "exec", dont_inherit=True)
-        except (SyntaxError, ValueError):
-            raise BadTarget(message) from None
-
-
-def check_module(name: str) -> None:
+def _check_module(name: str) -> None:
     """Refuses a name that `python -m` would find no module for; imports nothing to find out."""
     spec = _find(name)
     if spec is None:
@@ -120,3 +123,27 @@ def _find(name: str) -> ModuleSpec | None:
             return None
         spec = PathFinder.find_spec(".".join(parts[:depth]), list(spec.submodule_search_locations))
     return spec
+
+
+def keras_backend(script: str, *, module: bool = False) -> str:
+    """The backend on which a script's Keras will run; "" for a script that imports neither Keras nor TensorFlow."""
+    try:
+        if module:
+            spec = importlib.util.find_spec(script)
+            script = "" if spec is None or spec.origin is None else spec.origin
+        with tokenize.open(script) as file:
+            text = file.read()
+    except (ImportError, OSError, SyntaxError, UnicodeDecodeError, ValueError):
+        return ""
+    if not _IMPORT.search(text):
+        return ""
+    chosen = _CHOICE.search(text)
+    if chosen or env.keras_backend():
+        return chosen[1] if chosen else env.keras_backend()
+    # What Keras's own file says, as Keras reads it.
+    folder = Path(env.keras_home() or os.path.join(os.path.expanduser("~"), ".keras"))
+    try:
+        configured = json.loads((folder / "keras.json").read_text(encoding="utf-8"))["backend"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return _DEFAULT
+    return configured if isinstance(configured, str) else _DEFAULT

@@ -4,12 +4,15 @@ A process that the kernel kills says nothing. What tells are the container's cou
 what each process held when it was seen last. Each may be missing, so each can decide by itself.
 """
 
-from dataclasses import dataclass, field
+import contextlib
+import os
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from memfit.core.supervised import Cause, Ending, ProcessMemory
 from memfit.core.units import format_size
-from memfit.processes.kernel_log import LoggedKill
 from memfit.processes.limits import Ceiling, is_full, is_mostly_reserved
 from memfit.processes.process_tree import Held, name_of_signal
 from memfit.processes.watch import Seen
@@ -22,39 +25,79 @@ _NARROW = ("container", "budget")
 _AFTERWARDS_SECONDS = 30.0
 
 
+_LOG = Path("/dev/kmsg")
+_RECORD_BYTES = 8192
+_MAX_RECORDS = 100_000
+_KILLED = re.compile(
+    r"(?:Memory cgroup out of memory|Out of memory)[^:]*: Killed process (?P<pid>\d+) "
+    r"\((?P<name>.*)\),? (?:UID|total-vm).*?anon-rss:(?P<anonymous>\d+)kB(?:.*?shmem-rss:(?P<shared>\d+)kB)?"
+)
+
+
+class KernelLog:
+    """The kernel's log from now on, as far as it may be read."""
+
+    def __init__(self, path: Path = _LOG) -> None:
+        self._descriptor: int | None = None
+        with contextlib.suppress(OSError, AttributeError):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            os.lseek(self._descriptor, 0, os.SEEK_END)
+
+    def kills(self) -> list[ProcessMemory] | None:
+        """The processes killed since this was asked last, by the machine's numbers; None where it can't be read."""
+        if self._descriptor is None:
+            return None
+        lines: list[str] = []
+        for _ in range(_MAX_RECORDS):
+            try:
+                record = os.read(self._descriptor, _RECORD_BYTES)
+            except BrokenPipeError:
+                # Records were overwritten before we came to read them; the next read goes on after them.
+                continue
+            except OSError:
+                break
+            if not record:
+                break
+            lines += record.decode("utf-8", errors="replace").splitlines()
+        return [kill for line in lines if (kill := logged_kill(line)) is not None]
+
+    def close(self) -> None:
+        """Reads no more."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def logged_kill(line: str) -> ProcessMemory | None:
+    """The process of whose kill a line of the log tells; None where it tells of something else.
+
+    >>> line = "Memory cgroup out of memory: Killed process 12 (python) total-vm:90kB, anon-rss:4kB, file-rss:0kB"
+    >>> logged_kill(line)
+    ProcessMemory(pid=12, name='python', held_bytes=4096, seconds=0.0)
+    """
+    match = _KILLED.search(line)
+    if match is None:
+        return None
+    return ProcessMemory(int(match["pid"]), match["name"], (int(match["anonymous"]) + int(match["shared"] or 0)) * 1024)
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that is known of an attempt that ended.
+    """All that is known of an attempt that ended."""
 
-    Args:
-        status: its exit code; negative for a signal.
-        pid: the script's own process.
-        seconds: when, from the start of the run on.
-        seen: what the watch has seen.
-        ceiling: what it could have.
-        error: the exception that ended it, as its process told; None without one.
-        cannot_fit: a guard's last word that nothing is left to try, or "".
-        kills: how often the kernel killed in our container meanwhile; None where it doesn't tell.
-        kills_around: the same, with the containers around ours.
-        logged: the kills that the kernel's log tells of; None where it can't be read.
-        passed_on: names of the signals that were passed on to it.
-        guarded_by: the framework whose guard had begun and that crashes for lack of memory, or "".
-        reserves: whether it could map what it liked, so that nothing can have been refused but memory.
-    """
-
-    status: int
-    pid: int
-    seconds: float
+    status: int  # its exit code; negative for a signal
+    pid: int  # the script's own process
+    seconds: float  # when, from the start of the run on
     seen: Seen
     ceiling: Ceiling
-    error: dict[str, Any] | None = None
-    cannot_fit: str = ""
-    kills: int | None = None
-    kills_around: int | None = None
-    logged: list[LoggedKill] | None = None
-    passed_on: frozenset[str] = field(default_factory=frozenset)
-    guarded_by: str = ""
-    reserves: bool = False
+    error: dict[str, Any] | None = None  # the exception that ended it, as its process told
+    cannot_fit: str = ""  # a guard's last word that nothing is left to try
+    kills: int | None = None  # how often the kernel killed in our container meanwhile; None where it doesn't tell
+    kills_around: int | None = None  # the same, with the containers around ours
+    logged: list[ProcessMemory] | None = None  # the kills that the kernel's log tells of; None where it can't be read
+    passed_on: frozenset[str] = field(default_factory=frozenset)  # names of the signals that were passed on to it
+    guarded_by: str = ""  # the framework whose guard had begun and that crashes for lack of memory
+    reserves: bool = False  # it could map what it liked, so that nothing can have been refused but memory
 
 
 def explain(evidence: Evidence) -> Ending:
@@ -63,7 +106,7 @@ def explain(evidence: Evidence) -> Ending:
         return Ending(Cause.ENDED, "it ended by itself", 0)
     if evidence.seen.exceeded is not None:
         return _memory(
-            evidence, Cause.KILLED, "memfit stopped it, because it used more than it may", evidence.seen.exceeded
+            evidence, Cause.KILLED, "memfit stopped it because it exceeded its budget", evidence.seen.exceeded
         )
     if evidence.status < 0:
         return _of_signal(evidence)
@@ -124,7 +167,7 @@ def _of_worker(evidence: Evidence) -> Ending:
         others = [process for pid, process in (evidence.seen.by_pid or {}).items() if pid != evidence.pid]
         process = max(others, key=lambda process: process.held_bytes or 0, default=None)
     if not evidence.kills and logged is None and evidence.kills is not None:
-        text = "one of its processes was ended by a signal, and not for its memory as far as the kernel tells"
+        text = "one of its processes was ended by a signal, and the kernel reports no OOM kill"
         return Ending(Cause.FAILED, text, evidence.status)
     return _memory(evidence, Cause.WORKER_KILLED, f"the kernel killed {_named(process)}", process)
 
@@ -135,7 +178,14 @@ def _of_signal(evidence: Evidence) -> Ending:
         cause = Cause.INTERRUPTED if name == "SIGINT" else Cause.SIGNALLED
         return Ending(cause, f"it was ended by {name}", signal=name)
     if name == "SIGKILL":
-        return _of_kill(evidence)
+        process = _logged(evidence)
+        known = evidence.kills_around is not None or evidence.logged is not None
+        if process is None and not evidence.kills_around and (known or not _is_exhausted(evidence)):
+            text = "it was ended by SIGKILL, and the kernel reports no OOM kill"
+            return Ending(Cause.SIGNALLED, text, signal=name)
+        process = process or evidence.seen.last
+        who = "the kernel killed it" if known else "it was killed, probably by the kernel"
+        return _memory(evidence, Cause.KILLED, f"{who}: {_named(process)}", process)
     if name == "SIGBUS" and evidence.seen.shared_memory_full:
         return _memory(evidence, Cause.SHARED_MEMORY, "it was ended by SIGBUS with shared memory (/dev/shm) full")
     if name in ("SIGSEGV", "SIGABRT"):
@@ -143,25 +193,14 @@ def _of_signal(evidence: Evidence) -> Ending:
             return _memory(evidence, Cause.RESERVED, f"it crashed with {name} when it was refused address space")
         limit = evidence.seen.data_limit_bytes
         if _is_exhausted(evidence) or (limit is not None and evidence.seen.data_bytes >= _CLOSE * limit):
-            text = f"it crashed with {name} close to its limit, as native code does that gets no memory"
+            text = f"it crashed with {name} close to its limit, as native code does when an allocation fails"
             return _memory(evidence, Cause.CRASHED, text)
         if evidence.guarded_by and evidence.ceiling.limit_of in _NARROW:
             # It may have asked for much at once, long before its limit.
-            text = f"it crashed with {name} in a step of {evidence.guarded_by}, whose kernels do so that get no memory"
+            text = f"it crashed with {name} in a step of {evidence.guarded_by}, as its kernels do when memory runs out"
             return _memory(evidence, Cause.CRASHED, text)
     cause = Cause.INTERRUPTED if name == "SIGINT" else Cause.SIGNALLED
     return Ending(cause, f"it was ended by {name}", signal=name)
-
-
-def _of_kill(evidence: Evidence) -> Ending:
-    logged = _logged(evidence)
-    known = evidence.kills_around is not None or evidence.logged is not None
-    if logged is None and not evidence.kills_around and (known or not _is_exhausted(evidence)):
-        text = "it was ended by SIGKILL, and not for its memory as far as the kernel tells"
-        return Ending(Cause.SIGNALLED, text, signal="SIGKILL")
-    process = logged or evidence.seen.last
-    who = "the kernel killed it" if known else "it was killed, probably by the kernel"
-    return _memory(evidence, Cause.KILLED, f"{who}: {_named(process)}", process)
 
 
 def _memory(
@@ -199,9 +238,7 @@ def _logged(evidence: Evidence) -> ProcessMemory | None:
     kills = evidence.logged or []
     ours = {evidence.pid, *(evidence.seen.by_pid or {})}
     named = [kill for kill in kills if kill.pid in ours] or (kills if evidence.kills else [])
-    if not named:
-        return None
-    return ProcessMemory(named[-1].pid, named[-1].name, named[-1].held_bytes, round(evidence.seconds, 3))
+    return replace(named[-1], seconds=round(evidence.seconds, 3)) if named else None
 
 
 def _named(process: ProcessMemory | None) -> str:

@@ -28,8 +28,8 @@ from memfit.core.units import format_size
 from memfit.processes import process_tree as processes
 from memfit.processes import programs
 from memfit.processes.folders import temporary_folder
+from memfit.processes.overlay import collect
 from memfit.processes.shared_runs import DEVICE, are_several, combined
-from memfit.processes.written_files import collect
 
 # Seconds after which a run without a step says what it is doing; the last again and again.
 _MOMENTS = (10.0, 30.0, 60.0)

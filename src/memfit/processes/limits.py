@@ -42,17 +42,12 @@ _LEAST_CHANGE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What a script may have.
+    """What a script may have."""
 
-    Args:
-        data_bytes: RLIMIT_DATA of its process; None without a limit.
-        limit_bytes: what it follows from: the limit of the container or machine, or the budget; None if unknown.
-        limit_of: whose limit that is: "container", "machine", "budget", or "".
-    """
-
-    data_bytes: int | None
+    data_bytes: int | None  # RLIMIT_DATA of its process; None without a limit
+    # what it follows from: the limit of the container or machine, or the budget; None if unknown
     limit_bytes: int | None
-    limit_of: str
+    limit_of: str  # whose limit that is: "container", "machine", "budget", or ""
 
 
 def margin(limit_bytes: int) -> int:

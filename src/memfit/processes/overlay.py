@@ -9,10 +9,13 @@ anybody else in a user namespace in which only that user is known.
 Two rules of the kernel shape the view of an unprivileged user. A folder below which another file system is mounted
 can't be the lower layer, lest what that hides show. And a folder that belongs to somebody else can't be copied into
 the upper layer, which writing below it takes. Such folders are built anew, entry by entry, down to those that can be.
+
+When the script has ended, however that was, the layers show what it wrote (`collect`).
 """
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -21,8 +24,10 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from memfit.core.progress import announce
 
 LAYERS = "layers.json"
 """In the first of the folders given to `enter`: pairs of a folder of the user and of the one with what was written."""
@@ -48,10 +53,11 @@ _PASSING_KINDS = {"tmpfs", "ramfs", "fuse.gvfsd-fuse", "fuse.portal"}
 _OPTIONS_OF_ROOT = ("index=off,redirect_dir=on,volatile", "index=off,redirect_dir=on")
 _OPTIONS = ("index=off,userxattr,volatile", "index=off,userxattr")
 _MAX_COPIED_BYTES = 16 * 2**20
+# Python's own, which say nothing of the script.
+_BYTECODE = "__pycache__"
 
 
-@dataclass(frozen=True, slots=True)
-class _Mount:
+class _Mount(NamedTuple):
     path: str
     kind: str
     is_read_only: bool
@@ -122,8 +128,13 @@ class _View:
 
     def enter(self, place: Path) -> list[str]:
         """Enters it, with its layers in `place`; the folders that can be read and not written."""
-        working = os.getcwd()
-        self._unshare()
+        working, user, group = os.getcwd(), os.geteuid(), os.getegid()
+        self._is_root = user == 0 and self._libc.unshare(_NEW_MOUNTS) == 0
+        if not self._is_root:
+            self._call("unshare", _NEW_MOUNTS | _NEW_USER)
+            maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+            for name, text in maps.items():
+                Path("/proc/self", name).write_text(text, encoding="ascii")
         self._mount("none", "/", None, _RECURSIVE | _PRIVATE)
         self._mounts = {mount.path: mount for mount in _mounts() if os.path.lexists(mount.path)}
         if not self._is_root:
@@ -158,15 +169,6 @@ class _View:
             # Those of the namespace, by which the script could write to what it may not.
             self._libc.capset((ctypes.c_uint32 * 2)(_CAPABILITIES, 0), (ctypes.c_uint32 * 6)())
         return self._read_only
-
-    def _unshare(self) -> None:
-        if os.geteuid() == 0 and self._libc.unshare(_NEW_MOUNTS) == 0:
-            self._is_root = True
-            return
-        user, group = os.geteuid(), os.getegid()
-        self._call("unshare", _NEW_MOUNTS | _NEW_USER)
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-            Path("/proc/self", name).write_text(text, encoding="ascii")
 
     def _kept_among_live(self) -> list[str]:
         """Folders of the user's that are no talk among programs: disks below /run/media, a script in /dev/shm."""
@@ -227,32 +229,29 @@ class _View:
         made.chmod(mode)
 
     def _split(self, path: str) -> None:
-        place = Path(self._at(path))
+        root = Path(self._at(path))
         if path in self._mounts:
             # Among the layers, where it can be seen from outside.
             made = Path(str(len(self._layers)), "upper")
             made.mkdir(parents=True)
             self._make_alike(made, path)
-            self._mount(str(made), str(place), None, _BIND)
+            self._mount(str(made), str(root), None, _BIND)
             self._layers.append((path, os.path.abspath(made)))
         for entry in os.scandir(path):
-            self._show_entry(entry, place / entry.name)
-
-    def _show_entry(self, entry: "os.DirEntry[str]", place: Path) -> None:
-        status = entry.stat(follow_symlinks=False)
-        if entry.is_symlink():
-            place.symlink_to(os.readlink(entry.path))
-        elif entry.is_dir():
-            place.mkdir()
-            self._make_alike(place, entry.path)
-            if entry.path not in self._mounts:
-                self._lay_over(entry.path)
-        elif entry.is_file() and status.st_size <= _MAX_COPIED_BYTES and os.access(entry.path, os.R_OK):
-            shutil.copy2(entry.path, place)
-        else:
-            place.touch()
-            os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
-            self._bind(entry.path, read_only=entry.is_file())
+            place, status = root / entry.name, entry.stat(follow_symlinks=False)
+            if entry.is_symlink():
+                place.symlink_to(os.readlink(entry.path))
+            elif entry.is_dir():
+                place.mkdir()
+                self._make_alike(place, entry.path)
+                if entry.path not in self._mounts:
+                    self._lay_over(entry.path)
+            elif entry.is_file() and status.st_size <= _MAX_COPIED_BYTES and os.access(entry.path, os.R_OK):
+                shutil.copy2(entry.path, place)
+            else:
+                place.touch()
+                os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
+                self._bind(entry.path, read_only=entry.is_file())
 
     def _bind(self, path: str, *, read_only: bool = False) -> None:
         place = self._at(path)
@@ -311,3 +310,51 @@ def _topmost_owned(path: str) -> str:
 def is_within(path: str, folder: str) -> bool:
     """Whether an absolute path is that of a folder or of something in it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def collect(folder: Path, kept: str = "") -> dict[str, str]:
+    """Each file that the script wrote or changed, by the path it knew, and where it is now; "" where it is not kept.
+
+    Args:
+        folder: that was given to `overlay.enter`; where there was no view, there is nothing to collect.
+        kept: where to keep them, the path of each below the working folder or the root; "" for nowhere.
+    """
+    try:
+        layers = json.loads(Path(folder, LAYERS).read_text("utf-8"))
+    except (OSError, ValueError):
+        layers = []
+    written = {path: place for above, layer in layers for path, place in _written(str(above), Path(layer))}
+    if not written or not kept:
+        return dict.fromkeys(sorted(written), "")
+    places = {}
+    target = Path(kept)
+    if target.exists() and any(target.iterdir()):
+        # In it, where nothing is yet.
+        target = next(each for number in itertools.count(1) if not (each := Path(kept, str(number))).exists())
+    for path, place in sorted(written.items()):
+        below = os.path.relpath(path)
+        there = target / (path.lstrip(os.sep) if below.startswith(os.pardir) else below)
+        try:
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(place, there)
+            places[path] = str(there)
+        except OSError as error:
+            places[path] = ""
+            announce(f"{path} can't be kept as {there}: {error.strerror or error}")
+    return places
+
+
+def _written(above: str, layer: Path) -> Iterator[tuple[str, Path]]:
+    """(path, place) of the files of a layer that are new, or newer than what is below."""
+    for current, folders, names in os.walk(layer):
+        folders[:] = [name for name in folders if name != _BYTECODE]
+        for name in names:
+            place = Path(current, name)
+            path = os.path.normpath(os.path.join(above, place.relative_to(layer)))
+            status = place.lstat()
+            before = None
+            with contextlib.suppress(OSError):
+                before = os.lstat(path).st_mtime_ns
+            # What was removed is a device file, and what only changed its owner or mode is a copy.
+            if stat.S_ISREG(status.st_mode) and status.st_mtime_ns != before:
+                yield path, place

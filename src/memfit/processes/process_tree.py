@@ -33,19 +33,12 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a process holds.
+    """What a process holds."""
 
-    Args:
-        anonymous_bytes: memory of its own.
-        data_bytes: data that it has mapped, used or not, which is what RLIMIT_DATA limits.
-        shared_bytes: memory that it shares with others and that no file stands behind.
-        swapped_bytes: what of it is in swap.
-    """
-
-    anonymous_bytes: int
-    data_bytes: int
-    shared_bytes: int = 0
-    swapped_bytes: int = 0
+    anonymous_bytes: int  # memory of its own
+    data_bytes: int  # data that it has mapped, used or not, which is what RLIMIT_DATA limits
+    shared_bytes: int = 0  # memory that it shares with others and that no file stands behind
+    swapped_bytes: int = 0  # what of it is in swap
 
     @property
     def used_bytes(self) -> int:

@@ -25,17 +25,11 @@ _STEPS_OF_PARTS = 2
 
 @dataclass(frozen=True, slots=True)
 class TooLarge:
-    """A run whose peak is to be lowered.
+    """A run whose peak is to be lowered."""
 
-    Args:
-        estimate: of a device without a limit.
-        request: that run, knowing what it has seen of the script's batches.
-        seen: what else it showed of the program.
-    """
-
-    estimate: Estimate
-    request: Request
-    seen: Seen
+    estimate: Estimate  # of a device without a limit
+    request: Request  # that run, knowing what it has seen of the script's batches
+    seen: Seen  # what else it showed of the program
 
 
 def dry_run(

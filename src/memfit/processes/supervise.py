@@ -9,7 +9,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,7 @@ from memfit.processes import child, kills, limits
 from memfit.processes import process_tree as processes
 from memfit.processes.cgroups import Groups
 from memfit.processes.folders import temporary_folder
-from memfit.processes.kernel_log import KernelLog
 from memfit.processes.limits import has_devices
-from memfit.processes.restarts import next_configuration
 from memfit.processes.watch import History, Seen, Watch, is_shared_memory_full
 
 _OUTCOMES = {
@@ -36,6 +34,8 @@ _OUTCOMES = {
 EXIT_OUT_OF_MEMORY = 3
 EXIT_INTERRUPTED = 130
 _MAX_MARKS = 500
+# Of the memory, what the plan of an attempt may use beside that of the one before.
+_NEXT_SHARE, _LEAST_SHARE = 0.75, 0.3
 
 # Events of an attempt, or the last one of each kind by its name.
 Event = dict[str, Any]
@@ -116,7 +116,7 @@ class Supervisor:
         started = self._seconds()
         self._mark("start" if number == 1 else "restart", f"attempt {number}: {configuration}")
         counted, counted_around = self._groups.num_kills(), self._groups.num_kills(around=True)
-        log = KernelLog()
+        log = kills.KernelLog()
         try:
             with child.started(request, folder, stdout_to_stderr=self._quiet_output) as running:
                 limit = limits.FollowingLimit(
@@ -146,7 +146,7 @@ class Supervisor:
                 cannot_fit=str(last.get("cannot fit", {}).get("text", "")),
                 kills=_growth(counted, self._groups.num_kills()),
                 kills_around=_growth(counted_around, self._groups.num_kills(around=True)),
-                logged=log.kills() if log.is_readable else None,
+                logged=log.kills(),
                 passed_on=frozenset(signals.names),
                 guarded_by="TensorFlow" if uses_tensorflow else "",
                 reserves=configuration.reserves,
@@ -164,30 +164,40 @@ class Supervisor:
     ) -> None:
         """Adds the attempt, with what its events tell, and marks what happened."""
         number, guarded = len(self._attempts) + 1, "guard" in last
-        resumed_from = self._checkpoint if guarded else ""
-        if "resume" in last:
-            resumed_from = str(last["resume"].get("path", ""))
+        resumed_from = str(last["resume"].get("path", "")) if "resume" in last else self._checkpoint if guarded else ""
         for event in events[-_MAX_MARKS:]:
-            self._mark_event(event)
+            step = _step(event)
+            at = "" if step is None else f" in step {step}"
+            marks = {
+                "oom": ("out of memory", f"an allocation failed{at}, and the guard rolled the step back"),
+                "settings": ("settings", str(event.get("text", ""))),
+                "checkpoint": ("checkpoint", f"checkpoint written{at}"),
+                "resume": ("checkpoint", f"resumed from a checkpoint{at}"),
+            }
+            if event["event"] in marks:
+                moment = event.get("time")
+                seconds = moment - self._clock_origin if isinstance(moment, int | float) else None
+                self._mark(*marks[event["event"]], seconds)
         saved = last.get("checkpoint", {})
         if saved.get("path"):
             update = _step(saved)
             self._checkpoint = str(saved["path"]) + ("" if update is None else f", update {update}")
         kind = "killed" if ending.cause in (Cause.KILLED, Cause.WORKER_KILLED) else "out of memory"
         self._mark(kind if ending.cause.is_memory else "end", f"attempt {number}: {ending.text}")
-        attempt = Attempt(
-            number=number,
-            configuration=configuration,
-            ending=ending,
-            started=started,
-            seconds=round(self._seconds() - started, 3),
-            peak=seen.peak,
-            steps=max((step for event in events if (step := _step(event)) is not None), default=None),
-            resumed_from=resumed_from,
-            guarded=guarded,
-            swapped_bytes=seen.swapped_bytes,
+        self._attempts.append(
+            Attempt(
+                number=number,
+                configuration=configuration,
+                ending=ending,
+                started=started,
+                seconds=round(self._seconds() - started, 3),
+                peak=seen.peak,
+                steps=max((step for event in events if (step := _step(event)) is not None), default=None),
+                resumed_from=resumed_from,
+                guarded=guarded,
+                swapped_bytes=seen.swapped_bytes,
+            )
         )
-        self._attempts.append(attempt)
         budget, held = self._host_budget(), 0 if seen.peak is None else seen.peak.held_bytes or 0
         if budget is not None and held > budget + limits.margin(budget) and not ending.cause.is_memory:
             self._note(
@@ -270,7 +280,7 @@ class Supervisor:
             )
         if not attempt.guarded and "torch" not in last:
             return (
-                "the script uses no guard that could make do with less, and had not imported PyTorch when memory ran "
+                "the script uses no guard that could use less memory, and had not imported PyTorch when memory ran "
                 f"out, so that nothing that memfit can change from outside would help; it needs more than {limit}"
             )
         if following is None and not attempt.guarded:
@@ -316,19 +326,42 @@ class Supervisor:
     def _mark(self, kind: str, text: str, seconds: float | None = None) -> None:
         self._marks.append(Mark(round(self._seconds() if seconds is None else seconds, 3), kind, text))
 
-    def _mark_event(self, event: Event) -> None:
-        step = _step(event)
-        at = "" if step is None else f" in step {step}"
-        marks = {
-            "oom": ("out of memory", f"an allocation failed{at}, and a guard took the step back"),
-            "settings": ("settings", str(event.get("text", ""))),
-            "checkpoint": ("checkpoint", f"checkpoint written{at}"),
-            "resume": ("checkpoint", f"resumed from a checkpoint{at}"),
-        }
-        if event["event"] in marks:
-            moment = event.get("time")
-            seconds = moment - self._clock_origin if isinstance(moment, int | float) else None
-            self._mark(*marks[event["event"]], seconds)
+
+def next_configuration(
+    tried: Collection[Configuration],
+    used: int | None,
+    *,
+    rescues: bool = True,
+    plans: bool = False,
+    reserved: bool = False,
+) -> Configuration | None:
+    """What the next attempt is told; None when nothing is left.
+
+    Args:
+        tried: what all attempts so far were told, the latest last.
+        used: size of the micro-batches at the end of the latest, where a guard or an integration tells.
+        rescues: whether the script's framework is one whose operations can be rescued.
+        plans: whether its guard plans for the memory it is told of.
+        reserved: whether the latest was refused address space while it had memory left.
+    """
+    latest = list(tried)[-1]
+    if reserved:
+        # It needs nothing smaller.
+        return replace(latest, reserves=True)
+    size = used if used is not None else latest.micro_batch_size
+    # A size that nobody has used changes nothing, so that it would be the same attempt again.
+    halved = used // 2 if used is not None and used > 1 else latest.micro_batch_size
+    share = round(latest.share * _NEXT_SHARE, 2)
+    candidates = []
+    if plans and share >= _LEAST_SHARE:
+        # What may not be split is planned for with recomputation.
+        candidates.append(replace(latest, micro_batch_size=halved, share=share))
+    elif halved != latest.micro_batch_size:
+        candidates.append(replace(latest, micro_batch_size=halved))
+    if rescues:
+        rescued = replace(latest, micro_batch_size=None if size is None else 1, rescue=True)
+        candidates += [rescued, replace(rescued, eager=True)]
+    return next((candidate for candidate in candidates if candidate not in tried), None)
 
 
 def _step(event: Event) -> int | None:

@@ -30,30 +30,19 @@ _MAX_SAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a watch has seen.
+    """What a watch has seen."""
 
-    Args:
-        peak: the process that held most, and when; None where nothing was seen.
-        last: the script's own process when it was seen last; None where it never was.
-        by_pid: every process of the script as it was seen last.
-        data_bytes: most data that the script's process had mapped.
-        data_limit_bytes: its limit on that at the end; None without one.
-        least_free_bytes: least that was free in container and machine; None where that isn't known.
-        shared_memory_full: whether /dev/shm was seen full.
-        swapped_bytes: most that was seen of the script in swap.
-        refused_seconds: when a process was last seen to have mapped all it may, much of it unused; None if never.
-        exceeded: the script's process when it had used more than it may and was stopped for it; None if it wasn't.
-    """
-
-    peak: ProcessMemory | None = None
-    last: ProcessMemory | None = None
-    by_pid: dict[int, ProcessMemory] | None = None
-    data_bytes: int = 0
-    data_limit_bytes: int | None = None
-    least_free_bytes: int | None = None
-    shared_memory_full: bool = False
-    swapped_bytes: int = 0
+    peak: ProcessMemory | None = None  # the process that held most, and when; None where nothing was seen
+    last: ProcessMemory | None = None  # the script's own process when it was seen last; None where it never was
+    by_pid: dict[int, ProcessMemory] | None = None  # every process of the script as it was seen last
+    data_bytes: int = 0  # most data that the script's process had mapped
+    data_limit_bytes: int | None = None  # its limit on that at the end; None without one
+    least_free_bytes: int | None = None  # least that was free in container and machine; None where that isn't known
+    shared_memory_full: bool = False  # whether /dev/shm was seen full
+    swapped_bytes: int = 0  # most that was seen of the script in swap
+    # when a process was last seen to have mapped all it may, much of it unused; None if never
     refused_seconds: float | None = None
+    # the script's process when it had used more than it may and was stopped for it; None if it wasn't
     exceeded: ProcessMemory | None = None
 
 
@@ -61,27 +50,15 @@ class History:
     """Memory over time in bounded space: where samples are too many, neighbours become one with the larger figures."""
 
     def __init__(self, max_samples: int = _MAX_SAMPLES) -> None:
-        self._max = max(4, max_samples)
+        self._max = max_samples
         self._samples: list[Sample] = []
-        self._stride = 1
-        self._num_merged = 0
 
     def add(self, sample: Sample) -> None:
         """Adds the next sample in time."""
-        if self._num_merged and self._num_merged < self._stride:
-            self._samples[-1] = _larger(self._samples[-1], sample)
-            self._num_merged += 1
-            return
         if len(self._samples) >= self._max:
             pairs = zip(self._samples[::2], self._samples[1::2], strict=False)
             self._samples = [_larger(first, second) for first, second in pairs]
-            self._stride *= 2
         self._samples.append(sample)
-        self._num_merged = 1
-
-    def end_stretch(self) -> None:
-        """What comes next is not merged with what was before: another attempt begins."""
-        self._num_merged = 0
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -125,7 +102,6 @@ class Watch:
     def __exit__(self, *details: object) -> None:
         self._stopped.set()
         self._thread.join()
-        self._history.end_stretch()
 
     @property
     def seen(self) -> Seen:

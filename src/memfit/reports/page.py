@@ -32,60 +32,36 @@ from memfit.reports.run import figures as supervised_figures
 from memfit.reports.run.payload import build_supervised_payload
 
 _SCRIPTS = {
-    "page": ("document", "head", "axes", "curves", "chart", "treemap", "tables", "run", "page"),
-    "plan": ("document", "head", "axes", "front", "timelines", "plan"),
-    "supervised": ("document", "head", "axes", "supervised"),
+    "page": ("document", "axes", "curves", "chart", "treemap", "tables", "run", "page"),
+    "plan": ("document", "axes", "front", "timelines", "plan"),
+    "supervised": ("document", "axes", "supervised"),
 }
 _STYLES = {"page": ("page",), "plan": ("page", "plan"), "supervised": ("page", "supervised")}
 
 
-def render_page(estimate: Estimate) -> str:
-    """The page of an estimate as one string of HTML."""
-    return _render(figures.headline(estimate), format_estimate(estimate), build_payload(estimate))
+def render_page(result: Estimate | DryRun | Plan | SupervisedRun) -> str:
+    """The page of a result as one string of HTML."""
+    if isinstance(result, DryRun):
+        return _render(run_figures.verdict(result), str(run_figures.report(result)), build_run_payload(result))
+    if isinstance(result, Plan):
+        return _render(
+            plan_figures.verdict(result), str(plan_figures.report(result)), build_plan_payload(result), "plan"
+        )
+    if isinstance(result, SupervisedRun):
+        text = str(supervised_figures.report(result))
+        return _render(supervised_figures.verdict(result), text, build_supervised_payload(result), "supervised")
+    return _render(figures.headline(result), format_estimate(result), build_payload(result))
 
 
-def render_run_page(run: DryRun) -> str:
-    """The page of a dry run as one string of HTML."""
-    return _render(run_figures.verdict(run), str(run_figures.report(run)), build_run_payload(run))
-
-
-def render_plan_page(plan: Plan) -> str:
-    """The page of a plan as one string of HTML."""
-    return _render(plan_figures.verdict(plan), str(plan_figures.report(plan)), build_plan_payload(plan), "plan")
-
-
-def render_supervised_page(run: SupervisedRun) -> str:
-    """The page of a supervised run as one string of HTML."""
-    verdict = supervised_figures.verdict(run)
-    return _render(verdict, str(supervised_figures.report(run)), build_supervised_payload(run), "supervised")
-
-
-def write_page(estimate: Estimate, path: str | os.PathLike[str]) -> Path:
-    """Write the page of an estimate to `path`, whole or not at all, and give back the path.
-
-    A link is followed; what is neither a file nor missing (a folder, a device such as /dev/null) is refused.
-    """
-    return write_whole(lambda: render_page(estimate), path)
-
-
-def write_run_page(run: DryRun, path: str | os.PathLike[str]) -> Path:
-    """Write the page of a dry run to `path`, as `write_page` does."""
-    return write_whole(lambda: render_run_page(run), path)
-
-
-def write_plan_page(plan: Plan, path: str | os.PathLike[str]) -> Path:
-    """Write the page of a plan to `path`, as `write_page` does."""
-    return write_whole(lambda: render_plan_page(plan), path)
-
-
-def write_supervised_page(run: SupervisedRun, path: str | os.PathLike[str]) -> Path:
-    """Write the page of a supervised run to `path`, as `write_page` does."""
-    return write_whole(lambda: render_supervised_page(run), path)
+def write_page(result: Estimate | DryRun | Plan | SupervisedRun, path: str | os.PathLike[str]) -> Path:
+    """Write the page of a result to `path`, as `write_whole` does, and return the path."""
+    return write_whole(lambda: render_page(result), path)
 
 
 def _render(title: str, plain: str, payload: dict[str, Any], kind: str = "page") -> str:
     style, script = "".join(_asset(f"assets/{name}.css") for name in _STYLES[kind]), _script(kind)
     parts = {
+        "body": _asset(f"templates/{kind}.html"),
         "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'",
         "title": html.escape(f"memfit: {title}"),
         "plain": html.escape(plain),
@@ -93,8 +69,8 @@ def _render(title: str, plain: str, payload: dict[str, Any], kind: str = "page")
         "script": script,
         "data": embed_json(payload),
     }
-    # One pass over the template: what is put in is never searched for placeholders again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset(f"templates/{kind}.html"))
+    # One pass over the template: inserted text is never searched for placeholders again.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("templates/frame.html"))
 
 
 def embed_json(data: Any) -> str:

@@ -1,6 +1,6 @@
-"""A table for a terminal of any width: it gives up bars, room for texts, then columns; never a figure.
+"""A table for a terminal of any width. Too narrow, it drops bars, wraps text, then lists each row; figures stay whole.
 
-rich alone shrinks every column that may wrap and crops the rest, so that a narrow terminal shows "86" of "86.3%".
+rich alone would crop figures: a narrow terminal would show "86" of "86.3%".
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,6 @@ _LEAST_BAR = 8
 _GAP = 2
 # A text may be folded to this width; names of modules and lines of code are still told apart then.
 _LEAST_TEXT = 14
-# Two lines a row are worth it where the first still compares figures.
-_LEAST_ABOVE = 2
 
 
 class _Bar:
@@ -72,8 +70,6 @@ class FittingTable:
             yield self._table(widths, bar_width if self._bars and bar_width >= _LEAST_BAR else 0)
         elif _total(self._least(natural)) <= width:
             yield self._table(self._shrunk(natural, width))
-        elif len(self._above(natural)) > _LEAST_ABOVE and _total(self._above(natural)) <= width:
-            yield self._in_two_lines(natural)
         else:
             yield self._stacked(width)
 
@@ -113,32 +109,6 @@ class FittingTable:
             widest = max(range(len(widths)), key=lambda index: widths[index] - least[index])
             widths[widest] -= 1
         return widths
-
-    def _above(self, widths: list[int]) -> list[int]:
-        """Of the first column and the figures: what stands in the first of two lines."""
-        return [width for index, width in enumerate(widths) if index == 0 or self._is_figure[index]]
-
-    def _in_two_lines(self, natural: list[int]) -> "RenderableType":
-        """Every row in two lines: the first column and the figures, and below them the other texts."""
-        from rich.console import Group
-        from rich.padding import Padding
-        from rich.text import Text
-
-        def line(cells: "Sequence[Text]") -> "Text":
-            placed = []
-            for index, cell in enumerate(cells):
-                if index == 0 or self._is_figure[index]:
-                    space = Text(" " * (natural[index] - cell.cell_len))
-                    placed.append(space + cell if self._is_figure[index] else cell + space)
-            return Text(" " * _GAP).join(placed)
-
-        parts: list[RenderableType] = [line([Text(title, style="dim") for title in self._titles])]
-        for row, remarks in zip(self._rows, self._remarks, strict=True):
-            others = [cell.plain for index, cell in enumerate(row) if index and not self._is_figure[index]]
-            parts.append(line(row))
-            below = ["; ".join(text for text in others if text), *remarks]
-            parts += [Padding(Text(text, style="dim"), (0, 0, 0, 2), expand=False) for text in below if text]
-        return Group(*parts)
 
     def _table(self, widths: list[int], bar_width: int = 0) -> "RenderableType":
         from rich.console import Group

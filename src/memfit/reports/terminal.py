@@ -143,7 +143,7 @@ def render_devices(devices: Sequence[Device]) -> "RenderableType":
     ]
     table = FittingTable(titles, rows)
     if len(devices) != 1:
-        return Group(table, Text("~ assumed; what is usable and the context of others was measured", style="dim"))
+        return Group(table, Text("~ assumed; other usable and context sizes were measured", style="dim"))
     source = ", ".join(part for part in (devices[0].source, devices[0].date) if part) or UNKNOWN
     return Group(table, Text(figures.printable(f"source: {source}")))
 

@@ -80,7 +80,7 @@ def test_advice_starts_from_the_settings_in_the_environment(script, monkeypatch,
         result = memfit.dryrun(script, ["oom"], device="1GiB")
         titles.append({advice.title for advice in result.advice})
 
-    assert "let the allocator grow its segments" not in titles[1]
+    assert "let the allocator expand its segments" not in titles[1]
 
 
 def test_advice_is_about_the_batch_that_does_not_fit(script, capfd):

@@ -195,7 +195,7 @@ def test_a_budget_is_planned_for(monkeypatch, caplog):
 
     assert asked["budget"] == 2 * 2**30
     assert asked["device"] == "cpu"
-    assert "memfit is planning for 2.00 GiB before the first step, whose time this adds to" in caplog.messages
+    assert "memfit is planning for 2.00 GiB before the first step, which takes longer for it" in caplog.messages
     assert difference(plain(dense(), shuffle=False), model) < 1e-5
 
 

@@ -22,7 +22,7 @@ def script(tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"device": "a100-40gb", "budget": 0}, "a budget must be more than nothing, but 0 was given"),
+        ({"device": "a100-40gb", "budget": 0}, "a budget must be positive, but 0 was given"),
         ({"device": "a100-40gb", "budget": "50GiB"}, r"the budget of 50.0 GiB is more than NVIDIA A100"),
         ({"device": "cpu"}, "only CUDA devices can be simulated for a script, but 'cpu' was given"),
         ({"device": "t4", "precision": "fp8"}, "precision of a script's plan must be 'keep' or 'auto'"),

@@ -20,11 +20,16 @@ def path(tmp_path):
     return str(path)
 
 
+def opened(path):
+    try:
+        return direct_reads.open_direct(path)
+    except OSError:
+        pytest.skip("the file system of the temporary folder has no reads past the cache")
+
+
 @pytest.fixture
 def descriptor(path):
-    number = direct_reads.open_direct(path)
-    if number is None:
-        pytest.skip("the file system of the temporary folder has no reads past the cache")
+    number = opened(path)
     yield number
     os.close(number)
 
@@ -52,15 +57,18 @@ def test_a_failing_read_is_left_to_the_ordinary_way(path):
 
 
 def test_systems_and_files_without_such_reads_say_so(path, tmp_path, monkeypatch):
-    assert direct_reads.open_direct(str(tmp_path / "missing")) is None
+    with pytest.raises(OSError, match="No such file"):
+        direct_reads.open_direct(str(tmp_path / "missing"))
 
     def refuse(*arguments):
         raise OSError(22, "no such reads")
 
     monkeypatch.setattr(os, "preadv", refuse)
-    assert direct_reads.open_direct(path) is None
+    with pytest.raises(OSError):
+        direct_reads.open_direct(path)
     monkeypatch.delattr(os, "O_DIRECT")
-    assert direct_reads.open_direct(path) is None
+    with pytest.raises(OSError, match="O_DIRECT"):
+        direct_reads.open_direct(path)
 
 
 def test_blocks_are_worth_it_and_headers_and_long_runs_are_not():
@@ -74,9 +82,7 @@ def test_a_forked_child_does_not_write_into_its_parents_scratch_memory(tmp_path)
     # GIVEN a parent that has something in its scratch memory
     path = tmp_path / "data.bin"
     path.write_bytes(bytes([1]) * 40_000 + bytes([2]) * 60_000)
-    descriptor = direct_reads.open_direct(str(path))
-    if descriptor is None:
-        pytest.skip("the file system of the temporary folder has no direct reads")
+    descriptor = opened(str(path))
     assert direct_reads.read_direct(descriptor, memoryview(bytearray(30_000)), 0)
     held = direct_reads._memory(30_000)
 

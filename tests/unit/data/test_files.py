@@ -163,7 +163,7 @@ def test_a_forked_child_has_descriptors_of_its_own(path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
 def test_more_files_than_may_be_open_can_be_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(files._descriptors, "_max_open", 4)
+    monkeypatch.setattr(files, "_MAX_OPEN", 4)
     several = []
     for number in range(20):
         (tmp_path / str(number)).write_bytes(bytes([number]) * 10)
@@ -198,10 +198,11 @@ def test_a_descriptor_in_use_is_closed_only_when_its_reader_is_done(path):
     file = LocalFile(path)
     before = num_descriptors()
 
-    with file._descriptor() as number:
-        file.close()
-        assert os.pread(number, 3, 0) == CONTENTS[:3]
+    opened = file._descriptor(file._open, direct=False)
+    file.close()
+    assert os.pread(opened.number, 3, 0) == CONTENTS[:3]
 
+    del opened
     assert num_descriptors() == before
 
 
@@ -294,7 +295,11 @@ def test_blocks_are_read_past_the_cache_and_the_same_without(tmp_path, monkeypat
 
     assert read(first) == expected
     first.close()
-    monkeypatch.setattr(direct_reads, "open_direct", lambda path: None)
+
+    def refuse(path):
+        raise OSError
+
+    monkeypatch.setattr(direct_reads, "open_direct", refuse)
     second.close()
 
     # THEN both read the same

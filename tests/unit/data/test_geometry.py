@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from memfit.core.errors import BadInput
 from memfit.core.units import GIB, KIB, MIB
-from memfit.data.geometry import Geometry, Sizes, divide, in_flight_bytes, num_held, sizes_of, windows_bytes
+from memfit.data.geometry import Sizes, divide, in_flight_bytes, num_held, sizes_of, windows_bytes
 from memfit.data.source import Field, Layout
 
 ROW = Sizes(4096, 4096)
@@ -83,12 +83,6 @@ def test_a_budget_that_is_too_small_says_how_much_is_needed():
         divide(10**6, Layout(scratch_bytes=2 * GIB), ROW, 16, GIB, shuffle=True)
     with pytest.raises(BadInput, match="too little"):
         divide(10, Layout(), Sizes(GIB, GIB), 1, MIB, shuffle=False)
-
-
-def test_as_json_and_back():
-    geometry = divide(1000, Layout(), ROW, 32, 512 * MIB, shuffle=True)
-
-    assert Geometry.from_json(geometry.to_json()) == geometry
 
 
 @given(

@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.data.geometry import Geometry
-from memfit.data.order import Order, random_generator
+from memfit.data.order import Order, Share, random_generator
+from tests.sources import samples_of
 
 geometries = st.builds(
     Geometry,
@@ -20,7 +23,7 @@ geometries = st.builds(
 def test_every_sample_comes_once(geometry, seed, epoch):
     order = Order(geometry, None, seed, epoch)
 
-    assert sorted(order.samples(0, geometry.num_samples)) == list(range(geometry.num_samples))
+    assert sorted(samples_of(order, 0, geometry.num_samples)) == list(range(geometry.num_samples))
 
 
 @given(geometries, st.lists(st.integers(1, 499), max_size=20), st.integers(1, 5))
@@ -30,7 +33,7 @@ def test_natural_blocks_are_kept_together_in_windows(geometry, inner, num_merged
     geometry = Geometry(total, geometry.batch_size, geometry.num_lanes, geometry.window_samples, 0, num_merged)
     order = Order(geometry, edges, 1, 0)
 
-    assert sorted(order.samples(0, total)) == list(range(total))
+    assert sorted(samples_of(order, 0, total)) == list(range(total))
 
 
 @given(geometries)
@@ -38,16 +41,16 @@ def test_places_of_windows_are_those_of_their_pieces(geometry):
     order = Order(geometry, None, 5, 2)
     for place in range(0, geometry.num_samples, 7):
         (piece,) = order.pieces(place, place + 1)
-        window = order.window(piece.lane, piece.window)
-        assert order.places(window)[piece.start] == place
-        assert window.num_samples <= max(1, geometry.window_samples)
+        first, last = order.extent(piece.lane, piece.window)
+        assert order.lane_places(piece.lane, first, last)[piece.start] == place
+        assert last - first <= max(1, geometry.window_samples)
 
 
 @given(geometries)
 def test_without_a_seed_a_single_lane_gives_samples_as_stored(geometry):
     geometry = Geometry(geometry.num_samples, geometry.batch_size, 1, geometry.window_samples, geometry.window_samples)
 
-    samples = Order(geometry, None, None, 3).samples(0, geometry.num_samples)
+    samples = samples_of(Order(geometry, None, None, 3), 0, geometry.num_samples)
 
     assert samples.tolist() == list(range(geometry.num_samples))
 
@@ -55,13 +58,13 @@ def test_without_a_seed_a_single_lane_gives_samples_as_stored(geometry):
 def test_seeds_and_epochs_differ_and_repeat():
     geometry = Geometry(1000, 32, 4, 100, 10)
     orders = {
-        (seed, epoch): tuple(Order(geometry, None, seed, epoch).samples(0, 1000))
+        (seed, epoch): tuple(samples_of(Order(geometry, None, seed, epoch), 0, 1000))
         for seed in (0, 1, -1, 2**70)
         for epoch in (0, 1)
     }
 
     assert len(set(orders.values())) == len(orders)
-    assert tuple(Order(geometry, None, 1, 1).samples(0, 1000)) == orders[1, 1]
+    assert tuple(samples_of(Order(geometry, None, 1, 1), 0, 1000)) == orders[1, 1]
 
 
 def test_batches_take_turns_among_lanes():
@@ -75,13 +78,13 @@ def test_batches_take_turns_among_lanes():
 def test_lanes_come_to_the_end_of_their_windows_at_different_times():
     order = Order(Geometry(12_000, 10, 4, 400, 10), None, 0, 0)
 
-    assert [order.window(lane, 0).num_samples for lane in range(4)] == [100, 200, 300, 400]
+    assert [order.extent(lane, 0) for lane in range(4)] == [(0, 100), (0, 200), (0, 300), (0, 400)]
 
 
 def test_the_order_is_near_that_of_a_full_shuffle():
     # GIVEN samples that are sorted by label, ten labels
     geometry = Geometry(200_000, 64, 12, 6_000, 30)
-    samples = Order(geometry, None, 0, 0).samples(0, 200_000)
+    samples = samples_of(Order(geometry, None, 0, 0), 0, 200_000)
     labels = samples // 20_000
     full = np.random.default_rng(0).permutation(200_000) // 20_000
 
@@ -102,7 +105,83 @@ def test_few_blocks_are_as_little_correlated_with_their_places_as_many():
     geometry = Geometry(30_000, 50, 1, 6_000, 100)
 
     def correlation(seed):
-        return abs(np.corrcoef(Order(geometry, None, seed, 0).samples(0, 30_000), np.arange(30_000))[0, 1])
+        return abs(np.corrcoef(samples_of(Order(geometry, None, seed, 0), 0, 30_000), np.arange(30_000))[0, 1])
 
     # By chance it would be 0.058 on average.
     assert max(correlation(seed) for seed in range(10)) < 0.03
+
+
+shares = st.builds(
+    lambda total, start, batch_size, ranks, drop: Share(min(start, total), total, batch_size, ranks, drop),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.integers(1, 20),
+    st.integers(1, 6),
+    st.booleans(),
+)
+
+
+@given(shares, st.integers(1, 5))
+def test_every_sample_that_is_left_is_given_once(share, num_workers):
+    given_out = [
+        (place, rank, worker)
+        for rank in range(share.num_ranks)
+        for worker in range(num_workers)
+        for start, stop in replace(share, rank=rank, worker=worker, num_workers=num_workers).batches()
+        for place in range(start, stop)
+    ]
+    places = sorted(place for place, _, _ in given_out)
+    end = share.num_samples
+    if share.drop_last:
+        per_round = share.batch_size * share.num_ranks
+        end = share.start + (end - share.start) // per_round * per_round
+    assert places == list(range(share.start, end))
+    # and by whom is known without asking
+    for rank in range(share.num_ranks):
+        for worker in range(num_workers):
+            mine = replace(share, rank=rank, worker=worker, num_workers=num_workers).gives(np.arange(share.num_samples))
+            expected = sorted(place for place, by, process in given_out if (by, process) == (rank, worker))
+            assert np.flatnonzero(mine).tolist() == expected
+
+
+@given(shares)
+def test_ranks_give_equally_many_batches(share):
+    counts = {replace(share, rank=rank).num_batches for rank in range(share.num_ranks)}
+    if share.batch_size > 1 and share.num_samples - share.start >= share.num_ranks:
+        assert len(counts) == 1
+    assert max(counts) - min(counts) <= 1
+
+
+@given(shares)
+def test_no_batch_is_larger_than_it_may_be(share):
+    for rank in range(share.num_ranks):
+        sizes = [stop - start for start, stop in replace(share, rank=rank).batches()]
+        assert all(0 < size <= share.batch_size for size in sizes)
+        assert len(sizes) == replace(share, rank=rank).num_batches
+
+
+@given(shares, st.integers(0, 40))
+def test_going_on_from_a_place_gives_the_rest(share, num_rounds):
+    place = share.place_after(num_rounds)
+    rest = Share(place, share.num_samples, share.batch_size, share.num_ranks, share.drop_last)
+    if place + share.batch_size * share.num_ranks <= share.num_samples:
+        whole = [list(replace(share, rank=rank).batches())[num_rounds] for rank in range(share.num_ranks)]
+        if all(stop - start == share.batch_size for start, stop in whole):
+            assert whole == [replace(rest, rank=rank).batch(0) for rank in range(share.num_ranks)]
+
+
+def test_a_rest_is_spread_over_the_ranks():
+    share = Share(0, 22, 5, 4)
+
+    assert [replace(share, rank=rank).batch(0) for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 11)]
+    assert [replace(share, rank=rank).batch(1) for rank in range(4)] == [(11, 14), (14, 17), (17, 20), (20, 22)]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_nothing_left(drop_last):
+    share = Share(10, 10, 4, 2, drop_last)
+
+    assert share.num_rounds == 0
+    assert list(share.batches()) == []
+    assert replace(share, rank=1).num_batches == 0
+    assert share.place_after(0) == 10

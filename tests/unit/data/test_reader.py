@@ -5,11 +5,10 @@ import pytest
 
 from memfit.core.errors import BadFile, BadInput
 from memfit.data.geometry import Geometry
-from memfit.data.order import Order
+from memfit.data.order import Order, Share
 from memfit.data.reader import Assembly, read_epoch
-from memfit.data.schedule import Schedule
 from memfit.data.transforms import Transforms
-from memfit.data.windows import Room, Share
+from memfit.data.windows import Room
 from tests.sources import ArraySource, NamedSamples
 
 
@@ -17,7 +16,7 @@ def read(source, *, batch_size=4, transform=None, batch_transform=None, epoch=0,
     geometry = Geometry(source.num_samples, batch_size, 1, source.num_samples, source.num_samples)
     dtypes = [field.dtype for field in source.fields]
     assembly = Assembly(source, dtypes, Transforms(transform, batch_transform), seed, np.dtype("float32"))
-    share = Share(Schedule(0, source.num_samples, batch_size))
+    share = Share(0, source.num_samples, batch_size)
     return read_epoch(assembly, Order(geometry, None, seed, epoch), share, Room(limit_bytes), epoch=epoch)
 
 

@@ -178,7 +178,7 @@ def test_micro_batches_that_are_asked_for_and_can_not_be_are_left_out(caplog):
 
 @pytest.mark.parametrize(
     ("blame", "said"),
-    [(Blame.PARTS, "odd Batches are run as a whole."), (Blame.MOVES, "odd It goes on without."), (None, "")],
+    [(Blame.PARTS, "Batches are run as a whole."), (Blame.MOVES, "The guard continues without it."), (None, "")],
 )
 def test_settings_that_an_error_is_about_are_left_out(blame, said, caplog):
     loop = Loop(room=2, fallbacks=Fallbacks(stronger=({"checkpoint": ("a",)},), whole_first=True))

@@ -10,7 +10,7 @@ from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.planner import advice as module
 from memfit.planner import advise
-from memfit.planner.move import Situation
+from memfit.planner.timelines import Situation
 from tests.unit.planner.builders import training
 
 OPTIONS = AllocatorOptions()

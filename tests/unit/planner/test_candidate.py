@@ -1,5 +1,8 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
 from memfit.core.settings import Settings
-from memfit.planner.candidate import Candidate, front_of, undominated
+from memfit.planner.candidate import Candidate, front_of, possible_parts, undominated
 
 
 def as_it_is(pair):
@@ -37,3 +40,17 @@ def test_the_front_of_candidates():
     points = [(10.0, 3.0), (20.0, 2.0), (15.0, 3.5), (30.0, 2.0), (40.0, 1.0)]
     kept = front_of([Candidate(Settings(), memory, seconds) for memory, seconds in points])
     assert [(one.computed_bytes, one.seconds) for one in kept] == [(40.0, 1.0), (20.0, 2.0), (10.0, 3.0)]
+
+
+@given(st.integers(1, 3000))
+def test_counts_begin_with_the_whole_batch_end_with_single_samples_and_have_parts_of_different_sizes(size):
+    counts = possible_parts(size)
+    parts = [-(-size // count) for count in counts]
+    assert counts[0] == 1 and counts[-1] == size
+    assert parts == sorted(set(parts), reverse=True)
+    # No count is larger than its largest part needs.
+    assert all(-(-size // part) == count for part, count in zip(parts, counts, strict=True))
+
+
+def test_a_batch_without_samples_has_one_part():
+    assert possible_parts(None) == (1,)

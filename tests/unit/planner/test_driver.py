@@ -3,7 +3,7 @@ import time
 import pytest
 
 from memfit.core.device import Device, Kind, Origin
-from memfit.core.errors import StepFailed
+from memfit.core.errors import BadInput, StepFailed
 from memfit.core.estimate import Estimate, HostMemory
 from memfit.core.plan import Plan, PlanNotFound, Refusal
 from memfit.core.replay import OutOfMemory, Replay
@@ -11,9 +11,9 @@ from memfit.core.settings import Keeps, Settings
 from memfit.core.step_facts import Part
 from memfit.core.timeline import Block, Category, Phase, Timeline
 from memfit.core.units import MIB
-from memfit.planner.driver import Planner, Question
+from memfit.planner.driver import Patience, Planner, Question
 from memfit.planner.moves import CHECKPOINT, MICRO_BATCH
-from memfit.planner.traced_search import Search, Speed, Variant
+from memfit.planner.traced_search import Speed, TracedSearch, Variant
 
 STATE = {str(Category.PARAMETER): 10 * MIB, str(Category.GRADIENT): 10 * MIB, str(Category.OPTIMIZER_STATE): 20 * MIB}
 PARTS = tuple(Part(f"block{number}", MIB, 1.0) for number in range(8))
@@ -66,7 +66,7 @@ def planned(
     )  # fmt: skip
 
     def search(before):
-        return Search(
+        return TracedSearch(
             (plain,), before.reserved_peak_bytes, 10, PARTS, speed=speed,
             may_split=MICRO_BATCH in allowed, may_recompute=CHECKPOINT in allowed,
         )  # fmt: skip
@@ -172,3 +172,17 @@ def test_the_cheapest_device_has_a_price():
     with pytest.raises(PlanNotFound, match=r"device such as \S+ \(.* USD an hour on AWS \(") as found:
         planned(35, kind=Kind.CUDA)
     assert found.value.device_name in str(found.value)
+
+
+def test_patience_ends():
+    assert Patience(0).is_over
+    assert Patience(0).left(20.0) == 0.0
+    assert 0 < Patience(3600).left(20.0) <= 20.0
+    assert not Patience().is_over
+    assert Patience().left(20.0) == 20.0
+
+
+@pytest.mark.parametrize("seconds", [-1, "5", True, float("nan")])
+def test_patience_is_a_number_of_seconds(seconds):
+    with pytest.raises(BadInput, match="seconds must be a number from 0 up, such as seconds=10, but"):
+        Patience(seconds)

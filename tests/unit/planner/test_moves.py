@@ -1,8 +1,9 @@
 import pytest
 
+from memfit.catalogue import find_device
 from memfit.core.errors import BadInput
 from memfit.core.settings import Keeps, OptimizerKernels, OptimizerState, Settings
-from memfit.planner.moves import DEFAULT_ALLOW, KEEPS, allowed_moves, label, named, used_moves
+from memfit.planner.moves import DEFAULT_ALLOW, KEEPS, allowed_moves, autocast_of, label, named, used_moves
 
 
 def test_the_default_lets_nothing_in_that_changes_training():
@@ -27,7 +28,7 @@ def test_what_is_no_move_is_refused_with_what_is():
     for word, meant in (("exat", "exact"), ("-checkpiont", "checkpoint"), ("8bit-optimizer", "8-bit-optimizer")):
         with pytest.raises(BadInput) as caught:
             allowed_moves([word])
-        assert str(caught.value) == f"{word!r} is nothing that can be allowed. Did you mean {meant!r}?"
+        assert str(caught.value) == f"{word!r} is not something that can be allowed. Did you mean {meant!r}?"
 
 
 EVERYTHING = Settings(
@@ -91,3 +92,8 @@ def test_dropout_under_micro_batches_is_told():
     assert "dropout" in move.caveat
     (move,) = used_moves(Settings(micro_batches=2), batch_size=8)
     assert not move.caveat
+
+
+@pytest.mark.parametrize(("name", "width"), [("t4", "amp-fp16"), ("a100-40gb", "amp-bf16"), ("24GiB", "amp-bf16")])
+def test_autocast_by_device(name, width):
+    assert autocast_of(find_device(name)) == width

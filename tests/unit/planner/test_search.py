@@ -2,7 +2,7 @@ import pytest
 
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.planner.memory import StepMemory
-from memfit.planner.search import Search, Space, Variant, merged, optimizer_ways, possible_parts
+from memfit.planner.search import ProfiledSearch, Space, Variant, merged, optimizer_ways, possible_parts
 from tests.unit.planner.profiles import Chain, speed_of
 
 
@@ -26,19 +26,19 @@ def test_parts_differ_in_the_size_of_the_largest():
 
 
 def test_with_room_nothing_changes(space):
-    found = Search(space).best(1e12)
+    found = ProfiledSearch(space).best(1e12)
     assert found.settings == Settings()
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4, 0.25])
 def test_what_is_found_stays_within_the_limit(space, share):
     limit = share * space.variants[0].memory.peak(Settings(), 8)
-    found = Search(space).best(limit)
+    found = ProfiledSearch(space).best(limit)
     assert found.computed_bytes <= limit
 
 
 def test_less_memory_never_takes_less_time(space):
-    search = Search(space)
+    search = ProfiledSearch(space)
     plain = space.variants[0].memory.peak(Settings(), 8)
     times = [search.best(share * plain).seconds for share in (1.0, 0.8, 0.6, 0.4, 0.3)]
     assert times == sorted(times)
@@ -48,7 +48,7 @@ def test_the_best_is_no_slower_than_any_single_move(space):
     # GIVEN a limit that micro-batches alone and recomputation alone can meet
     variant = space.variants[0]
     limit = 0.5 * variant.memory.peak(Settings(), 8)
-    best = Search(space).best(limit)
+    best = ProfiledSearch(space).best(limit)
     alone = [
         variant.speed.step(Settings(micro_batches=parts), 8)
         for parts in space.parts
@@ -58,26 +58,28 @@ def test_the_best_is_no_slower_than_any_single_move(space):
 
 
 def test_nothing_fits_below_the_smallest(space):
-    search = Search(space)
+    search = ProfiledSearch(space)
     smallest = search.smallest()[0]
     assert search.best(0.9 * smallest.computed_bytes) is None
     assert search.best(1.02 * smallest.computed_bytes) is not None
 
 
 def test_the_front_falls_in_memory_and_rises_in_time(space):
-    front = Search(space).front()
+    front = ProfiledSearch(space).front()
     assert len(front) >= 3
     assert [one.computed_bytes for one in front] == sorted((one.computed_bytes for one in front), reverse=True)
     assert [one.seconds for one in front] == sorted(one.seconds for one in front)
 
 
 def test_the_same_space_gives_the_same_front(space):
-    assert [one.settings for one in Search(space).front()] == [one.settings for one in Search(space).front()]
+    assert [one.settings for one in ProfiledSearch(space).front()] == [
+        one.settings for one in ProfiledSearch(space).front()
+    ]
 
 
 def test_a_step_in_backward_excludes_micro_batches():
     space = Space((variant_of(Chain([3] * 4)),), (Settings(step_in_backward=True),), (1, 2, 4), 8)
-    for one in Search(space).front():
+    for one in ProfiledSearch(space).front():
         assert one.settings.micro_batches == 1
 
 
@@ -85,7 +87,7 @@ def test_a_variant_with_less_memory_is_taken_when_needed():
     plain, narrow = variant_of(Chain([4] * 4)), variant_of(Chain([2] * 4), Settings(precision="amp-bf16"))
     space = Space((plain, narrow), (Settings(),), (1,), 8, recompute=False)
     limit = 0.7 * plain.memory.peak(Settings(), 8)
-    assert Search(space).best(limit).settings.precision == "amp-bf16"
+    assert ProfiledSearch(space).best(limit).settings.precision == "amp-bf16"
 
 
 def test_merging_keeps_what_differs():
@@ -110,7 +112,7 @@ def test_choices_of_the_optimizer_follow_what_it_can_do():
 
 def test_what_the_allocator_takes_beyond_is_learned_by_combination(space):
     # GIVEN a limit that the plain step would just meet
-    search = Search(space)
+    search = ProfiledSearch(space)
     plain = space.variants[0].memory.peak(Settings(), 8)
     assert search.best(plain).settings == Settings()
 
@@ -124,14 +126,14 @@ def test_what_the_allocator_takes_beyond_is_learned_by_combination(space):
 
 
 def test_what_is_expected_holds_for_all(space):
-    search = Search(space)
+    search = ProfiledSearch(space)
     plain = space.variants[0].memory.peak(Settings(), 8)
     search.expect(0.5 * plain)
     assert search.best(plain).computed_bytes <= 0.5 * plain
 
 
 def test_what_cannot_be_run_is_left_out(space):
-    search = Search(space)
+    search = ProfiledSearch(space)
     limit = 0.5 * space.variants[0].memory.peak(Settings(), 8)
     seen = []
     for _ in range(6):
@@ -150,6 +152,6 @@ def test_what_changes_training_comes_last():
     lighter = variant_of(Chain([1] * 4, flops=[10**5] * 4), Settings(lora_rank=8))
     space = Space((plain, lighter), (Settings(),), (1,), 8)
     peak = plain.memory.peak(Settings(), 8)
-    assert not Search(space).best(0.8 * peak).settings.lora_rank
-    smallest = Search(Space((plain,), (Settings(),), (1,), 8)).smallest()[0].computed_bytes
-    assert Search(space).best(0.9 * smallest).settings.lora_rank
+    assert not ProfiledSearch(space).best(0.8 * peak).settings.lora_rank
+    smallest = ProfiledSearch(Space((plain,), (Settings(),), (1,), 8)).smallest()[0].computed_bytes
+    assert ProfiledSearch(space).best(0.9 * smallest).settings.lora_rank

@@ -1,3 +1,4 @@
+import json
 import os
 import sys
 
@@ -6,7 +7,7 @@ import pytest
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.units import GIB, MIB
 from memfit.processes import entry_point as target
-from memfit.processes.entry_point import check_module, check_script, find_target
+from memfit.processes.entry_point import find_target, keras_backend
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["train.py", "./train.py", "train", "mistake.py", "latin.py"])
 def test_scripts_pass(folder, name):
-    check_script(name)
+    find_target(name, module=False)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_scripts_pass(folder, name):
 )
 def test_other_paths_are_refused(folder, name, message):
     with pytest.raises(BadTarget) as refused:
-        check_script(name)
+        find_target(name, module=False)
 
     assert str(refused.value) == message.format(folder=str(folder))
 
@@ -52,12 +53,12 @@ def test_a_script_that_cannot_be_read_is_refused(folder):
     (folder / "train.py").chmod(0)
 
     with pytest.raises(BadTarget, match=r"'train.py' can't be read: Permission denied. Give a file that can."):
-        check_script("train.py")
+        find_target("train.py", module=False)
 
 
 @pytest.mark.parametrize("name", ["train", "package.train", "package.inner", "timeit", "pytest"])
 def test_modules_pass_and_are_not_imported(folder, name):
-    check_module(name)
+    find_target(name, module=True)
 
     assert "package" not in sys.modules
 
@@ -65,7 +66,7 @@ def test_modules_pass_and_are_not_imported(folder, name):
 @pytest.mark.parametrize("name", ["gone", "package.gone", "package.train.gone", "train.gone", "", ".train", "a..b"])
 def test_other_names_are_refused(folder, name):
     with pytest.raises(BadTarget) as refused:
-        check_module(name)
+        find_target(name, module=True)
 
     assert str(refused.value) == (
         f"there is no module {name!r} in {str(folder)!r} or among the installed ones. "
@@ -75,7 +76,7 @@ def test_other_names_are_refused(folder, name):
 
 def test_a_package_needs_something_to_run(folder):
     with pytest.raises(BadTarget, match=r"'package' is a package without a __main__ module. Name the module in it"):
-        check_module("package")
+        find_target("package", module=True)
 
 
 def test_a_loaded_module_without_a_spec_is_no_problem(folder, monkeypatch):
@@ -83,7 +84,7 @@ def test_a_loaded_module_without_a_spec_is_no_problem(folder, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "made_up", types.ModuleType("made_up"))
     with pytest.raises(BadTarget, match="there is no module 'made_up'"):
-        check_module("made_up")
+        find_target("made_up", module=True)
 
 
 def test_a_budget_that_python_itself_exceeds(monkeypatch):
@@ -130,3 +131,74 @@ def test_a_bare_name_may_be_that_of_an_installed_program(folder, monkeypatch):
 def test_a_target_that_is_not_there(folder, module):
     with pytest.raises(BadTarget, match="there is no"):
         find_target("made_up", module=module)
+
+
+# Scripts of Keras
+
+
+@pytest.fixture
+def backend(tmp_path, monkeypatch):
+    """The backend told of a script with this text."""
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "home"))
+
+    def told(text):
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        return keras_backend(str(path))
+
+    return told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import keras",
+        "from keras import layers",
+        "import numpy\nimport tensorflow as tf",
+        "def main():\n    from tensorflow import keras",
+        "import keras.layers",
+        "import jax, numpy as np, keras, optax",
+    ],
+)
+def test_scripts_of_keras_are_known_by_what_they_import(backend, text):
+    assert backend(text) == "tensorflow"
+
+
+@pytest.mark.parametrize("text", ["import torch", "# import keras", "import keras_hub_of_mine", "x = 'import'", "("])
+def test_other_scripts_are_not(backend, text):
+    assert backend(text) == ""
+
+
+def test_a_script_may_choose_its_backend(backend, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+
+    assert backend("import os\nos.environ['KERAS_BACKEND'] = 'jax'\nimport keras") == "jax"
+    assert backend('import os\nos.environ.setdefault("KERAS_BACKEND", "torch")\nimport keras') == "torch"
+
+
+def test_the_environment_goes_before_the_file_of_keras(backend, tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "keras.json").write_text(json.dumps({"backend": "jax"}))
+    assert backend("import keras") == "jax"
+
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    assert backend("import keras") == "torch"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"backend": 1}'])
+def test_a_file_of_keras_that_says_nothing_is_passed_over(backend, tmp_path, text):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "keras.json").write_text(text)
+
+    assert backend("import keras") == "tensorflow"
+
+
+def test_modules_are_read_too(tmp_path, monkeypatch):
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "trains_with_keras.py").write_text("import keras")
+
+    assert keras_backend("trains_with_keras", module=True) == "tensorflow"
+    assert keras_backend("no_such_module_here", module=True) == ""

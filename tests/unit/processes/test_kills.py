@@ -5,8 +5,7 @@ import pytest
 
 from memfit.core.supervised import Cause, ProcessMemory
 from memfit.core.units import GIB, MIB
-from memfit.processes.kernel_log import LoggedKill
-from memfit.processes.kills import Evidence, explain
+from memfit.processes.kills import Evidence, KernelLog, explain, logged_kill
 from memfit.processes.limits import Ceiling
 from memfit.processes.watch import Seen
 
@@ -56,7 +55,7 @@ def test_a_guard_that_has_nothing_left():
     assert explain(evidence(3, cannot_fit="one sample needs 9 GiB")).cause is Cause.EXCEPTION
 
 
-@pytest.mark.parametrize("known", [{"kills_around": 1}, {"logged": [LoggedKill(70, "python", 950 * MIB)]}], ids=str)
+@pytest.mark.parametrize("known", [{"kills_around": 1}, {"logged": [ProcessMemory(70, "python", 950 * MIB)]}], ids=str)
 def test_a_kill_by_the_kernel(known):
     ending = explain(evidence(-signal.SIGKILL, **known))
 
@@ -66,7 +65,7 @@ def test_a_kill_by_the_kernel(known):
 
 
 def test_a_kill_by_somebody_else():
-    ending = explain(evidence(-signal.SIGKILL, kills=0, kills_around=0, logged=[LoggedKill(5, "other", 1)]))
+    ending = explain(evidence(-signal.SIGKILL, kills=0, kills_around=0, logged=[ProcessMemory(5, "other", 1)]))
 
     assert ending.cause is Cause.SIGNALLED
     assert "not for its memory" in ending.text
@@ -80,7 +79,7 @@ def test_where_the_kernel_tells_nothing_what_was_left_decides(free_bytes, cause)
 
 
 def test_numbers_of_processes_may_differ_between_container_and_machine():
-    kill = LoggedKill(31337, "python", 800 * MIB)
+    kill = ProcessMemory(31337, "python", 800 * MIB)
 
     ending = explain(evidence(-signal.SIGKILL, kills=1, kills_around=1, logged=[kill]))
 
@@ -141,7 +140,7 @@ def test_a_crash_in_a_step_of_tensorflow_is_taken_for_memory_far_from_the_limit_
     ending = explain(evidence(-number, seen=far, guarded_by="TensorFlow"))
 
     assert ending.cause is Cause.CRASHED
-    assert "in a step of TensorFlow, whose kernels do so that get no memory" in ending.text
+    assert "in a step of TensorFlow, whose kernels crash when an allocation fails" in ending.text
 
 
 @pytest.mark.parametrize(
@@ -201,4 +200,49 @@ def test_a_script_that_was_stopped_by_us():
     ending = explain(evidence(-signal.SIGKILL, seen=replace(SEEN, exceeded=SCRIPT), kills=0, kills_around=0))
 
     assert (ending.cause, ending.signal, ending.process) == (Cause.KILLED, "SIGKILL", SCRIPT)
-    assert ending.text.startswith("memfit stopped it, because it used more than it may; it held 900.0 MiB")
+    assert ending.text.startswith("memfit stopped it because it exceeded its budget; it held 900.0 MiB")
+
+
+# The kernel's log
+
+GROUP = (
+    "3,1,2,-;Memory cgroup out of memory: Killed process 27367 (my (odd) name) total-vm:615924kB, anon-rss:14772kB, "
+    "file-rss:4688kB, shmem-rss:374144kB, UID:0 pgtables:836kB oom_score_adj:0"
+)
+
+
+def test_a_kill_in_a_container():
+    assert logged_kill(GROUP) == ProcessMemory(27367, "my (odd) name", (14772 + 374144) * 1024)
+
+
+def test_a_kill_of_the_whole_machine():
+    line = "Out of memory: Killed process 9 (python3) total-vm:1kB, anon-rss:2kB, file-rss:0kB"
+
+    assert logged_kill(line) == ProcessMemory(9, "python3", 2048)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "python[1]: segfault at 0", "oom-kill:constraint=CONSTRAINT_MEMCG,task=python,pid=3,uid=0"]
+)
+def test_other_lines_tell_nothing(line):
+    assert logged_kill(line) is None
+
+
+def test_only_what_is_new_is_read(tmp_path):
+    path = tmp_path / "log"
+    path.write_text(GROUP.replace("27367", "1") + "\n")
+    log = KernelLog(path)
+    assert log.kills() == []
+
+    with path.open("a") as file:
+        file.write(f"something else\n{GROUP}\n")
+
+    assert [kill.pid for kill in log.kills()] == [27367]
+    assert log.kills() == []
+    log.close()
+    log.close()
+    assert log.kills() is None
+
+
+def test_without_a_log_nothing_is_known(tmp_path):
+    assert KernelLog(tmp_path / "missing").kills() is None

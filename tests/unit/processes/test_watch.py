@@ -150,13 +150,3 @@ def test_many_samples_are_thinned_and_no_peak_is_lost():
     # The peak is still about where it was.
     at = next(index for index, sample in enumerate(found) if sample.script_bytes == 999_999)
     assert found[at].seconds <= 7777
-
-
-def test_attempts_are_not_merged_with_each_other():
-    history = History(max_samples=4)
-    for index in range(7):
-        history.add(Sample(index, 5))
-    history.end_stretch()
-    history.add(Sample(100, 1))
-
-    assert history.samples[-1] == Sample(100, 1)

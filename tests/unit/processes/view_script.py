@@ -102,7 +102,7 @@ def hear(address: str) -> None:
 def rename_folder(name: str) -> None:
     try:
         os.rename(name, "renamed")
-    except OSError:  # by root alone; `file_functions` copies
+    except OSError:  # by root alone; `redirected_files` copies
         shutil.move(name, "renamed")
 
 

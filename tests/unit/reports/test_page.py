@@ -12,15 +12,7 @@ from memfit.core.settings import Keeps, Settings
 from memfit.core.timeline import Category, Phase
 from memfit.core.units import MIB
 from memfit.reports import page
-from memfit.reports.page import (
-    embed_json,
-    render_page,
-    render_plan_page,
-    render_run_page,
-    write_page,
-    write_plan_page,
-    write_run_page,
-)
+from memfit.reports.page import embed_json, render_page, write_page
 from tests.unit.reports.builders import RTX_3090, Recorder, make_estimate, make_large_estimate, make_timeline
 from tests.unit.reports.plan_builders import MOVES, make_easy_plan, make_plan, make_small_plan
 from tests.unit.reports.run_builders import make_dead_run, make_failure, make_run, make_scan
@@ -44,7 +36,7 @@ def test_page_holds_the_figures():
     assert data["peakTick"] == estimate.peak_tick
 
 
-@pytest.mark.parametrize("render", [lambda: render_page(make_estimate()), lambda: render_plan_page(make_plan())])
+@pytest.mark.parametrize("render", [lambda: render_page(make_estimate()), lambda: render_page(make_plan())])
 def test_page_needs_no_network(render):
     text = render()
 
@@ -167,7 +159,7 @@ def test_missing_folder_is_reported(tmp_path):
 
 def test_page_of_a_run_tells_what_happened():
     run = make_dead_run()
-    text = render_run_page(run)
+    text = render_page(run)
 
     data = data_of(text)
     assert data["run"]["failure"]["source"] == "train.py:88"
@@ -188,25 +180,25 @@ def test_what_a_script_says_cannot_leave_its_place():
         scan=make_scan(problem=EVIL, failure=failure),
     )
 
-    text = render_run_page(run)
+    text = render_page(run)
 
-    harmless = render_run_page(make_dead_run())
+    harmless = render_page(make_dead_run())
     for tag in ("<script", "</script", "<img", "<!--", "\u2028"):
         assert text.count(tag) == harmless.count(tag)
     assert data_of(text)["run"]["failure"]["message"] == SHOWN
 
 
 def test_page_of_a_run_is_written_whole(tmp_path):
-    path = write_run_page(make_run(), tmp_path / "run.html")
+    path = write_page(make_run(), tmp_path / "run.html")
 
-    assert path.read_text(encoding="utf-8") == render_run_page(make_run())
+    assert path.read_text(encoding="utf-8") == render_page(make_run())
     with pytest.raises(OSError, match="it is not a file"):
-        write_run_page(make_run(), tmp_path)
+        write_page(make_run(), tmp_path)
 
 
 @pytest.mark.parametrize("plan", [make_plan(), make_easy_plan(), make_small_plan()])
 def test_page_of_a_plan_holds_it(plan):
-    text = render_plan_page(plan)
+    text = render_page(plan)
 
     data = data_of(text)
     assert not re.search(r"\{\{\w+\}\}", text)
@@ -228,16 +220,16 @@ def test_what_a_plan_says_cannot_leave_its_place():
         notes=(Note(EVIL, EVIL, EVIL),),
     )
 
-    text = render_plan_page(plan)
+    text = render_page(plan)
 
-    harmless = render_plan_page(make_plan())
+    harmless = render_page(make_plan())
     for tag in ("<script", "</script", "<img", "<!--", "\u2028"):
         assert text.count(tag) == harmless.count(tag)
     assert data_of(text)["refused"] == [[SHOWN, SHOWN]]
 
 
 def test_page_of_a_plan_is_written_whole(tmp_path):
-    path = write_plan_page(make_plan(), tmp_path / "plan.html")
+    path = write_page(make_plan(), tmp_path / "plan.html")
 
-    assert path.read_text(encoding="utf-8") == render_plan_page(make_plan())
+    assert path.read_text(encoding="utf-8") == render_page(make_plan())
     assert os.listdir(tmp_path) == ["plan.html"]

@@ -36,16 +36,6 @@ def test_texts_are_folded_first():
     ]
 
 
-def test_then_they_go_below_the_figures():
-    assert drawn(FittingTable(COLUMNS, ROWS), 40) == [
-        "name         memory       speed",
-        "a100-40gb  39.5 GiB  1.41 TiB/s",
-        "  NVIDIA A100 40GB with a long title",
-        "t4         14.6 GiB           -",
-        "  NVIDIA",
-    ]
-
-
 def test_at_last_every_row_has_lines_of_its_own():
     assert drawn(FittingTable(COLUMNS, ROWS[1:]), 20) == [
         "t4",

@@ -137,7 +137,7 @@ def test_devices_show_origin_and_unknown():
 
     assert rows["rtx-3090"][1:6] == ["24.0 GiB", "23.7 GiB", "~300.0 MiB", "8.6", "871.7 GiB/s"]
     assert rows["mystery"][1:] == ["unknown"] * 5
-    assert "~ assumed; what is usable and the context of others was measured" in text
+    assert "~ assumed; other usable and context sizes were measured" in text
     alone = lines_of(draw(render_devices([RTX_3090]), width=200))
     assert alone["rtx-3090"][2:4] == ["23.7 GiB (measured)", "300.0 MiB (assumed)"]
 

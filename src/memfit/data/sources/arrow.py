@@ -21,8 +21,7 @@ from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_inst
 from memfit.core.units import MIB
 from memfit.data.files import ByteFile, open_file, read_bytes
 from memfit.data.source import Array, Layout, PerThread
-from memfit.data.sources.arrow_columns import TableSource, describe_type, find_classes, reason_of
-from memfit.data.sources.table_fields import Column, Part, choose_fields
+from memfit.data.sources.tables import Column, Part, TableSource, choose_fields, describe_type, find_classes, reason_of
 
 _MAGIC = b"ARROW1"
 _CONTINUES = 0xFFFFFFFF
@@ -151,7 +150,7 @@ class ArrowSource(TableSource):
             first = int(self._edges[number])
             try:
                 batch = batches.get(number).slice(row - first, end - row)
-                self._reader.put(batch, row, [array[row - start : end - start] for array in out])
+                self._put(batch, row, [array[row - start : end - start] for array in out])
             except (OSError, pa.ArrowException) as error:
                 raise BadFile(
                     f"the batch of {self.name!r} that begins with row {first}, at offset "

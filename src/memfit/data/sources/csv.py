@@ -33,7 +33,7 @@ from memfit.data.sources.arrow import ArrowSource, open_arrow
 from memfit.data.sources.csv_dialect import MISSING, Dialect, find_dialect
 from memfit.data.sources.joined import Passing
 from memfit.data.sources.spool import DESCRIPTION, announce, make_once
-from memfit.data.sources.table_fields import MOST_CLASSES, Column, Part, choose_fields, fill, sort_classes
+from memfit.data.sources.tables import MOST_CLASSES, Column, Part, choose_fields, fill, sort_classes
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _HEAD_BYTES = 64 * KIB

@@ -18,7 +18,7 @@ from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.core.units import MIB, format_size
 from memfit.data.source import Field
 from memfit.data.sources.converted import as_classes, can_have_classes
-from memfit.data.sources.table_fields import describe_unknown
+from memfit.data.sources.tables import describe_unknown
 from memfit.data.writing import IS_LABEL
 
 FEATURE_NAMES = ("x", "image", "images", "data", "feature", "features", "input", "inputs")
@@ -145,7 +145,7 @@ def choose(
         if len(found) == 1:
             return list(found), []
     raise BadInput(
-        f"which datasets of {name!r} are to be streamed isn't obvious. Name them: columns= for features, labels= for "
+        f"which datasets of {name!r} to stream is ambiguous. Name them: columns= for features, labels= for "
         f"labels. It has:\n{_listing(found)}"
     )
 

@@ -53,7 +53,7 @@ class NpyArray:
             present = max(0, length - header_bytes)
             where = "" if self.is_scattered else f", so it ends in sample {present // self.sample_bytes}"
             raise BadFile(
-                f"{self.name} is cut short: its header tells of {self.shape[0]} samples of {self.dtype} "
+                f"{self.name} is cut short: its header declares {self.shape[0]} samples of {self.dtype} "
                 f"{self.shape[1:]}, {needed} bytes in all, and {length} bytes are there{where}. Copy or save it again."
             )
 
@@ -186,7 +186,7 @@ def fields_of(
         if columns is not None or labels is not None:
             asked = [*(columns or ()), *([labels] if labels is not None else [])]
             raise BadInput(
-                f"{array.name} has no columns, and {', '.join(map(repr, asked))} was asked for. Leave `columns` away; "
+                f"{array.name} has no columns, and {', '.join(map(repr, asked))} was asked for. Leave `columns` out; "
                 "as `labels` give the path of a file with as many labels."
             )
         return (Field(name, array.dtype.newbyteorder("="), array.shape[1:], is_label),)
@@ -253,7 +253,7 @@ def _read_header(
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BadFile(f"the header of {name} can't be understood: {reason}. Copy or save it again.") from error
     if any(length < 0 for length in shape):
-        raise BadFile(f"the header of {name} is damaged: it tells of the shape {shape}. Copy or save it again.")
+        raise BadFile(f"the header of {name} is damaged: it declares the shape {shape}. Copy or save it again.")
     if version == (3, 0) and dtype.names:
         # It differs from 2.0, as which it was parsed, in the encoding of the fields' names alone.
         names = [name.encode("latin1", "replace").decode("utf-8", "replace") for name in dtype.names]

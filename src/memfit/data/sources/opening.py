@@ -372,7 +372,7 @@ def _are_paths(labels: Any) -> bool:
 def _refuse_choice(name: str, columns: list[str] | None, labels: Any) -> None:
     for given, value in (("columns", columns), ("labels", labels)):
         if value is not None:
-            raise BadInput(f"{given}={value!r} was given, and {name!r} has no columns to choose from; leave it away")
+            raise BadInput(f"{given}={value!r} was given, and {name!r} has no columns to choose from; leave it out")
 
 
 def _check_samples(source: Source) -> None:

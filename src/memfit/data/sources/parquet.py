@@ -19,8 +19,17 @@ from memfit.core.errors import BadFile, MissingDependency, how_to_install
 from memfit.core.units import KIB, MIB
 from memfit.data.files import ByteFile, LocalFile, absolute, is_remote, open_file, read_bytes
 from memfit.data.source import Array, Field, Layout, PerThread
-from memfit.data.sources.arrow_columns import TableSource, describe_type, find_classes, is_list, is_text, reason_of
-from memfit.data.sources.table_fields import Column, Part, choose_fields
+from memfit.data.sources.tables import (
+    Column,
+    Part,
+    TableSource,
+    choose_fields,
+    describe_type,
+    find_classes,
+    is_list,
+    is_text,
+    reason_of,
+)
 
 if TYPE_CHECKING:
     from memfit.data.sources.arrow import ArrowSource
@@ -210,7 +219,7 @@ class ParquetSource(TableSource):
             taken = min(cursor.batch.num_rows - skipped, count - done)
             if taken:
                 into = [array[done : done + taken] for array in out]
-                self._reader.put(cursor.batch.slice(skipped, taken), wanted, into)
+                self._put(cursor.batch.slice(skipped, taken), wanted, into)
             cursor.batch = cursor.batch.slice(skipped + taken)
             cursor.row += skipped + taken
             done += taken

@@ -21,7 +21,7 @@ open_job = jobs.open_job
 _NARROW = "amp-bf16"
 _CALL_SECONDS = 2e-4
 _UNMARKED = (
-    "no block of the loss is marked: wrap what should be computed again in memfit.jax.block, as in "
+    "no block of the loss is marked: wrap what may be recomputed in memfit.jax.block, as in "
     "x = memfit.jax.block(layer)(weights, x)"
 )
 

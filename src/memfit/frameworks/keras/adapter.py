@@ -40,12 +40,12 @@ def planning(tracer: OpenModel, target: Device) -> StepFacts:
     from memfit.frameworks.keras.trace import planning as questions
 
     model, batch = tracer.model, tracer.batch
-    with doing("looking at whether the batch can be split"):
+    with doing("checking whether the batch can be split"):
         splitting = questions.splitting(model, batch)
     not_split = splitting.refused
     if not not_split and tracer.batch_size is None:
         not_split = "the arrays of the batch have no common first dimension"
-    with doing("looking at what can be computed again"):
+    with doing("finding what can be recomputed"):
         units, not_recomputed = questions.recomputable(model, batch)
     return StepFacts(
         framework=f"keras:{tracer.backend}",

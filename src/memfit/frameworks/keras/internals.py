@@ -19,6 +19,8 @@ _get_global = NAMES.find("keras.src.backend.common.global_state:get_global_attri
 _set_global = NAMES.find("keras.src.backend.common.global_state:set_global_attribute")
 Tracker = NAMES.find("keras.src.utils.tracking:Tracker")
 """What an object of Keras has been given."""
+Variable = NAMES.find("keras.src.backend:Variable")
+"""The class of all variables; `keras.Variable` is a subclass of it before 3.6."""
 
 _CALL, _AUTOCAST = "current_call_ctx", "autocast_scope"
 
@@ -88,9 +90,6 @@ def forget_new_variables() -> None:
     waiting = _get_global("uninitialized_variables")
     if waiting is not None:
         waiting.clear()
-
-
-# Layers and models.
 
 
 def layers_of(model: Any) -> list[Any]:
@@ -180,7 +179,7 @@ def is_tensor(value: Any) -> bool:
     return bool(keras.ops.is_tensor(value))
 
 
-def is_nnx_enabled() -> bool:
+def uses_nnx() -> bool:
     """Whether layers of Keras are modules of flax; versions before 3.11 have no such thing."""
     return bool(getattr(keras.src.backend.config, "is_nnx_enabled", lambda: False)())
 

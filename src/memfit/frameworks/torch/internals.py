@@ -1,12 +1,11 @@
 """Every private name of PyTorch that memfit uses, with the releases it was seen in.
 
 `internals.storage_use_count` is looked up when it is first used, so a release that lacks a name breaks only what needs
-it, and with one clear message. To add a name, add a line to `_NAMES`; for a private attribute of an object, use
-`attribute`. Classes that are inherited from are imported by their names, so that they keep their types.
+it, and with one clear message. To add a name, add a line to `_PATHS`; for a private attribute of an object, use
+`NAMES.of`. Classes that are inherited from are imported by their names, so that they keep their types.
 """
 
 import contextlib
-import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 
 from memfit.core.errors import MissingDependency
+from memfit.core.private_names import PrivateNames
 
-SEEN = "2.6-2.13"
-"""Releases in which a name was seen, where its line says nothing else."""
+NAMES = PrivateNames("torch", "2.6 to 2.13")
 
 try:
     from torch.nn.modules.batchnorm import _NormBase
@@ -24,17 +23,14 @@ try:
     from torch.nn.modules.instancenorm import _InstanceNorm
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 except ImportError as error:  # pragma: no cover - another version of PyTorch
-    raise MissingDependency(
-        f"memfit needs a private part of PyTorch that torch {torch.__version__} doesn't have: {error}. Install one of "
-        f"torch {SEEN}, or a later memfit."
-    ) from error
+    raise NAMES.gone(str(error)) from error
 
 Dropout = _DropoutNd
 InstanceNorm = _InstanceNorm
 NormBase = _NormBase
 
-# Name here: path in PyTorch, or (path, releases it was seen in). In alphabetical order, one line each.
-_NAMES: dict[str, str | tuple[str, str]] = {
+# Name here: path in PyTorch. In alphabetical order, one line each.
+_PATHS = {
     "all_operator_names": "torch._C._dispatch_get_all_op_names",
     "allowed_globals": "torch._weights_only_unpickler._get_allowed_globals",
     "below_autograd": "torch._C._AutoDispatchBelowAutograd",
@@ -49,10 +45,13 @@ _NAMES: dict[str, str | tuple[str, str]] = {
     "DispatchKey": "torch._C.DispatchKey",
     "DispatchKeySet": "torch._C.DispatchKeySet",
     "enable_torch_function": "torch._C._EnableTorchFunction",
+    "engine_run_backward": "torch.autograd.graph._engine_run_backward",
     "exclude_dispatch_keys": "torch._C._ExcludeDispatchKeyGuard",
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "file_writer": "torch._C.PyTorchFileWriter",
     "function_mode_stack": "torch.overrides._get_current_function_mode_stack",
+    "group_tensors": "torch._C._group_tensors_by_device_and_dtype",
+    "has_compatible_type": "torch._has_compatible_shallow_copy_type",
     "has_kernel": "torch._C._dispatch_has_kernel_for_dispatch_key",
     "include_dispatch_key": "torch._C._IncludeDispatchKeyGuard",
     "is_dispatch_key_excluded": "torch._C._dispatch_tls_is_dispatch_key_excluded",
@@ -93,42 +92,9 @@ _NAMES: dict[str, str | tuple[str, str]] = {
 }
 
 
-def private(path: str, seen: str = SEEN) -> Any:
-    """What PyTorch has at a private dotted path such as "torch._C._storage_Use_Count".
-
-    Args:
-        path: begins with "torch.".
-        seen: releases in which it was seen.
-
-    Raises:
-        MissingDependency: this release doesn't have it; names the release and the path.
-    """
-    try:
-        return pkgutil.resolve_name(path)
-    except (ImportError, AttributeError):
-        raise _missing(path, seen) from None
-
-
-def attribute(owner: Any, name: str, seen: str = SEEN) -> Any:
-    """A private attribute of an object of PyTorch.
-
-    Args:
-        owner: such as an optimizer.
-        name: of the attribute.
-        seen: releases in which it was seen.
-
-    Raises:
-        MissingDependency: this release doesn't have it; names the release and the attribute.
-    """
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        raise _missing(f"{type(owner).__module__}.{type(owner).__qualname__}.{name}", seen) from None
-
-
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The buffers of a module itself, which can be put in by name, whatever the module does on assignment."""
-    buffers: dict[str, torch.Tensor | None] = attribute(module, "_buffers")
+    buffers: dict[str, torch.Tensor | None] = NAMES.of(module, "_buffers")
     return buffers
 
 
@@ -140,11 +106,10 @@ def place(name: str) -> tuple[Any, str]:
     Raises:
         MissingDependency: this release doesn't have it.
     """
-    known = _NAMES[name]
-    path, seen = (known, SEEN) if isinstance(known, str) else known
-    private(path, seen)
-    owner, _, attribute_name = path.rpartition(".")
-    return private(owner, seen), attribute_name
+    owner, _, attribute = _PATHS[name].rpartition(".")
+    found = NAMES.find(owner)
+    NAMES.of(found, attribute)
+    return found, attribute
 
 
 def empty_host_cache() -> None:
@@ -159,12 +124,12 @@ def empty_host_cache() -> None:
 
 def is_joined(model: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Whether the model is within its `join` context."""
-    return bool(attribute(model, "_join_config").enable)
+    return bool(NAMES.of(model, "_join_config").enable)
 
 
 def num_collectives(group: Any) -> int:
     """How many collective operations a group of processes has begun."""
-    return int(attribute(group, "_get_sequence_number_for_group")())
+    return int(NAMES.of(group, "_get_sequence_number_for_group")())
 
 
 def reaches_host(group: Any) -> bool:
@@ -176,12 +141,12 @@ def share_buffers(model: torch.nn.parallel.DistributedDataParallel) -> None:
     """Broadcasts the buffers, as a forward pass of the model would, and whatever else is due before one."""
     if torch.is_grad_enabled():
         # Due where passes have run before the guard was made; it communicates, so it may not wait for a pass.
-        attribute(model.reducer, "_rebuild_buckets")()
+        NAMES.of(model.reducer, "_rebuild_buckets")()
     # The older name is that of releases before 2.13.
     broadcasts = getattr(model, "forward_sync_buffers", None)
     broadcasts = getattr(model, "broadcast_buffers", True) if broadcasts is None else broadcasts
     if broadcasts and any(True for _ in model.module.buffers()):
-        attribute(model, "_sync_buffers")()
+        NAMES.of(model, "_sync_buffers")()
 
 
 @contextmanager
@@ -212,7 +177,7 @@ def forget_workers(batches: Any) -> None:
     """
     with contextlib.suppress(AttributeError, TypeError, ValueError, MissingDependency):
         if batches._worker_pids_set:
-            private("torch._C._remove_worker_pids")(id(batches))
+            NAMES.find("torch._C._remove_worker_pids")(id(batches))
             batches._worker_pids_set = False
 
 
@@ -241,7 +206,7 @@ def fsdp_states(model: torch.nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     sharded = (module for module in model.modules() if isinstance(module, FSDPModule))
-    states = [attribute(module, "_get_fsdp_state")() for module in sharded]
+    states = [NAMES.of(module, "_get_fsdp_state")() for module in sharded]
     return list({id(state): state for state in states}.values())
 
 
@@ -265,22 +230,22 @@ def recover_fsdp(states: list[Any]) -> None:
     """PyTorch's own recovery from a failed pass, which there is since 2.13."""
     for state in states:
         recover = getattr(state, "_reset_iter_state", None)
-        if recover is not None and attribute(state, "_is_root"):
+        if recover is not None and NAMES.of(state, "_is_root"):
             recover()
 
 
 def reset_fsdp(states: list[Any]) -> None:
     """Brings sharded modules into the state in which nothing is gathered and no pass is under way."""
     for state in states:
-        _set_known(attribute(state, "_state_ctx"), iter_forward_root=None, post_backward_final_callback_queued=False)
-        communication = attribute(state, "_comm_ctx")
+        _set_known(NAMES.of(state, "_state_ctx"), iter_forward_root=None, post_backward_final_callback_queued=False)
+        communication = NAMES.of(state, "_comm_ctx")
         _set_known(communication, all_gather_state=None, reduce_scatter_state=None)
         for name in ("post_forward_order", "reduce_scatter_states", "_last_post_reduce_events"):
             getattr(communication, name, []).clear()
-        state._training_state = type(attribute(state, "_training_state")).IDLE
+        state._training_state = type(NAMES.of(state, "_training_state")).IDLE
         getattr(state, "_modules_to_run_forward", set()).clear()
     for group in fsdp_groups(states):
-        work = getattr(attribute(group, "_all_gather_result"), "all_gather_work", None)
+        work = getattr(NAMES.of(group, "_all_gather_result"), "all_gather_work", None)
         if work is not None:
             work.wait()
         _set_known(
@@ -291,9 +256,9 @@ def reset_fsdp(states: list[Any]) -> None:
             _reshard_after_forward_event=None,
             _partial_reduce_output=None,
         )
-        attribute(group, "_post_forward_indices").clear()
-        group._training_state = type(attribute(group, "_training_state")).IDLE
-        sharded_state = type(attribute(group, "_sharded_state")).SHARDED
+        NAMES.of(group, "_post_forward_indices").clear()
+        group._training_state = type(NAMES.of(group, "_training_state")).IDLE
+        sharded_state = type(NAMES.of(group, "_sharded_state")).SHARDED
         for parameter in group.fsdp_params:
             if parameter.sharded_state != sharded_state:
                 parameter.to_sharded()
@@ -331,7 +296,7 @@ def outside_simulation() -> Iterator[None]:
 
 def forget_sharding(module: torch.nn.Module) -> None:
     """Takes away the state and the hooks that `fully_shard` gave a module, which has no way back of its own."""
-    private("torch.distributed._composable_state._module_state_mapping").pop(module, None)
+    NAMES.find("torch.distributed._composable_state._module_state_mapping").pop(module, None)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             if str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
@@ -347,7 +312,7 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 def found_infinite(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     """Whether a gradient scaler has found infinite gradients, and so left the update out."""
-    return any(bool(value.item()) for value in attribute(scaler, "_found_inf_per_device")(optimizer).values())
+    return any(bool(value.item()) for value in NAMES.of(scaler, "_found_inf_per_device")(optimizer).values())
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -379,7 +344,7 @@ def reset_scaler(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
 def state_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody changes what an optimizer saves or loads."""
     names = ("load_state_dict_pre_hooks", "load_state_dict_post_hooks", "state_dict_post_hooks")
-    return any(attribute(optimizer, f"_optimizer_{name}") for name in names)
+    return any(NAMES.of(optimizer, f"_optimizer_{name}") for name in names)
 
 
 def schema_of(operator: Any) -> Any:
@@ -389,7 +354,7 @@ def schema_of(operator: Any) -> Any:
 
 def storage_address(storage: torch.UntypedStorage) -> int:
     """The address of a storage's record, which is its own as long as somebody refers to it."""
-    return int(attribute(storage, "_cdata"))
+    return int(NAMES.of(storage, "_cdata"))
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -398,15 +363,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
+    if name not in _PATHS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    entry = _NAMES[name]
-    value = globals()[name] = private(entry) if isinstance(entry, str) else private(*entry)
+    value = globals()[name] = NAMES.find(_PATHS[name])
     return value
-
-
-def _missing(path: str, seen: str) -> MissingDependency:
-    return MissingDependency(
-        f"memfit uses {path}, a private name of PyTorch that was seen in torch {seen} and that torch "
-        f"{torch.__version__} doesn't have. Install one of those releases, or a later memfit."
-    )

@@ -58,6 +58,42 @@ function areaPath(ticks, indices, lower, upper, x, y, end) {
   return `${path}Z`;
 }
 
+/** Bands of the phases above a chart, with their names where there is room. */
+function drawPhaseBands(plot, marks, numTicks, x) {
+  marks.forEach(([tick, phase, step], index) => {
+    const end = index + 1 < marks.length ? marks[index + 1][0] : numTicks;
+    if (end <= tick) return;
+    const [left, right] = [x(tick), x(end)];
+    const name = step ? `${phase} ${step}` : phase;
+    const band = shape("rect", { class: `band ${phase}`, x: left, y: 0, width: right - left, height: 18, rx: 3 }, plot);
+    shape("title", {}, band, step ? `${phase}, step ${step}` : phase);
+    // About 6.2 pixels a letter at this size.
+    const label = [name, name[0].toUpperCase() + (step || "")].find((text) => text.length * 6.2 + 8 <= right - left);
+    if (label) shape("text", { class: "phase", x: (left + right) / 2, y: 13, "text-anchor": "middle" }, plot, label);
+  });
+}
+
+/** Areas of the categories, stacked on the context, and lines such as that of reserved memory. */
+function drawAreas(plot, curves, lines, x, y, width) {
+  const { ticks, series, categories, context, contextName, numTicks, stopTick = null } = curves;
+  const indices = visible(curves, width);
+  const end = x(numTicks);
+  const base = new Float64Array(ticks.length).fill(context);
+  const area = (name, d) => (shape("path", { class: "area", "data-name": name, d }, plot).style.fill = colour(name));
+  if (context) area(contextName, areaPath(ticks, indices, () => 0, () => context, x, y, end));
+  series.forEach((values, category) => {
+    area(categories[category], areaPath(ticks, indices, (i) => base[i], (i) => base[i] + values[i], x, y, end));
+    values.forEach((value, i) => (base[i] += value));
+  });
+  for (const [name, values] of lines) {
+    const known = indices.filter((index) => index < values.length);
+    if (!known.length) continue;
+    const stop = values.length < ticks.length ? x(stopTick ?? ticks[values.length - 1]) : end;
+    const d = stepPath(ticks, known, (i) => values[i] + context, x, y, stop);
+    shape("path", { class: `line ${name}`, "data-name": name, d }, plot);
+  }
+}
+
 /** Lines and labels of sizes from 0 to `top`. */
 function drawSizes(plot, y, top, left, right) {
   const step = niceStep(top, 5, true);

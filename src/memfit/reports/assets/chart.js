@@ -21,9 +21,12 @@ function drawChart() {
   view = { x, inner, height, width };
   plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
   plot.setAttribute("height", height);
-  drawPhases(x, inner);
+  drawPhaseBands(plot, data.marks, numTicks, x);
+  for (const [tick] of data.marks) {
+    shape("line", { class: "grid", x1: x(tick), x2: x(tick), y1: MARGIN.top, y2: MARGIN.top + inner.height }, plot);
+  }
   drawAxes(x, y, top, inner);
-  if (ticks.length) drawCurves(x, y, inner);
+  if (ticks.length) drawAreas(plot, curve, [["allocated", allocated], ["reserved", reserved]], x, y, inner.width);
   if (data.failureTick !== null) {
     const px = x(data.failureTick);
     shape("rect", { class: "unreached", x: px, y: MARGIN.top, width: x(numTicks) - px, height: inner.height }, plot);
@@ -37,21 +40,6 @@ function drawChart() {
   movePin();
 }
 
-function drawPhases(x, inner) {
-  data.marks.forEach(([tick, phase, step], index) => {
-    const end = index + 1 < data.marks.length ? data.marks[index + 1][0] : numTicks;
-    if (end <= tick) return;
-    const [left, right] = [x(tick), x(end)];
-    const name = step ? `${phase} ${step}` : phase;
-    const band = shape("rect", { class: `band ${phase}`, x: left, y: 0, width: right - left, height: 18, rx: 3 }, plot);
-    shape("title", {}, band, step ? `${phase}, step ${step}` : phase);
-    shape("line", { class: "grid", x1: left, x2: left, y1: MARGIN.top, y2: MARGIN.top + inner.height }, plot);
-    // About 6.2 pixels a letter at this size.
-    const label = [name, name[0].toUpperCase() + (step || "")].find((text) => text.length * 6.2 + 8 <= right - left);
-    if (label) shape("text", { class: "phase", x: (left + right) / 2, y: 13, "text-anchor": "middle" }, plot, label);
-  });
-}
-
 function drawAxes(x, y, top, inner) {
   drawSizes(plot, y, top, MARGIN.left, MARGIN.left + inner.width);
   const base = MARGIN.top + inner.height;
@@ -63,28 +51,6 @@ function drawAxes(x, y, top, inner) {
     if (px < MARGIN.left + inner.width - 12) shape("text", { x: px, y: base + 17, "text-anchor": "middle" }, plot, tick.toLocaleString("en"));
   }
   shape("text", { x: MARGIN.left + inner.width / 2, y: base + 35, "text-anchor": "middle" }, plot, "time in ticks: one per allocation or free");
-}
-
-function drawCurves(x, y, inner) {
-  const indices = visible(curve, inner.width);
-  const end = x(numTicks);
-  const base = new Float64Array(ticks.length).fill(data.context);
-  if (data.context) {
-    const d = areaPath(ticks, indices, () => 0, () => data.context, x, y, end);
-    shape("path", { class: "area", "data-name": data.contextName, d }, plot).style.fill = colour(data.contextName);
-  }
-  series.forEach((values, category) => {
-    const d = areaPath(ticks, indices, (i) => base[i], (i) => base[i] + values[i], x, y, end);
-    const area = shape("path", { class: "area", "data-name": data.categories[category], d }, plot);
-    area.style.fill = colour(data.categories[category]);
-    values.forEach((value, i) => (base[i] += value));
-  });
-  for (const [name, values] of [["allocated", allocated], ["reserved", reserved]]) {
-    const known = indices.filter((index) => index < values.length);
-    const stop = values.length < ticks.length ? x(data.failureTick ?? ticks[values.length - 1] ?? 0) : end;
-    if (!known.length) continue;
-    shape("path", { class: `line ${name}`, "data-name": name, d: stepPath(ticks, known, (i) => values[i] + data.context, x, y, stop) }, plot);
-  }
 }
 
 /** Whether nothing is drawn above the capacity between two places: there is room for its label. */
@@ -203,18 +169,12 @@ function onKey(event) {
 }
 
 function drawLegend() {
-  const legend = byId("legend");
-  const entry = (text, category, className) => {
-    const item = node("span", { parent: legend });
-    swatch(item, category, className);
-    node("span", { text, parent: item });
-  };
-  [...data.categories].reverse().forEach((category) => entry(category, category));
-  if (data.context) entry(data.contextName, data.contextName);
+  [...data.categories].reverse().forEach((category) => legendEntry(category, category));
+  if (data.context) legendEntry(data.contextName, data.contextName);
   const also = data.context ? " + context" : "";
-  entry(`allocated${also}`, null, "line");
-  entry(`reserved${also}`, null, "line dashed");
+  legendEntry(`allocated${also}`, null, "line");
+  legendEntry(`reserved${also}`, null, "line dashed");
   const above = data.capacity > 1.8 * most ? " (above the chart)" : "";
-  if (data.capacity !== null) entry(`usable on the device: ${formatSize(data.capacity)}${above}`, null, "line limit");
-  if (data.failureTick !== null) entry(`out of memory at tick ${data.failureTick.toLocaleString("en")}; what follows is never reached`, null, "line lost");
+  if (data.capacity !== null) legendEntry(`usable on the device: ${formatSize(data.capacity)}${above}`, null, "line limit");
+  if (data.failureTick !== null) legendEntry(`out of memory at tick ${data.failureTick.toLocaleString("en")}; what follows is never reached`, null, "line lost");
 }

@@ -7,7 +7,7 @@ const series = data.series.map(accumulate);
 const allocated = accumulate(data.allocated);
 const reserved = accumulate(data.reserved);
 const live = ticks.map((_, index) => series.reduce((sum, values) => sum + values[index], 0));
-const curve = { ticks, live, numTicks, peakTick: data.peakTick };
+const curve = { ...data, ticks, live, numTicks, series, stopTick: data.failureTick };
 const complete = data.numLeftOut === 0;
 const events = new Map();
 for (const block of data.blocks) {

@@ -55,6 +55,27 @@ function heads(table, columns) {
   });
 }
 
+/** A row of a table: of each cell its text, or its text and its class. Returns the cells. */
+function addRow(body, cells, className = "") {
+  const row = node("tr", { className, parent: body });
+  return cells.map((cell) => {
+    const [text, name] = Array.isArray(cell) ? cell : [cell];
+    return node("td", { text, className: name, parent: row });
+  });
+}
+
+/** The name of a category with its colour; the overheads have none. */
+function nameCategory(cell, name, isCategory = !data.overheads.includes(name)) {
+  if (isCategory) swatch(cell, name);
+  node("span", { text: name, parent: cell });
+}
+
+function legendEntry(text, category, className) {
+  const item = node("span", { parent: byId("legend") });
+  swatch(item, category, className);
+  node("span", { text, parent: item });
+}
+
 function rowsOf(parent, title, columns, className = "") {
   node("h3", { text: title, parent });
   const box = node("div", { className: "scroll", parent });
@@ -80,3 +101,42 @@ function nameCells(table) {
 new MutationObserver((records) => {
   new Set(records.map(({ target }) => target.closest("table"))).forEach((table) => table && nameCells(table));
 }).observe(document.body, { childList: true, subtree: true });
+
+function fillHead() {
+  const [sign, tone] = data.fits === null ? ["?", "unsure"] : data.fits ? ["\u2713", "good"] : ["\u2715", "bad"];
+  byId("headline").textContent = data.headline;
+  byId("verdict").textContent = data.demand;
+  byId("badge").textContent = `${sign} ${data.answer}`;
+  byId("badge").classList.add(tone);
+  for (const text of data.details ?? [data.bounds]) if (text) node("li", { text, parent: byId("details") });
+  byId("failure").textContent = data.failure ?? "";
+  byId("failure").hidden = !data.failure;
+  for (const [label, value, origin] of data.figures) {
+    const entry = node("div", { parent: byId("figures") });
+    node("dt", { text: label, parent: entry });
+    const field = node("dd", { text: value, parent: entry });
+    if (origin) node("span", { text: origin, className: "origin", parent: field });
+  }
+}
+
+/** The notes, and the lines at the foot of the page. */
+function fillFoot(lines) {
+  const notes = byId("notes");
+  for (const [code, text, source] of data.notes) {
+    const item = node("li", { text: `${text} `, parent: notes });
+    node("code", { text: source ? `${code}, ${source}` : code, parent: item });
+  }
+  if (!data.notes.length) node("li", { text: "None.", parent: notes });
+  for (const text of lines) node("p", { text, parent: byId("footer") });
+}
+
+const ORIGINS = "Simulated: computed from a trace of the step. Measured: read on a device. Assumed: a documented guess.";
+
+function redrawOnResize(redraw) {
+  let drawnWidth = window.innerWidth;
+  window.addEventListener("resize", () => {
+    if (window.innerWidth === drawnWidth) return;
+    drawnWidth = window.innerWidth;
+    redraw();
+  });
+}

@@ -6,7 +6,7 @@ const WIDE_RANGE = 8;
 const front = byId("front");
 const plot = byId("plot");
 const timed = data.front.filter(([, seconds]) => seconds !== null);
-let places = [];
+let positions = [];
 let shownPoint = null;
 
 function formatTime(seconds) {
@@ -61,13 +61,13 @@ function drawFront() {
   if (near) drawBudget(x(data.budget), inner);
   const path = timed.map(([peak, seconds], i) => `${i ? "L" : "M"}${x(peak).toFixed(1)} ${y(seconds).toFixed(1)}`).join("");
   shape("path", { class: "front", d: path }, plot);
-  places = timed.map(([peak, seconds]) => [x(peak), y(seconds)]);
+  positions = timed.map(([peak, seconds]) => [x(peak), y(seconds)]);
   // The chosen one last, so that it lies on top.
   const order = timed.map((_, i) => i).sort((a, b) => timed[a][4] - timed[b][4]);
   for (const i of order) {
     const [, , , , chosen, origin] = timed[i];
     const name = `point${origin === "simulated" ? " verified" : ""}${chosen ? " chosen" : ""}`;
-    shape("circle", { class: name, cx: places[i][0], cy: places[i][1], r: chosen ? 8 : 5 }, plot);
+    shape("circle", { class: name, cx: positions[i][0], cy: positions[i][1], r: chosen ? 8 : 5 }, plot);
   }
 }
 
@@ -100,7 +100,7 @@ function showPoint(index) {
   hidePoint();
   shownPoint = Math.max(0, Math.min(timed.length - 1, index));
   const [peak, , time, label, chosen, origin] = timed[shownPoint];
-  const [px, py] = places[shownPoint];
+  const [px, py] = positions[shownPoint];
   shape("circle", { class: "ring", cx: px, cy: py, r: 11 }, plot);
   const tip = byId("tip");
   node("p", { text: label, parent: tip }).style.fontWeight = "600";
@@ -131,7 +131,7 @@ function pointUnder(event) {
   const box = front.getBoundingClientRect();
   const scale = plot.viewBox.baseVal.width / box.width;
   const [px, py] = [(event.clientX - box.left) * scale, (event.clientY - box.top) * scale];
-  const distances = places.map(([x, y]) => Math.hypot(x - px, y - py));
+  const distances = positions.map(([x, y]) => Math.hypot(x - px, y - py));
   const best = distances.indexOf(Math.min(...distances));
   return distances[best] <= 60 ? best : null;
 }
@@ -148,18 +148,15 @@ function onFrontKey(event) {
 
 function fillPoints() {
   byId("front-section").hidden = data.front.length < 2;
-  const known = timed.length ? "" : " Times are unknown, because the speed of the device is.";
+  const known = timed.length ? "" : " Times are unknown because the speed of the device is unknown.";
   byId("front-text").textContent =
-    `Nothing known needs less memory in no more time than one of these.${known} ` +
-    "Simulated: traced with its moves applied. Assumed: computed from the trace of the plain step.";
+    `The fastest plan found for each amount of memory.${known} ` +
+    "Simulated: traced with its moves applied. Assumed: computed from the trace of the unchanged step.";
   const table = byId("points");
   heads(table, [["memory", true], ["time", true], ["moves"], ["origin"]]);
   const body = node("tbody", { parent: table });
   for (const [peak, , time, label, chosen, origin] of data.front) {
-    const row = node("tr", { className: chosen ? "chosen" : "", parent: body });
-    node("td", { text: formatSize(peak), className: "number", parent: row });
-    node("td", { text: time, className: "number", parent: row });
-    node("td", { text: chosen ? `${label} (the plan)` : label, parent: row });
-    node("td", { text: origin, className: "quiet", parent: row });
+    const name = chosen ? `${label} (the plan)` : label;
+    addRow(body, [[formatSize(peak), "number"], [time, "number"], name, [origin, "quiet"]], chosen ? "chosen" : "");
   }
 }

@@ -1,9 +1,4 @@
-// Head, moves, categories, code and foot of a plan's page, and the start of everything.
-
-function fillPlanHead() {
-  fillVerdict();
-  for (const text of data.details) node("li", { text, parent: byId("details") });
-}
+// Moves, categories and code of a plan's page, and the start of everything.
 
 function fillMoves() {
   byId("moves-section").hidden = !data.moves.length;
@@ -11,15 +6,11 @@ function fillMoves() {
   heads(table, [["move"], ["results"], ["saves", true], ["costs", true]]);
   const body = node("tbody", { parent: table });
   for (const [title, keeps, saves, savesOrigin, costs, costsOrigin, caveat] of data.moves) {
-    const row = node("tr", { parent: body });
-    const cell = node("td", { text: title, parent: row });
-    if (caveat) node("span", { text: caveat, className: "caveat", parent: cell });
     const tone = { "same results": "good", "changes training": "bad" }[keeps] || "";
-    node("td", { text: keeps, className: `keeps ${tone}`, parent: row });
-    for (const [text, origin] of [[saves, savesOrigin], [costs, costsOrigin]]) {
-      const number = node("td", { text, className: "number", parent: row });
-      if (origin) node("span", { text: origin, className: "origin", parent: number });
-    }
+    const cells = addRow(body, [title, [keeps, `keeps ${tone}`], [saves, "number"], [costs, "number"]]);
+    if (caveat) node("span", { text: caveat, className: "caveat", parent: cells[0] });
+    if (savesOrigin) node("span", { text: savesOrigin, className: "origin", parent: cells[2] });
+    if (costsOrigin) node("span", { text: costsOrigin, className: "origin", parent: cells[3] });
   }
 }
 
@@ -28,18 +19,15 @@ function fillCategories() {
   heads(table, [["category"], ["before", true], ["after", true], [""]]);
   const body = node("tbody", { parent: table });
   const most = Math.max(1, ...data.peaks);
-  for (const [name, before, after] of [...data.byCategory, ["in all", ...data.peaks]]) {
-    const row = node("tr", { parent: body });
-    const cell = node("td", { parent: row });
-    const named = name !== "in all" && !data.overheads.includes(name);
-    if (named) swatch(cell, name);
-    node("span", { text: name, parent: cell });
-    for (const size of [before, after]) node("td", { text: formatSize(size), className: "number", parent: row });
-    const pair = node("span", { className: "pair", parent: node("td", { parent: row }) });
+  for (const [name, before, after] of [...data.byCategory, ["total", ...data.peaks]]) {
+    const cells = addRow(body, ["", [formatSize(before), "number"], [formatSize(after), "number"], ""]);
+    const isCategory = name !== "total" && !data.overheads.includes(name);
+    nameCategory(cells[0], name, isCategory);
+    const pair = node("span", { className: "pair", parent: cells[3] });
     for (const size of [before, after]) {
       const bar = node("span", { parent: pair });
       bar.style.width = `${(100 * size) / most}%`;
-      if (named) bar.style.background = colour(name);
+      if (isCategory) bar.style.background = colour(name);
     }
   }
 }
@@ -65,7 +53,7 @@ async function copyText(element) {
   }
 }
 
-function fillPlanFoot() {
+function fillRefused() {
   const refused = byId("refused");
   for (const [name, reason] of data.refused) {
     const item = node("li", { parent: refused });
@@ -73,15 +61,9 @@ function fillPlanFoot() {
     node("span", { text: ` ${reason}`, parent: item });
   }
   if (!data.refused.length) node("li", { text: "None.", parent: refused });
-  fillNotes();
-  const lines = [
-    `Planned in ${data.seconds} s by memfit, version ${data.memfit}.`,
-    "Simulated: worked out from a trace of the step. Measured: read on a device. Assumed: a documented guess.",
-  ];
-  for (const text of lines) node("p", { text, parent: byId("footer") });
 }
 
-fillPlanHead();
+fillHead();
 fillMoves();
 fillPoints();
 drawFront();
@@ -89,7 +71,8 @@ fillTimelines();
 drawTimelines();
 fillCategories();
 fillCode();
-fillPlanFoot();
+fillRefused();
+fillFoot([`Planned in ${data.seconds} s by memfit, version ${data.memfit}.`, ORIGINS]);
 front.addEventListener("pointermove", (event) => {
   const index = pointUnder(event);
   if (index === null) hidePoint();
@@ -98,10 +81,7 @@ front.addEventListener("pointermove", (event) => {
 front.addEventListener("pointerleave", hidePoint);
 front.addEventListener("blur", hidePoint);
 front.addEventListener("keydown", onFrontKey);
-let drawnWidth = window.innerWidth;
-window.addEventListener("resize", () => {
-  if (window.innerWidth === drawnWidth) return;
-  drawnWidth = window.innerWidth;
+redrawOnResize(() => {
   hidePoint();
   drawFront();
   drawTimelines();

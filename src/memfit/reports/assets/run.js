@@ -17,8 +17,7 @@ function fillRun() {
     const title = "Files that went elsewhere, so that yours were not overwritten";
     const body = rowsOf(parts, title, [["the script's path"], ["where it is"]]);
     for (const paths of run.redirected) {
-      const row = node("tr", { parent: body });
-      for (const text of paths) node("td", { text, className: "mono", parent: row });
+      addRow(body, paths.map((text) => [text, "mono"]));
     }
   }
   byId("run").hidden = !run.details.length && !parts.children.length;
@@ -29,16 +28,11 @@ function addFailure(parent, failure) {
   node("p", { text: failure.message, className: "quiet", parent });
   const body = rowsOf(parent, failure.title, [["category"], ["bytes", true], ["share", true], [""]]);
   for (const [name, size, share] of failure.rows) {
-    const row = node("tr", { parent: body });
-    const cell = node("td", { parent: row });
-    const named = !data.overheads.includes(name);
-    if (named) swatch(cell, name);
-    node("span", { text: name, parent: cell });
-    node("td", { text: formatSize(size), className: "number", parent: row });
-    node("td", { text: formatShare(share), className: "number", parent: row });
-    const bar = node("span", { parent: node("span", { className: "track", parent: node("td", { parent: row }) }) });
+    const cells = addRow(body, ["", [formatSize(size), "number"], [formatShare(share), "number"], ""]);
+    nameCategory(cells[0], name);
+    const bar = node("span", { parent: node("span", { className: "track", parent: cells[3] }) });
     bar.style.width = `${100 * share}%`;
-    if (named) bar.style.background = colour(name);
+    if (!data.overheads.includes(name)) bar.style.background = colour(name);
   }
 }
 
@@ -46,16 +40,9 @@ function addAdvice(parent, advice) {
   const columns = [["change"], ["saves", true], ["leaves", true], ["results"], ["origin"], ["how"]];
   const body = rowsOf(parent, "Changes that would save most, each alone", columns, "wide");
   for (const [title, saves, leaves, fits, keeps, origin, how] of advice) {
-    const row = node("tr", { parent: body });
-    node("td", { text: title, parent: row });
-    node("td", { text: saves, className: "number", parent: row });
-    const left = node("td", { text: leaves, className: "number", parent: row });
-    if (fits !== null) {
-      node("br", { parent: left });
-      node("span", { text: fits ? "fits" : "too much", className: fits ? "good" : "bad", parent: left });
-    }
-    node("td", { text: keeps, parent: row });
-    node("td", { text: origin, className: "quiet", parent: row });
-    node("td", { text: how, className: "mono", parent: row });
+    const cells = addRow(body, [title, [saves, "number"], [leaves, "number"], keeps, [origin, "quiet"], [how, "mono"]]);
+    if (fits === null) continue;
+    node("br", { parent: cells[2] });
+    node("span", { text: fits ? "fits" : "too much", className: fits ? "good" : "bad", parent: cells[2] });
   }
 }

@@ -18,15 +18,8 @@ function formatSeconds(seconds) {
 const highest = () => Math.max(1, ...data.series.flatMap(([, values]) => values.map((value) => value || 0)));
 const limitShown = () => data.limit !== null && data.limit <= 3 * highest();
 
-function fillHead() {
-  fillVerdict();
-  for (const text of data.details) node("li", { text, parent: byId("details") });
-  const legend = byId("legend");
-  const entry = (text, className) => {
-    const item = node("span", { parent: legend });
-    swatch(item, null, className);
-    node("span", { text, parent: item });
-  };
+function fillLegend() {
+  const entry = (text, className) => legendEntry(text, null, className);
   data.series.forEach(([name], index) => entry(name, `line series-${seriesClass(name, index)}`));
   if (data.limit !== null) {
     entry(`${data.limitName}: ${formatSize(data.limit)}${limitShown() ? "" : " (above the chart)"}`, "line limit");
@@ -171,15 +164,8 @@ function fillAttempts() {
   heads(table, [["attempt", true], ["run with"], ["time", true], ["peak", true], ["steps"], ["started from"], ["ended"]]);
   const body = node("tbody", { parent: table });
   for (const [number, settings, time, peak, steps, whence, cause, text] of data.attempts) {
-    const row = node("tr", { parent: body });
-    node("td", { text: number, className: "number", parent: row });
-    node("td", { text: settings, parent: row });
-    node("td", { text: time, className: "number", parent: row });
-    node("td", { text: peak, className: "number", parent: row });
-    node("td", { text: steps, parent: row });
-    node("td", { text: whence, parent: row });
-    const cell = node("td", { text: cause, parent: row });
-    if (text) node("span", { text, className: "quiet", parent: cell });
+    const cells = addRow(body, [[number, "number"], settings, [time, "number"], [peak, "number"], steps, whence, cause]);
+    if (text) node("span", { text, className: "quiet", parent: cells.at(-1) });
   }
 }
 
@@ -188,32 +174,25 @@ function fillEvents() {
   heads(table, [["time", true], ["what"]]);
   const body = node("tbody", { parent: table });
   for (const [seconds, kind, text] of data.marks) {
-    const row = node("tr", { parent: body });
-    node("td", { text: formatSeconds(seconds), className: "number", parent: row });
-    node("td", { text, className: BAD_MARKS.includes(kind) ? "bad" : "", parent: row });
+    addRow(body, [[formatSeconds(seconds), "number"], [text, BAD_MARKS.includes(kind) ? "bad" : ""]]);
   }
 }
 
 fillHead();
+fillLegend();
 byId("memory-section").hidden = !data.times.length;
 if (data.times.length) drawMemory();
 fillAttempts();
 fillEvents();
-fillNotes();
-for (const text of [
+fillFoot([
   `Supervised for ${formatSeconds(data.seconds)} by memfit, version ${data.memfit}.`,
-  "Memory is sampled five times a second: a peak that is shorter than that may be missing.",
-]) {
-  node("p", { text, parent: byId("footer") });
-}
+  "Memory is sampled five times a second: a shorter peak may be missing.",
+]);
 chart.addEventListener("pointermove", (event) => showAt(nearest(event)));
 chart.addEventListener("pointerleave", hideTip);
 chart.addEventListener("blur", hideTip);
 chart.addEventListener("keydown", onMemoryKey);
-let drawnWidth = window.innerWidth;
-window.addEventListener("resize", () => {
-  if (window.innerWidth === drawnWidth) return;
-  drawnWidth = window.innerWidth;
+redrawOnResize(() => {
   hideTip();
   if (data.times.length) drawMemory();
 });

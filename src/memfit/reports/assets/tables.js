@@ -43,16 +43,14 @@ function drawBreakdown() {
   rows.sort((a, b) => sign * (order.column ? a[1] - b[1] : byName(a[0], b[0])) || byName(a[0], b[0]));
   const body = node("tbody", { parent: table });
   for (const [name, size] of rows.slice(0, MAX_ROWS)) {
-    const row = node("tr", { parent: body });
-    const cell = node("td", { className: data.overheads.includes(name) || shownView === "category" ? "" : "mono", parent: row });
-    if (shownView === "category" && !data.overheads.includes(name)) swatch(cell, name);
-    node("span", { text: name || "\u2013", parent: cell });
-    node("td", { text: formatSize(size), className: "number", parent: row });
-    node("td", { text: formatShare(size / (data.peakBytes || 1)), className: "number", parent: row });
+    const isOverhead = data.overheads.includes(name);
+    const style = isOverhead || shownView === "category" ? "" : "mono";
+    const share = formatShare(size / (data.peakBytes || 1));
+    const [cell] = addRow(body, [["", style], [formatSize(size), "number"], [share, "number"]]);
+    nameCategory(cell, name || "\u2013", shownView === "category" && !isOverhead);
   }
   if (rows.length > MAX_ROWS) {
-    const rest = node("td", { text: `and ${rows.length - MAX_ROWS} more`, parent: node("tr", { parent: body }) });
-    rest.colSpan = 3;
+    addRow(body, [`and ${rows.length - MAX_ROWS} more`])[0].colSpan = 3;
   }
 }
 
@@ -69,19 +67,15 @@ function pin(tick, remember = true) {
   heads(table, [["size", true], ["category"], ["operator"], ["module"], ["source line"], ["since tick", true]]);
   const body = node("tbody", { parent: table });
   for (const [size, start, , category, module, op, source] of listed) {
-    const row = node("tr", { parent: body });
-    node("td", { text: formatSize(size), className: "number", parent: row });
-    const cell = node("td", { parent: row });
-    swatch(cell, data.categories[category]);
-    node("span", { text: data.categories[category], parent: cell });
-    for (const code of [op, module, source]) node("td", { text: data.strings[code] || "\u2013", className: "mono", parent: row });
-    node("td", { text: start.toLocaleString("en"), className: "number", parent: row });
+    const origins = [op, module, source].map((code) => [data.strings[code] || "\u2013", "mono"]);
+    const cells = addRow(body, [[formatSize(size), "number"], "", ...origins, [start.toLocaleString("en"), "number"]]);
+    nameCategory(cells[1], data.categories[category], true);
   }
   const total = totalsAt(pinnedTick).reduce((sum, value) => sum + value, 0);
   const shown = listed.reduce((sum, block) => sum + block[0], 0);
   const rest = blocks.length - listed.length;
   byId("pinned-rest").textContent = total > shown
     ? `${rest ? rest.toLocaleString("en") : "Some"} smaller ${rest === 1 ? "block holds" : "blocks hold"} the other ${formatSize(total - shown)} of ${formatSize(total)}.`
-    : `${formatSize(total)} in all.`;
+    : `${formatSize(total)} in total.`;
   if (remember) history.replaceState(null, "", `#tick=${pinnedTick}`);
 }

@@ -1,7 +1,4 @@
-"""The same question asked of several devices: a headline, and a table with a line for each.
-
-Everything about one device is in its own report; here stand the figures that people choose a device by.
-"""
+"""Estimates, batch sizes or plans for several devices: a headline and a table with one line per device."""
 
 from collections.abc import Sequence
 
@@ -60,19 +57,17 @@ def batches(subject: str, found: Sequence[tuple[int | None, int | None, Estimate
 
 def plans(found: Sequence[tuple[Device, Plan | PlanNotFound]]) -> Report:
     """The plans of one job for several devices, or why there is none."""
-    subject = next((_plan_of(plan).subject for _, plan in found if _plan_of(plan) is not None), "")  # type: ignore[union-attr]
+    known = [(device, result if isinstance(result, Plan) else result.smallest) for device, result in found]
+    subject = next((plan.subject for _, plan in known if plan is not None), "the step")
     lines = [Line((figures.device_title(device), *_plan_cells(result))) for device, result in found]
     grid = Grid(("device", ">peak (simulated)", ">budget", ">fits", ">time", ">slowdown", "moves"), tuple(lines))
-    known = [(device, _plan_of(result)) for device, result in found]
     notes = notes_of([(figures.device_title(device), () if plan is None else plan.notes) for device, plan in known])
     is_good = all(isinstance(plan, Plan) for _, plan in found)
-    return Report(
-        figures.printable(f"{subject or 'the step'}: plans"), [], [Part("Devices", grid=grid), *notes], is_good
-    )
+    return Report(figures.printable(f"{subject}: plans"), [], [Part("Devices", grid=grid), *notes], is_good)
 
 
 def _plan_cells(found: Plan | PlanNotFound) -> tuple[str, ...]:
-    plan = _plan_of(found)
+    plan = found if isinstance(found, Plan) else found.smallest
     if plan is None:
         unknown = figures.UNKNOWN
         return (unknown, unknown, "no", unknown, unknown, str(found).splitlines()[0])
@@ -86,10 +81,6 @@ def _plan_cells(found: Plan | PlanNotFound) -> tuple[str, ...]:
         slower,
         moves if plan.fits else f"nothing that is allowed fits; the smallest: {moves}",
     )
-
-
-def _plan_of(found: Plan | PlanNotFound) -> Plan | None:
-    return found if isinstance(found, Plan) else found.smallest
 
 
 def _share(peak_bytes: int, usable_bytes: int | None) -> str:

@@ -1,10 +1,11 @@
 """The data behind the page: small enough to embed, exact where it matters.
 
-A timeline can have hundreds of thousands of ticks, a screen has a thousand columns. Curves are kept at the ticks where
-they turn, so that no peak is ever lost, and only when there are too many of those, at the highest and lowest
-tick of equal stretches. Numbers are stored as differences, which are mostly zero, and strings once.
+A timeline can have hundreds of thousands of ticks, a screen has a thousand columns. Long curves are sampled at the
+highest and lowest tick of equal stretches, so that no peak is lost. Numbers are stored as differences, which are mostly
+zero, and strings once.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -86,23 +87,25 @@ def build_curves(estimate: Estimate, max_samples: int = MAX_SAMPLES) -> dict[str
 
 
 def _categories(timeline: Timeline) -> list[Category]:
-    found = {block.category for block in timeline.blocks}
-    return [category for category in STACK if category in found]
+    present = {block.category for block in timeline.blocks}
+    return [category for category in STACK if category in present]
 
 
 def sample_ticks(curve: Sequence[int], keep: Iterable[int], budget: int) -> list[int]:
-    """Ticks that draw `curve` faithfully, in order: about `budget` of them and all of `keep`.
+    """Ticks to draw `curve` at, in order: about `budget` of them, and all of `keep`.
 
-    >>> sample_ticks([1, 2, 3, 2, 1, 5, 5, 4, 3, 2], keep=[], budget=6)
-    [0, 2, 4, 5, 9]
+    >>> sample_ticks([1, 2, 3, 2, 1, 5, 5, 4, 3, 2], keep=[], budget=4)
+    [0, 2, 5, 9]
     """
     length = len(curve)
     if length <= budget:
         return list(range(length))
-    chosen = _turning_points(curve)
-    if len(chosen) > budget:
-        chosen = _extremes(curve, chosen, budget // 2)
-    return sorted({*chosen, *(tick for tick in keep if 0 <= tick < length), 0, length - 1})
+    # The highest and the lowest tick of equal stretches.
+    num_stretches = max(1, budget // 2)
+    edges = [length * index // num_stretches for index in range(num_stretches + 1)]
+    stretches = [range(start, end) for start, end in itertools.pairwise(edges) if start < end]
+    chosen = {pick(ticks, key=curve.__getitem__) for ticks in stretches for pick in (max, min)}
+    return sorted(chosen | {tick for tick in keep if 0 <= tick < length} | {0, length - 1})
 
 
 def differences(values: Sequence[int]) -> list[int]:
@@ -112,32 +115,6 @@ def differences(values: Sequence[int]) -> list[int]:
     [5, 2, 0, -3]
     """
     return [value - before for before, value in zip((0, *values), values, strict=False)]
-
-
-def _turning_points(curve: Sequence[int]) -> list[int]:
-    """Ticks at which the curve stops rising or stops falling."""
-    points, rising = [], True
-    for tick in range(1, len(curve)):
-        change = curve[tick] - curve[tick - 1]
-        if change and (change > 0) != rising:
-            points.append(tick - 1)
-            rising = change > 0
-    # On a plateau, the moment the level was reached is the one with a name.
-    return [_plateau_start(curve, tick) for tick in points]
-
-
-def _plateau_start(curve: Sequence[int], tick: int) -> int:
-    while tick and curve[tick - 1] == curve[tick]:
-        tick -= 1
-    return tick
-
-
-def _extremes(curve: Sequence[int], candidates: list[int], num_buckets: int) -> list[int]:
-    """The highest and the lowest candidate of each of `num_buckets` equal stretches of time."""
-    buckets: dict[int, list[int]] = {}
-    for tick in candidates:
-        buckets.setdefault(tick * num_buckets // len(curve), []).append(tick)
-    return [pick(ticks, key=curve.__getitem__) for ticks in buckets.values() for pick in (max, min)]
 
 
 def _values_at(values: Sequence[int], ticks: list[int]) -> list[int]:

@@ -66,7 +66,7 @@ def details(plan: Plan) -> list[str]:
     if plan.settings.num_devices > 1:
         lines.append("memory is that of one device")
     if plan.after.host_bytes:
-        lines.append(f"{format_size(plan.after.host_bytes)} of host memory for what waits there (simulated)")
+        lines.append(f"{format_size(plan.after.host_bytes)} of host memory for what is offloaded (simulated)")
     lines.append(numbers(plan))
     return lines
 
@@ -74,7 +74,7 @@ def details(plan: Plan) -> list[str]:
 def pace(plan: Plan) -> str:
     """Time of a step before and after, each with its origin."""
     if plan.seconds_after.seconds is None:
-        return "time of a step: unknown, because the speed of the device is"
+        return "time of a step: unknown, because the speed of the device is unknown"
     if not plan.moves:
         return f"time of a step: {with_origin(plan.seconds_after)}"
     change = f"time of a step: {with_origin(plan.seconds_before)} -> {with_origin(plan.seconds_after)}"
@@ -106,7 +106,7 @@ def numbers(plan: Plan) -> str:
     exact = f". Identical: {'; '.join(named[Keeps.EXACT])}" if named[Keeps.EXACT] else ""
     rounding = "; ".join(named[Keeps.ROUNDING])
     if plan.keeps is Keeps.ROUNDING:
-        masks = " but for the masks of dropout" if any(move.caveat == DROPOUT for move in plan.moves) else ""
+        masks = " except for dropout masks" if any(move.caveat == DROPOUT for move in plan.moves) else ""
         return f"results: the same up to floating-point rounding{masks}, because of: {rounding}{exact}"
     rounded = f". The same up to rounding: {rounding}" if rounding else ""
     return f"results: training changes, because of: {'; '.join(named[Keeps.CHANGES])}{rounded}{exact}"

@@ -77,7 +77,7 @@ def details(run: SupervisedRun) -> list[str]:
     if run.peak is not None:
         name = f" ({printable(run.peak.name)})" if run.peak.name else ""
         process = f"process {run.peak.pid}{name}, {format_size(run.peak.held_bytes)}"
-        lines.append(f"most was held by {process}, at {duration(run.peak.seconds)}")
+        lines.append(f"largest process: {process}, at {duration(run.peak.seconds)}")
     return lines
 
 

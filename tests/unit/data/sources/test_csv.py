@@ -276,7 +276,7 @@ def test_too_many_classes(tmp_path, monkeypatch):
     with pytest.raises(BadInput, match="too long and too many different strings"):
         open_csv(path, columns=None, labels="t")
     monkeypatch.setattr(csv_source, "MOST_CLASSES", 10)
-    monkeypatch.setattr("memfit.data.sources.table_fields.MOST_CLASSES", 10)
+    monkeypatch.setattr("memfit.data.sources.tables.MOST_CLASSES", 10)
     with pytest.raises(BadInput, match=r"column 't' of .*x\.csv has more than 10 different strings"):
         open_csv(path, columns=None, labels="t")
 

@@ -249,7 +249,7 @@ def test_a_cut_file_says_what_is_missing_and_where(tmp_path):
         NpySource(path)
 
     message = str(caught.value)
-    assert "x.npy' is cut short: its header tells of 100 samples of float32 (3, 4), 4928 bytes in all" in message
+    assert "x.npy' is cut short: its header declares 100 samples of float32 (3, 4), 4928 bytes in all" in message
     assert "1621 bytes are there, so it ends in sample 31" in message
     assert "Copy or save it again" in message
 

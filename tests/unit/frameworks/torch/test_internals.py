@@ -12,13 +12,13 @@ from memfit.frameworks.torch import internals
 SOURCES = Path(internals.__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", sorted(internals._NAMES))
+@pytest.mark.parametrize("name", sorted(internals._PATHS))
 def test_this_release_has_every_name(name):
     assert getattr(internals, name) is not None
 
 
 def test_the_table_is_in_alphabetical_order():
-    assert list(internals._NAMES) == sorted(internals._NAMES, key=str.lower)
+    assert list(internals._PATHS) == sorted(internals._PATHS, key=str.lower)
 
 
 def test_every_use_names_something_that_is_there():
@@ -36,11 +36,11 @@ def test_every_use_names_something_that_is_there():
 
 
 def test_a_missing_name_says_which_and_in_which_release(monkeypatch):
-    monkeypatch.setitem(internals._NAMES, "gone", ("torch._C._gone_for_good", "2.6-2.9"))
-    with pytest.raises(MissingDependency, match=rf"torch\._C\._gone_for_good.*2\.6-2\.9.*{torch.__version__[:4]}"):
+    monkeypatch.setitem(internals._PATHS, "gone", "torch._C._gone_for_good")
+    with pytest.raises(MissingDependency, match=rf"torch\._C\._gone_for_good.*{torch.__version__[:4]}.*2\.6"):
         internals.gone  # noqa: B018
-    with pytest.raises(MissingDependency, match=r"torch\.nn\.modules\.linear\.Linear\._gone"):
-        internals.attribute(torch.nn.Linear(1, 1), "_gone")
+    with pytest.raises(MissingDependency, match=r"Linear\._gone"):
+        internals.NAMES.of(torch.nn.Linear(1, 1), "_gone")
     with pytest.raises(AttributeError, match="no attribute 'never_was'"):
         internals.never_was  # noqa: B018
 

@@ -53,7 +53,7 @@ def test_times_have_their_origin():
 
     assert plan_figures.pace(plan) == "time of a step: 171 ms (assumed) -> 200 ms (measured), 1.17 times as long"
     assert plan_figures.pace(make_easy_plan()) == "time of a step: 171 ms (assumed)"
-    assert plan_figures.pace(make_small_plan()) == "time of a step: unknown, because the speed of the device is"
+    assert plan_figures.pace(make_small_plan()) == "time of a step: unknown, because the speed of the device is unknown"
     half = make_plan(seconds_before=Seconds(None))
     assert plan_figures.pace(half) == "time of a step: unknown -> 203 ms (assumed)"
 
@@ -77,7 +77,7 @@ def test_a_slowdown_of_nothing_is_called_so():
         (MOVES[2:3], "results: the same up to floating-point rounding, because of: fused optimizer"),
         (
             (dataclasses.replace(MOVES[2], title="2 micro-batches", caveat=DROPOUT),),
-            "results: the same up to floating-point rounding but for the masks of dropout, because of: 2 micro-batches",
+            "results: the same up to floating-point rounding except for dropout masks, because of: 2 micro-batches",
         ),
         (
             (dataclasses.replace(MOVES[1], keeps=Keeps.CHANGES, title="adapters"), *MOVES[2:]),
@@ -94,7 +94,7 @@ def test_what_is_missing_is_said():
     lines = plan_figures.details(make_small_plan())
 
     assert lines[0] == "388.0 MiB more than the budget, with every move that was allowed and helps"
-    assert "96.0 MiB of host memory for what waits there (simulated)" in lines
+    assert "96.0 MiB of host memory for what is offloaded (simulated)" in lines
     assert not any("host" in line or "more than" in line for line in plan_figures.details(make_plan()))
 
 

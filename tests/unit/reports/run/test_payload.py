@@ -1,7 +1,7 @@
 import json
 
 from memfit.core.units import GIB, MIB
-from memfit.reports.page import render_supervised_page, write_supervised_page
+from memfit.reports.page import render_page, write_page
 from memfit.reports.run.payload import build_supervised_payload
 from tests.unit.core.supervised_builders import make_lost, make_supervised
 
@@ -29,7 +29,7 @@ def test_what_was_not_seen_is_not_drawn():
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path):
-    path = write_supervised_page(make_lost(), tmp_path / "page.html")
+    path = write_page(make_lost(), tmp_path / "page.html")
 
     text = path.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
@@ -38,7 +38,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
 
 
 def test_names_stay_names():
-    page = render_supervised_page(make_supervised(script="</script><b>x</b>", notes=("<img src=x>",)))
+    page = render_page(make_supervised(script="</script><b>x</b>", notes=("<img src=x>",)))
 
     assert "</script><b>" not in page
     assert "<img" not in page

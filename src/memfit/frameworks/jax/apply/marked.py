@@ -92,7 +92,7 @@ def recomputing(names: tuple[str, ...]) -> Iterator[None]:
     unknown = sorted(tracing.recomputed.difference(known))
     if unknown:
         has = f"It has {', '.join(known)}" if known else "It has none: mark functions with memfit.jax.block"
-        raise BadInput(f"the step has no block {', '.join(map(repr, unknown))} to compute again. {has}.")
+        raise BadInput(f"the step has no block {', '.join(map(repr, unknown))} to recompute. {has}.")
 
 
 @contextmanager

@@ -308,12 +308,12 @@ def _check(loss: Any, optimizer: Any, settings: Settings) -> None:
         )
     if settings.precision not in (None, "amp-bf16"):
         raise BadInput(
-            f"a step of JAX can be narrowed to amp-bf16, but {settings.precision!r} was asked for. "
+            f"a step of JAX can use amp-bf16, but {settings.precision!r} was asked for. "
             "float16 needs loss scaling, which belongs into the optimizer (optax.apply_if_finite)."
         )
     if settings.weighting.kind not in _WEIGHTINGS:
         raise BadInput(
-            f"losses of parts weigh by {', '.join(_WEIGHTINGS)}, but {settings.weighting.kind!r} was asked for. "
+            f"losses of parts are weighted by {', '.join(_WEIGHTINGS)}, but {settings.weighting.kind!r} was asked for. "
             "Let the loss return (loss, weight)."
         )
     known = Settings(

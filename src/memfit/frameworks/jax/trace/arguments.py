@@ -205,7 +205,7 @@ def taken_for(leaves: Sequence[Leaf], names: Sequence[str]) -> Note:
         places = sorted({leaf.argument for leaf in leaves if leaf.category is category})
         if places:
             parts.append(f"{category}: {', '.join(names[place] for place in places)}")
-    return Note("arguments", f"what the step's arguments were taken for: {'; '.join(parts)}")
+    return Note("arguments", f"how the step's arguments were classified: {'; '.join(parts)}")
 
 
 def _optimizer_leaves(argument: Any) -> set[int]:

@@ -23,8 +23,8 @@ _KINDS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 SIMULATED = (
     Note(
         "xla-cpu-layout",
-        "simulated: the layout that XLA makes for this machine's CPU. On a GPU other instructions are fused and "
-        "ordered, which moves temporaries; arguments and results are the same",
+        "simulated from XLA's layout for this machine's CPU. On a GPU, XLA fuses and orders instructions "
+        "differently, which changes temporaries; arguments and results are the same",
     ),
     Note("xla-library-workspaces", "workspaces of cuDNN and cuBLAS, which XLA picks on the GPU itself, aren't counted"),
     Note(

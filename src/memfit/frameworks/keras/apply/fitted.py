@@ -63,7 +63,7 @@ class FittedModel:
         if splits(self._settings):
             statistics, random = with_statistics(self._model), with_random_numbers(self._model)
             if statistics:
-                texts.append(f"{listed(statistics)} see the statistics of parts of the batch")
+                texts.append(f"{listed(statistics)} use the statistics of each micro-batch")
             if random:
                 texts.append(f"{listed(random)} draw other random numbers than for the whole batch")
         for name in _moves(self._settings):
@@ -142,7 +142,7 @@ def check_split(model: Any, *, approximate: bool) -> None:
         )
     if keras.backend.backend() not in ("tensorflow", "jax", "torch"):
         raise BadModel(f"Keras runs on {keras.backend.backend()}, which doesn't train. Use tensorflow, jax or torch.")
-    if internals.is_nnx_enabled():
+    if internals.uses_nnx():
         raise BadModel("Keras with flax nnx can't be split into micro-batches. Leave one of the two out.")
     if not approximate:
         _check_statistics(model)

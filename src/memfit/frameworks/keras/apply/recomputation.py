@@ -278,7 +278,7 @@ def _backend_recompute(model: keras.Model) -> Callable[..., list[Any]]:
 def _recomputed_by_torch(
     function: Callable[..., list[Any]], weights: list[Any], trained: list[bool], inputs: list[Any]
 ) -> list[Any]:
-    import torch
+    import torch.utils.checkpoint
 
     del trained
     # State is changed in place after the first computation; the second one must see what was there before.
@@ -288,7 +288,7 @@ def _recomputed_by_torch(
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
     try:
-        results: list[Any] = keras.remat(function)(weights, inputs)
+        results: list[Any] = torch.utils.checkpoint.checkpoint(function, weights, inputs, use_reentrant=False)
     except BaseException:
         # Tried again, it draws the same numbers.
         torch.set_rng_state(before[0])

@@ -48,7 +48,7 @@ class CallbackStates:
         problem = mismatch(states, list[list[Any]], "callbacks")
         for one in [] if problem else states:
             if len(one) != 2 or not isinstance(one[0], str) or not isinstance(one[1], dict):
-                problem = "callbacks has something else than names and attributes"
+                problem = "callbacks holds more than names and attributes"
                 break
             live: Any = next((own for own in self._callbacks if type(own).__name__ == one[0]), None)
             for name, value in one[1].items():
@@ -58,7 +58,7 @@ class CallbackStates:
                 if kinds is not None and found is not None and not isinstance(found, kinds):
                     problem = f"{one[0]}.{name} is a {type(found).__name__}, and a {type(now).__name__} is here"
         if problem:
-            raise BadCheckpoint(f"the states of the callbacks are none: {problem}")
+            raise BadCheckpoint(f"the states of the callbacks are invalid: {problem}")
 
     def load(self, states: list[Any], decoder: Decoder) -> None:
         """Gives callbacks of the same classes, in the same order, what they had found out."""

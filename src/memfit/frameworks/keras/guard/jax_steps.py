@@ -12,6 +12,7 @@ import keras
 
 from memfit.core.guarding import BrokenUpdate
 from memfit.frameworks.jax.guard.memory_request import Room
+from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.guard import variables
 from memfit.frameworks.keras.guard.steps import Each, Steps
 
@@ -111,7 +112,7 @@ class JaxSteps(Steps):
         model = self.model
         if model.run_eagerly or not model.jit_compile or keras.distribution.distribution() is not None:
             return None
-        if keras.src.backend.config.is_nnx_enabled():
+        if internals.uses_nnx():
             return None
         if self._jitted is None:
             # It lives as long as Keras's own, so that the next fit isn't compiled again.

@@ -301,7 +301,7 @@ class KerasLoop(GuardedLoop):
     def plan(self, make_plan: Callable[..., Plan], budget_bytes: int) -> Settings:
         """The planner's settings for the batch."""
         _log.warning(
-            "memfit is planning for %s before the first step, whose time this adds to", format_size(budget_bytes)
+            "memfit is planning for %s before the first step, which takes longer for it", format_size(budget_bytes)
         )
         allow = ["exact", "rounding"] + (["approximate"] if self._options.approximate else [])
         device = "cpu" if device_name() == "host" else None
@@ -422,10 +422,10 @@ class KerasLoop(GuardedLoop):
             return [f"resumed from {directory}: training was over"]
         texts = [f"resumed from {directory}: epoch {self._epoch + 1}, batch {int(progress['batch']) + 1}"]
         if self.data.is_generator:
-            texts.append("the data are a generator: what was trained on is drawn and dropped")
+            texts.append("the data come from a generator: batches already trained on are drawn and skipped")
         if self.data.is_tf_dataset:
             texts.append(
-                "the data are a tf.data.Dataset: its batches are taken to come in the same order again; give "
+                "the data are a tf.data.Dataset: its batches are assumed to come in the same order again; give "
                 "shuffle() a seed and reshuffle_each_iteration=False if it shuffles"
             )
         return texts

@@ -71,7 +71,8 @@ class Steps:
 
     def train_on(self, iterator: Any) -> Any:
         """Trains on as many batches as there are steps in an execution; the last logs."""
-        logs = None
+        # Keras before 3.6 gives the one batch of `train_on_batch` in a list.
+        iterator, logs = iter(iterator), None
         for _ in range(self.model.steps_per_execution):
             try:
                 batch = next(iterator)

@@ -85,7 +85,7 @@ def follow_loops(found: Callable[[Any], None]) -> Any:
 
     def stop(loop: Any) -> None:
         found(loop)
-        raise FirstTurn("the first turn of a training loop")
+        raise FirstTurn("the first iteration of a training loop")
 
     module = importlib.import_module(f"memfit.frameworks.keras.script.{backend}_loops")
     loop = (module.TensorFlowLoop if backend == "tensorflow" else module.JaxLoop)(stop)

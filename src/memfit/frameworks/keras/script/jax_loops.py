@@ -13,7 +13,6 @@ from types import MethodType
 from typing import Any
 
 import jax
-import keras
 
 from memfit.core.device import Device, Kind
 from memfit.core.errors import StepFailed
@@ -23,12 +22,13 @@ from memfit.core.trace import Trace
 from memfit.frameworks.jax.trace.arguments import leaves_of, size_of
 from memfit.frameworks.jax.trace.compiled import read
 from memfit.frameworks.jax.trace.job import SIMULATED
+from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.model import LayerNames, explained
 from memfit.frameworks.keras.script.loop_state import LoopState, is_framework
 from memfit.frameworks.keras.trace.jax_backend import step_timeline
 
-_EAGER = Note("eager", "the loop isn't compiled; a turn of it is counted as if it were (jax.jit)")
-_SEVERAL = Note("loop-functions", "a turn of the loop calls several steps; the one that needs most is shown")
+_EAGER = Note("eager", "the loop isn't compiled; an iteration is counted as if it were (jax.jit)")
+_SEVERAL = Note("loop-functions", "an iteration of the loop calls several steps; the one that needs most is shown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def _is_traced(tree: Any) -> bool:
 
 def _values(tree: Any) -> Any:
     """Arrays instead of variables of Keras."""
-    return jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, keras.Variable) else leaf, tree)
+    return jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, internals.Variable) else leaf, tree)
 
 
 def _stand_in(shape: Any) -> Any:

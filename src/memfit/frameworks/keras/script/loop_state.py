@@ -122,7 +122,7 @@ class LoopState:
 
 def handle_of(variable: Any) -> int:
     """What tells a variable of Keras among those of its backend: the id of its handle, or of its array."""
-    value = internals.tensor_of(variable) if isinstance(variable, keras.Variable) else None
+    value = internals.tensor_of(variable) if isinstance(variable, internals.Variable) else None
     return id(getattr(value, "handle", value))
 
 

@@ -1,7 +1,7 @@
 """Training loops that a script on TensorFlow writes itself: a turn of the loop becomes a graph, nothing is computed.
 
 A `tf.function` that computes gradients is traced instead of run. A loop that runs eagerly is recorded: from its first
-`tf.GradientTape` on, operators go into a graph, and what the script looks at meanwhile (a loss that it prints) is a
+`tf.GradientTape` on, operators go into a graph, and what the script reads meanwhile (a loss that it prints) is a
 stand-in. The turn is over when the script comes back to a tape or to a function that it has been at.
 """
 
@@ -27,8 +27,8 @@ from memfit.frameworks.keras.script.loop_state import LoopState, is_framework
 from memfit.frameworks.tensorflow import internals
 from memfit.frameworks.tensorflow.trace.tracing import StepVariable, trace_step
 
-_EAGER = Note("eager", "the loop runs eagerly; a turn of it is counted as a graph (a tf.function)")
-_SEVERAL = Note("loop-functions", "a turn of the loop calls several functions; the one that needs most is shown")
+_EAGER = Note("eager", "the loop runs eagerly; an iteration is counted as a graph (a tf.function)")
+_SEVERAL = Note("loop-functions", "an iteration of the loop calls several functions; the one that needs most is shown")
 _GRADIENT = "gradient_tape/"
 # What a script makes of a data set in each epoch.
 _DATA = ("__iter__", "take", "skip", "shuffle", "repeat", "batch", "map", "prefetch", "shard", "cache", "enumerate")
@@ -217,7 +217,7 @@ def _stand_in(tensor: Any) -> Any:
 
 def _value(tensor: Any) -> Any:
     if tensor.shape.rank is None:
-        raise StepFailed(f"the script looks at {tensor.name!r}, whose shape only a run would tell.")
+        raise StepFailed(f"the script reads {tensor.name!r}, whose shape is known only when it runs.")
     sizes = [1 if size is None else int(size) for size in tensor.shape]
     return (np.ones if tensor.dtype.is_floating else np.zeros)(sizes, tensor.dtype.as_numpy_dtype)
 

@@ -42,7 +42,7 @@ class OpenModel:
         check_model(self.model, training=self.training)
         if job.precision not in (None, "fp32", *AUTOCASTS):
             raise BadInput(
-                f"precision={job.precision!r} was given, but a Keras model has its numbers from its dtype policy. Give "
+                f"precision={job.precision!r} was given, but a Keras model has its own dtype policy. Give "
                 "'amp-bf16' or 'amp-fp16' for mixed precision, or make the model under keras.config.set_dtype_policy."
             )
         self._precision = job.precision if job.precision in AUTOCASTS else None

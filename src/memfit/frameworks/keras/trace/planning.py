@@ -49,7 +49,7 @@ def splitting(model: Any, batch: Batch) -> Splitting:
         except MemfitError as error:
             return Splitting(str(error), "", False)
         statistics = with_statistics(model)
-        words = f"{listed(statistics)} see the statistics of parts of the batch" if statistics else ""
+        words = f"{listed(statistics)} use the statistics of each micro-batch" if statistics else ""
         return Splitting("", words, bool(with_random_numbers(model)))
 
 

@@ -23,7 +23,7 @@ _OBJECTS = (
     keras.optimizers.Optimizer,
     keras.optimizers.schedules.LearningRateSchedule,
     keras.random.SeedGenerator,
-    keras.Variable,
+    internals.Variable,
     internals.Tracker,
 )
 _CONTAINERS: tuple[Any, ...] = (dict, list, set, deque)

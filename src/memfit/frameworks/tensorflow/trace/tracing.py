@@ -29,8 +29,8 @@ _ZEROS = frozenset({"Const", "Fill", "ZerosLike"})
 # operators may run for that: a second's worth.
 _MOST_ORDERS = 9
 _MOST_RUNS = 100_000
-_PARALLEL = "TensorFlow runs operators in parallel: which of them meet differs from step to step, and so does the peak"
-_LIBRARIES = Note("libraries", "what cuDNN takes for its algorithms beside TensorFlow's tensors isn't counted")
+_PARALLEL = "TensorFlow runs operators in parallel: which of them overlap varies by step, and so does the peak"
+_LIBRARIES = Note("libraries", "workspaces of cuDNN aren't counted")
 _STAND_IN = Note(
     "xla-cpu-layout", "XLA compiled the step for the host: its program for a GPU fuses and orders differently"
 )

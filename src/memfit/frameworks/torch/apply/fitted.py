@@ -333,7 +333,7 @@ def _check(settings: Settings, optimizer: Any) -> None:
     if inner:
         raise BadInput(
             f"offload names {inner[0]!r}, which is part of a module that checkpoint names: nothing inside of it is "
-            "saved. Name the same module in both, which has its inputs wait in host memory, or leave one."
+            "saved. Name the same module in both, which offloads its inputs to host memory, or leave one."
         )
 
 

@@ -50,7 +50,7 @@ def add_adapters(model: torch.nn.Module, rank: int, *, quantized: bool = False, 
     layers = list(_layers(model)) if rank else []
     if rank and not layers:
         raise BadModel(
-            f"{type(model).__name__} has no linear layers besides its output head, so adapters have no place. "
+            f"{type(model).__name__} has no linear layers besides its output head, so there is nothing to adapt. "
             "Leave this move out."
         )
     weights = _Weights() if quantized else None

@@ -38,7 +38,7 @@ class ScriptSettings:
         others = [f.name for f in fields(Settings) if getattr(settings, f.name) != getattr(plain, f.name)]
         others = [name for name in others if name not in APPLICABLE]
         if others:
-            raise BadInput(f"{', '.join(others)} can't be changed from outside of a script, and were given.")
+            raise BadInput(f"{', '.join(others)} can't be changed without editing the script, but were given.")
         self._settings = settings
         self.recomputed: set[str] = set()
         """Modules that have been computed again so far, of those that are to be."""

@@ -151,7 +151,7 @@ def check_independent(optimizer: torch.optim.Optimizer, purpose: str) -> None:
         ) from error
     if not all(torch.allclose(a, b, rtol=1e-9, atol=0) for a, b in zip(together, one_by_one, strict=True)):
         raise BadOptimizer(
-            f"{purpose} updates parameters one by one, but {name} comes to other values then: it looks at all "
+            f"{purpose} updates parameters one by one, but {name} gives different results then: it looks at all "
             "gradients together. Use an optimizer of torch.optim, or leave this move out."
         )
 

@@ -49,31 +49,30 @@ _BUILD = ("13.0", "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120")
 class DeviceProperties:
     """What `torch.cuda.get_device_properties` returns."""
 
+    warp_size = 32
+    max_threads_per_block = 1024
+    regs_per_multiprocessor = 65536
+    shared_memory_per_block = 48 * 1024
+    memory_bus_width = 256
+    clock_rate = 1_500_000
+    is_integrated = is_multi_gpu_board = pci_device_id = pci_domain_id = 0
+
     def __init__(self, device: Device, index: int) -> None:
         self.major, self.minor = device.capability or DEFAULT_CAPABILITY
         architecture = _ARCHITECTURES.get((self.major, self.minor), _ARCHITECTURES[DEFAULT_CAPABILITY])
         self.name = device.title
         self.total_memory = device.usable_bytes or UNKNOWN_TOTAL_BYTES
         self.multi_processor_count = device.num_multiprocessors or _DEFAULT_MULTIPROCESSORS
-        self.warp_size = 32
-        self.max_threads_per_block = 1024
         self.max_threads_per_multi_processor = architecture.max_threads
-        self.regs_per_multiprocessor = 65536
-        self.shared_memory_per_block = 48 * 1024
         self.shared_memory_per_block_optin = architecture.shared_per_block_kib * 1024
         self.shared_memory_per_multiprocessor = architecture.shared_kib * 1024
         self.L2_cache_size = architecture.l2_cache_mib * 1024**2
-        bandwidth = device.bandwidth_bytes_per_second or 0.0
-        self.memory_bus_width = 256
         # In kHz; two transfers per clock.
-        self.memory_clock_rate = int(bandwidth / (2 * self.memory_bus_width / 8) / 1000)
-        self.clock_rate = 1_500_000
+        self.memory_clock_rate = int(
+            (device.bandwidth_bytes_per_second or 0.0) / (2 * self.memory_bus_width / 8) / 1000
+        )
         self.gcnArchName = self.name
-        self.is_integrated = 0
-        self.is_multi_gpu_board = 0
         self.pci_bus_id = index + 1
-        self.pci_device_id = 0
-        self.pci_domain_id = 0
         self.uuid = f"00000000-0000-0000-0000-{index:012x}"
 
     def __repr__(self) -> str:
@@ -86,12 +85,7 @@ class DeviceProperties:
 
 
 class CudaDevices:
-    """The devices PyTorch finds, all of one kind.
-
-    Args:
-        device: the kind.
-        count: how many.
-    """
+    """The devices PyTorch finds, all of one kind."""
 
     def __init__(self, device: Device, count: int) -> None:
         self.device = device
@@ -170,7 +164,6 @@ class CudaDevices:
         low = {
             "_has_cuda": True,
             "_CudaDeviceProperties": DeviceProperties,
-            "_cuda_init": lambda: None,
             "_cuda_isInBadFork": self.is_forked,
             "_cuda_hasPrimaryContext": lambda index: index < self.count,
             "_cuda_getDeviceCount": lambda: self.count,
@@ -181,10 +174,10 @@ class CudaDevices:
             "_cuda_canDeviceAccessPeer": lambda index, peer: index != peer,
             "_cuda_getArchFlags": lambda: architectures,
             "_cuda_getCompiledVersion": lambda: 1000 * major + 10 * minor,
-            "_cuda_synchronize": lambda: None,
-            "_cuda_ipc_collect": lambda: None,
-            "_cuda_sleep": lambda cycles: None,
-            "_cuda_set_sync_debug_mode": lambda mode: None,
+            **dict.fromkeys(
+                ("_cuda_init", "_cuda_synchronize", "_cuda_ipc_collect", "_cuda_sleep", "_cuda_set_sync_debug_mode"),
+                lambda *arguments: None,
+            ),
             "_cuda_get_sync_debug_mode": lambda: 0,
             "_cuda_tunableop_is_enabled": lambda: False,
             "_cuda_tunableop_enable": lambda value: None,

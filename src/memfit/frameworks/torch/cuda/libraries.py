@@ -17,14 +17,21 @@ from memfit.frameworks.torch.cuda.devices import CudaDevices
 from memfit.frameworks.torch.cuda.memory import CudaMemory
 from memfit.frameworks.torch.cuda.random import random_replacements
 from memfit.frameworks.torch.cuda.streams import stream_replacements
-from memfit.frameworks.torch.cuda.types import type_replacements
 from memfit.frameworks.torch.shapes.device_labels import address_replacements
 from memfit.frameworks.torch.shapes.patching import Replacement, in_extension
+from memfit.frameworks.torch.shapes.tensor_types import type_replacements
 from memfit.frameworks.torch.shapes.unsimulated import compilation_replacements
 
 # Bundled with official builds; the older one is the last for devices before 7.5.
 _CUDNN_VERSION, _OLD_CUDNN_VERSION = 91900, 90501
 _NCCL_VERSION = (2, 28, 9)
+
+
+_WITHOUT_EFFECT = """
+    _cuda_set_cudnn_benchmark_limit _cudnn_set_conv_benchmark_empty_cache _cuda_clearCublasWorkspaces
+    _cuda_setCublasWorkspaceSize _cuda_resetCublasWorkspaceSize _cuda_setCublasLtWorkspaceSize
+    _cuda_resetCublasLtWorkspaceSize
+""".split()  # noqa: SIM905
 
 
 class CudaError(IntEnum):
@@ -38,32 +45,27 @@ class CudaError(IntEnum):
 def library_replacements(
     devices: CudaDevices, memory_info: Callable[[int | None], tuple[int, int]]
 ) -> list[Replacement]:
-    """Everything about libraries that PyTorch lacks without CUDA.
-
-    Args:
-        devices: the devices there are.
-        memory_info: gives (free, total) bytes of a device.
-    """
+    """All that PyTorch lacks of libraries without CUDA; `memory_info` gives (free, total) bytes of a device."""
     cuda: Any = torch.cuda
     # The module in sys.modules is a wrapper for flags; functions live in, and look into, the one inside.
     cudnn: Any = getattr(torch.backends.cudnn, "m", torch.backends.cudnn)
     version = _OLD_CUDNN_VERSION if devices.capability < (7, 5) else _CUDNN_VERSION
-    runtime = _runtime(memory_info)
+    calls = "ProfilerStart ProfilerStop HostRegister HostUnregister StreamCreate StreamDestroy DeviceSynchronize"
+    runtime = SimpleNamespace(
+        cudaError=CudaError,
+        cudaGetErrorString=lambda error: f"error {int(error)} of a simulated device",
+        cudaMemGetInfo=memory_info,
+        **{f"cuda{call}": lambda *arguments: CudaError.success for call in calls.split()},
+    )
     major, minor, patch = _NCCL_VERSION
     low = {
+        **dict.fromkeys(_WITHOUT_EFFECT, lambda *arguments: None),
         "_has_cudnn": True,
         "_has_magma": True,
         "_cuda_get_cudnn_benchmark_limit": lambda: 10,
-        "_cuda_set_cudnn_benchmark_limit": lambda limit: None,
         "_cuda_get_conv_benchmark_empty_cache": lambda: True,
-        "_cudnn_set_conv_benchmark_empty_cache": lambda value: None,
-        "_cuda_clearCublasWorkspaces": lambda: None,
         "_cuda_getCublasWorkspaceSize": lambda: 0,
-        "_cuda_setCublasWorkspaceSize": lambda size: None,
-        "_cuda_resetCublasWorkspaceSize": lambda: None,
         "_cuda_getCublasLtWorkspaceSize": lambda: 0,
-        "_cuda_setCublasLtWorkspaceSize": lambda size: None,
-        "_cuda_resetCublasLtWorkspaceSize": lambda: None,
         "_cuda_getCurrentBlasHandle": lambda: 1,
         "_cuda_getCurrentSolverHandle": lambda: 1,
         "_is_flash_attention_available": lambda: True,
@@ -95,17 +97,6 @@ def library_replacements(
     ]
 
 
-def _runtime(memory_info: Callable[[int | None], tuple[int, int]]) -> SimpleNamespace:
-    """The CUDA runtime as `torch.cuda.cudart()` gives it."""
-    calls = "ProfilerStart ProfilerStop HostRegister HostUnregister StreamCreate StreamDestroy DeviceSynchronize"
-    return SimpleNamespace(
-        cudaError=CudaError,
-        cudaGetErrorString=lambda error: f"error {int(error)} of a simulated device",
-        cudaMemGetInfo=memory_info,
-        **{f"cuda{call}": lambda *arguments: CudaError.success for call in calls.split()},
-    )
-
-
 def _profiler_replacements() -> list[Replacement]:
     """The profiler believes that its library sees CUDA; otherwise it times with events that it can't make."""
     profiler: Any = torch.autograd.profiler
@@ -128,9 +119,7 @@ def _profiler_replacements() -> list[Replacement]:
 class _Ranges:
     """NVTX without a profiler that would listen."""
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._started = 0
+    _depth = 0
 
     def rangePushA(self, message: str) -> int:
         self._depth += 1
@@ -140,10 +129,7 @@ class _Ranges:
         self._depth -= 1
         return self._depth
 
-    def rangeStartA(self, message: str) -> int:
-        self._started += 1
-        return self._started
-
+    rangeStartA = lambda self, message: 1  # noqa: E731
     rangeEnd = markA = deviceRangeStart = deviceRangeEnd = lambda self, *arguments: None
 
 

@@ -19,6 +19,11 @@ from memfit.frameworks.torch.shapes.patching import Replacement, in_extension
 MEMORY_HISTORY = "memory-history"
 MEMORY_POOL = "memory-pool"
 ALLOCATOR_SETTINGS = "allocator-settings"
+_WITHOUT_EFFECT = """
+    _cuda_cudaCachingAllocator_enable _cuda_resetPeakHostMemoryStats _cuda_resetAccumulatedHostMemoryStats
+    _cuda_attach_out_of_memory_observer _cuda_allocationTraceback _cuda_setMemoryMetadata _host_emptyCache
+    _accelerator_emptyHostCache
+""".split()  # noqa: SIM905
 # Far from 0, which stands for no memory.
 _FIRST_ADDRESS = 0x7F0000000000
 
@@ -83,10 +88,7 @@ def out_of_memory_message(
 class CudaMemory:
     """The answers of `torch.cuda.memory`.
 
-    Args:
-        devices: the devices there are; all but the first are empty.
-        memory: that of the first.
-        report: takes (code, text) of what isn't simulated.
+    All devices but the first are empty.
     """
 
     def __init__(self, devices: CudaDevices, memory: LiveAllocator, report: Callable[[str, str], None]) -> None:
@@ -190,6 +192,7 @@ class CudaMemory:
         """What PyTorch has to see so that it shows this memory."""
         memory = self._memory
         low: dict[str, Any] = {
+            **dict.fromkeys(_WITHOUT_EFFECT, lambda *arguments: None),
             "_cuda_memoryStats": self.nested_stats,
             "_cuda_resetPeakMemoryStats": lambda index: self._reset(memory.reset_peaks, index),
             "_cuda_resetAccumulatedMemoryStats": lambda index: self._reset(memory.reset_counts, index),
@@ -199,23 +202,15 @@ class CudaMemory:
             "_cuda_getMemoryFraction": lambda index: self._fraction,
             "_cuda_cudaCachingAllocator_raw_alloc": self.allocate_raw,
             "_cuda_cudaCachingAllocator_raw_delete": self.free_raw,
-            "_cuda_cudaCachingAllocator_enable": lambda value: None,
             "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
             "_cuda_getAllocatorBackend": lambda: "native",
             "_cuda_getAllocator": object,
             "_cuda_hostMemoryStats": dict,
-            "_cuda_resetPeakHostMemoryStats": lambda: None,
-            "_cuda_resetAccumulatedHostMemoryStats": lambda: None,
             "_cuda_record_memory_history": self._ignore_history,
             "_cuda_record_memory_history_legacy": self._ignore_history,
             "_cuda_isHistoryEnabled": lambda: False,
-            "_cuda_attach_out_of_memory_observer": lambda observer: None,
-            "_cuda_allocationTraceback": lambda address: None,
             "_cuda_getMemoryMetadata": lambda: "",
-            "_cuda_setMemoryMetadata": lambda text: None,
-            "_host_emptyCache": lambda: None,
             "_accelerator_emptyCache": memory.empty_cache,
-            "_accelerator_emptyHostCache": lambda: None,
             "_accelerator_isAllocatorInitialized": lambda: True,
             "_accelerator_getDeviceStats": self.nested_stats,
             "_accelerator_resetPeakStats": lambda index: self._reset(memory.reset_peaks, index),

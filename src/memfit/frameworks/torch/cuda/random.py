@@ -20,11 +20,7 @@ _STATE_BYTES = 16
 
 
 class SimulatedGenerator(torch.Generator):
-    """What `torch.Generator("cuda")` returns.
-
-    Args:
-        index: of its device.
-    """
+    """What `torch.Generator("cuda")` returns."""
 
     is_simulated = True
 
@@ -103,18 +99,8 @@ def _rebuild(index: int, content: bytes) -> SimulatedGenerator:
     return SimulatedGenerator(index).set_state(state)
 
 
-def generators(count: int) -> tuple[SimulatedGenerator, ...]:
-    """One for each device."""
-    return tuple(map(SimulatedGenerator, range(count)))
-
-
 def random_replacements(devices: CudaDevices, count: int) -> list[Replacement]:
-    """The default generators, and `torch.Generator` with a device.
-
-    Args:
-        devices: the devices there are.
-        count: how many generators to make, one for each device.
-    """
+    """The default generators, one for each of `count` devices, and `torch.Generator` with a device."""
     plain: Any = torch.Generator
 
     class Either(type(plain)):  # type: ignore[misc]
@@ -135,5 +121,5 @@ def random_replacements(devices: CudaDevices, count: int) -> list[Replacement]:
     stand_in: Any = Either("Generator", (plain,), {"__module__": "torch", "__doc__": plain.__doc__})
     return [
         Replacement(torch, "Generator", stand_in),
-        Replacement(torch.cuda, "default_generators", generators(count)),
+        Replacement(torch.cuda, "default_generators", tuple(map(SimulatedGenerator, range(count)))),
     ]

@@ -6,7 +6,8 @@ captured. Memory is as if all work were on one stream: blocks that a second stre
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,16 +27,7 @@ def _nothing(*arguments: Any, **options: Any) -> None:
 
 
 class SimulatedStream:
-    """A queue of work, as `torch.cuda.Stream` and `torch.Stream` show it.
-
-    Args:
-        device: where it is; None: the current device.
-        priority: kept, and without effect.
-        stream_id: of a stream that exists already.
-        device_index: of a stream that exists already.
-        device_type: of a stream that exists already.
-        stream_ptr: address of a stream of another library.
-    """
+    """A queue of work, as `torch.cuda.Stream` and `torch.Stream` show it; its priority has no effect."""
 
     is_simulated = True
     _devices: CudaDevices
@@ -90,7 +82,7 @@ class SimulatedStream:
         return self
 
     def __exit__(self, *details: object) -> None:
-        self._current.leave()
+        self._current.leave(self._devices)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SimulatedStream) and hash(self) == hash(other)
@@ -180,22 +172,18 @@ class _CurrentStreams(threading.local):
         self.ids: dict[int, int] = {}
         self._before: list[tuple[int, int, int]] = []
 
-    def set(self, stream_id: int, index: int) -> None:
-        self.ids[index] = stream_id
-
     def get(self, index: int) -> int:
         return self.ids.get(index, 0)
 
     def enter(self, stream: SimulatedStream) -> None:
-        devices, index = stream._devices, stream.device_index
-        self._before.append((devices.exchange(index), index, self.get(index)))
-        self.set(stream.stream_id, index)
-        self._devices = devices
+        index = stream.device_index
+        self._before.append((stream._devices.exchange(index), index, self.get(index)))
+        self.ids[index] = stream.stream_id
 
-    def leave(self) -> None:
+    def leave(self, devices: CudaDevices) -> None:
         device, index, stream_id = self._before.pop()
-        self.set(stream_id, index)
-        self._devices.select(device)
+        self.ids[index] = stream_id
+        devices.select(device)
 
 
 def _index_of(devices: CudaDevices, device: Any) -> int:
@@ -251,14 +239,14 @@ def stream_replacements(devices: CudaDevices, report: Callable[[str, str], None]
 
     def set_stream(chosen: Any) -> None:
         devices.select(chosen.device_index)
-        current.set(chosen.stream_id, chosen.device_index)
+        current.ids[chosen.device_index] = chosen.stream_id
 
     low = {
         "_cuda_getCurrentStream": lambda index: describe(current.get(index), index),
         "_cuda_getDefaultStream": lambda index: describe(0, index),
         "_cuda_getStreamFromExternal": describe,
         "_cuda_getCurrentRawStream": current.get,
-        "_cuda_setStream": lambda stream_id, device_index, device_type: current.set(stream_id, device_index),
+        "_cuda_setStream": lambda stream_id, device_index, device_type: current.ids.update({device_index: stream_id}),
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_accelerator_getStream": lambda index: stream(stream_id=current.get(index), device_index=index),
         "_accelerator_setStream": set_stream,
@@ -288,17 +276,11 @@ def _graph_functions(report: Callable[[str, str], None]) -> dict[str, Any]:
     pools = itertools.count(1)
     graph: Any = type("CUDAGraph", (SimulatedGraph,), {"_report": staticmethod(report)})
 
-    class Capturing:
-        """`with torch.cuda.graph(g):`; PyTorch's own would keep a stream after the simulation."""
-
-        def __init__(self, cuda_graph: Any, *arguments: Any, **options: Any) -> None:
-            self.cuda_graph = cuda_graph
-
-        def __enter__(self) -> None:
-            self.cuda_graph.capture_begin()
-
-        def __exit__(self, *details: object) -> None:
-            self.cuda_graph.capture_end()
+    @contextmanager
+    def capturing(cuda_graph: Any, *arguments: Any, **options: Any) -> Iterator[None]:
+        # PyTorch's own would keep a stream after the simulation.
+        with cuda_graph:
+            yield
 
     def make_graphed_callables(callables: Any, sample_args: Any, *arguments: Any, **options: Any) -> Any:
         graph().capture_begin()
@@ -306,7 +288,7 @@ def _graph_functions(report: Callable[[str, str], None]) -> dict[str, Any]:
 
     return {
         "CUDAGraph": graph,
-        "graph": Capturing,
+        "graph": capturing,
         "make_graphed_callables": make_graphed_callables,
         "graph_pool_handle": lambda: (0, next(pools)),
         "is_current_stream_capturing": lambda: False,

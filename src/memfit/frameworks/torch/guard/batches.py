@@ -144,7 +144,7 @@ class Batches:
         if not problem and state["is_running"]:
             problem = mismatch(state["begin"], _Begin)
         if problem:
-            raise BadCheckpoint(f"the position in the data is none: {problem}")
+            raise BadCheckpoint(f"the saved position in the data is invalid: {problem}")
         check_generators(state["now"])
         if state["is_running"]:
             check_random(random_from_tree(state["begin"]["sources"]["random"]))

@@ -85,7 +85,7 @@ def named_dtype(name: str) -> torch.dtype:
     """The type of tensors with this name."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no type of tensors")
+        raise ValueError(f"{name!r} is not a dtype of tensors")
     return dtype
 
 

@@ -275,7 +275,7 @@ class _OptimizerState:
         for number, entries in states["__dict__"] if "__dict__" in states else states.items():
             if number not in by_number:
                 if type(number) is not str and type(optimizer).__module__.startswith("torch.optim"):
-                    raise BadCheckpoint(f"the optimizer's state is of a parameter {number!r}, which there is not")
+                    raise BadCheckpoint(f"the optimizer's state names parameter {number!r}, which doesn't exist")
                 # What an optimizer keeps for no parameter in particular.
                 self._states.append((number, Decoder(self._file).decode(entries)))
                 continue
@@ -382,7 +382,7 @@ def _refusing(directory: Path) -> Iterator[None]:
     except (MemfitError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise BadCheckpoint(f"{directory / _TREE} lacks something or holds something else: {error!r}") from error
+        raise BadCheckpoint(f"{directory / _TREE} is incomplete or malformed: {error!r}") from error
 
 
 def _class_of(value: Any) -> str:

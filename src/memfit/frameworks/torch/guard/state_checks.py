@@ -41,7 +41,7 @@ def check_random(state: RandomState) -> None:
 def check_generators(states: Any) -> None:
     """Refuses states of the generators of a loader that none takes, and epochs that are no numbers."""
     if not isinstance(states, dict):
-        raise BadCheckpoint("the states of the loader's generators are something else")
+        raise BadCheckpoint("the states of the loader's generators are malformed")
     for name, state in states.items():
         what = f"the state of the generator {name!r}"
         if isinstance(state, torch.Tensor):
@@ -139,7 +139,7 @@ def check_scheduler(state: Mapping[str, Any], scheduler: Any, where: str) -> Non
         # The last step has been taken.
         return
     except Exception as error:
-        raise BadCheckpoint(f"{where} can't be one: {error!r}") from None
+        raise BadCheckpoint(f"{where} is invalid: {error!r}") from None
 
 
 def _is_number(value: Any) -> bool:
@@ -171,4 +171,4 @@ def _tried(what: str, action: Callable[[], Any]) -> None:
     try:
         action()
     except Exception as error:
-        raise BadCheckpoint(f"{what} can't be one: {error}") from None
+        raise BadCheckpoint(f"{what} is invalid: {error}") from None

@@ -261,7 +261,7 @@ class Transaction:
         training = [module for module in self.model.modules() if module.training]
         if any(isinstance(module, internals.NormBase) for module in training):
             differences.append(
-                "batch norm normalises each micro-batch by its own statistics (running ones are the batch's)"
+                "batch norm normalises each micro-batch by its own statistics (running statistics are the batch's)"
             )
         shares = (
             module.p if isinstance(module, internals.Dropout) else getattr(module, "dropout", 0.0)

@@ -7,11 +7,18 @@ files itself. Loading the user's own files to the simulated device works as well
 
 The stand-ins are to be in place before the script imports what copies functions, as transformers does with those of
 safetensors. Where that has happened before, as in a notebook, the copies are replaced too.
+
+The formats of safetensors and torch.distributed.checkpoint have no place for tensors without values: what holds some
+is written by torch.save instead, under the name that the user's code gave. Such a safetensors file is told from others
+by its first bytes. PyTorch's distributed writer puts the parts of all ranks together and refuses when some are missing,
+and in a simulation there is only one rank. So what that rank holds is saved in one file. Loading it leaves tensors as
+they are, for they have no values anyway, and restores everything else. With one rank nothing of this is needed.
 """
 
 import functools
 import importlib
 import importlib.util
+import io
 import os
 import sys
 import tempfile
@@ -20,20 +27,24 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed
 
 from memfit.core.units import MIB
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.script.file_functions import FileFunctions, Plain
-from memfit.frameworks.torch.script.library_files import LibraryFiles, without_zeros
-from memfit.frameworks.torch.script.redirected_files import RedirectedFiles, Report
-from memfit.frameworks.torch.script.shape_only import Place, ShapeOnly
+from memfit.frameworks.torch.script.redirected_files import Path, Plain, RedirectedFiles, Report
+from memfit.frameworks.torch.script.shape_only import Place, ShapeOnly, as_shape, checked_device, is_shape_only
 from memfit.frameworks.torch.shapes.patching import Replacement
 
 OVERWRITTEN = "file-overwritten"
 
 _ON_DEVICE = torch.device("cuda", 0)
 _ARCHIVE = b"PK\x03\x04"
+# A safetensors file begins with a size in 8 bytes that fits into the first 4.
+_HEADER = 8
+_FLATTENING = ("_flatten_as_ptr", "_flatten")  # the name changed between releases
 _DISTRIBUTED = ".distcp"
+# PyTorch's own name for what makes a folder a checkpoint.
+_METADATA = ".metadata"
 _MAX_COPIED_BYTES = 64 * MIB
 _SCRIPT: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
 
@@ -63,24 +74,20 @@ class Checkpoints:
         self._num_ranks = num_ranks
         self._report = report
         self._files = RedirectedFiles(folder, report, private=private)
-        self._functions = FileFunctions(self._files)
         self._shapes = ShapeOnly(place, device_of)
-        self._libraries = LibraryFiles(self._files, self._functions, self._shapes)
         self._plain_save: Callable[..., None] = torch.save
         self._plain_load: Callable[..., Any] = torch.load
         self._plain_load_script: Callable[..., Any] = torch.jit.load
         self.finish = self._files.finish
         """Removes what the script's checkpoints left behind beside the user's; to be called after the dry run."""
-        self.of_ranks = self._libraries.of_ranks
-        """What one of several ranks needs beside the other replacements."""
         self.redirected = self._files.redirected
         """Absolute path asked for -> path written."""
         self.are_private = private
 
     def replacements(self) -> list[Replacement]:
         """What to put in place for the time of the dry run."""
-        stand_in = self._functions.stand_in
-        inner, copied = self._libraries.of_safetensors()
+        stand_in = self._files.stand_in
+        inner, copied = self._of_safetensors()
         copied += [
             Replacement(torch, "save", stand_in(self._plain_save, self._save)),
             Replacement(torch, "load", stand_in(self._plain_load, self._load)),
@@ -98,7 +105,7 @@ class Checkpoints:
 
             inner.append(Replacement(_SCRIPT, "save", stand_in(save_script, saving)))
         return [
-            *self._functions.replacements(),
+            *self._files.replacements(),
             *self._shapes.replacements(),
             *inner,
             *_with_copies(copied),
@@ -117,7 +124,7 @@ class Checkpoints:
             self._plain_save(obj, f, *args, **kwargs)
             return
         if name.endswith(_DISTRIBUTED) and self._files.is_own(name):
-            obj = without_zeros(obj)
+            obj = _without_zeros(obj)
         before = self._shapes.num_stored
         self._plain_save(obj, f, *args, **kwargs)
         is_apart = self._files.is_own(name) or name.startswith(tempfile.gettempdir() + os.sep)
@@ -160,7 +167,7 @@ class Checkpoints:
 
         def new(cls: Any, filename: Any, dtype: Any = numpy.uint8, mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
             is_large = _is_path(filename) and os.path.isfile(filename) and os.path.getsize(filename) > _MAX_COPIED_BYTES
-            if self._functions.is_active and is_large and mode in ("r+", "readwrite"):
+            if self._files.is_active and is_large and mode in ("r+", "readwrite"):
                 mode = "c"
             return plain(cls, filename, dtype, mode, *args, **kwargs)
 
@@ -181,7 +188,112 @@ class Checkpoints:
                 name = self._files.opened(name, {None: "r", "w-": "x"}.get(mode, str(mode)))
             plain(file, name, mode, *args, **kwargs)
 
-        return [Replacement(h5py.File, "__init__", self._functions.stand_in(plain, init))]
+        return [Replacement(h5py.File, "__init__", self._files.stand_in(plain, init))]
+
+    def _of_safetensors(self) -> tuple[list[Replacement], list[Replacement]]:
+        """What to put in place, and what to put in place of each copy as well; nothing without safetensors."""
+        try:
+            import safetensors.torch
+        except ImportError:
+            return [], []
+        module: Any = safetensors.torch
+        inner: dict[str, Callable[..., Any]] = dict.fromkeys(
+            (name for name in _FLATTENING if hasattr(module, name)), _flatten
+        )
+        inner |= {"serialize_file": self._serialize_file, "serialize": self._serialize}
+        return (
+            [self._files.replacement(module, name, other) for name, other in inner.items()],
+            [
+                Replacement(safetensors, "safe_open", self._opening(safetensors.safe_open)),
+                self._files.replacement(module, "load", self._load_bytes),
+            ],
+        )
+
+    def of_ranks(self) -> list[Replacement]:
+        """What one of several ranks needs; imports torch.distributed.checkpoint, which takes a while."""
+        if not torch.distributed.is_available():
+            return []
+        return [
+            self._files.replacement(*internals.place("save_state_dict"), self._save_rank),
+            self._files.replacement(*internals.place("load_state_dict"), self._load_rank),
+        ]
+
+    def _serialize_file(
+        self, plain: Plain, tensors: Any, filename: Path, metadata: dict[str, str] | None = None
+    ) -> None:
+        target = self._files.target(filename)
+        if isinstance(tensors, _Unflattened):
+            self._plain_save({"tensors": dict(tensors), "metadata": metadata}, target)
+        else:
+            plain(tensors, target, metadata=metadata)
+
+    def _serialize(self, plain: Plain, tensors: Any, metadata: dict[str, str] | None = None) -> Any:
+        if not isinstance(tensors, _Unflattened):
+            return plain(tensors, metadata=metadata)
+        buffer = io.BytesIO()
+        self._plain_save({"tensors": dict(tensors), "metadata": metadata}, buffer)
+        return buffer.getvalue()
+
+    def _load_bytes(self, plain: Plain, data: bytes) -> Any:
+        if not _is_archive(data):
+            return plain(data)
+        return _Delivered(self._stored(io.BytesIO(data)), self._to("cpu")).get_tensors()
+
+    def _opening(self, plain: Plain) -> type:
+        checkpoints = self
+
+        class safe_open:
+            """In the place of safetensors.safe_open, which is a class too."""
+
+            def __new__(cls, filename: Path, framework: str, device: Any = "cpu", **options: Any) -> Any:
+                if not checkpoints._files.is_active:
+                    return plain(filename, framework, device=device, **options)
+                path = checkpoints._files.existing(filename)
+                deliver = checkpoints._to(device)
+                with open(path, "rb") as file:
+                    if _is_archive(file.read(_HEADER)):
+                        file.seek(0)
+                        return _Delivered(checkpoints._stored(file), deliver)
+                if deliver.keywords["device"].type != "cuda":
+                    return plain(path, framework, device=device, **options)
+                return _Delivered(plain(path, framework, device="cpu", **options), deliver)
+
+        return safe_open
+
+    def _stored(self, source: Any) -> "_Stored":
+        return _Stored(**self._plain_load(source, map_location=self._restoring(), weights_only=True))
+
+    def _restoring(self) -> Any:
+        return self._shapes.restoring(None, keeps_shapes=True)
+
+    def _to(self, device: Any) -> "functools.partial[torch.Tensor]":
+        device = checked_device(f"cuda:{device}" if isinstance(device, int) else device)
+        return functools.partial(self._shapes.deliver, device=device)
+
+    def _save_rank(self, plain: Plain, state_dict: Any, storage_writer: Any, *args: Any, **kwargs: Any) -> Any:
+        path = getattr(storage_writer, "path", None)
+        if path is None or not _is_one_of_several():
+            return plain(state_dict, storage_writer, *args, **kwargs)
+        from torch.distributed.checkpoint.metadata import Metadata
+
+        # Opened here: torch.save refuses a name that begins with its suffix.
+        with open(self._files.target(os.path.join(path, _METADATA)), "wb") as file:
+            self._plain_save(internals.tree_map(_without_zeros, state_dict), file)
+        return Metadata(state_dict_metadata={})
+
+    def _load_rank(self, plain: Plain, state_dict: Any, storage_reader: Any, *args: Any, **kwargs: Any) -> None:
+        path = getattr(storage_reader, "path", None)
+        if path is None or not _is_one_of_several():
+            plain(state_dict, storage_reader, *args, **kwargs)
+            return
+        saved = self._files.known(os.path.join(path, _METADATA))
+        if saved not in self._files.redirected:
+            # The user's own: read by one rank for itself.
+            plain(state_dict, storage_reader, *args, **{**kwargs, "no_dist": True})
+            return
+        # Written above, by this run.
+        place = self._files.redirected[str(saved)]
+        _fill(state_dict, self._plain_load(place, map_location=self._restoring(), weights_only=False))
 
 
 def _with_copies(replacements: list[Replacement]) -> list[Replacement]:
@@ -198,3 +310,114 @@ def _with_copies(replacements: list[Replacement]) -> list[Replacement]:
 
 def _is_path(f: Any) -> bool:
     return isinstance(f, str | os.PathLike)
+
+
+def _without_zeros(value: Any) -> Any:
+    """A large tensor of zeros, which a copy from the simulated device is, as a shape; anything else as it is.
+
+    torch.distributed.checkpoint copies tensors to the host before it saves them.
+    """
+    plain = type(value) is torch.Tensor and not is_shape_only(value) and value.layout is torch.strided
+    if not plain or value.nbytes < MIB:
+        return value
+    return value if value.contiguous().view(torch.uint8).any() else as_shape(value)
+
+
+class _Unflattened(dict[str, torch.Tensor]):
+    """Tensors, some without values, on their way into a file."""
+
+
+def _is_one_of_several() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def _fill(held: Any, content: dict[Any, Any]) -> None:
+    for key, value in content.items():
+        if isinstance(held.get(key), dict) and isinstance(value, dict):
+            _fill(held[key], value)
+        elif key in held and not isinstance(held[key], torch.Tensor):
+            held[key] = value
+
+
+def _flatten(plain: Plain, tensors: Any, *args: Any) -> Any:
+    has_shapes = isinstance(tensors, dict) and any(map(is_shape_only, tensors.values()))
+    return _Unflattened(tensors) if has_shapes else plain(tensors, *args)
+
+
+class _Stored:
+    """A file that torch.save wrote, with the methods that an opened safetensors file has."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
+        self._tensors = tensors
+        self._metadata = metadata
+
+    def metadata(self) -> dict[str, str] | None:
+        return self._metadata
+
+    def keys(self) -> list[str]:
+        return sorted(self._tensors)
+
+    def offset_keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return _fresh(self._tensors[name])
+
+    def get_slice(self, name: str) -> "_StoredSlice":
+        return _StoredSlice(self._tensors[name])
+
+
+class _StoredSlice:
+    """A tensor of such a file from which parts can be taken."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        import safetensors.torch
+
+        return next(name for name, dtype in safetensors.torch._TYPES.items() if dtype is self._tensor.dtype)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return _fresh(self._tensor[index].contiguous())
+
+
+class _Delivered:
+    """An opened file, or a tensor of it, whose values are taken elsewhere when they are read."""
+
+    def __init__(self, opened: Any, deliver: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._opened = opened
+        self._deliver = deliver
+
+    def __enter__(self) -> "_Delivered":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if hasattr(self._opened, "__exit__"):
+            self._opened.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._deliver(self._opened[index])
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._deliver(self._opened.get_tensor(name))
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        return {name: self.get_tensor(name) for name in self._opened.keys()}  # noqa: SIM118
+
+    def get_slice(self, name: str) -> "_Delivered":
+        return _Delivered(self._opened.get_slice(name), self._deliver)
+
+
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    return as_shape(tensor) if is_shape_only(tensor) else tensor
+
+
+def _is_archive(data: bytes) -> bool:
+    return data.startswith(_ARCHIVE) and data[len(_ARCHIVE) : _HEADER] != bytes(_HEADER - len(_ARCHIVE))

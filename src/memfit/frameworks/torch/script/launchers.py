@@ -107,7 +107,7 @@ class Launchers:
             told = launched_environment(self._config)
             launchers._has_devices(int(self._config.nproc_per_node))
             if told["WORLD_SIZE"] != "1":
-                text = f"of {told['WORLD_SIZE']} processes that were to be launched the first was run, in this process"
+                text = f"of {told['WORLD_SIZE']} launched processes only the first was run, in this process"
                 launchers._report(SPAWNED, text)
             with _environment(told):
                 if callable(self._entrypoint):

@@ -10,9 +10,10 @@ as if the script had drawn fewer samples.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -26,42 +27,7 @@ from memfit.frameworks.torch.shapes.patching import Replacement
 from memfit.frameworks.torch.shapes.stand_in import map_tensors
 
 _END = object()
-
-
-@dataclass(slots=True)
-class _Sizes:
-    """How batches vary: per tensor (dtype, smallest, largest shape), the bytes of each batch, and the largest."""
-
-    total: int | None
-    leaves: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    bytes_of: list[int] = field(default_factory=list)
-    largest_index: int = 0
-    largest_tokens: int | None = None
-
-    def note(self, batch: Any) -> int:
-        """Takes one more batch into account and gives its bytes."""
-        size_bytes = 0
-        for name, array in arrays_in(batch):
-            shape = tuple(int(n) for n in array.shape)
-            size_bytes += int(array.nbytes)
-            dtype, smallest, largest = self.leaves.get(name, (_dtype(array), shape, shape))
-            self.leaves[name] = (dtype, min(smallest, shape, key=_count), max(largest, shape, key=_count))
-        self.bytes_of.append(size_bytes)
-        return size_bytes
-
-    def scan(self) -> Scan:
-        """The result as it is reported."""
-        ordered = sorted(self.bytes_of)
-        return Scan(
-            num_batches=len(ordered),
-            total=self.total,
-            leaves=tuple(ScannedLeaf(name, *leaf) for name, leaf in self.leaves.items()),
-            smallest_bytes=ordered[0],
-            median_bytes=ordered[len(ordered) // 2],
-            largest_bytes=ordered[-1],
-            largest_index=self.largest_index,
-            largest_tokens=self.largest_tokens,
-        )
+_TOKEN_DTYPES = ("int64", "int32")
 
 
 class Loaders:
@@ -93,7 +59,9 @@ class Loaders:
         self.training: int | None = None
         self.batch_size: int | None = None
         """First dimension that the tensors of the first training batch share, or None."""
-        self._sizes: _Sizes | None = None
+        # Of each batch drawn ahead: place and (dtype, shape, bytes) of each tensor.
+        self._drawn: list[dict[str, tuple[str, tuple[int, ...], int]]] = []
+        self._total: int | None = None
 
     def settle(self) -> None:
         """A step has been taken: the loader that was read last is the one that feeds it.
@@ -113,7 +81,26 @@ class Loaders:
 
     def scan(self) -> Scan | None:
         """How the batches drawn ahead vary; None when there were none."""
-        return self._sizes.scan() if self._sizes is not None and self._sizes.bytes_of else None
+        if not self._drawn:
+            return None
+        sizes = list(map(_size_bytes, self._drawn))
+        ordered, largest = sorted(sizes), sizes.index(max(sizes))
+        whole = [_count(s) for dtype, s, _ in self._drawn[largest].values() if len(s) > 1 and dtype in _TOKEN_DTYPES]
+        leaves = []
+        for name in dict.fromkeys(name for batch in self._drawn for name in batch):
+            shapes = [batch[name][1] for batch in self._drawn if name in batch]
+            dtype = next(batch[name][0] for batch in self._drawn if name in batch)
+            leaves.append(ScannedLeaf(name, dtype, min(shapes, key=_count), max(shapes, key=_count)))
+        return Scan(
+            num_batches=len(sizes),
+            total=self._total,
+            leaves=tuple(leaves),
+            smallest_bytes=ordered[0],
+            median_bytes=ordered[len(ordered) // 2],
+            largest_bytes=ordered[-1],
+            largest_index=largest,
+            largest_tokens=max(whole, default=None),
+        )
 
     def replacements(self) -> list[Replacement]:
         """Puts this object in front of `DataLoader.__iter__`."""
@@ -142,20 +129,17 @@ class Loaders:
             self._read_last[ordinal] = common_first_dimension(batch), torch.is_grad_enabled(), False
 
     def _largest_first(self, iterator: Iterator[Any], loader: Any) -> Iterator[Any]:
-        try:
-            self._sizes = sizes = _Sizes(len(loader))
-        except TypeError:
-            self._sizes = sizes = _Sizes(None)
+        with suppress(TypeError):
+            self._total = len(loader)
         largest, most = None, -1
-        for number, batch in enumerate(iterator):
-            size_bytes = sizes.note(batch)
-            if size_bytes > most:
-                largest, most = batch, size_bytes
-                sizes.largest_index, sizes.largest_tokens = number, _tokens(batch)
-            if number + 1 >= self._num_scanned:
-                break
+        for batch in itertools.islice(iterator, self._num_scanned):
+            self._drawn.append(
+                {name: (_dtype(a), tuple(map(int, a.shape)), int(a.nbytes)) for name, a in arrays_in(batch)}
+            )
+            if _size_bytes(self._drawn[-1]) > most:
+                largest, most = batch, _size_bytes(self._drawn[-1])
         # For as many steps as there would have been: in the first, an optimizer has no state yet.
-        for _ in sizes.bytes_of:
+        for _ in self._drawn:
             yield map_tensors(largest, lambda tensor: tensor)
         del largest
         yield from iterator
@@ -201,13 +185,8 @@ def _count(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _tokens(batch: Any) -> int | None:
-    whole = [
-        _count(tuple(array.shape))
-        for _, array in arrays_in(batch)
-        if len(array.shape) >= 2 and _dtype(array) in ("int64", "int32")
-    ]
-    return max(whole, default=None)
+def _size_bytes(drawn: dict[str, tuple[str, tuple[int, ...], int]]) -> int:
+    return sum(size_bytes for _, _, size_bytes in drawn.values())
 
 
 def arrays_in(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:

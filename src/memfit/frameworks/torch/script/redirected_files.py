@@ -4,10 +4,15 @@ What a script saves during a dry run holds shapes, or weights of a training that
 checkpoint on disk. So files that look like checkpoints are written below a folder of their own, and the script finds
 them where it put them. The user's older checkpoints are not removed either; the script sees them gone.
 
-This module knows which file is where. `file_functions` makes Python's functions on files ask it.
+Python's functions that open, look at, list, copy, link, rename and remove files have stand-ins meanwhile; paths that
+are not known here go to the function they were meant for. A library that opens files by itself, in C or Rust, doesn't
+pass here and needs its own stand-in.
 """
 
+import builtins
 import errno
+import functools
+import io
 import itertools
 import os
 import re
@@ -18,8 +23,11 @@ from collections.abc import Callable
 from typing import Any
 
 from memfit.core import env
+from memfit.frameworks.torch.shapes.patching import Replacement
 
 Report = Callable[[str, str], None]
+Plain = Callable[..., Any]
+"""The function that a stand-in is for, which each of them gets first."""
 Path = Any  # what open() takes: a string, bytes or a path object; a descriptor is left alone
 
 REDIRECTED = "checkpoint-redirected"
@@ -36,10 +44,12 @@ _SUFFIXES = (
 _UNFINISHED = (".tmp", ".temp", ".part", ".new")
 _FOLDER = re.compile(r"checkpoint-.+|checkpoint_\d+", re.IGNORECASE)
 _SHARED_MEMORY = "/dev/shm/"
+# Who asks whether a function of `os` can do something looks for that function in these.
+_CAPABILITIES = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks")
 
 
 class RedirectedFiles:
-    """Where the checkpoints of a dry run are.
+    """Where the checkpoints of a dry run are, and stand-ins for Python's functions on files.
 
     A path is known by its key: absolute, with the links on the way to it resolved.
 
@@ -58,13 +68,16 @@ class RedirectedFiles:
         """What the user has on disk and the script removed."""
         self.made: set[str] = set()
         """Folders that the script made."""
+        self.is_active = False
+        """Whether the stand-ins are in place."""
         self._folder = None if folder is None else os.path.realpath(folder)
         self._report = report
         self._reported: set[tuple[str, str]] = set()
         self._names: set[str] = set()
         self._numbers = itertools.count()
         self._start = time.time()
-        self._plain_lstat, self._plain_open = os.lstat, open
+        self._plain_lstat, self._plain_open, self._plain_copy = os.lstat, open, shutil.copyfile
+        self._plain_replace, self._plain_remove = os.replace, os.remove
         # Fetching downloads again on every run would help nobody.
         self._caches = tuple(map(os.path.realpath, env.download_folders()))
         # Asked for now: `tempfile` removes a file to find out, and holds a lock meanwhile.
@@ -119,7 +132,7 @@ class RedirectedFiles:
         if not set(mode) & set("wxa+"):
             return self.existing(path)
         key = self.key(path)
-        is_there = self.is_on_disk(key) and key not in self.removed
+        is_there = self._status(key) is not None and key not in self.removed
         is_users = self.is_older(key)
         is_data = key.lower().endswith(_SUFFIXES_OF_DATA)
         if "w" not in mode and is_there:
@@ -142,13 +155,9 @@ class RedirectedFiles:
             return True
         return self._folder is not None and self.key(path).startswith(self._folder + os.sep)
 
-    def is_on_disk(self, key: str) -> bool:
-        """Whether the user has something there, whatever the script sees."""
-        return self._status(key) is not None
-
     def is_regular(self, path: Path) -> bool:
         """Whether a file is or could be at `path`, and not a folder or a device such as /dev/null."""
-        return os.path.isfile(path) or not self.is_on_disk(self.key(path))
+        return os.path.isfile(path) or self._status(self.key(path)) is None
 
     def is_older(self, key: str) -> bool:
         """Whether the user had something there before the run."""
@@ -173,48 +182,6 @@ class RedirectedFiles:
         """Whether this is in a folder that is nobody's work: that of redirected files, or a cache."""
         return key.startswith(tuple(root + os.sep for root in (self._folder, *self._caches) if root))
 
-    def holds_older(self, folder: str) -> bool:
-        """Whether checkpoints of the user's are in a folder."""
-        if folder in self.made:
-            return False
-        if _is_checkpoint_folder(folder):
-            return True
-        files = (os.path.join(where, name) for where, _, names in os.walk(folder) for name in names)
-        return any(self.is_checkpoint(file) and self.is_older(file) for file in files)
-
-    def below(self, folder: str) -> list[str]:
-        """The redirected files in a folder and its folders."""
-        return [key for key in list(self.redirected) if key.startswith(folder + os.sep)]
-
-    def listed(self, path: Path) -> tuple[list[str], set[str]]:
-        """What a listing of a folder is to show in addition, and which names of its own it is to leave out."""
-        if not self._names or isinstance(path, int):
-            return [], set()
-        folder = os.path.realpath("." if path is None else os.fsdecode(path))
-        added = [place for key, place in list(self.redirected.items()) if os.path.dirname(key) == folder]
-        removed = (os.path.basename(key) for key in list(self.removed) if os.path.dirname(key) == folder)
-        return added, {os.path.basename(place) for place in added}.union(removed)
-
-    def keep(self, key: str) -> None:
-        """The script removes what the user has there: it stays, and the script sees it gone."""
-        self._names.add(os.path.basename(key))
-        self.removed.add(key)
-        self._note(KEPT, key, f"{key} is older than this run and was not removed")
-
-    def forget(self, key: str) -> None:
-        """What the script wrote there is gone, and so is for the script what the user has there."""
-        self.redirected.pop(key, None)
-        if self.is_on_disk(key):
-            self.removed.add(key)
-
-    def move_folder(self, source: str, destination: str) -> None:
-        """A folder has been renamed."""
-        for key in self.below(source):
-            self.redirected[destination + key[len(source) :]] = self.redirected.pop(key)
-        if source in self.made:
-            self.made.discard(source)
-            self.made.add(destination)
-
     def finish(self) -> None:
         """Takes along folders of checkpoints that the script made, which are incomplete without the redirected files.
 
@@ -230,6 +197,237 @@ class RedirectedFiles:
                 self._note(REDIRECTED, folder, f"{folder}, made by this run, was moved to {place}")
             elif folder in asked and not os.listdir(folder):
                 os.rmdir(folder)
+
+    def stand_in(self, plain: Plain, other: Callable[..., Any]) -> Callable[..., Any]:
+        """Calls `other` while the stand-ins are in place, and `plain` afterwards: modules keep what they imported."""
+
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (other if self.is_active else plain)(*args, **kwargs)
+
+        return call
+
+    def replacement(self, owner: Any, name: str, other: Callable[..., Any]) -> Replacement:
+        """A stand-in for `owner.name`, which `other` is given first."""
+        plain = getattr(owner, name)
+        return Replacement(owner, name, self.stand_in(plain, functools.partial(other, plain)))
+
+    def replacements(self) -> list[Replacement]:
+        """What to put in place; hardly anything where the script's writes are its own anyway."""
+        active = Replacement(self, "is_active", True)
+        if self.are_private:
+            return [active, *(self.replacement(os, name, _rename_folder) for name in ("rename", "replace"))]
+        of_os: dict[str, Callable[..., Any]] = {
+            **dict.fromkeys(("stat", "lstat", "chmod", "utime", "access"), self._look),
+            **dict.fromkeys(("remove", "unlink"), self._remove),
+            **dict.fromkeys(("rename", "replace"), self._rename),
+            **dict.fromkeys(("link", "symlink"), self._link),
+            "open": self._open_descriptor,
+            "mkdir": self._mkdir,
+            "listdir": self._listdir,
+            "scandir": self._scandir,
+            "truncate": self._truncate,
+        }
+        of_shutil: dict[str, Callable[..., Any]] = {"copyfile": self._copyfile, "rmtree": self._rmtree}
+        of_shutil |= dict.fromkeys(("copymode", "copystat"), self._copy_status)
+        made = [self.replacement(os, name, other) for name, other in of_os.items()]
+        able = {name: set(getattr(os, name)) for name in _CAPABILITIES}
+        for _, name, value in made:
+            for functions in able.values():
+                functions |= {value} if getattr(os, name) in functions else set()
+        opening = self.replacement(builtins, "open", self._open)
+        return [
+            active,
+            opening,
+            Replacement(io, "open", opening.value),
+            Replacement(io, "FileIO", self._file_type()),
+            *made,
+            *(self.replacement(shutil, name, other) for name, other in of_shutil.items()),
+            *(Replacement(os, name, functions) for name, functions in able.items()),
+        ]
+
+    def _open(self, plain: Plain, file: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        # An opener has its own idea of what the path means.
+        has_opener = len(args) > 5 or kwargs.get("opener") is not None
+        if not isinstance(file, int) and not has_opener:
+            file = self.opened(file, mode)
+        return plain(file, mode, *args, **kwargs)
+
+    def _open_descriptor(
+        self, plain: Plain, path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> int:
+        given = whole = _whole(path, dir_fd)
+        is_new = not self.known(whole) and not self.is_older(self.key(whole))
+        if not flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC) or is_new:
+            whole = self.existing(whole)
+        elif not flags & os.O_EXCL:
+            whole = self.opened(whole, "wb" if flags & os.O_TRUNC else "ab")
+        if whole == given:
+            return int(plain(path, flags, mode, dir_fd=dir_fd))
+        return int(plain(whole, flags | (flags & os.O_TRUNC and os.O_CREAT), mode))
+
+    def _file_type(self) -> type:
+        files, plain = self, io.FileIO
+
+        class Meta(type(plain)):  # type: ignore[misc]
+            def __instancecheck__(cls, instance: object) -> bool:
+                return isinstance(instance, plain)
+
+        class FileIO(plain, metaclass=Meta):  # type: ignore[misc, valid-type]
+            """In the place of io.FileIO, for those who make one themselves."""
+
+            def __init__(self, file: Path, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+                has_opener = len(args) > 1 or kwargs.get("opener") is not None
+                if files.is_active and not isinstance(file, int) and not has_opener:
+                    file = files.opened(file, mode + "b")
+                super().__init__(file, mode, *args, **kwargs)
+
+        return FileIO
+
+    def _truncate(self, plain: Plain, path: Path, length: int) -> None:
+        plain(path if isinstance(path, int) else self.opened(path, "r+b"), length)
+
+    def _look(self, plain: Plain, path: Path, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dir_fd") is None:
+            # Access is denied rather than an error.
+            path = (self.current if plain.__name__ == "access" else self.existing)(path)
+        return plain(path, *args, **kwargs)
+
+    def _remove(self, plain: Plain, path: Path, *, dir_fd: int | None = None) -> None:
+        whole = _whole(path, dir_fd)
+        key = self.key(whole)
+        if self.known(whole) is not None:
+            plain(self.existing(whole))
+            self._forget(key)
+        elif self.is_checkpoint(key) and self.is_older(key):
+            self._keep(key)
+        else:
+            plain(path, dir_fd=dir_fd)
+
+    def _rename(self, plain: Plain, src: Path, dst: Path, **descriptors: int | None) -> None:
+        src, dst = _whole(src, descriptors.get("src_dir_fd")), _whole(dst, descriptors.get("dst_dir_fd"))
+        source, destination = self.key(src), self.key(dst)
+        here = self.existing(src)
+        is_redirected = source in self.redirected
+        is_kept_apart = destination in self.redirected or any(map(self.is_checkpoint, (source, destination)))
+        if not is_redirected and not (is_kept_apart and os.path.isfile(src)):
+            is_folder = os.path.isdir(src)
+            plain(src, dst)
+            if is_folder:
+                for key in self._below(source):
+                    self.redirected[destination + key[len(source) :]] = self.redirected.pop(key)
+                if source in self.made:
+                    self.made.discard(source)
+                    self.made.add(destination)
+            return
+        target = self.target(dst)
+        if not is_redirected and self.is_older(source):
+            self._plain_copy(here, target)
+            self._keep(source)
+            return
+        try:
+            self._plain_replace(here, target)
+        except OSError:  # on another file system
+            self._plain_copy(here, target)
+            self._plain_remove(here)
+        self._forget(source)
+
+    def _link(self, plain: Plain, src: Path, dst: Path, *args: Any, **kwargs: Any) -> None:
+        destination = self.key(dst)
+        # A symbolic link says where its target is as seen from itself.
+        start = os.path.dirname(destination) if plain.__name__ == "symlink" else ""
+        source = os.path.join(start, os.fsdecode(src))
+        follows = self.known(source) or (self.is_checkpoint(destination) and os.path.isfile(source))
+        if not follows or any(value is not None for key, value in kwargs.items() if key.endswith("dir_fd")):
+            plain(src, dst, *args, **kwargs)
+            return
+        here = self.existing(source)
+        if os.path.lexists(dst):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), src, None, dst)
+        self._plain_copy(here, self.target(dst))
+
+    def _mkdir(self, plain: Plain, path: Path, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        key = self.key(path)
+        if dir_fd is not None:
+            plain(path, mode, dir_fd=dir_fd)
+        elif key in self.removed:
+            self.removed.discard(key)
+        else:
+            plain(path, mode)
+            self.made.add(key)
+
+    def _rmtree(self, plain: Plain, path: Path, ignore_errors: bool = False, *args: Any, **kwargs: Any) -> None:
+        key = self.key(path)
+        if kwargs.get("dir_fd") is not None:
+            plain(path, ignore_errors, *args, **kwargs)
+            return
+        if key in self.removed:
+            if not ignore_errors:
+                self.existing(path)
+        elif os.path.isdir(path) and not os.path.islink(path) and self._holds_older(key):
+            self._keep(key)
+        else:
+            plain(path, ignore_errors, *args, **kwargs)
+            self.made.discard(key)
+        for each in self._below(key):
+            self._plain_remove(self.redirected.pop(each))
+
+    def _holds_older(self, folder: str) -> bool:
+        """Whether checkpoints of the user's are in a folder."""
+        if folder in self.made or _is_checkpoint_folder(folder):
+            return folder not in self.made
+        files = (os.path.join(where, name) for where, _, names in os.walk(folder) for name in names)
+        return any(self.is_checkpoint(file) and self.is_older(file) for file in files)
+
+    def _copyfile(self, plain: Plain, src: Path, dst: Path, *args: Any, **kwargs: Any) -> Any:
+        # A name that looks like a checkpoint's is redirected when it is opened.
+        if self.known(src) is None:
+            return plain(src, dst, *args, **kwargs)
+        plain(self.existing(src), self.target(dst), *args, **kwargs)
+        return dst
+
+    def _copy_status(self, plain: Plain, src: Path, dst: Path, *args: Any, **kwargs: Any) -> None:
+        plain(self.existing(src), self.existing(dst), *args, **kwargs)
+
+    def _listdir(self, plain: Plain, path: Path = ".") -> Any:
+        names = plain(path)
+        added, hidden = self._listed(path)
+        as_given = os.fsencode if isinstance(path, bytes) else str
+        shown = [name for name in names if os.fsdecode(name) not in hidden]
+        return shown + [as_given(os.path.basename(place)) for place in added]
+
+    def _scandir(self, plain: Plain, path: Path = ".") -> Any:
+        entries = plain(path)
+        added, hidden = self._listed(path)
+        if not hidden:
+            return entries
+        # Each of them is alone in its folder.
+        further = (entry for place in added for entry in plain(os.path.dirname(place)))
+        return _Listing((entry for entry in entries if os.fsdecode(entry.name) not in hidden), further)
+
+    def _listed(self, path: Path) -> tuple[list[str], set[str]]:
+        """What a listing of a folder is to show in addition, and which names of its own it is to leave out."""
+        if not self._names or isinstance(path, int):
+            return [], set()
+        folder = os.path.realpath("." if path is None else os.fsdecode(path))
+        added = [place for key, place in list(self.redirected.items()) if os.path.dirname(key) == folder]
+        removed = (os.path.basename(key) for key in list(self.removed) if os.path.dirname(key) == folder)
+        return added, {os.path.basename(place) for place in added}.union(removed)
+
+    def _below(self, folder: str) -> list[str]:
+        return [key for key in list(self.redirected) if key.startswith(folder + os.sep)]
+
+    def _keep(self, key: str) -> None:
+        """The script removes what the user has there: it stays, and the script sees it gone."""
+        self._names.add(os.path.basename(key))
+        self.removed.add(key)
+        self._note(KEPT, key, f"{key} is older than this run and was not removed")
+
+    def _forget(self, key: str) -> None:
+        """What the script wrote there is gone, and so is for the script what the user has there."""
+        self.redirected.pop(key, None)
+        if self._status(key) is not None:
+            self.removed.add(key)
 
     def _status(self, key: str) -> os.stat_result | None:
         try:
@@ -256,3 +454,37 @@ class RedirectedFiles:
 
 def _is_checkpoint_folder(folder: str) -> bool:
     return bool(_FOLDER.fullmatch(os.path.basename(folder)))
+
+
+def _rename_folder(plain: Plain, src: Path, dst: Path, **descriptors: int | None) -> None:
+    """In an overlay, a folder of the layer below can be renamed by root alone; all others must copy it."""
+    try:
+        plain(src, dst, **descriptors)
+    except OSError as error:
+        has_moved = error.errno == errno.EXDEV and os.path.isdir(src) and not os.path.islink(src)
+        if not has_moved or descriptors or os.stat(src).st_dev != os.stat(os.path.dirname(dst) or ".").st_dev:
+            raise
+        if os.path.isdir(dst):
+            os.rmdir(dst)
+        shutil.copytree(src, dst, symlinks=True)
+        shutil.rmtree(src)
+
+
+def _whole(path: Path, folder: int | None) -> Path:
+    """The path by which a file is known that was given below an open folder."""
+    if folder is None or not os.path.isdir("/proc/self/fd"):
+        return path
+    return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))
+
+
+class _Listing(itertools.chain[Any]):
+    """The entries of a folder and of the redirected files that belong there, as os.scandir gives them."""
+
+    def __enter__(self) -> "_Listing":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def close(self) -> None:
+        """As the one that os.scandir gives; what is left is closed with its last entry."""

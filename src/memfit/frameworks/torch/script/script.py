@@ -168,6 +168,8 @@ class ScriptRun:
 
         self._processes.ended = end
         self.session.counter.ended = lambda: end(None)
+        # One of a pool ends its next task, too. To leave in the script's place is not for a process that it forked off.
+        self.session.counter.ignored = lambda: None
         return end
 
     def _stay(self) -> bool:

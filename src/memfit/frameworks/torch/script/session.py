@@ -28,7 +28,7 @@ from memfit.frameworks.torch.apply.script_settings import ScriptSettings, has_fu
 from memfit.frameworks.torch.cuda.devices import CudaDevices
 from memfit.frameworks.torch.cuda.libraries import cuda_replacements
 from memfit.frameworks.torch.cuda.memory import out_of_memory_message
-from memfit.frameworks.torch.cuda.random import generators
+from memfit.frameworks.torch.cuda.random import SimulatedGenerator
 from memfit.frameworks.torch.script.checkpoints import Checkpoints
 from memfit.frameworks.torch.script.imports import on_import
 from memfit.frameworks.torch.script.launchers import ACCELERATE, Launchers
@@ -44,10 +44,6 @@ from memfit.frameworks.torch.simulation.live_recorder import LiveRecorder
 from memfit.frameworks.torch.simulation.simulation import ONE_AT_A_TIME, Simulation, eager
 from memfit.frameworks.torch.trace.work import WorkLog
 
-_WORKSPACE_DROPPED = "cuDNN fell back to slower algorithms that need no workspace, for lack of memory"
-_CACHE_RELEASED = (
-    "the device was so full that the allocator returned cached memory and asked again: it fits, but pauses cost time"
-)
 BY_HAND = "updates-by-hand"
 ALLOCATOR_SETTINGS = "allocator-settings"
 SHORTENED = "timeline-shortened"
@@ -132,7 +128,9 @@ class Session:
             ACCELERATE: self.launchers.of_accelerate,
         }
         imported = {name: lambda module, made=made: self.replace_late(made(module)) for name, made in late.items()}
-        with ONE_AT_A_TIME, eager(), _left_in_children(self), ExitStack() as stack, on_import({}, imported):
+        with ONE_AT_A_TIME, eager(), ExitStack() as stack, on_import({}, imported):
+            _active.append(self)
+            stack.callback(_active.remove, self)
             for handle in counter.watch():
                 stack.callback(handle.remove)
             stack.callback(self.recorder.stop)
@@ -143,10 +141,14 @@ class Session:
             with self.simulation.running([*given, *self._replacements(), *replacements]):
                 yield
 
+    def replace_late(self, replacements: Iterable[Replacement]) -> None:
+        """Puts more in place, for the rest of the session."""
+        self._late.enter_context(replaced(replacements))
+
     def has_devices(self, count: int) -> None:
         """There are at least so many devices, as the program's launcher says."""
         self.devices.installed = max(count, self.devices.installed)
-        vars(torch.cuda)["default_generators"] = generators(self.devices.installed)
+        vars(torch.cuda)["default_generators"] = tuple(map(SimulatedGenerator, range(self.devices.installed)))
 
     @contextmanager
     def visiting(self) -> Iterator[None]:
@@ -237,8 +239,7 @@ class Session:
     def estimate(self, subject: str, seconds: float, *, died: bool) -> Estimate:
         """What has been seen of `subject` so far; `died` says that the last failure was the end of it."""
         timeline = self.recorder.timeline()
-        last = self.failures[-1] if died and self.failures else None
-        seen = self.recorder.replay(None if last is None else last.out_of_memory)
+        seen = self.recorder.replay(self.failures[-1].out_of_memory if died and self.failures else None)
         context_bytes = self.device.context_bytes or 0
         host = {}
         with suppress(ImportError):
@@ -250,14 +251,16 @@ class Session:
             host["the script's own process, without loader workers (measured)"] = most
         notes = list(self.simulation.notes.found.values())
         if self.recorder.dropped_workspace:
-            notes.append(Note("workspace-dropped", _WORKSPACE_DROPPED))
+            text = "cuDNN fell back to slower algorithms that need no workspace, for lack of memory"
+            notes.append(Note("workspace-dropped", text))
         if not timeline.blocks:
             notes.append(Note("nothing-on-device", "nothing was put on the device"))
         notes += at_most_notes(timeline)
         if self.counter.num_passes:
             notes.append(Note(BY_HAND, "no optimizer and no update of a parameter was seen: backward passes are steps"))
         if seen.num_retries:
-            notes.append(Note("cache-released", _CACHE_RELEASED))
+            text = "the device was so full that the allocator returned cached memory and asked again: it fits, but "
+            notes.append(Note("cache-released", text + "pauses cost time"))
         return Estimate(
             subject=subject,
             device=self.device,
@@ -320,7 +323,7 @@ class Session:
         if tidied is not None:
             self._first_block = tidied.block(self._first_block)
             self.failures = [replace(failure, tick=tidied.tick(failure.tick)) for failure in self.failures]
-            self.simulation.notes.report(SHORTENED, "the timeline leaves out what was gone long before the end")
+            self.simulation.notes.report(SHORTENED, "the timeline omits blocks that were freed long before the end")
         if any(reference() is model for reference in self._lazy):
             self._lazy = [reference for reference in self._lazy if reference() is not model]
             self._met(model, self.origin.path(model))
@@ -351,10 +354,6 @@ class Session:
         if phase is not Phase.FORWARD or torch.is_grad_enabled():
             # Without gradients it is an evaluation between two steps.
             self._work.add(self.origin.current()[0], phase, func, args, kwargs, out)
-
-    def replace_late(self, replacements: Iterable[Replacement]) -> None:
-        """Puts more in place, for the rest of the session."""
-        self._late.enter_context(replaced(replacements))
 
     def _end_update(self, optimizer: Any) -> None:
         self._updating = False
@@ -420,27 +419,17 @@ class Session:
         return torch.OutOfMemoryError(message)
 
 
-_at_fork_registered = False
 _active: list[Session] = []
 
 
-@contextmanager
-def _left_in_children(session: Session) -> Iterator[None]:
-    """Processes forked off meanwhile, such as a loader's workers, leave the simulation at once."""
-    global _at_fork_registered
-    if not _at_fork_registered and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forked)
-        _at_fork_registered = True
-    _active.append(session)
-    try:
-        yield
-    finally:
-        _active.remove(session)
-
-
 def _forked() -> None:
+    """Processes that are forked off, such as a loader's workers, leave the simulation at once."""
     if _active and not _active[-1].on_fork():
         leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def leave() -> None:

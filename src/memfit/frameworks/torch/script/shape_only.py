@@ -74,7 +74,7 @@ class ShapeOnly:
     def replacements(self) -> list[Replacement]:
         """What makes PyTorch's pickles hold shapes."""
         storage = torch.UntypedStorage
-        rebuild_v3 = _around(*internals.place("rebuild_tensor_v3"), _rebuild_v3)
+        rebuild_v3 = _around(*internals.place("rebuild_tensor_v3"), _rebuild)
         # The unpickler for weights only has a table of the functions that it may call.
         unpickler, name = internals.place("allowed_globals")
         allowed = getattr(unpickler, name)
@@ -173,17 +173,14 @@ class _Arrival:
         """The tensor at the destination; all of a storage share one there as well."""
         if self._arrived is None:
             is_whole = offset == 0 and math.prod(size) * dtype.itemsize == self._size_bytes
-            tensor = self._read(dtype, size, stride) if is_whole else None
-            if tensor is None or not tensor.is_contiguous():
-                tensor, is_whole = self._read(torch.uint8, (self._size_bytes,), (1,)), False
-            tensor = self._deliver(tensor)
+            is_whole = is_whole and _shape(dtype, size, stride).is_contiguous()
+            layout = (dtype, size, stride) if is_whole else (torch.uint8, (self._size_bytes,), (1,))
+            read = _shape(*layout) if self._storage is None else _view(self._storage, layout[0], 0, *layout[1:])
+            tensor = self._deliver(read)
             self._arrived, self._storage = tensor.untyped_storage(), None
             if is_whole:
                 return tensor
         return _view(self._arrived, dtype, offset, size, stride)
-
-    def _read(self, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-        return _shape(dtype, size, stride) if self._storage is None else _view(self._storage, dtype, 0, size, stride)
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
@@ -264,20 +261,14 @@ def checked_device(location: Any) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _rebuild(plain: Callable[..., Any], storage: Any, offset: int, size: Any, stride: Any) -> Any:
-    arrival = getattr(storage._untyped_storage, _ARRIVAL, None)
-    if arrival is None:
-        return plain(storage, offset, size, stride)
-    return arrival.view(storage.dtype, offset, tuple(size), tuple(stride))
-
-
-def _rebuild_v3(plain: Callable[..., Any], storage: Any, *view: Any) -> Any:
-    """The same for types of elements that storages can't have."""
+def _rebuild(plain: Callable[..., Any], storage: Any, *view: Any) -> Any:
+    """For `_rebuild_tensor`, and for `_rebuild_tensor_v3`, whose types of elements storages can't have."""
     arrival = getattr(storage._untyped_storage, _ARRIVAL, None)
     if arrival is None:
         return plain(storage, *view)
-    offset, size, stride, requires_grad, _, dtype, *_ = view
-    return arrival.view(dtype, offset, tuple(size), tuple(stride)).requires_grad_(requires_grad)
+    offset, size, stride, *more = view
+    tensor = arrival.view(more[2] if more else storage.dtype, offset, tuple(size), tuple(stride))
+    return tensor.requires_grad_(more[0]) if more else tensor
 
 
 def _restore_wrapper(plain: Callable[..., Any], device: Any) -> Any:

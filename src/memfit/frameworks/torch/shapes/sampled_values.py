@@ -79,7 +79,7 @@ class Draws:
                 return
             chosen = torch.linspace(0, len(known) - 1, out.numel(), dtype=torch.float64).round().long()
             self._values.learn(out, known[chosen].view(out.shape))
-        self._report(MADE_UP, "rows that the model's values choose were taken from all samples alike")
+        self._report(MADE_UP, "rows selected by the model's values were taken evenly from all samples")
 
     def _draw(self, chosen: torch.Tensor, num_classes: int, per_row: int) -> None:
         low, width = (0, num_classes) if num_classes < _SMALL_CHOICE else (num_classes // 4, num_classes // 2)
@@ -93,7 +93,7 @@ class Draws:
             # The token that ends a text is likely one of the first or of the last: 0, n - 1, 1, n - 2 and so on.
             turn, from_end = divmod(late % num_classes, 2)
             drawn.fill_(num_classes - 1 - turn if from_end else turn)
-        self._report(MADE_UP, "the model's choices (tokens, actions, classes) were made up; texts end at their limit")
+        self._report(MADE_UP, "the model's choices (tokens, actions, classes) were made up; text has maximum length")
         with internals.disable_torch_function():
             self._values.learn(chosen, drawn.view(chosen.shape))
 

@@ -173,7 +173,7 @@ def spawn_replacements(report: Callable[[str, str], None], devices: CudaDevices 
     """
 
     def start(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any) -> _Finished | None:
-        report(SPAWNED, f"of {nprocs} processes that were to be spawned the first was run, in this process")
+        report(SPAWNED, f"of {nprocs} spawned processes only the first was run, in this process")
         fn(0, *args)
         return None if join else _Finished()
 

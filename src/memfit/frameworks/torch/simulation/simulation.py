@@ -221,7 +221,7 @@ def look_answers(
 def _around_callbacks(
     look: Look, is_on: Callable[[], bool], around_backward: Callable[[bool], AbstractContextManager[None]]
 ) -> list[Replacement]:
-    plain_backward = internals.private("torch.autograd.graph._engine_run_backward")
+    plain_backward = internals.engine_run_backward
     plain_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -259,9 +259,9 @@ def _by_place(tensors: list[Any], places: Places) -> dict[torch.device, list[int
 
 
 def _about_devices(look: Look, places: Places) -> list[Replacement]:
-    plain_group = internals.private("torch._C._group_tensors_by_device_and_dtype")
+    plain_group = internals.group_tensors
     plain_wrapper = torch.Tensor._make_wrapper_subclass
-    plain_compatible = internals.private("torch._has_compatible_shallow_copy_type")
+    plain_compatible = internals.has_compatible_type
 
     def group(tensorlistlist: Any, with_indices: bool = False) -> Any:
         groups: dict[Any, Any] = {}

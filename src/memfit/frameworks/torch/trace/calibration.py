@@ -3,20 +3,18 @@
 Time models are wrong by factors on processors whose caches and kernels nobody described; a few seconds of measuring
 are right to percents. Everything runs on copies (`untouched`), no update is made, and the total time is bounded.
 
-Totals are measured without hooks. The shares of modules come from one more pass with a hook before and after each
-call; what the hooks themselves take, measured on a module that does nothing, is subtracted.
+Totals are measured without hooks. The shares of modules come from one more pass with a hook before and after each call.
 
 On CUDA the same code waits for the device around each pass. It was written by the book and never run on a GPU.
 """
 
 import inspect
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,6 +32,13 @@ from memfit.frameworks.torch.trace.loss_probe import part_of
 from memfit.frameworks.torch.trace.real_runs import untouched
 
 _MAX_TURNS = 15
+# Of the fastest time, what others may be slower after one turn without dropping out; less after more turns.
+_CHANCE = 0.3
+# Turns after which a single fast or slow moment no longer decides.
+_FEWEST_TURNS = 3
+# Turns after which those that differ by less than this are as good as each other.
+_TURNS_TO_EQUAL = 6
+_EQUAL = 0.01
 _MAX_REPEATS = 7
 
 # Scratch memory of an optimizer's update: parameters, gradients and two moments of this size, as Adam has.
@@ -47,18 +52,6 @@ _UPDATE_SECONDS = 0.2
 _MATRIX = 1024
 _COPY_BYTES = 32 * MIB
 _RATE_SECONDS = 0.04
-
-
-class Rates(NamedTuple):
-    """What this machine's processor reaches.
-
-    Args:
-        flops: float32 operations per second of a large matrix product.
-        bandwidth: bytes read and written per second by a large copy.
-    """
-
-    flops: float
-    bandwidth: float
 
 
 def measure(
@@ -120,10 +113,6 @@ def time_passes(
 
     None for those for which there was no time.
 
-    They take turns, so that what else the machine does meanwhile hits all alike, and are compared within a turn: a
-    machine has faster moments, and the least time of a few goes to whoever met one. Those that are clearly slower drop
-    out, which leaves the time to those that are close.
-
     Args:
         model: the user's module, with values; left as it was.
         loss: takes the model and a batch, returns the loss, or the loss and its weight.
@@ -135,8 +124,6 @@ def time_passes(
     if not plans:
         return []
     given = batch if batch_size is None else _resized(batch, batch_size)
-    # Plans that differ in their update only have the same passes, which are timed once.
-    race = Race(settings.of_passes for settings in plans)
     with untouched(model, loss):
         wait = _Passes(model, loss, None).wait
 
@@ -150,17 +137,50 @@ def time_passes(
                 model.zero_grad(set_to_none=True)
             return seconds
 
-        end = time.perf_counter() + limit_seconds
-        race.turn(run, end)
-        if time.perf_counter() + race.turn_seconds < end:
-            # The first turn is a warm-up, unless there is no time for another.
-            race.forget()
-            for _ in range(_MAX_TURNS):
-                race.turn(run)
-                race.drop()
-                if race.is_decided or time.perf_counter() + race.turn_seconds > end:
-                    break
-    return [race.seconds(settings.of_passes) for settings in plans]
+        # Plans that differ in their update only have the same passes, which are timed once.
+        found = race((settings.of_passes for settings in plans), run, time.perf_counter() + limit_seconds)
+    return [found.get(settings.of_passes) for settings in plans]
+
+
+def race(runners: Iterable[Settings], run: Callable[[Settings], float], end: float) -> dict[Settings, float]:
+    """Seconds of each of several settings; those that haven't run by `end`, but for the first, are missing.
+
+    They take turns, there and back again, so that what else the machine does meanwhile hits all alike, and are compared
+    within a turn: a machine has faster moments, and the least time of a few goes to whoever met one. Those that are
+    clearly slower drop out, which leaves the time to those that are close.
+
+    Args:
+        runners: the settings; equal ones run once.
+        run: runs one of them and says how many seconds that took.
+        end: on `time.perf_counter`.
+    """
+    times: dict[Settings, list[float]] = {}
+    for runner in runners:
+        if not times or (runner not in times and time.perf_counter() < end):
+            times[runner] = [run(runner)]
+    running = list(times)
+
+    def paces() -> list[float]:
+        """The mean of each turn of those that ran in all of them."""
+        return [statistics.geometric_mean(turn) for turn in zip(*(times[one] for one in running), strict=True)]
+
+    def score(runner: Settings) -> float:
+        return statistics.median(one / pace for one, pace in zip(times[runner], paces(), strict=False))
+
+    for turns in range(1, _MAX_TURNS + 1):
+        if time.perf_counter() + sum(times[runner][-1] for runner in running) >= end:
+            break
+        for runner in running[::-1] if turns % 2 else running:
+            # The first turn of all is a warm-up, unless there is no time for another.
+            times[runner] = [*(times[runner] if turns > 1 else []), run(runner)]
+        if turns >= _FEWEST_TURNS:
+            scores = {runner: score(runner) for runner in running}
+            best = min(scores.values())
+            running = [runner for runner in running if scores[runner] <= best * (1 + _CHANCE / turns)]
+            are_equal = turns >= _TURNS_TO_EQUAL and max(map(score, running)) <= (1 + _EQUAL) * min(map(score, running))
+            if len(running) == 1 or are_equal:
+                break
+    return {runner: score(runner) * statistics.median(paces()) for runner in times}
 
 
 def _resized(batch: Any, size: int) -> Any:
@@ -175,13 +195,7 @@ def _resized(batch: Any, size: int) -> Any:
 
 
 class _Passes:
-    """Runs forward and backward passes and watches the clock.
-
-    Args:
-        model: the module, whose tensors are copies.
-        loss: the user's function.
-        precision: as for `measure`.
-    """
+    """Runs forward and backward passes of a module whose tensors are copies, and watches the clock."""
 
     def __init__(self, model: torch.nn.Module, loss: Callable[[Any, Any], Any], precision: str | None) -> None:
         self._model = model
@@ -250,101 +264,51 @@ class _Passes:
             torch.cuda.synchronize()
 
     def _unit_seconds(self, batch: Any, forward_seconds: float) -> dict[str, float]:
-        """Forward time of each module that is called, without that of the hooks."""
+        """Forward time of each module that is called, by hooks before and after."""
         batch = self._own(batch)
-        watch = _Watch(self.wait)
-        with watch.attached(self._model):
+        found: dict[str, float] = {}
+        calls: list[tuple[str, float]] = []
+
+        def begin(path: str) -> None:
+            self.wait()
+            calls.append((path, time.perf_counter()))
+
+        def end(path: str) -> None:
+            self.wait()
+            # A call that raised, and was caught by the user's code, has no end.
+            while calls and calls[-1][0] != path:
+                calls.pop()
+            # Calls inside of a call of the same module are part of that one.
+            if calls and all(path != outer for outer, _ in calls[:-1]):
+                found[path] = found.get(path, 0.0) + time.perf_counter() - calls[-1][1]
+            del calls[-1:]
+
+        with ExitStack() as stack:
+            for path, module in self._model.named_modules():
+                if path:
+                    before = module.register_forward_pre_hook(lambda *_, path=path: begin(path))
+                    after = module.register_forward_hook(lambda *_, path=path: end(path))
+                    stack.callback(before.remove)
+                    stack.callback(after.remove)
             self.wait()
             begun = time.perf_counter()
             self._forward(batch)
             self.wait()
-            total = time.perf_counter() - begun
-        cost = hook_seconds()
-        net = max(total - watch.num_calls * cost, 1e-9)
+            total = max(time.perf_counter() - begun, 1e-9)
         # Passes differ: the shares are this one's, the total that of the passes without hooks.
-        scale = forward_seconds / net
-        return {
-            path: min(forward_seconds, max(0.0, seconds - watch.inner_calls[path] * cost) * scale)
-            for path, seconds in watch.seconds.items()
-        }
-
-
-class _Watch:
-    """Sums up the time of each module's calls, by hooks before and after.
-
-    Args:
-        wait: returns when the device has done its work.
-    """
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-        self._open: list[tuple[str, float, int]] = []
-        self.num_calls = 0
-        self.seconds: dict[str, float] = {}
-        self.inner_calls: dict[str, int] = {}
-        """Calls of watched modules inside of each one's calls, itself included."""
-
-    @contextmanager
-    def attached(self, model: torch.nn.Module) -> Iterator[None]:
-        """Watches every module with a path while it lasts."""
-        handles = []
-        for path, module in model.named_modules():
-            if path:
-                handles.append(module.register_forward_pre_hook(lambda *_, path=path: self._begin(path)))
-                handles.append(module.register_forward_hook(lambda *_, path=path: self._end(path)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _begin(self, path: str) -> None:
-        self._wait()
-        self.num_calls += 1
-        self._open.append((path, time.perf_counter(), self.num_calls))
-
-    def _end(self, path: str) -> None:
-        self._wait()
-        now = time.perf_counter()
-        # A call that raised, and was caught by the user's code, has no end.
-        while self._open and self._open[-1][0] != path:
-            self._open.pop()
-        if not self._open:
-            return
-        _, begun, number = self._open.pop()
-        # Calls inside of a call of the same module are part of that one.
-        if all(path != outer for outer, _, _ in self._open):
-            self.seconds[path] = self.seconds.get(path, 0.0) + now - begun
-            self.inner_calls[path] = self.inner_calls.get(path, 0) + self.num_calls - number + 1
+        return {path: min(1.0, seconds / total) * forward_seconds for path, seconds in found.items()}
 
 
 @cache
-def hook_seconds() -> float:
-    """What watching one call costs on the host: a module that does nothing, called with hooks and without."""
-    module, value, repeats = torch.nn.Identity(), torch.zeros(1), 500
-
-    def seconds() -> float:
-        begun = time.perf_counter()
-        for _ in range(repeats):
-            module(value)
-        return (time.perf_counter() - begun) / repeats
-
-    plain = min(seconds() for _ in range(3))
-    with _Watch(lambda: None).attached(torch.nn.Sequential(module)):
-        hooked = min(seconds() for _ in range(3))
-    return max(0.0, hooked - plain)
-
-
-@cache
-def rates() -> Rates:
-    """What this machine's processor reaches, measured once for the process in about a tenth of a second."""
+def rates() -> tuple[float, float]:
+    """(float32 operations of a large matrix product, bytes read and written by a large copy) per second."""
     with torch.inference_mode():
         left, right = torch.ones(_MATRIX, _MATRIX), torch.ones(_MATRIX, _MATRIX)
         product = torch.empty(_MATRIX, _MATRIX)
         multiply = _fastest(lambda: torch.mm(left, right, out=product), _RATE_SECONDS)
         source, target = torch.ones(_COPY_BYTES, dtype=torch.uint8), torch.ones(_COPY_BYTES, dtype=torch.uint8)
         copy = _fastest(lambda: target.copy_(source), _RATE_SECONDS)
-    return Rates(2 * _MATRIX**3 / multiply, 2 * _COPY_BYTES / copy)
+    return 2 * _MATRIX**3 / multiply, 2 * _COPY_BYTES / copy
 
 
 def _fastest(work: Callable[[], Any], seconds: float) -> float:
@@ -433,82 +397,3 @@ def _made_like(
             settings.pop("foreach", None)
     alike: torch.optim.Optimizer = kind(parameters, **settings)
     return alike
-
-
-# Of the fastest time, what others may be slower after one turn without dropping out; less after more turns.
-_CHANCE = 0.3
-# Turns after which a single fast or slow moment no longer decides.
-FEWEST_TURNS = 3
-# Turns after which those that differ by less than this are as good as each other.
-_TURNS_TO_EQUAL = 6
-_EQUAL = 0.01
-
-
-class Race:
-    """Times of several settings that run turn by turn.
-
-    Args:
-        runners: the settings; equal ones run once.
-    """
-
-    def __init__(self, runners: Iterable[Settings]) -> None:
-        self._times: dict[Settings, list[float]] = {runner: [] for runner in runners}
-        self.running = list(self._times)
-        self._num_turns = 0
-
-    def turn(self, run: Callable[[Settings], float], end: float = math.inf) -> None:
-        """Runs all that are left; there and back again, so that nobody always follows the same one.
-
-        Args:
-            run: runs one of them and says how many seconds that took.
-            end: on `time.perf_counter`; those that haven't run by then drop out, but for the first.
-        """
-        self._num_turns += 1
-        late = []
-        for place, runner in enumerate(self.running if self._num_turns % 2 else self.running[::-1]):
-            if place and time.perf_counter() >= end:
-                late.append(runner)
-            else:
-                self._times[runner].append(run(runner))
-        self.running = [runner for runner in self.running if runner not in late]
-
-    def forget(self) -> None:
-        """Drops the times so far, and nobody."""
-        for times in self._times.values():
-            times.clear()
-
-    def drop(self) -> None:
-        """Drops those that are slower than the fastest by more than times of so many turns may differ by chance."""
-        turns = len(self._times[self.running[0]])
-        if turns < FEWEST_TURNS:
-            return
-        scores = {runner: self._score(runner) for runner in self.running}
-        limit = min(scores.values()) * (1 + _CHANCE / turns)
-        self.running = [runner for runner in self.running if scores[runner] <= limit]
-
-    @property
-    def turn_seconds(self) -> float:
-        """What the last turn took of those that are left."""
-        return sum(self._times[runner][-1] for runner in self.running)
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether one is left, after turns enough, or those that are left are as fast as each other."""
-        turns = len(self._times[self.running[0]])
-        if len(self.running) < 2:
-            return turns >= FEWEST_TURNS
-        scores = [self._score(runner) for runner in self.running]
-        return turns >= _TURNS_TO_EQUAL and max(scores) <= (1 + _EQUAL) * min(scores)
-
-    def seconds(self, runner: Settings) -> float | None:
-        """Of a turn, in the middle of the machine's moods; None for one that never ran."""
-        return None if not self._times[runner] else self._score(runner) * statistics.median(self._paces())
-
-    def _paces(self) -> list[float]:
-        """The mean of each turn of those that ran in all of them."""
-        turns = zip(*(self._times[runner] for runner in self.running), strict=True)
-        return [statistics.geometric_mean(times) for times in turns]
-
-    def _score(self, runner: Settings) -> float:
-        times, paces = self._times[runner], self._paces()
-        return statistics.median(one / pace for one, pace in zip(times, paces, strict=False))

@@ -146,7 +146,7 @@ class Weighing:
             skipped = f", its first {weighting.skipped} of each sample left out" if weighting.skipped else ""
             return f"a mean over the elements of batch{weighting.tensor} that aren't {weighting.ignored}{skipped}"
         return {"samples": "a mean over samples", "sum": "a sum over samples"}.get(
-            weighting.kind, "a mean that is weighed by what the loss function says"
+            weighting.kind, "a mean weighted by what the loss function returns"
         )
 
     def _residual(self, observation: Observation) -> float:

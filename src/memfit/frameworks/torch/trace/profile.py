@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -73,8 +73,7 @@ class _WatchedTracer(_Tracer):
         self.hooks = hooks
         self.optimizer_name = ""
         self.features: set[str] = set()
-        found = FeatureWatch(self.recorder)
-        self.watch = CallWatch(self.recorder, self.origin, self.simulation.operators, found)
+        self.watch = CallWatch(self.recorder, self.origin, self.simulation.operators, FeatureWatch(self.recorder))
 
     def _train(self, optimizer: Any, batch: Any) -> list[tuple[int, int]] | None:
         if optimizer is not None:
@@ -123,7 +122,7 @@ class _ForwardTracer(_Tracer):
         except _Over:
             return True
         except StepFailed:
-            return False
+            pass
         return False
 
     def _train(self, optimizer: Any, batch: Any) -> list[tuple[int, int]] | None:
@@ -140,20 +139,23 @@ class _ForwardTracer(_Tracer):
             self.recorder.on_enter = on_enter
             return super()._train(optimizer, batch)
 
-    def _around(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def _around(self) -> AbstractContextManager[Any]:
+        """With a graph that saves nothing."""
+
+        def forget(tensor: torch.Tensor) -> Any:
+            with internals.disable_torch_function():
+                return tensor.shape, tensor.stride(), tensor.dtype
+
+        def made_up(kept: Any) -> torch.Tensor:
+            # For a backward pass inside of the forward pass, as gradient penalties have one.
+            shape, stride, dtype = kept
+            with internals.disable_torch_function(), internals.disable_torch_dispatch():
+                return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+        return torch.autograd.graph.saved_tensors_hooks(forget, made_up)
 
     def _over(self) -> None:
         """Called at the end of the forward pass."""
-
-
-class _ForgettingTracer(_ForwardTracer):
-    """Runs the forward pass with a graph that saves nothing."""
-
-    @contextmanager
-    def _around(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(_forget, _made_up):
-            yield
 
 
 class _HoldingTracer(_ForwardTracer):
@@ -169,22 +171,8 @@ class _HoldingTracer(_ForwardTracer):
             yield
 
     def _over(self) -> None:
-        for number, before in self._watch.objects or ():
-            kind = profile_calls.changed_object(before)
-            if kind:
-                self.changed[number] = kind
-
-
-def _forget(tensor: torch.Tensor) -> Any:
-    with internals.disable_torch_function():
-        return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _made_up(kept: Any) -> torch.Tensor:
-    """For a backward pass inside of the forward pass, as gradient penalties have one."""
-    shape, stride, dtype = kept
-    with internals.disable_torch_function(), internals.disable_torch_dispatch():
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        changes = ((number, profile_calls.changed_object(before)) for number, before in self._watch.objects or ())
+        self.changed.update((number, kind) for number, kind in changes if kind)
 
 
 def _ends_without_saving(step: Step, device: Device, timeline: Timeline, watch: CallWatch) -> dict[int, int] | None:
@@ -192,7 +180,7 @@ def _ends_without_saving(step: Step, device: Device, timeline: Timeline, watch: 
 
     None where that pass went another way, as code that depends on its own past may.
     """
-    tracer = _ForgettingTracer(step, device)
+    tracer = _ForwardTracer(step, device)
     if not tracer.run_forward():
         return None
     starts = [block.start for block in timeline.blocks]
@@ -214,14 +202,7 @@ _GIVEN = (Category.PARAMETER, Category.BUFFER, Category.BATCH)
 
 
 def units_of(timeline: Timeline, watch: CallWatch, ends: dict[int, int], recorder: Recorder) -> tuple[Unit, ...]:
-    """Every module that was called.
-
-    Args:
-        timeline: of the step.
-        watch: what was seen of it.
-        ends: tick at which each block would end if autograd saved nothing.
-        recorder: knows which blocks are permanent.
-    """
+    """Every module that was called; `ends` are the ticks at which blocks would end if autograd saved nothing."""
     accounts = _Accounts(timeline, watch, ends, recorder)
     calls: dict[int, list[tuple[ModuleCall, Call]]] = defaultdict(list)
     for seen in watch.calls:
@@ -253,19 +234,17 @@ class _Accounts:
         self._backward: list[list[tuple[int, int]]] = [[] for _ in watch.calls]
         for save in watch.saves:
             self._by_block[save.block].append(save)
-            for number in self._around(save.call):
+            for number in self._outwards(save.call):
                 self._inside[number].append(save)
         for seen in watch.calls:
             if seen.backward is not None:
-                for number in self._around(seen.number):
+                for number in self._outwards(seen.number):
                     self._backward[number].append(seen.backward)
 
-    def _around(self, number: int) -> list[int]:
-        found = []
+    def _outwards(self, number: int) -> Iterator[int]:
         while number != OUTSIDE:
-            found.append(number)
+            yield number
             number = self._watch.calls[number].parent
-        return found
 
     def call(self, seen: ModuleCall) -> Call:
         """All that the profile says about one call."""

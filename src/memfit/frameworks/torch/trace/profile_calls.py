@@ -34,7 +34,7 @@ STRANGE_OUTPUT = "returns something other than tensors ({kind})"
 COMPILED = "is compiled"
 NO_GRADIENTS = "runs without gradients"
 DRAWS_ELSEWHERE = "draws random numbers of Python's or numpy's own, which computing it again would draw anew"
-NO_BACKWARD = "nothing flows back through it"
+NO_BACKWARD = "no gradient flows through it"
 
 # Statistics that are put back after a second forward pass.
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -52,18 +52,20 @@ class Before:
     held: tuple[tuple[str, Any, tuple[int, ...]], ...]
 
 
-def refused_from_the_start(module: torch.nn.Module) -> str:
-    """Why no call of `module` can be computed again, or ""."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    optimized = getattr(frames, "OptimizedModule", None)
-    if isinstance(module, torch.jit.ScriptModule) or (optimized is not None and isinstance(module, optimized)):
-        return COMPILED
-    return COMPILED if getattr(module, "_compiled_call_impl", None) is not None else ""
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether no call of `module` can be computed again because its operators are hidden."""
+    return isinstance(module, torch.jit.ScriptModule) or internals.is_compiled(module)
 
 
 def before_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Before:
     """Takes down what a call must leave alone."""
-    held = tuple((type(value).__name__, value, _tensor_ids(value)) for value in _mutable((*args, *kwargs.values())))
+    # What a call could change without a trace: containers, and objects that hold something.
+    held = tuple(
+        (type(value).__name__, value, _tensor_ids(value))
+        for value in (*args, *kwargs.values())
+        if not isinstance(value, (*_PLAIN, torch.Tensor, torch.nn.Module))
+        and (isinstance(value, _CONTAINERS) or (hasattr(value, "__dict__") and not callable(value)))
+    )
     return Before(_state(module), _generators(), held)
 
 
@@ -112,16 +114,6 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
-def _mutable(values: tuple[Any, ...]) -> list[Any]:
-    """The arguments that a call could change without a trace: containers, and objects that hold something."""
-    return [
-        value
-        for value in values
-        if not isinstance(value, (*_PLAIN, torch.Tensor, torch.nn.Module))
-        and (isinstance(value, _CONTAINERS) or (hasattr(value, "__dict__") and not callable(value)))
-    ]
-
-
 def _tensor_ids(value: Any, depth: int = _DEPTH) -> tuple[int, ...]:
     """Identities of all tensors within reach."""
     if isinstance(value, torch.Tensor):
@@ -159,20 +151,13 @@ _WRITING = (Behaviour.IN_PLACE, Behaviour.SILENT, Behaviour.OTHER)
 
 @dataclass(slots=True)
 class Save:
-    """A tensor that a node of the graph saved.
-
-    Args:
-        block: number of the block that holds it.
-        call: number of the innermost call in which that happened, or `OUTSIDE`.
-        packed: tick at which it was saved.
-        unpacked: tick at which it was used first.
-        released: tick at which it was let go.
-    """
+    """A tensor that a node of the graph saved: its block, the innermost call around (or `OUTSIDE`), and three ticks."""
 
     block: int
     call: int
     packed: int
     unpacked: int | None = None
+    """When it was used first."""
     released: int | None = None
 
 
@@ -212,25 +197,13 @@ class _Kept:
     def __init__(self, tensor: torch.Tensor, save: Save, recorder: Recorder) -> None:
         self.tensor, self.save, self._recorder = tensor, save, recorder
 
-    def used(self) -> torch.Tensor:
-        if self.save.unpacked is None:
-            self.save.unpacked = self._recorder.tick
-        return self.tensor
-
     def __del__(self) -> None:
         self.save.released = self._recorder.tick
 
 
 @dataclass(slots=True)
 class CallWatch:
-    """Follows the first forward pass, its backward pass and the first update.
-
-    Args:
-        recorder: knows the blocks.
-        origin: knows the paths of modules.
-        operators: tells of each operator that runs.
-        features: is shown each operator too.
-    """
+    """Follows the first forward pass, its backward pass and the first update."""
 
     recorder: Recorder
     origin: OriginTracker
@@ -273,7 +246,7 @@ class CallWatch:
         torch.nn.Module.__call__ = call  # type: ignore[method-assign]
         self.recorder.on_enter, self.operators.on_run = self._entered, self._ran
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack) if hooks else nullcontext():
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if hooks else nullcontext():
                 yield
         finally:
             torch.nn.Module.__call__ = plain  # type: ignore[method-assign]
@@ -307,62 +280,53 @@ class CallWatch:
         path = self.origin.path(module)
         if not path or any(self.calls[number].module is module for number in self._stack):
             return plain(module, *args, **kwargs)
-        record = self._begin(module, path, args, kwargs)
-        before = before_call(module, args, kwargs)
-        self.sees_objects = self.sees_objects or bool(before.held)
-        if self.objects is not None:
-            self.objects.append((record.number, before))
-        self._stack.append(record.number)
-        try:
-            out = plain(module, *args, **kwargs)
-        finally:
-            self._stack.pop()
-        self._end(record)
-        self._refuse(record, after_call(module, before, out))
-        return out
-
-    def _begin(self, module: torch.nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
-        number, tick, block, operation = self._now()
         with internals.disable_torch_function():
-            given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.layout is torch.strided]
-            inputs = frozenset(block for block in map(self._block, given) if block is not None)
-        refused = refused_from_the_start(module)
-        if not refused and not torch.is_grad_enabled():
-            refused = NO_GRADIENTS
+            given = [self._block(tensor) for tensor in tensors_in((args, kwargs))]
+        number, tick, block, operation = self._now()
         parent = self._stack[-1] if self._stack else OUTSIDE
-        if not refused and parent != OUTSIDE and self.calls[parent].refused == COMPILED:
+        refused = ""
+        if is_compiled(module) or (parent != OUTSIDE and self.calls[parent].refused == COMPILED):
             refused = COMPILED
+        elif not torch.is_grad_enabled():
+            refused = NO_GRADIENTS
+        inputs = frozenset(block for block in given if block is not None)
         record = ModuleCall(
             module, path, number, parent, number, (tick, tick), (block, block), (operation,) * 2, inputs, refused
         )
         self.calls.append(record)
-        return record
-
-    def _end(self, record: ModuleCall) -> None:
-        number, tick, block, operation = self._now()
-        record.last = number - 1
+        before = before_call(module, args, kwargs)
+        self.sees_objects = self.sees_objects or bool(before.held)
+        if self.objects is not None:
+            self.objects.append((number, before))
+        self._stack.append(number)
+        try:
+            out = plain(module, *args, **kwargs)
+        finally:
+            self._stack.pop()
+        following, tick, block, operation = self._now()
+        record.last = following - 1
         record.ticks = (record.ticks[0], tick)
         record.blocks = (record.blocks[0], block)
         record.operations = (record.operations[0], operation)
+        reason = after_call(module, before, out)
+        record.refused = record.refused or reason
+        # What a call remembers, or a buffer that it changes, keeps those around it from being computed again as well.
+        # Those that change their input, or return something strange, may do so inside of an outer call alone.
+        if reason.startswith(REMEMBERS.partition("(")[0]) or reason == CHANGES_BUFFER:
+            for outer in self._stack:
+                self.calls[outer].refused = self.calls[outer].refused or reason
+        return out
 
     def _now(self) -> tuple[int, int, int, int]:
         return len(self.calls), self.recorder.tick, self.recorder.num_blocks, len(self.log.operations)
 
-    def _refuse(self, record: ModuleCall, reason: str) -> None:
-        """What keeps a call from being computed again keeps those around it as well."""
-        # An output that is refused, or a buffer that it changes, is the matter of the call alone and of those around it
-        # in turn: an inner call that changes its input may do so on a tensor that its outer call has made.
-        if not reason:
-            return
-        record.refused = record.refused or reason
-        if reason.startswith(REMEMBERS.partition("(")[0]) or reason == CHANGES_BUFFER:
-            for number in self._stack:
-                self.calls[number].refused = self.calls[number].refused or reason
-
     def _pack(self, tensor: torch.Tensor) -> Any:
         with internals.disable_torch_function():
-            # The tensor itself would hold the node that saves it, if it is the node's own output.
-            kept = detached(tensor)
+            # The tensor itself would hold the node that saves it, if it is the node's own output. For plain tensors
+            # nobody notices that it is detached.
+            is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            with internals.disable_torch_dispatch() if is_plain else nullcontext():
+                kept = tensor.detach()
             if tensor._is_view():
                 # Autograd makes a node of its own for a view that was changed in place.
                 self.origin.remember()
@@ -374,6 +338,13 @@ class CallWatch:
         save = Save(block, call, self.recorder.tick)
         self.saves.append(save)
         return _Kept(kept, save, self.recorder)
+
+    def _unpack(self, kept: Any) -> torch.Tensor:
+        if type(kept) is not _Kept:
+            return kept  # type: ignore[no-any-return]
+        if kept.save.unpacked is None:
+            kept.save.unpacked = self.recorder.tick
+        return kept.tensor
 
     def _block(self, tensor: torch.Tensor) -> int | None:
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -425,19 +396,6 @@ class CallWatch:
             # The position of a write counts the operators up to its own.
             if not record.refused and any(last.get(block, 0) > record.operations[1] for block in record.inputs):
                 record.refused = INPUT_CHANGED_LATER
-
-
-def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without its part in the graph; for plain tensors nobody notices."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        with internals.disable_torch_dispatch():
-            return tensor.detach()
-    return tensor.detach()
-
-
-def _unpack(kept: Any) -> torch.Tensor:
-    tensor: torch.Tensor = kept.used() if type(kept) is _Kept else kept
-    return tensor
 
 
 def _sequence() -> int:

@@ -135,8 +135,7 @@ class Subject:
 
     def host_rates(self) -> tuple[float, float]:
         """(floating-point operations, bytes moved) per second of this machine's processor, measured."""
-        rates = calibration.rates()
-        return rates.flops, rates.bandwidth
+        return calibration.rates()
 
     @property
     def num_samples(self) -> int | None:

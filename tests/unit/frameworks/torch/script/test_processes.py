@@ -83,10 +83,11 @@ def test_what_a_library_starts_is_not():
 def test_a_script_that_waits_for_what_will_not_come_is_ended_and_one_that_sleeps_is_not(monkeypatch):
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(module, "_IDLE_SECONDS", 0.05)
-    ended = []
-    module.interrupt_when_idle(lambda: True, lambda: ended.append(True))
+    ended, done = [], []
+    module.interrupt_when_idle(lambda: bool(done), lambda: ended.append(True))
 
-    # GIVEN code of the user's own that takes its time
+    # GIVEN code of the user's own that takes its time; before that, this thread may wait in Python's own for the other
+    done.append(True)
     time.sleep(0.5)
     assert not ended
     # WHEN it waits for somebody else
@@ -156,10 +157,13 @@ import torch.multiprocessing as mp
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def train(rank, model):
+def train(rank, model, both):
     model = model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(50):
+        if step == 2:
+            # Before either is ended: a busy machine may run one long before the other.
+            both.wait(60)
         optimizer.zero_grad()
         model(torch.randn(8, 1024).to(device)).sum().backward()
         optimizer.step()
@@ -170,7 +174,8 @@ if __name__ == "__main__":
     model = torch.nn.Linear(1024, 1024)
     if sys.argv[1] != "fork":
         model = model.to(device).share_memory()
-    processes = [mp.Process(target=train, args=(rank, model)) for rank in range(2)]
+    both = mp.Barrier(2)
+    processes = [mp.Process(target=train, args=(rank, model, both)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -202,16 +207,25 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 
+def begin(barrier):
+    global both
+    both = barrier
+
+
 def train(fold):
     model = torch.nn.Linear(1024, 1024).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(50):
+        if step == 2 and fold < 2:
+            # Otherwise one process may have taken all tasks before the other has begun.
+            both.wait(60)
         model(torch.randn(8, 1024).cuda()).sum().backward()
         optimizer.step()
 
 
 if __name__ == "__main__":
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context(sys.argv[1])) as pool:
+    context = multiprocessing.get_context(sys.argv[1])
+    with ProcessPoolExecutor(2, mp_context=context, initializer=begin, initargs=(context.Barrier(2),)) as pool:
         print(list(pool.map(train, range(4))))
 """
 
@@ -228,6 +242,41 @@ def test_a_pool_of_processes_shares_the_device(tmp_path, method):
     assert (run.outcome, run.num_steps, run.error) == (Outcome.COMPLETED, 3, "")
     assert len(run.processes) == 2
     assert run.estimate.peak_bytes == sum(run.processes.values())
+
+
+TWICE = """
+import multiprocessing
+import sys
+import torch
+
+
+def train():
+    for task in range(2):
+        parameter = torch.nn.Parameter(torch.ones(2, device="cuda"))
+        optimizer = torch.optim.SGD([parameter])
+        try:
+            while True:
+                parameter.sum().backward()
+                optimizer.step()
+        except BaseException:
+            pass
+    sys.exit(7)
+
+
+process = multiprocessing.get_context("fork").Process(target=train)
+process.start()
+process.join()
+sys.exit(process.exitcode)
+"""
+
+
+def test_a_process_that_goes_on_after_its_end_does_not_leave_in_the_scripts_place(tmp_path):
+    # GIVEN a process that takes all the steps wanted once more, as one of a pool does for each task
+    (tmp_path / "train.py").write_text(TWICE)
+    run = DryRun.from_json(run_child(Request(str(tmp_path / "train.py"), False, (), find_device("t4")), silent=True))
+
+    # THEN it ends by itself: a pool takes a process that is gone for a failure of all
+    assert (run.exit_code, run.num_steps) == (7, 3)
 
 
 # Functions registered for the end

@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memfit.frameworks.torch.script.file_functions import FileFunctions
-from memfit.frameworks.torch.script.library_files import LibraryFiles, without_zeros
-from memfit.frameworks.torch.script.redirected_files import RedirectedFiles
-from memfit.frameworks.torch.script.shape_only import ShapeOnly, is_shape_only
+from memfit.frameworks.torch.script.checkpoints import Checkpoints, _without_zeros
+from memfit.frameworks.torch.script.shape_only import is_shape_only
 from tests.unit.frameworks.torch.saving import GPU, Places, dry_run, really, simulated
 
 safetensors = pytest.importorskip("safetensors")
@@ -173,8 +171,7 @@ def test_copies_that_others_took_are_replaced_and_act_no_longer_than_the_run(pat
 
 
 def test_without_safetensors_there_is_nothing_to_replace(tmp_path, monkeypatch):
-    files = RedirectedFiles(str(tmp_path), lambda code, text: None)
-    replaced_files = LibraryFiles(files, FileFunctions(files), ShapeOnly(Places().put))
+    checkpoints = Checkpoints(str(tmp_path), lambda code, text: None, Places().put)
     plain = builtins.__import__
 
     def refuse(name, *args, **kwargs):
@@ -184,7 +181,7 @@ def test_without_safetensors_there_is_nothing_to_replace(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", refuse)
 
-    assert replaced_files.of_safetensors() == ([], [])
+    assert checkpoints._of_safetensors() == ([], [])
 
 
 # torch.distributed.checkpoint
@@ -288,9 +285,9 @@ def test_a_single_process_writes_pytorchs_own_format_elsewhere(tmp_path, monkeyp
 
 
 def test_only_large_zeros_are_left_out():
-    assert is_shape_only(without_zeros(torch.zeros(MILLION)))
-    assert is_shape_only(without_zeros(torch.zeros(1000, 1000).t()))
+    assert is_shape_only(_without_zeros(torch.zeros(MILLION)))
+    assert is_shape_only(_without_zeros(torch.zeros(1000, 1000).t()))
     ones = torch.zeros(MILLION)
     ones[-1] = 1
     kept = (ones, torch.zeros(3), simulated(MILLION), nn.Parameter(torch.zeros(MILLION)), "text")
-    assert all(without_zeros(value) is value for value in kept)
+    assert all(_without_zeros(value) is value for value in kept)
