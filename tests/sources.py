@@ -1,11 +1,13 @@
 """Sources in memory, for tests of what is above them."""
 
 import threading
+from dataclasses import fields
 
 import numpy as np
 
 from memfit.core.errors import BadFile
 from memfit.data.source import Field, Layout, SampleSource, Source
+from memfit.data.stream import Stream, StreamOptions
 
 
 class ArraySource(Source):
@@ -96,3 +98,10 @@ def samples_of(order, start, stop):
     """Numbers in the source of the samples at places `start` to `stop` of an order."""
     parts = [order.samples(piece.lane, piece.window)[piece.start : piece.stop] for piece in order.pieces(start, stop)]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def stream_over(source, **options):
+    """A `Stream` whose arguments and `StreamOptions` are given together."""
+    names = [field.name for field in fields(StreamOptions) if field.name in options]
+    seldom = StreamOptions(**{name: options.pop(name) for name in names})
+    return Stream(source, options=seldom, **options)

@@ -19,7 +19,6 @@ from memfit.data.source import Layout
 from memfit.data.sources.opening import open_source
 from memfit.data.stream import DEFAULTS, StreamOptions, given_dtypes
 from memfit.data.stream import Stream as _Stream
-from memfit.data.transforms import Randomness
 
 if TYPE_CHECKING:
     from memfit.frameworks.keras.streaming import KerasStream
@@ -139,14 +138,10 @@ def stream(
         opened,
         batch_size=batch_size,
         shuffle=shuffle,
-        seed=options.seed,
         transform=transform,
-        batch_transform=options.batch_transform,
-        dtype=options.dtype,
         memory_bytes=memory_bytes,
-        drop_last=options.drop_last,
+        options=options,
         randomness=_randomness(),
-        on_change=options.on_change,
     )
 
 
@@ -162,7 +157,7 @@ def _budget(memory: str | int) -> int:
     return int(min(2 ** (share.bit_length() - 1), _AUTO_MOST))
 
 
-def _randomness() -> tuple[Randomness, ...]:
+def _randomness() -> tuple[Any, ...]:
     if "torch" not in sys.modules:
         return ()
     from memfit.frameworks.torch.streaming import TorchRandomness

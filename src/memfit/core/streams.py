@@ -1,6 +1,6 @@
 """What frameworks and worker processes need of a stream of batches."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
 
@@ -14,7 +14,7 @@ class DividedStream(Protocol):
     def working(self, num_workers: int) -> int:
         """How many of `num_workers` workers have something to do."""
 
-    def part(self, worker: int, num_workers: int) -> Iterator[Any]:
+    def part(self, worker: int, num_workers: int) -> Generator[Any]:
         """The batches of one worker, in order, from the stream's position on, which isn't changed."""
 
 

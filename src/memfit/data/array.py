@@ -9,7 +9,7 @@ import operator
 import os
 from collections.abc import Iterator
 from itertools import pairwise
-from types import EllipsisType, TracebackType
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,7 @@ class ArrayFile:
     def __getitem__(self, index: Any) -> Any:
         first, rest = _split(index, self.shape)
         if isinstance(first, slice):
-            return self._slice(first, rest)
+            return self._slice(range(len(self))[first], rest)
         if isinstance(first, int):
             if not -len(self) <= first < len(self):
                 raise IndexError(f"index {first} is out of bounds: {self.name} has {len(self)} rows")
@@ -86,9 +86,8 @@ class ArrayFile:
         return self._gather(rows)[(places.reshape(wanted.shape), *rest)]
 
     def __iter__(self) -> Iterator[Any]:
-        step = max(1, _BLOCK_BYTES // max(1, self._field.sample_bytes))
-        for start in range(0, len(self), step):
-            yield from self._run(start, min(start + step, len(self)))
+        for start in range(0, len(self), self._block_rows):
+            yield from self._run(start, min(start + self._block_rows, len(self)))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
@@ -103,71 +102,63 @@ class ArrayFile:
     def __enter__(self) -> "ArrayFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
         return f"ArrayFile({self.name!r}, shape={self.shape}, dtype={self.dtype})"
 
-    def _slice(self, rows: slice, rest: tuple[Any, ...]) -> Array:
-        wanted = range(*rows.indices(len(self)))
+    @property
+    def _block_rows(self) -> int:
+        return max(1, _BLOCK_BYTES // max(1, self._field.sample_bytes))
+
+    def _slice(self, rows: range, rest: tuple[Any, ...]) -> Array:
         if not rest:
-            return self._range(wanted)
-        # Where the first axis stays the first one, all that is cut away needn't be in memory at once.
+            return self._range(rows)
+        index = (slice(None), *rest)
         if not all(part is None or isinstance(part, slice | int) for part in rest):
-            found: Array = self._range(wanted)[(slice(None), *rest)]
-            return found
-        step = max(1, _BLOCK_BYTES // max(1, self._field.sample_bytes))
-        starts = range(0, max(1, len(wanted)), step)
-        parts = [self._range(wanted[start : start + step])[(slice(None), *rest)] for start in starts]
-        return np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0])
+            whole: Array = self._range(rows)[index]
+            return whole
+        # Where the first axis stays the first one, all that is cut away needn't be in memory at once.
+        step = self._block_rows
+        starts = range(0, max(1, len(rows)), step)
+        return np.concatenate([self._range(rows[start : start + step])[index] for start in starts])
 
     def _range(self, rows: range) -> Array:
         if not rows:
-            return np.empty((0, *self.shape[1:]), self.dtype)
+            return self._run(0, 0)
+        if rows.step < 0:
+            return self._range(rows[::-1])[::-1].copy()
         if rows.step == 1:
             return self._run(rows.start, rows.stop)
-        ascending = rows if rows.step > 0 else rows[::-1]
-        found = self._gather(np.arange(ascending.start, ascending.stop, ascending.step))
-        return found if rows.step > 0 else found[::-1].copy()
+        return self._gather(np.arange(rows.start, rows.stop, rows.step))
 
-    def _run(self, start: int, stop: int) -> Array:
-        out: Array = np.empty((stop - start, *self.shape[1:]), self.dtype)
-        self._fill(start, out)
+    def _run(self, start: int, stop: int, out: Array | None = None) -> Array:
+        """Rows from `start` on, read block by block, each of which gives its pages back."""
+        if out is None:
+            out = np.empty((stop - start, *self.shape[1:]), self.dtype)
+        for first in range(start, stop, self._block_rows):
+            last = min(first + self._block_rows, stop)
+            self._source.read(first, last, [out[first - start : last - start]])
+            self._source.drop(first, last)
         return out
-
-    def _fill(self, start: int, out: Array) -> None:
-        """Reads rows from `start` on and gives their pages back, part by part."""
-        step = max(1, _BLOCK_BYTES // max(1, self._field.sample_bytes))
-        for first in range(0, len(out), step):
-            part = out[first : first + step]
-            self._source.read(start + first, start + first + len(part), [part])
-            self._source.drop(start + first, start + first + len(part))
 
     def _gather(self, rows: Array) -> Array:
-        """Rows in ascending order."""
+        """Rows in ascending order; those that lie close together are read at once, a block at most."""
         out: Array = np.empty((len(rows), *self.shape[1:]), self.dtype)
-        row_bytes = max(1, self._field.sample_bytes)
-        jumps = np.flatnonzero((np.diff(rows) - 1) * row_bytes > _GAP_BYTES) + 1
-        bounds = [0, *jumps.tolist(), len(rows)] if len(rows) else []
-        for first, last in pairwise(bounds):
-            self._gather_near(rows[first:last], out[first:last], max(1, _BLOCK_BYTES // row_bytes))
+        gaps = np.flatnonzero((np.diff(rows) - 1) * max(1, self._field.sample_bytes) > _GAP_BYTES) + 1
+        for low, high in pairwise([0, *gaps.tolist(), len(rows)]):
+            done = low
+            while done < high:
+                start = int(rows[done])
+                end = done + int(np.searchsorted(rows[done:high], start + self._block_rows))
+                stop = int(rows[end - 1]) + 1
+                if stop - start == end - done:
+                    self._run(start, stop, out[done:end])
+                else:
+                    out[done:end] = self._run(start, stop)[rows[done:end] - start]
+                done = end
         return out
-
-    def _gather_near(self, rows: Array, out: Array, step: int) -> None:
-        """Rows that lie close together, a block at a time."""
-        done = 0
-        while done < len(rows):
-            start = int(rows[done])
-            end = int(np.searchsorted(rows, start + step))
-            stop = int(rows[end - 1]) + 1
-            if stop - start == end - done:
-                self._fill(start, out[done:end])
-            else:
-                out[done:end] = self._run(start, stop)[rows[done:end] - start]
-            done = end
 
 
 def open_array(path: str | os.PathLike[str], *, key: str | None = None) -> ArrayFile:
@@ -193,8 +184,8 @@ def open_array(path: str | os.PathLike[str], *, key: str | None = None) -> Array
     kind, columns = kind_of(name), None if key is None else [key]
     if kind not in ("npy", "npz", "hdf5"):
         raise BadInput(
-            f"{name!r} is a {kind} file, whose rows can't be read one by one; .npy, .npz and HDF5 "
-            "have. memfit.stream gives it batch by batch."
+            f"{name!r} is a {kind} file, whose rows can't be read one by one; those of .npy, .npz and HDF5 files can. "
+            "memfit.stream gives it batch by batch."
         )
     if kind == "npz" and columns is None:
         columns = list(list_members(open_file(name)))

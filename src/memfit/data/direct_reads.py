@@ -3,15 +3,16 @@
 Blocks that are read in a random order gain nothing from the cache: each is read once an epoch. But pages have to be
 found, filled, copied and given back, which costs more processor time than all else that a stream does, and fills a
 container's memory meanwhile. O_DIRECT has none of that. It wants offsets, lengths and addresses on page boundaries,
-which samples have not: so a run that covers them is read into scratch memory of the thread and copied from there.
-Very short reads are served well by the cache, and very long ones better by the kernel's own reading ahead.
+which samples have not: so a run that covers them is read into scratch memory and copied from there. Very short reads
+are served well by the cache, and very long ones better by the kernel's own reading ahead.
 """
 
 import ctypes
 import mmap
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -38,39 +39,33 @@ def pages(size: int) -> memoryview:
     return memoryview(mapping)[skipped : skipped + size]
 
 
-class _Slot:
-    """Scratch memory of one thread, for the next one when this has ended."""
-
-    def __init__(self, view: memoryview, free: dict[int, list[memoryview]]) -> None:
-        self.view = view
-        self._free = free
-
-    def __del__(self) -> None:
-        self._free.setdefault(len(self.view), []).append(self.view)
-
-
-class _Slots:
-    """Scratch memory of all threads, which share huge pages: a read into these is twice as fast."""
+class _Scratch:
+    """Memory of the reads that are under way, which share huge pages: a read into these is twice as fast."""
 
     def __init__(self) -> None:
-        self.of_thread = threading.local()
-        self._free: dict[int, list[memoryview]] = {}
+        self._free: list[memoryview] = []
         self._rest = memoryview(b"")
         self._lock = threading.Lock()
 
-    def take(self, length: int) -> _Slot:
+    @contextmanager
+    def taken(self, length: int) -> Iterator[memoryview]:
         size = -(-length // _SLOT_BYTES) * _SLOT_BYTES
         with self._lock:
-            free = self._free.get(size)
-            if free:
-                return _Slot(free.pop(), self._free)
-            if len(self._rest) < size:
-                self._rest = pages(-(-size // HUGE_BYTES) * HUGE_BYTES)
-            view, self._rest = self._rest[:size], self._rest[size:]
-        return _Slot(view, self._free)
+            index = next((index for index, view in enumerate(self._free) if len(view) >= size), None)
+            if index is not None:
+                slot = self._free.pop(index)
+            else:
+                if len(self._rest) < size:
+                    self._rest = pages(-(-size // HUGE_BYTES) * HUGE_BYTES)
+                slot, self._rest = self._rest[:size], self._rest[size:]
+        try:
+            yield slot[:length]
+        finally:
+            with self._lock:
+                self._free.append(slot)
 
 
-_slots = _Slots()
+_scratch = _Scratch()
 
 
 def _start_anew() -> None:
@@ -78,8 +73,8 @@ def _start_anew() -> None:
 
     Only the disk writes into it, never the program, so that the parent keeps what is read meanwhile.
     """
-    global _slots
-    _slots = _Slots()
+    global _scratch
+    _scratch = _Scratch()
 
 
 os.register_at_fork(after_in_child=_start_anew)
@@ -97,7 +92,8 @@ def open_direct(path: str) -> int:
     number = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
         # Some file systems accept the flag and refuse the reads.
-        os.preadv(number, [_memory(_PAGE_BYTES)], 0)
+        with _scratch.taken(_PAGE_BYTES) as memory:
+            os.preadv(number, [memory], 0)
     except OSError:
         os.close(number)
         raise
@@ -108,21 +104,14 @@ def read_direct(descriptor: int, view: memoryview, offset: int) -> bool:
     """Fills `view` with the bytes at `offset`; False where it couldn't, for whatever reason."""
     start = offset // _PAGE_BYTES * _PAGE_BYTES
     stop = -(-(offset + len(view)) // _PAGE_BYTES) * _PAGE_BYTES
-    memory = _memory(stop - start)
-    try:
-        count = os.preadv(descriptor, [memory], start)
-    except OSError:
-        return False
     skipped = offset - start
-    if count < skipped + len(view):
-        return False
-    # numpy lets others run while it copies.
-    np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(memory, np.uint8, len(view), skipped))
+    with _scratch.taken(stop - start) as memory:
+        try:
+            count = os.preadv(descriptor, [memory], start)
+        except OSError:
+            return False
+        if count < skipped + len(view):
+            return False
+        # numpy lets others run while it copies.
+        np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(memory, np.uint8, len(view), skipped))
     return True
-
-
-def _memory(length: int) -> memoryview:
-    slot: _Slot | None = getattr(_slots.of_thread, "slot", None)
-    if slot is None or len(slot.view) < length:
-        slot = _slots.of_thread.slot = _slots.take(length)
-    return slot.view[:length]

@@ -20,7 +20,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from memfit.core.errors import BadFile
 from memfit.data import direct_reads
@@ -35,13 +35,11 @@ _BLOCK_BYTES = 256 << 10
 _REMOTE_BLOCK_BYTES = 8 << 20
 
 
-class ByteFile(Protocol):
-    """A file of which any run of bytes can be read.
-
-    It can be pickled and read after a fork, and several threads may read at once.
+class ByteFile:
+    """A file of which any run of bytes can be read, by several threads at once, after a fork, and as a pickled copy.
 
     Attributes:
-        name: its path, as the user gave it.
+        name: its path, as the user gave it; of an address, without passwords and signatures.
         size: its bytes.
     """
 
@@ -50,12 +48,21 @@ class ByteFile(Protocol):
 
     def read_into(self, offset: int, buffer: Any) -> None:
         """Fills a writable, contiguous buffer of bytes with those from `offset` on."""
+        view = memoryview(buffer)
+        if view.nbytes:
+            self._fill(offset, view.cast("B"))
+
+    def _fill(self, offset: int, view: memoryview) -> None:
+        raise NotImplementedError
 
     def drop(self, offset: int, length: int) -> None:
         """Tells that these bytes aren't read again soon."""
 
     def close(self) -> None:
         """Closes what this process has open of it; a later read opens it again."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
 
 
 def open_file(path: str | os.PathLike[str]) -> ByteFile:
@@ -193,12 +200,8 @@ def _start_anew() -> None:
 os.register_at_fork(after_in_child=_start_anew)
 
 
-class LocalFile:
-    """A file of this machine.
-
-    Args:
-        path: where it is.
-    """
+class LocalFile(ByteFile):
+    """A file of this machine."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = os.fspath(path)
@@ -213,15 +216,10 @@ class LocalFile:
         self._lacks_direct = False
         self._undropped_bytes = 0
 
-    def read_into(self, offset: int, buffer: Any) -> None:
-        """Fills a writable, contiguous buffer of bytes with those from `offset` on."""
-        view = memoryview(buffer)
-        if view.nbytes == 0:
-            return
-        view = view.cast("B")
+    def _fill(self, offset: int, view: memoryview) -> None:
         if direct_reads.is_worth_it(len(view)) and self._read_direct(offset, view):
             return
-        done, opened = 0, self._descriptor(self._open, direct=False)
+        done, opened = 0, self._descriptor()
         while done < len(view):
             try:
                 count = os.preadv(opened.number, [view[done : done + _MAX_READ_BYTES]], offset + done)
@@ -245,7 +243,7 @@ class LocalFile:
             # Even where such a run is read past the cache: it may have been read in pieces, some of them short.
             start = offset // _PAGE_BYTES * _PAGE_BYTES
             stop = -(-(offset + length) // _PAGE_BYTES) * _PAGE_BYTES
-            drop_pages(self._descriptor(self._open, direct=False).number, start, stop - start)
+            drop_pages(self._descriptor().number, start, stop - start)
 
     def drop_now_and_then(self, num_bytes: int) -> None:
         """Gives the pages of the whole file back, whenever others have read so much of it.
@@ -264,12 +262,13 @@ class LocalFile:
             for is_direct in (False, True):
                 _opened.pop((self._token, is_direct), None)
 
-    def _descriptor(self, open_it: Callable[[], int], *, direct: bool) -> _Descriptor:
-        key = (self._token, direct)
+    def _descriptor(self, *, is_direct: bool = False) -> _Descriptor:
+        key = (self._token, is_direct)
         with _lock:
             opened = _opened.get(key)
             if opened is None:
-                opened = _opened[key] = _Descriptor(open_it())
+                number = direct_reads.open_direct(self._path) if is_direct else self._open()
+                opened = _opened[key] = _Descriptor(number)
                 while len(_opened) > _MAX_OPEN:
                     _opened.popitem(last=False)
             _opened.move_to_end(key)
@@ -279,7 +278,7 @@ class LocalFile:
         if self._lacks_direct:
             return False
         try:
-            opened = self._descriptor(lambda: direct_reads.open_direct(self._path), direct=True)
+            opened = self._descriptor(is_direct=True)
         except OSError:
             self._lacks_direct = True
             return False
@@ -315,20 +314,12 @@ class LocalFile:
         if _opened is not None and hasattr(self, "_token"):
             self.close()
 
-    def __repr__(self) -> str:
-        return f"LocalFile({self.name!r})"
-
 
 class BlockReader(io.RawIOBase):
     """A ByteFile as an ordinary binary file object that can seek, for libraries that want one.
 
-    Short reads are served from the few blocks that were used last, long ones go to the file as they are.
-
-    Args:
-        file: what to read.
-        block_bytes: of a block, whose pages are given back when it was read; by default what suits a file that is read
-            from its beginning to its end.
-        num_blocks: that are kept.
+    Short reads are served from the few blocks that were used last, long ones go to the file as they are. The default
+    size of a block suits a file that is read from its beginning to its end.
     """
 
     def __init__(self, file: ByteFile, block_bytes: int | None = None, num_blocks: int = 1) -> None:

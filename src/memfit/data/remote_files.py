@@ -7,20 +7,19 @@ is read, and are not used.
 """
 
 import io
-import itertools
 import os
 import random
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from memfit.core.errors import BadFile, MissingDependency, how_to_install
-from memfit.data.files import BlockReader
+from memfit.data.files import BlockReader, ByteFile
 
 # A long read is made of several requests at once, each of which takes its bytes once more while it is under way.
 _NUM_REQUESTS = 4
@@ -35,6 +34,7 @@ _PACKAGE_OF = {"s3": "s3fs", "s3a": "s3fs"}
 _MAX_REASON = 200
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}
 _NO_CONNECTION = {"EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "gaierror"}
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 # fsspec has a connection of its own for each thread: the same threads make all requests.
 _pool: ThreadPoolExecutor | None = None
@@ -51,17 +51,11 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Something in a remote folder.
-
-    Attributes:
-        path: its address.
-        is_folder: whether it holds others.
-        size: bytes of a file; None where the server doesn't say.
-    """
+    """Something in a remote folder."""
 
     path: str
     is_folder: bool
-    size: int | None
+    size: int | None  # bytes of a file; None where the server doesn't say
 
 
 def stat_remote(path: str) -> tuple[int, float]:
@@ -116,30 +110,15 @@ def glob_remote(pattern: str) -> list[str]:
     return sorted(_call(pattern, found))
 
 
-class RemoteFile:
-    """A file behind an address, of which any run of bytes can be read.
-
-    It can be pickled and read after a fork, and several threads may read at once.
-
-    Args:
-        path: its address, with a "://" in it.
-
-    Attributes:
-        name: its address, without passwords and signatures.
-        size: its bytes.
-    """
+class RemoteFile(ByteFile):
+    """A file behind an address, with a "://" in it."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self.name = shown(path)
         self.size, self._mark = stat_remote(path)
 
-    def read_into(self, offset: int, buffer: Any) -> None:
-        """Fills a writable, contiguous buffer of bytes with those from `offset` on."""
-        view = memoryview(buffer)
-        if view.nbytes == 0:
-            return
-        view = view.cast("B")
+    def _fill(self, offset: int, view: memoryview) -> None:
         missing = offset + len(view) - self.size
         if missing > 0:
             raise BadFile(
@@ -147,16 +126,16 @@ class RemoteFile:
                 f"{min(missing, len(view))} are missing. It has {self.size} bytes; copy or make it again."
             )
 
-        def fill(start: int) -> None:
+        def fetch(start: int) -> None:
             piece = view[start : start + _PIECE_BYTES]
             piece[:] = self._fetch(offset + start, len(piece))
 
         if len(view) <= _PIECE_BYTES:
-            fill(0)
+            fetch(0)
             return
         global _pool
         _pool = _pool or ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="memfit-remote")
-        requests = [_pool.submit(fill, start) for start in range(0, len(view), _PIECE_BYTES)]
+        requests = [_pool.submit(fetch, start) for start in range(0, len(view), _PIECE_BYTES)]
         try:
             for request in requests:
                 request.result()
@@ -165,12 +144,6 @@ class RemoteFile:
             for request in requests:
                 request.cancel()
             wait(requests)
-
-    def drop(self, offset: int, length: int) -> None:
-        """Nothing: none of it is kept."""
-
-    def close(self) -> None:
-        """Nothing: fsspec keeps the connections."""
 
     def _fetch(self, offset: int, length: int) -> bytes:
         """Bytes of one request."""
@@ -189,9 +162,6 @@ class RemoteFile:
                 f"{self.name!r} gave {len(data)} bytes at offset {offset}, and {length} were asked for. {changed}"
             )
         return data
-
-    def __repr__(self) -> str:
-        return f"RemoteFile({self.name!r})"
 
 
 def shown(path: str) -> str:
@@ -232,40 +202,41 @@ def _system(path: str) -> tuple[Any, str]:
 def _call(path: str, action: Callable[[Any, str], Any]) -> Any:
     """What `action` returns for a file system and the path in it, tried again where that may help."""
     system, inside = _system(path)
-    for number in itertools.count(1):
+    number = 0
+    while True:
+        number += 1
         try:
             return action(system, inside)
         except (BadFile, MissingDependency):
             raise
         except Exception as error:
-            if number == _NUM_TRIES or not _is_passing(error):
+            if number == _NUM_TRIES or not _may_pass(error):
                 raise BadFile(_describe(error, path, number)) from None
             # Workers that failed together shouldn't come back together.
             time.sleep(_FIRST_PAUSE_SECONDS * 3 ** (number - 1) * random.uniform(0.5, 1))
-    raise AssertionError("the loop above ends by itself")
 
 
-def _names(error: BaseException) -> Iterator[str]:
+def _names(error: BaseException) -> set[str]:
     """Names of an error's types and of those that it came from, by which errors of optional packages are known."""
+    names: set[str] = set()
     seen: BaseException | None = error
     while seen is not None:
-        yield from (kind.__name__ for kind in type(seen).__mro__)
+        names |= {kind.__name__ for kind in type(seen).__mro__}
         seen = seen.__cause__ or seen.__context__
+    return names
 
 
-def _is_passing(error: Exception) -> bool:
-    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
+def _may_pass(error: Exception) -> bool:
+    """Whether the same may work a moment later; the libraries below have tried a connection several times already."""
+    names = _names(error)
+    if isinstance(error, _LASTING) or names & (_NO_CREDENTIALS | _NO_CONNECTION):
         return False
-    names = set(_names(error))
-    if names & (_NO_CREDENTIALS | _NO_CONNECTION):
-        # The libraries below have tried a connection several times already.
-        return False
-    return "HTTPClientError" in names or isinstance(error, OSError | TimeoutError | EOFError)
+    return "HTTPClientError" in names or isinstance(error, OSError | EOFError)
 
 
 def _describe(error: Exception, path: str, num_tries: int) -> str:
     name, protocol = repr(shown(path)), path.partition("://")[0]
-    names = set(_names(error))
+    names = _names(error)
     is_s3 = protocol in _PACKAGE_OF
     if names & _NO_CREDENTIALS:
         return (

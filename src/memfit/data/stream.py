@@ -5,10 +5,11 @@ knows its position as a place in the order of an epoch, so that it can be contin
 ranks.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,16 +28,13 @@ from memfit.data.geometry import (
     windows_bytes,
 )
 from memfit.data.order import Order, Share
-from memfit.data.reader import Assembly, read_epoch
+from memfit.data.reader import Assembly, Transforms, read_epoch
 from memfit.data.source import Field, Source
-from memfit.data.transforms import Randomness, Transforms
-from memfit.data.windows import Room
 from memfit.data.workers import WorkerBatches
 
 _log = logging.getLogger("memfit")
 
 _FORMAT = 2
-_ON_CHANGE = ("refuse", "warn")
 _FLOATING = ("float16", "float32", "float64")
 
 
@@ -73,14 +71,19 @@ class Stream:
         source: to read from; it can be read in blocks, or sample by sample.
         batch_size: samples of a batch.
         shuffle: whether each epoch has an order of its own; otherwise samples come as they are stored.
-        seed: of the order and of random transforms.
         transform: for each sample.
-        batch_transform: for each batch.
-        dtype: that floating values and numbers of tables are given in; None for as stored.
         memory_bytes: the budget of samples in memory, all workers together.
-        drop_last: whether samples that don't fill a batch for each rank are left out.
+        options: as for `memfit.stream`.
         randomness: of libraries that transforms draw from, beside Python's and NumPy's.
-        on_change: what to do with a state that was taken before the files changed: "refuse" it, or "warn" and go on.
+
+    Attributes:
+        num_samples: of an epoch, of all ranks together.
+        fields: the arrays of a sample, as they are stored.
+        dtypes: that the fields are given in, before transforms.
+        classes: names of the classes that label numbers stand for; () where labels are as stored.
+        batch_bytes: bytes of a full batch, before transforms.
+        rank: this process's number, where the stream was split; None where it gives everything.
+        epoch: in progress, or the one that comes next, counted from 0.
     """
 
     def __init__(
@@ -89,33 +92,31 @@ class Stream:
         *,
         batch_size: int,
         shuffle: bool = True,
-        seed: int = 0,
         transform: Callable[..., Any] | None = None,
-        batch_transform: Callable[..., Any] | None = None,
-        dtype: str | None = "float32",
         memory_bytes: int,
-        drop_last: bool = False,
-        randomness: Sequence[Randomness] = (),
-        on_change: str = "refuse",
+        options: StreamOptions = DEFAULTS,
+        randomness: Sequence[Any] = (),
     ) -> None:
+        seed = options.seed
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise BadInput(f"batch_size must be a whole number of at least 1, but {batch_size!r} was given.")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise BadInput(f"seed must be a whole number, but {seed!r} was given.")
-        if on_change not in _ON_CHANGE:
-            raise BadInput(f'on_change must be "refuse" or "warn", but {on_change!r} was given.')
+        if options.on_change not in ("refuse", "warn"):
+            raise BadInput(f'on_change must be "refuse" or "warn", but {options.on_change!r} was given.')
         self.source = source
+        self.num_samples = source.num_samples
+        self.fields = source.fields
+        self.classes = source.classes
         self.batch_size = batch_size
-        self._on_change = on_change
         self.shuffle = bool(shuffle)
         self.seed = seed
         self.memory_bytes = memory_bytes
-        self.drop_last = bool(drop_last)
-        floating = _floating(dtype)
-        self._dtypes = given_dtypes(source.fields, dtype)
-        self._floating = floating
-        self._sizes = sizes_of(source.fields, self._dtypes)
-        self._transforms = Transforms(transform, batch_transform, randomness)
+        self._options = options
+        self.dtypes = given_dtypes(source.fields, options.dtype)
+        self._sizes = sizes_of(source.fields, self.dtypes)
+        self.batch_bytes = batch_size * self._sizes.given_bytes
+        self._transforms = Transforms(transform, options.batch_transform, randomness)
         if self._transforms.takes_labels and not any(field.is_label for field in source.fields):
             raise BadInput(
                 f"a transform takes features and labels, and {source.name} has no labels. Say which they are with "
@@ -125,40 +126,13 @@ class Stream:
             source.num_samples, source.layout, self._sizes, batch_size, memory_bytes, shuffle=self.shuffle
         )
         self.rank: int | None = None
-        """This process's number, where the stream was split; None where it gives everything."""
         self.num_ranks = 1
         self.epoch = 0
-        """The epoch in progress, or the one that comes next, counted from 0."""
         # Once: each time would ask for the size and the time of every file, which takes long where they are remote.
         self._fingerprint = source.fingerprint()
         self._start = 0
         self._rounds = 0
         self._is_running = False
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of an epoch, of all ranks together."""
-        return self.source.num_samples
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """The arrays of a sample, as they are stored."""
-        return self.source.fields
-
-    @property
-    def dtypes(self) -> tuple[np.dtype[Any], ...]:
-        """Types that the fields are given in, before transforms."""
-        return self._dtypes
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes that label numbers stand for; () where labels are as stored."""
-        return self.source.classes
-
-    @property
-    def batch_bytes(self) -> int:
-        """Bytes of a full batch, before transforms."""
-        return self.batch_size * self._sizes.given_bytes
 
     @property
     def window_bytes(self) -> int:
@@ -188,7 +162,7 @@ class Stream:
     def __iter__(self) -> Iterator[Any]:
         """The batches of the epoch that comes next, or what is left of the one that was loaded."""
         epoch = self._begin()
-        return self._run(epoch, self._read(epoch, self._start, 0, 1))
+        return self._run(epoch, self._read(0, 1, start=self._start))
 
     def parallel(self, num_workers: int) -> Iterator[Any]:
         """The same as by iterating, made by processes: an epoch."""
@@ -200,15 +174,13 @@ class Stream:
             raise
         return self._run(epoch, batches)
 
-    def part(self, worker: int, num_workers: int) -> Iterator[Any]:
+    def part(self, worker: int, num_workers: int) -> Generator[Any]:
         """The batches that one worker makes of the epoch that comes next, in order; counts as no iteration.
 
         Batch `i` of this rank is made by worker `i % working(num_workers)`; the others make nothing.
         """
         working = self.working(num_workers)
-        if worker >= working:
-            return iter(())
-        return self._read(self.epoch, self._start, worker, working)
+        return self._read(worker, working, start=self._start if worker < working else self.num_samples)
 
     def working(self, num_workers: int) -> int:
         """How many of `num_workers` workers have something to do.
@@ -237,8 +209,8 @@ class Stream:
             raise BadInput(f"rank {rank} of {num_ranks} ranks was asked for; ranks are counted from 0.")
         share = self.copy()
         share.rank, share.num_ranks = rank, num_ranks
-        batches = share._share(0)
-        most, fewest = replace(batches, rank=0).num_batches, replace(batches, rank=num_ranks - 1).num_batches
+        first, last = (replace(share._share(0), rank=number) for number in (0, num_ranks - 1))
+        most, fewest = first.num_batches, last.num_batches
         if most != fewest and rank == 0:
             _log.warning(
                 "ranks of the stream give different numbers of batches, %d and %d: there are too few samples for the "
@@ -275,8 +247,7 @@ class Stream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration begins where `state` was taken, with the order that it had."""
-        geometry = self._checked(state)
-        self.geometry = geometry
+        self.geometry = self._checked(state)
         self.seed = state["seed"]
         self.set_epoch(state["epoch"])
         self._start = state["samples"]
@@ -297,30 +268,31 @@ class Stream:
         self._rounds = 0
         return self.epoch
 
-    def _run(self, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
-        try:
+    def _run(self, epoch: int, batches: Any) -> Iterator[Any]:
+        with contextlib.closing(batches):
             for batch in batches:
                 # Counted before it is handed over: a state that is taken while the batch is used lies after it.
                 if self._is_running and self.epoch == epoch:
                     self._rounds += 1
                 yield batch
                 del batch
-        finally:
-            close = getattr(batches, "close", None)
-            if close is not None:
-                close()
         if self._is_running and self.epoch == epoch:
             self.set_epoch(epoch + 1)
 
-    def _read(self, epoch: int, start: int, worker: int, num_workers: int) -> Iterator[Any]:
-        order = Order(self.geometry, self.source.layout.edges, self.seed if self.shuffle else None, epoch)
-        share = replace(self._share(start), worker=worker, num_workers=num_workers)
-        assembly = Assembly(self.source, self._dtypes, self._transforms, self.seed, self._floating)
-        readers = max(1, num_readers(self.source.layout, self.memory_bytes) // num_workers)
-        return read_epoch(assembly, order, share, Room(self.window_bytes // num_workers, readers), epoch=epoch)
+    def _read(self, worker: int, num_workers: int, *, start: int) -> Generator[Any]:
+        order = Order(self.geometry, self.source.layout.edges, self.seed if self.shuffle else None, self.epoch)
+        return read_epoch(
+            Assembly(self.source, self.dtypes, self._transforms, self.seed, parse_floating(self._options.dtype)),
+            order,
+            replace(self._share(start), worker=worker, num_workers=num_workers),
+            epoch=self.epoch,
+            limit_bytes=self.window_bytes // num_workers,
+            num_readers=max(1, num_readers(self.source.layout, self.memory_bytes) // num_workers),
+        )
 
     def _share(self, start: int) -> Share:
-        return Share(start, self.num_samples, self.batch_size, self.num_ranks, self.drop_last, self.rank or 0)
+        drop_last = bool(self._options.drop_last)
+        return Share(start, self.num_samples, self.batch_size, self.num_ranks, drop_last, self.rank or 0)
 
     def _described(self) -> list[str]:
         """What a sample is, for people and to compare."""
@@ -352,15 +324,12 @@ class Stream:
             raise BadInput(f"the state was taken with shuffle={is_shuffled}, and the stream has {self.shuffle}.")
         if fingerprint != self._fingerprint:
             what = f"{self.source.name} was written or copied since the position was saved, or has another name"
-            if self._on_change == "refuse":
+            if self._options.on_change == "refuse":
                 raise BadInput(
                     f"{what}: samples could be repeated or skipped in this epoch. Give the files as they were, or "
                     'start over; if the contents are the same, use options=memfit.StreamOptions(on_change="warn").'
                 )
-            _log.warning(
-                "%s. If its contents changed as well, samples are repeated or skipped in this epoch.",
-                what,
-            )
+            _log.warning("%s. If its contents changed as well, samples are repeated or skipped in this epoch.", what)
         held = windows_bytes(geometry, self._sizes, shuffle=self.shuffle)
         if held > self.memory_bytes and not self.source.layout.is_by_sample:
             raise BadInput(
@@ -372,11 +341,12 @@ class Stream:
 
 def _digest(state: dict[str, Any]) -> str:
     """Of all that a state says of the order: one that was edited since, or read back in part, has another."""
-    told = {name: value for name, value in state.items() if name not in ("digest", "fingerprint")}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+    order = {name: value for name, value in state.items() if name not in ("digest", "fingerprint")}
+    return hashlib.sha256(json.dumps(order, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _floating(dtype: str | None) -> np.dtype[Any] | None:
+def parse_floating(dtype: Any) -> np.dtype[Any] | None:
+    """The type that floating values are given in, by a name of NumPy's or PyTorch's; None for as stored."""
     if dtype is None:
         return None
     try:
@@ -389,15 +359,16 @@ def _floating(dtype: str | None) -> np.dtype[Any] | None:
             f"dtype={dtype!r} can't be given: it is the type of floating values, one of {', '.join(_FLOATING)}, or "
             "None for as stored. Integers, such as the bytes of images, stay as they are."
         )
-    return np.dtype(name)
+    floating: np.dtype[Any] = np.dtype(name)
+    return floating
 
 
-def given_dtypes(fields: Sequence[Field], dtype: str | None) -> tuple[np.dtype[Any], ...]:
+def given_dtypes(fields: Sequence[Field], dtype: Any) -> tuple[np.dtype[Any], ...]:
     """Types that fields are given in, where floating values are given as `dtype`."""
-    floating = _floating(dtype)
-    if floating is None:
-        return tuple(field.dtype for field in fields)
+    floating = parse_floating(dtype)
     return tuple(
-        floating if field.dtype.kind == "f" or (field.is_tabular and not field.is_label) else field.dtype
+        floating
+        if floating is not None and (field.dtype.kind == "f" or (field.is_tabular and not field.is_label))
+        else field.dtype
         for field in fields
     )

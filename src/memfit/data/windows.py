@@ -5,12 +5,13 @@ again: fresh memory costs as much as the copy into it.
 """
 
 import itertools
+import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,68 +39,60 @@ os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release,
 _Key = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What a reader may take.
-
-    Attributes:
-        held_bytes: of samples in memory, beside the batch that is put together.
-        num_readers: reads of the source that may be under way at once.
-    """
-
-    held_bytes: int
-    num_readers: int = 1
-
-
 @dataclass(slots=True)
-class Held:
-    """A window in memory.
+class _Held:
+    """A window in memory."""
 
-    Attributes:
-        arrays: one a field.
-        rows: for each sample in the order in which they are given out, its row in the arrays; None where they are the
-            same. Of samples that aren't held, any.
-        spans: where the samples of the window lie.
-        kept: which of the samples in the spans are held; None where all are.
-        num_left: samples that are still to be given out.
-        buffer: the memory behind the arrays and the rows.
-    """
-
-    arrays: list[Array]
+    arrays: list[Array]  # one a field
+    # For each sample in the order in which they are given out its row in the arrays, anything for those that aren't
+    # held; None where these are the same.
     rows: Array | None
-    spans: Sequence[Span]
-    kept: Array | None
-    num_left: int
-    buffer: Array
+    spans: Sequence[Span]  # where the samples of the window lie
+    kept: Array | None  # which of the samples in the spans are held; None where all are
+    num_left: int  # samples that are still to be given out
+    buffer: Array  # the memory behind the arrays and the rows
 
 
-@dataclass(slots=True)
 class Windows:
     """The windows that a reader needs, one after the other.
 
-    Attributes:
+    Args:
         source: to read from.
         order: of the epoch.
         share: what the reader gives.
         dtypes: of the arrays in memory, one a field.
-        room: for windows in memory. It is exceeded only by a window that is waited for while none is free.
+        limit_bytes: of windows in memory. It is exceeded only by a window that is waited for while none is free.
+        num_readers: reads of the source that may be under way at once.
     """
 
-    source: Source
-    order: Order
-    share: Share
-    dtypes: Sequence[np.dtype[Any]]
-    room: Room
-    _held: dict[_Key, Held] = field(default_factory=dict)
-    _spare: list[Array] = field(default_factory=list)
-    _held_bytes: int = 0
-    _wanted: _Key | None = None
-    _error: BaseException | None = None
-    _is_closed: bool = False
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _thread: threading.Thread | None = None
-    _pool: ThreadPoolExecutor | None = None
-    _process: int = field(default_factory=os.getpid)
+    def __init__(
+        self,
+        source: Source,
+        order: Order,
+        share: Share,
+        dtypes: Sequence[np.dtype[Any]],
+        limit_bytes: int,
+        num_readers: int = 1,
+    ) -> None:
+        self.source = source
+        self.order = order
+        self.share = share
+        self._dtypes = dtypes
+        self._limit_bytes = limit_bytes
+        self._num_readers = num_readers
+        self._sample_bytes = [
+            math.prod(field.shape) * dtype.itemsize for field, dtype in zip(source.fields, dtypes, strict=True)
+        ]
+        self._held: dict[_Key, _Held] = {}
+        self._spare: list[Array] = []
+        self._held_bytes = 0
+        self._wanted: _Key | None = None
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
 
     def numbers(self, piece: Piece) -> Array:
         """Numbers in the source of samples that are yet to be taken."""
@@ -140,7 +133,7 @@ class Windows:
         self._held.clear()
         self._spare.clear()
 
-    def _wait_for(self, key: _Key) -> Held:
+    def _wait_for(self, key: _Key) -> _Held:
         if self._thread is None:
             self._thread = threading.Thread(target=self._read_ahead, name="memfit-stream", daemon=True)
             self._thread.start()
@@ -185,49 +178,50 @@ class Windows:
                     latest[piece.lane] = piece.window
                     yield piece.lane, piece.window
 
-    def _load(self, key: _Key) -> Held | None:
+    def _load(self, key: _Key) -> _Held | None:
         """Reads a window; None when the reader was closed meanwhile."""
         first, last = self.order.extent(*key)
-        given = self._given(key[0], first, last)
-        num_given, num_samples = int(np.count_nonzero(given)), last - first
+        num_samples = last - first
+        # For each sample, in the order in which they are given out, whether this reader gives it.
+        given = np.empty(num_samples, np.bool_)
+        pieces = [(start, min(start + _NUM_LOOKED_AT, num_samples)) for start in range(0, num_samples, _NUM_LOOKED_AT)]
+        for start, stop in pieces:
+            given[start:stop] = self.share.gives(self.order.lane_places(key[0], first + start, first + stop))
+        num_given = int(np.count_nonzero(given))
         needs_rows = self.order.is_shuffled or num_given < num_samples
-        row_bytes = _aligned(num_samples * row_dtype(num_samples).itemsize) if needs_rows else 0
+        row_type = row_dtype(num_samples)
+        row_bytes = _aligned(num_samples * row_type.itemsize) if needs_rows else 0
         buffer = self._buffer(row_bytes + self._arrays_bytes(num_given), key)
         if buffer is None:
             return None
         rows = kept = None
         if needs_rows:
-            rows = buffer[:row_bytes].view(row_dtype(num_samples))[:num_samples]
-            for start in range(0, num_samples, _NUM_LOOKED_AT):
-                stop = min(start + _NUM_LOOKED_AT, num_samples)
+            rows = buffer[:row_bytes].view(row_type)[:num_samples]
+            for start, stop in pieces:
                 rows[start:stop] = np.arange(start, stop)
             if self.order.is_shuffled:
                 self.order.permute(*key, rows)
-        if rows is not None and num_given < num_samples:
-            kept = _keep(rows, given)
-        arrays = self._carve(buffer[row_bytes:], num_given)
+            if num_given < num_samples:
+                kept = _keep(rows, given)
+        arrays, start = [], row_bytes
+        for field, dtype, sample_bytes in zip(self.source.fields, self._dtypes, self._sample_bytes, strict=True):
+            stop = start + num_given * sample_bytes
+            arrays.append(buffer[start:stop].view(dtype).reshape((num_given, *field.shape)))
+            start += _aligned(stop - start)
         spans = self.order.spans(*key)
         if kept is None:
             self._read_whole(spans, arrays)
         else:
             self._read_kept(spans, kept, arrays)
-        return Held(arrays, rows, spans, kept, num_given, buffer)
-
-    def _given(self, lane: int, first: int, last: int) -> Array:
-        """For each sample of a window whether it is given, in the order in which they are given out."""
-        given = np.empty(last - first, np.bool_)
-        for start in range(first, last, _NUM_LOOKED_AT):
-            stop = min(start + _NUM_LOOKED_AT, last)
-            given[start - first : stop - first] = self.share.gives(self.order.lane_places(lane, start, stop))
-        return given
+        return _Held(arrays, rows, spans, kept, num_given, buffer)
 
     def _read_whole(self, spans: Sequence[Span], arrays: list[Array]) -> None:
         sizes = [stop - start for start, stop in spans]
         places = list(zip(spans, itertools.accumulate(sizes, initial=0), strict=False))
         # As far as there is memory for what each of them takes.
         most = _NUM_WAITING if self.source.layout.edges is None else _NUM_DECODING
-        num_readers = max(1, min(most, self.room.num_readers))
-        if num_readers == 1:
+        num_readers = min(most, self._num_readers)
+        if num_readers <= 1:
             self._read_spans(places, arrays)
             return
         if self._pool is None:
@@ -283,34 +277,19 @@ class Windows:
         """Memory for a window, when there is some; None when the reader was closed."""
         with self._changed:
             while not self._is_closed:
-                large_enough = (index for index, spare in enumerate(self._spare) if spare.nbytes >= size)
-                found = next(large_enough, None)
-                large_enough.close()  # so that it holds on to none
-                if found is not None:
-                    return self._spare.pop(found)
-                while self._spare and self._held_bytes + size > self.room.held_bytes:
+                index = next((index for index in range(len(self._spare)) if self._spare[index].nbytes >= size), None)
+                if index is not None:
+                    return self._spare.pop(index)
+                while self._spare and self._held_bytes + size > self._limit_bytes:
                     self._held_bytes -= self._spare.pop(0).nbytes
-                if self._held_bytes + size <= self.room.held_bytes or self._wanted == key:
+                if self._held_bytes + size <= self._limit_bytes or self._wanted == key:
                     self._held_bytes += size
-                    return _fresh(size)
+                    return np.empty(size, np.uint8) if size < HUGE_BYTES else np.frombuffer(pages(size), np.uint8)
                 self._changed.wait()
         return None
 
     def _arrays_bytes(self, num_samples: int) -> int:
-        return sum(_aligned(self._field_bytes(index, num_samples)) for index in range(len(self.dtypes)))
-
-    def _field_bytes(self, index: int, num_samples: int) -> int:
-        shape = self.source.fields[index].shape
-        return num_samples * int(np.prod(shape, dtype=np.int64)) * self.dtypes[index].itemsize
-
-    def _carve(self, buffer: Array, num_samples: int) -> list[Array]:
-        arrays, start = [], 0
-        for index, item in enumerate(self.source.fields):
-            size = self._field_bytes(index, num_samples)
-            flat = buffer[start : start + size].view(self.dtypes[index])
-            arrays.append(flat.reshape((num_samples, *item.shape)))
-            start += _aligned(size)
-        return arrays
+        return sum(_aligned(num_samples * sample_bytes) for sample_bytes in self._sample_bytes)
 
 
 @contextmanager
@@ -322,10 +301,6 @@ def _small_stacks() -> Iterator[None]:
             yield
         finally:
             threading.stack_size(before)
-
-
-def _fresh(size: int) -> Array:
-    return np.empty(size, np.uint8) if size < HUGE_BYTES else np.frombuffer(pages(size), np.uint8)
 
 
 def _keep(rows: Array, given: Array) -> Array:

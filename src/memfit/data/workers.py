@@ -13,6 +13,7 @@ work in time is ended, and that is said.
 """
 
 import contextlib
+import functools
 import gc
 import logging
 import mmap
@@ -27,10 +28,9 @@ import time
 import traceback
 import warnings
 import weakref
-from dataclasses import dataclass
 from multiprocessing import connection, reduction
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,7 +57,8 @@ _open_ends: "weakref.WeakSet[Connection]" = weakref.WeakSet()
 # One process at a time: another that is forked meanwhile would hold copies of the ends that show this one's death.
 _starting = threading.Lock()
 os.register_at_fork(after_in_child=_starting._at_fork_reinit)  # type: ignore[attr-defined]
-_told: set[str] = set()
+# What a process says beside its batches.
+_BEGUN, _END = "begun", "end"
 
 
 class WorkerBatches:
@@ -81,14 +82,10 @@ class WorkerBatches:
         self._turn = 0
         self._workers: list[_Worker] = []
         self._finalizer = weakref.finalize(self, _stop, self._workers, os.getpid())
-        context, reason = _context(stream)
-        if reason and reason not in _told:
-            _told.add(reason)
-            _log.warning(reason)
+        context = _context(stream)
         try:
             for number in range(self.num_workers):
-                share = _Share(stream, number, self.num_workers, limit_bytes // self.num_workers)
-                self._workers.append(_start(context, share))
+                self._workers.append(_start(context, stream, number, self.num_workers, limit_bytes))
         except BaseException:
             self.close()
             raise
@@ -114,44 +111,17 @@ class WorkerBatches:
         self._finalizer()
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What one process makes."""
+class _Batch(NamedTuple):
+    """A batch that is ready in the shared memory."""
 
-    stream: DividedStream
-    worker: int
-    num_workers: int
-    limit_bytes: int
-
-
-class _Begun:
-    """A message: the process has begun its work."""
+    tree: bytes  # the batch, pickled without the contents of its arrays
+    spans: list[tuple[int, int]]  # first byte and number of bytes of each array in the shared memory
+    shared_bytes: int  # that the shared memory has now
+    slot: int  # to be given back
 
 
-class _End:
-    """A message: the epoch is over."""
-
-
-@dataclass(slots=True)
-class _Batch:
-    """A message: a batch is ready.
-
-    Attributes:
-        tree: the batch, pickled without the contents of its arrays.
-        spans: (first byte, number of bytes) of each array in the shared memory.
-        shared_bytes: size that the shared memory has now.
-        slot: to be given back.
-    """
-
-    tree: bytes
-    spans: list[tuple[int, int]]
-    shared_bytes: int
-    slot: int
-
-
-@dataclass(slots=True)
-class _Failure:
-    """A message: the user's function, or a file, raised an exception."""
+class _Failure(NamedTuple):
+    """An exception of the user's function, or of a file; pickled where that can be done."""
 
     error: bytes | None
     text: str
@@ -159,10 +129,7 @@ class _Failure:
 
 
 class _Memory:
-    """A file without a name that two processes map.
-
-    It lives in memory where the system has such files, and otherwise in the folder for temporary files.
-    """
+    """A file without a name that two processes map; in memory where the system has such, or else a temporary one."""
 
     def __init__(self, file: int | None = None) -> None:
         if file is None and hasattr(os, "memfd_create"):
@@ -179,29 +146,24 @@ class _Memory:
 
     def grow(self, size: int) -> None:
         """Sets room aside; raises OSError where there is none, which would otherwise end the process at a write."""
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self.file, 0, size)
-        else:
-            os.truncate(self.file, size)
+        getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))(self.file, 0, size)
 
     def view(self, size: int) -> memoryview:
         """Its first `size` bytes."""
         if self._map is None or len(self._map) < size:
-            self._unmap()
+            if self._map is not None:
+                self._map.close()
             self._map = mmap.mmap(self.file, size)
         return memoryview(self._map)
 
     def close(self) -> None:
         """Lets go of it in this process."""
-        self._unmap()
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
-
-    def _unmap(self) -> None:
         if self._map is not None:
             self._map.close()
             self._map = None
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
 
 def _received(file: Any) -> _Memory:
@@ -215,7 +177,7 @@ class _Worker:
     """One process, as the program sees it."""
 
     def __init__(self, number: int, process: Any, pipe: Connection, memory: _Memory) -> None:
-        self.number = number
+        self._name = f"worker {number} of the stream (process {getattr(process, 'pid', None)})"
         self.process = process
         self.pipe = pipe
         self.memory = memory
@@ -223,35 +185,33 @@ class _Worker:
 
     def take(self) -> Any:
         """Its next batch; raises StopIteration after its last one, and what the process raised."""
-        while True:
-            message = self._receive()
-            if isinstance(message, _Batch):
-                buffers: list[Any] = []
-                with self.memory.view(message.shared_bytes) as shared:
-                    for start, size in message.spans:
-                        own = np.empty(size, np.uint8)
-                        own[...] = np.frombuffer(shared, np.uint8, size, start)
-                        buffers.append(own)
-                # It may have died, which is seen when its next batch is asked for.
-                with contextlib.suppress(OSError):
-                    self.pipe.send(message.slot)
-                return pickle.loads(message.tree, buffers=buffers)
-            if isinstance(message, _Failure):
-                raise _rebuilt(message)
-            if isinstance(message, _End):
-                raise StopIteration
-            assert isinstance(message, _Begun)
+        message = self._receive()
+        if message == _BEGUN:
             self._deadline = None
+            message = self._receive()
+        if message == _END:
+            raise StopIteration
+        if isinstance(message, _Failure):
+            raise _rebuilt(message)
+        buffers: list[Any] = []
+        with self.memory.view(message.shared_bytes) as shared:
+            for start, size in message.spans:
+                own = np.empty(size, np.uint8)
+                own[...] = np.frombuffer(shared, np.uint8, size, start)
+                buffers.append(own)
+        # It may have died, which is seen when its next batch is asked for.
+        with contextlib.suppress(OSError):
+            self.pipe.send(message.slot)
+        return pickle.loads(message.tree, buffers=buffers)
 
     def _receive(self) -> Any:
         """The next message; how long a batch takes is the user's affair, but a process has to begin in time."""
-        who = f"worker {self.number} of the stream"
         while not connection.wait([self.pipe, self.process.sentinel], _LOOK_SECONDS):
             if self._deadline is not None and time.monotonic() > self._deadline:
                 raise MemfitError(
-                    f"{who} (process {self.process.pid}) has not begun its work in {_BEGIN_SECONDS:.0f} seconds: a "
-                    "forked process waits for ever for a lock that a thread of the program held at that moment. Run it "
-                    "again, start the workers before other threads, or use none."
+                    f"{self._name} has not begun its work in {_BEGIN_SECONDS:.0f} seconds: a forked process waits for "
+                    "ever for a lock that a thread of the program held at that moment. Run it again, start the workers "
+                    "before other threads, or use none."
                 )
         try:
             # A process that has ended may have said why before.
@@ -260,16 +220,15 @@ class _Worker:
         except (EOFError, OSError):
             pass
         self.process.join(_END_SECONDS)
-        raise MemfitError(describe_end(f"{who} (process {self.process.pid})", self.process.exitcode))
+        raise MemfitError(describe_end(self._name, self.process.exitcode))
 
 
-def _start(context: Any, share: _Share) -> _Worker:
+def _start(context: Any, stream: DividedStream, number: int, num_workers: int, limit_bytes: int) -> _Worker:
     with _starting:
         memory = _Memory()
         near, far = context.Pipe()
-        process = context.Process(
-            target=_work, args=(share, far, memory, os.getpid()), name=f"memfit-worker-{share.worker}", daemon=True
-        )
+        arguments = (stream, number, num_workers, limit_bytes // num_workers, far, memory, os.getpid())
+        process = context.Process(target=_work, args=arguments, name=f"memfit-worker-{number}", daemon=True)
         _open_ends.add(near)
         try:
             with warnings.catch_warnings():
@@ -282,7 +241,7 @@ def _start(context: Any, share: _Share) -> _Worker:
             raise
         finally:
             far.close()
-    return _Worker(share.worker, process, near, memory)
+    return _Worker(number, process, near, memory)
 
 
 def _stop(workers: list[_Worker], program: int) -> None:
@@ -303,12 +262,12 @@ def _stop(workers: list[_Worker], program: int) -> None:
     workers.clear()
 
 
-def _context(stream: DividedStream) -> tuple[Any, str]:
-    """How processes are started, and a sentence where that isn't as it should be."""
+def _context(stream: DividedStream) -> Any:
+    """How processes are started."""
     can_fork = "fork" in multiprocessing.get_all_start_methods() and sys.platform != "darwin"
     loaded = [name for name in _NOT_FORKABLE if name in sys.modules]
     if can_fork and not loaded:
-        return multiprocessing.get_context("fork"), ""
+        return multiprocessing.get_context("fork")
     try:
         pickle.dumps(stream)
     except Exception as error:
@@ -317,12 +276,17 @@ def _context(stream: DividedStream) -> tuple[Any, str]:
                 f"the stream can't be given to workers, which are started anew on this system: {error}. A transform "
                 "must be a function that is defined at the top of a module, not a lambda or a function in a function."
             ) from error
-        reason = (
+        _warn_once(
             f"workers of the stream are forked although {loaded[0]} is loaded, because the stream can't be pickled "
             f"({error}); they may hang. A transform that is defined at the top of a module can be pickled."
         )
-        return multiprocessing.get_context("fork"), reason
-    return multiprocessing.get_context("spawn"), ""
+        return multiprocessing.get_context("fork")
+    return multiprocessing.get_context("spawn")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
 
 
 def _rebuilt(failure: _Failure) -> BaseException:
@@ -343,7 +307,15 @@ class _WorkerTraceback(Exception):
 # The side of the processes.
 
 
-def _work(share: _Share, pipe: Connection, memory: _Memory, program: int) -> None:
+def _work(
+    stream: DividedStream,
+    number: int,
+    num_workers: int,
+    limit_bytes: int,
+    pipe: Connection,
+    memory: _Memory,
+    program: int,
+) -> None:
     # An interrupt from the keyboard reaches all processes; the program decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -353,21 +325,20 @@ def _work(share: _Share, pipe: Connection, memory: _Memory, program: int) -> Non
         # What was there before a fork is neither copied by looking through it, nor ended here: what the program reads
         # ahead waits for threads that this process has not.
         gc.freeze()
-    sender = _Sender(pipe, memory, share.limit_bytes, program)
+    sender = _Sender(pipe, memory, limit_bytes, program)
     try:
-        pipe.send(_Begun())
-        for batch in share.stream.part(share.worker, share.num_workers):
+        pipe.send(_BEGUN)
+        for batch in stream.part(number, num_workers):
             sender.send(batch)
             del batch
-        pipe.send(_End())
+        pipe.send(_END)
         sender.wait_for_all()
     except (BrokenPipeError, ConnectionResetError, EOFError):
         pass  # the program has no more use for batches
     except BaseException as error:
-        try:
-            packed: bytes | None = pickle.dumps(error)
-        except Exception:
-            packed = None
+        packed: bytes | None = None
+        with contextlib.suppress(Exception):
+            packed = pickle.dumps(error)
         failure = _Failure(packed, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
         with contextlib.suppress(OSError):
             pipe.send(failure)

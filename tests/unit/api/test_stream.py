@@ -109,7 +109,7 @@ def test_a_loader_over_the_stream_itself_is_told_what_to_take(path):
     from torch.utils.data import DataLoader
 
     for options in ({}, {"batch_size": None}):
-        with pytest.raises(BadInput, match=r"none by number.*stream\.loader\(\)"):
+        with pytest.raises(BadInput, match=r"can't be indexed.*stream\.loader\(\)"):
             next(iter(DataLoader(memfit.stream(path, batch_size=8), **options)))
 
 
@@ -138,4 +138,4 @@ def test_a_stream_that_isnt_split_says_so_to_one_process_of_several(path, monkey
     assert not caplog.text
     next(iter(stream))
 
-    assert "gives each of them all batches" in caplog.text
+    assert "gives all batches to each of them" in caplog.text

@@ -60,7 +60,7 @@ def test_bench(folder, capsys):
         (["inspect", "both.npz", "--columns", "images,,labels"], "has an empty name in it"),
         (["inspect", "both.npz", "--columns", "pixels"], "pixels"),
         (["convert", "x.npy", "x.npy"], "both source and destination"),
-        (["convert", "x.npy", "small.npy", "--dtype", "int8"], "cut off all that comes after the decimal point"),
+        (["convert", "x.npy", "small.npy", "--dtype", "int8"], "cut off all digits after the decimal point"),
         (["convert", "x.npy", "small.npy", "--compress", "gzip"], "is not for npy files"),
         (["bench", "x.npy", "--seconds", "-1"], "seconds must be positive"),
     ],

@@ -123,7 +123,7 @@ def test_bad_indices_are_named(path):
         array[[1, -99]]
     with pytest.raises(IndexError, match="4 axes are indexed, and there are 3"):
         array[0, 0, 0, 0]
-    with pytest.raises(IndexError, match=r"numbers, slices, .* are indices; 'a' is none"):
+    with pytest.raises(IndexError, match=r"an index is a number, a slice, .*; 'a' is none"):
         array["a"]
     with pytest.raises(IndexError, match="a new axis can't come before the rows"):
         array[None]
@@ -237,7 +237,7 @@ def test_remote_arrays():
 def test_what_is_no_array_is_refused(tmp_path):
     (tmp_path / "a.csv").write_text("a\n1\n")
 
-    with pytest.raises(BadInput, match=r"a\.csv' is of the kind csv, .* memfit\.stream gives it batch by batch"):
+    with pytest.raises(BadInput, match=r"a\.csv' is a csv file, .* memfit\.stream gives it batch by batch"):
         open_array(tmp_path / "a.csv")
     with pytest.raises(BadFile, match=r"there is no .*a\.cvs'; did you mean 'a\.csv'"):
         open_array(tmp_path / "a.cvs")

@@ -198,7 +198,7 @@ def test_a_descriptor_in_use_is_closed_only_when_its_reader_is_done(path):
     file = LocalFile(path)
     before = num_descriptors()
 
-    opened = file._descriptor(file._open, direct=False)
+    opened = file._descriptor()
     file.close()
     assert os.pread(opened.number, 3, 0) == CONTENTS[:3]
 

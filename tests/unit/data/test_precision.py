@@ -180,7 +180,7 @@ def test_integer_types_are_for_features():
 
 
 def test_floating_features_do_not_become_integers():
-    with pytest.raises(BadInput, match="cut off all that comes after the decimal point"):
+    with pytest.raises(BadInput, match="cut off all digits after the decimal point"):
         target_dtypes(fields("f8"), np.dtype("i4"))
 
 

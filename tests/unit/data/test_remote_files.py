@@ -166,7 +166,7 @@ def test_servers_that_give_whole_files_are_noticed(faulty, monkeypatch):
     monkeypatch.setattr(faulty, "short_by", -5)
 
     with pytest.raises(
-        BadFile, match=r"gave 15 bytes at offset 0, and 10 were asked for\. Its server may not give parts"
+        BadFile, match=r"gave 15 bytes at offset 0, and 10 were asked for\. Its server may not support range requests"
     ):
         read(file, 0, 10)
 

@@ -6,7 +6,7 @@ import pytest
 from memfit.core.errors import BadFile
 from memfit.data.geometry import Geometry
 from memfit.data.order import Order, Piece, Share
-from memfit.data.windows import Room, Windows
+from memfit.data.windows import Windows
 from tests.sources import ArraySource, samples_of
 
 FLOAT = np.dtype("float32")
@@ -15,7 +15,7 @@ FLOAT = np.dtype("float32")
 def windows_over(source, geometry, *, share=None, limit_bytes=10**9, seed=0):
     order = Order(geometry, None, seed, 0)
     share = share or Share(0, geometry.num_samples, geometry.batch_size)
-    return order, Windows(source, order, share, [FLOAT], Room(limit_bytes, 4))
+    return order, Windows(source, order, share, [FLOAT], limit_bytes, 4)
 
 
 def drain(order, windows):
@@ -105,7 +105,7 @@ def test_no_thread_is_left_behind():
 def test_values_are_converted_on_the_way_out():
     source, geometry = ArraySource(rows(50).astype(np.float16)), Geometry(50, 10, 1, 50, 5)
     order = Order(geometry, None, 0, 0)
-    windows = Windows(source, order, Share(0, 50, 10), [np.dtype("float16")], Room(10**6))
+    windows = Windows(source, order, Share(0, 50, 10), [np.dtype("float16")], 10**6)
     out = [np.empty((50, 3), np.float64)]
 
     windows.take(Piece(0, 0, 0, 50), out)
@@ -128,7 +128,7 @@ class Noting(ArraySource):
 def one_of_four(source, geometry, *, edges=None, seed=None):
     order = Order(geometry, edges, seed, 0)
     share = Share(0, geometry.num_samples, geometry.batch_size, worker=1, num_workers=4)
-    return order, Windows(source, order, share, [FLOAT], Room(10**9))
+    return order, Windows(source, order, share, [FLOAT], 10**9)
 
 
 def test_a_worker_reads_only_its_batches_where_they_lie_apart():
@@ -167,7 +167,7 @@ def test_numbers_of_samples_are_those_of_the_order(seed, num_workers):
     source, geometry = ArraySource(rows(500)), Geometry(500, 10, 1, 120, 7)
     order = Order(geometry, None, seed, 0)
     share = Share(30, 500, 10, worker=num_workers - 1, num_workers=num_workers)
-    windows = Windows(source, order, share, [FLOAT], Room(10**6))
+    windows = Windows(source, order, share, [FLOAT], 10**6)
 
     for start, stop in share.batches():
         found, taken = [], []

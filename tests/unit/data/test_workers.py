@@ -22,15 +22,14 @@ from memfit.core.errors import BadFile, BadInput, MemfitError
 from memfit.core.units import MIB
 from memfit.data import windows, workers
 from memfit.data.geometry import Geometry
-from memfit.data.stream import Stream
 from memfit.data.workers import WorkerBatches
-from tests.sources import ArraySource
+from tests.sources import ArraySource, stream_over
 
 
 def stream_of(num_samples=230, *, lanes=12, fails_at=None, **options):
     x = np.arange(num_samples)
     options = {"batch_size": 10, "memory_bytes": MIB} | options
-    stream = Stream(ArraySource(x.astype(np.float32)[:, None], x, labels=1, fails_at=fails_at), **options)
+    stream = stream_over(ArraySource(x.astype(np.float32)[:, None], x, labels=1, fails_at=fails_at), **options)
     stream.geometry = Geometry(num_samples, stream.batch_size, lanes, 40, 5)
     return stream
 
@@ -61,7 +60,7 @@ def same_number(number):
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    workers._told.clear()
+    workers._warn_once.cache_clear()
     before = {child.pid for child in psutil.Process().children()}
     files = _open_files()
     yield
@@ -191,8 +190,8 @@ def test_batches_before_an_error_are_given_out():
             lambda: os.kill(os.getpid(), signal.SIGKILL),
             r"was ended by SIGKILL before its last batch\. The usual cause is",
         ),
-        (lambda: crash(), r"was ended by SIGSEGV .* fault in native code"),
-        (lambda: os.kill(os.getpid(), signal.SIGTERM), r"was ended by SIGTERM .* Another program has ended it"),
+        (lambda: crash(), r"was ended by SIGSEGV .* crashed in native code"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), r"was ended by SIGTERM .* Another program killed it"),
         (
             lambda: os._exit(3),
             "ended with exit code 3 before its last batch; .* must begin its work under `if __name__",
@@ -266,13 +265,11 @@ class TestStarting:
     def test_processes_are_forked_where_that_is_safe(self, monkeypatch):
         for name in workers._NOT_FORKABLE:
             monkeypatch.delitem(sys.modules, name, raising=False)
-        context, reason = workers._context(Given(1, lambda number: number))
-        assert (context.get_start_method(), reason) == ("fork", "")
+        assert workers._context(Given(1, lambda number: number)).get_start_method() == "fork"
 
     def test_and_started_anew_beside_threads_that_do_not_survive_it(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "jax", sys)
-        context, reason = workers._context(stream_of())
-        assert (context.get_start_method(), reason) == ("spawn", "")
+        assert workers._context(stream_of()).get_start_method() == "spawn"
 
     def test_what_cannot_be_pickled_is_forked_and_that_is_said_once(self, monkeypatch, caplog):
         monkeypatch.setitem(sys.modules, "jax", sys)
@@ -313,7 +310,7 @@ class TestStarting:
         def refuse(process):
             raise OSError(errno.EAGAIN, "no more processes")
 
-        context, _ = workers._context(Given(1, same_number))
+        context = workers._context(Given(1, same_number))
         monkeypatch.setattr(context.Process, "start", refuse)
         with pytest.raises(OSError, match="no more processes"):
             WorkerBatches(Given(1, same_number), 2, limit_bytes=MIB)
@@ -407,7 +404,7 @@ def test_what_a_process_does_step_by_step():
     taking = threading.Thread(target=take_all, daemon=True)
     taking.start()
     try:
-        workers._work(workers._Share(Given(9, make), 0, 1, MIB), far, memory, os.getppid())
+        workers._work(Given(9, make), 0, 1, MIB, far, memory, os.getppid())
     finally:
         for number, handler in zip((signal.SIGINT, signal.SIGTERM), signals, strict=True):
             signal.signal(number, handler)

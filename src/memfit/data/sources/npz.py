@@ -147,7 +147,7 @@ class _Member:
         self.position = 0
 
 
-class _Unpacked:
+class _Unpacked(ByteFile):
     """The contents of a compressed member. Going back means to begin again; each thread has its own position."""
 
     def __init__(self, file: ByteFile, member: zipfile.ZipInfo) -> None:
@@ -188,9 +188,6 @@ class _Unpacked:
                 f"{self._info.filename!r} in {self._file.name!r} is damaged: unpacking {len(view)} bytes at offset "
                 f"{offset} of it failed: {_reason(error)}. Copy or save it again."
             ) from error
-
-    def drop(self, offset: int, length: int) -> None:
-        """Nothing: the stream gives back the pages that it has read."""
 
     def close(self) -> None:
         self._mine.take_out()

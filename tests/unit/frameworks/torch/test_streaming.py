@@ -18,10 +18,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from memfit.core.errors import BadFile, BadInput, MemfitError
 from memfit.core.units import KIB, MIB
 from memfit.data.geometry import Geometry
-from memfit.data.stream import Stream
 from memfit.frameworks.torch import streaming
 from memfit.frameworks.torch.streaming import CountedLoader, StreamLoader, TorchRandomness, TorchStream, to_tensors
-from tests.sources import ArraySource
+from tests.sources import ArraySource, stream_over
 
 NUM_SAMPLES = 230
 
@@ -33,7 +32,7 @@ def stream_of(num_samples=NUM_SAMPLES, *, lanes=12, source=ArraySource, **option
     """Several lanes, which real budgets have from some 40 MiB on, so that several workers have something to do."""
     x = np.arange(num_samples, dtype=np.int64)
     options = {"batch_size": 10, "memory_bytes": MIB} | options
-    stream = Stream(source(x.astype(np.float32)[:, None], x, labels=1), **options)
+    stream = stream_over(source(x.astype(np.float32)[:, None], x, labels=1), **options)
     stream.geometry = Geometry(num_samples, stream.batch_size, lanes, 40, 5)
     return stream
 
