@@ -23,18 +23,10 @@ from memfit.data.writing import CLASSES_FILE, FIELDS_FILE, Target, plan_target
 
 @dataclass(frozen=True, slots=True)
 class ConvertedField:
-    """One field before and after.
-
-    Attributes:
-        name: of the field.
-        shape: of one sample.
-        dtype_before: as it was stored.
-        dtype_after: as it is stored now.
-        statistics: of its values.
-    """
+    """One field before and after."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of one sample
     dtype_before: str
     dtype_after: str
     statistics: Statistics
@@ -42,42 +34,30 @@ class ConvertedField:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What a conversion did; everything in it is measured.
-
-    Attributes:
-        source: name of what was read.
-        destination: path of what was written.
-        num_samples: in both.
-        fields: before and after.
-        source_bytes: size on disk before; of the samples, where the source isn't a local file.
-        destination_bytes: size on disk after.
-        seconds: that it took, without what earlier runs had done.
-        resumed_at: samples that an interrupted run before this one had done.
-        classes: names that the numbers of the labels stand for; () where they stand for themselves.
-    """
+    """What a conversion did; everything in it is measured."""
 
     source: str
     destination: str
     num_samples: int
     fields: tuple[ConvertedField, ...]
-    source_bytes: int
-    destination_bytes: int
-    seconds: float
-    resumed_at: int = 0
-    classes: tuple[str, ...] = ()
+    source_bytes: int  # on disk; of the samples, where the source isn't a local file
+    destination_bytes: int  # on disk
+    seconds: float  # without what earlier runs had done
+    resumed_at: int = 0  # samples that an interrupted run before this one had done
+    classes: tuple[str, ...] = ()  # names that the numbers of the labels stand for
 
     @property
     def totals(self) -> dict[str, Any]:
         """Of all fields: greatest errors, and numbers of values that were or became something special."""
-        found = [field.statistics for field in self.fields]
+        statistics = [field.statistics for field in self.fields]
         return {
             # Of values that stay ordinary numbers; those that became zero or subnormal are counted instead.
-            "max_relative_error": max((each.max_relative_error for each in found), default=0.0),
-            "max_absolute_error": max((each.max_absolute_error for each in found), default=0.0),
-            "num_underflow": sum(each.num_zeroed + each.num_subnormal for each in found),
-            "num_overflow": sum(each.num_overflow for each in found),
-            "num_nan": sum(each.num_nan for each in found),
-            "num_infinite": sum(each.num_infinite for each in found),
+            "max_relative_error": max((each.max_relative_error for each in statistics), default=0.0),
+            "max_absolute_error": max((each.max_absolute_error for each in statistics), default=0.0),
+            "num_underflow": sum(each.num_zeroed + each.num_subnormal for each in statistics),
+            "num_overflow": sum(each.num_overflow for each in statistics),
+            "num_nan": sum(each.num_nan for each in statistics),
+            "num_infinite": sum(each.num_infinite for each in statistics),
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -165,9 +145,16 @@ def convert_data(
         )
         journal = Journal(path)
         chosen = {"columns": repr(columns), "labels": repr(labels), "allow_overflow": options.allow_overflow}
-        with _writable(path, journal):
+        with contextlib.ExitStack() as stack:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(journal.locked(wait=False))
+            except OSError as error:
+                raise BadFile(
+                    f"{str(path)!r} can't be written: {error.strerror or error}. Name another destination."
+                ) from error
             _check_room(path, target, journal)
-            done = Transfer(
+            statistics, resumed_at = Transfer(
                 opened,
                 target,
                 journal,
@@ -179,8 +166,8 @@ def convert_data(
     finally:
         opened.close()
     fields = tuple(
-        ConvertedField(before.name, before.shape, before.dtype.name, after.dtype.name, statistics)
-        for before, after, statistics in zip(opened.fields, target.fields, done.statistics, strict=True)
+        ConvertedField(before.name, before.shape, before.dtype.name, after.dtype.name, seen)
+        for before, after, seen in zip(opened.fields, target.fields, statistics, strict=True)
     )
     return Conversion(
         opened.name,
@@ -190,7 +177,7 @@ def convert_data(
         size_on_disk(read) or opened.total_bytes,
         size_on_disk([path]),
         time.perf_counter() - began,
-        done.resumed_at,
+        resumed_at,
         opened.classes,
     )
 
@@ -205,23 +192,23 @@ def paths_of(source: Any) -> Iterator[Path]:
                 yield from map(Path, matches(str(path)))
             else:
                 yield path
-    elif isinstance(source, Mapping):
-        for value in source.values():
+    elif isinstance(source, Mapping | Sequence):
+        for value in source.values() if isinstance(source, Mapping) else source:
             yield from paths_of(value)
-    elif isinstance(source, Sequence):
-        for value in source:
-            yield from paths_of(value)
+
+
+def files_in(paths: Sequence[Path]) -> list[Path]:
+    """Files, and all files in folders."""
+    inside = [each for path in paths for each in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    return [path for path in inside if path.is_file()]
 
 
 def size_on_disk(paths: Sequence[Path]) -> int:
     """Bytes of files, and of all files in folders."""
     total = 0
-    for path in paths:
+    for path in files_in(paths):
         with contextlib.suppress(OSError):
-            if path.is_dir():
-                total += size_on_disk([each for each in path.rglob("*") if each.is_file()])
-            else:
-                total += path.stat().st_size
+            total += path.stat().st_size
     return total
 
 
@@ -233,8 +220,7 @@ def _local(destination: str | os.PathLike[str]) -> Path:
         raise BadInput(f"{text!r} is not a path. Name a file that ends in .npy, .h5 or .parquet, or a folder.")
     path = Path(text).expanduser()
     if not path.name or path.name == "..":
-        path = path.absolute()
-        raise BadInput(f"{str(path)!r} can't be replaced. Name a new file or folder in it.")
+        raise BadInput(f"{str(path.absolute())!r} can't be replaced. Name a new file or folder in it.")
     return path
 
 
@@ -268,19 +254,6 @@ def _check_places(path: Path, read: Sequence[Path], *, overwrite: bool) -> None:
             )
     elif not path.is_file():
         raise BadFile(f"{str(path)!r} is not a file. Name another destination.")
-
-
-@contextlib.contextmanager
-def _writable(path: Path, journal: Journal) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(journal.locked(wait=False))
-        except OSError as error:
-            raise BadFile(
-                f"{str(path)!r} can't be written: {error.strerror or error}. Name another destination."
-            ) from error
-        yield
 
 
 def _check_room(path: Path, target: Target, journal: Journal) -> None:

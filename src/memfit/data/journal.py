@@ -23,17 +23,14 @@ _POLL_SECONDS = 0.2
 
 
 class Journal:
-    """The unfinished file of one destination and what is known of it.
-
-    Args:
-        destination: where the finished file goes.
-    """
+    """The unfinished file of one destination and what is known of it."""
 
     def __init__(self, destination: Path) -> None:
         self.destination = destination
-        self.part = destination.with_name(f".{destination.name}.memfit-part")
-        self.path = destination.with_name(f".{destination.name}.memfit-part.json")
-        self._lock = destination.with_name(f".{destination.name}.memfit-lock")
+        self.part, self.path, self._lock, self._aside = (
+            destination.with_name(f".{destination.name}.memfit-{ending}")
+            for ending in ("part", "part.json", "lock", "old")
+        )
 
     def read(self) -> dict[str, Any] | None:
         """What was written last; None where there is nothing that can be used."""
@@ -49,26 +46,20 @@ class Journal:
 
     def discard(self) -> None:
         """Removes the unfinished file and the journal."""
-        self._forget()
-        remove(self.part)
+        # A kill while the journal was replaced leaves the new one under its temporary name.
+        for path in (self.path, _temporary(self.path), self.part):
+            remove(path)
 
     def finish(self) -> None:
         """Puts the finished file, which must be on disk, in its place."""
-        self.part.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.destination.with_name(f".{self.destination.name}.memfit-old")
-        remove(aside)
+        remove(self._aside)
         if self.destination.is_dir() and not self.destination.is_symlink():
             # A folder can't be replaced by another in one step.
-            self.destination.rename(aside)
+            self.destination.rename(self._aside)
         os.replace(self.part, self.destination)
         sync_folder(self.destination.parent)
-        remove(aside)
-        self._forget()
-
-    def _forget(self) -> None:
-        remove(self.path)
-        # A kill while the journal was replaced leaves the new one under this name.
-        remove(_temporary(self.path))
+        remove(self._aside)
+        self.discard()
 
     @contextmanager
     def locked(self, *, wait: bool) -> Iterator[None]:
@@ -78,8 +69,7 @@ class Journal:
             yield
         finally:
             # Removed while it is still held: whoever waits for it finds that it is gone, and makes its own.
-            with contextlib.suppress(OSError):
-                self._lock.unlink()
+            remove(self._lock)
             os.close(descriptor)
 
     def _acquire(self, wait: bool) -> int:
@@ -115,8 +105,7 @@ def write_whole(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        remove(temporary)
         raise
     sync_folder(path.parent)
 

@@ -6,7 +6,8 @@ infinite). Everything is counted on small pieces that stay in the processor's ca
 less than reading it from a disk.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,35 +22,24 @@ _PIECE = 16384
 
 @dataclass(slots=True)
 class Statistics:
-    """What was seen of one field so far.
-
-    Attributes:
-        num_values: looked at.
-        num_nan: that were no number before.
-        num_infinite: that were infinite before.
-        num_overflow: finite before and infinite, or out of range, after.
-        num_zeroed: that became zero without having been zero.
-        num_subnormal: that became subnormal, with fewer digits than an ordinary number has.
-        minimum: least finite value; None before the first one.
-        maximum: greatest finite value.
-        max_absolute_error: of finite values that stay finite.
-        max_relative_error: of values that stay ordinary numbers.
-        first_overflow: number of the first sample with an overflow, and the value as text.
-    """
+    """What was seen of one field so far."""
 
     num_values: int = 0
-    num_nan: int = 0
-    num_infinite: int = 0
-    num_overflow: int = 0
-    num_zeroed: int = 0
-    num_subnormal: int = 0
-    minimum: float | None = None
+    num_nan: int = 0  # before
+    num_infinite: int = 0  # before
+    num_overflow: int = 0  # finite before and infinite after
+    num_zeroed: int = 0  # zero after, and not before
+    num_subnormal: int = 0  # after: with fewer digits than an ordinary number has
+    minimum: float | None = None  # of finite values
     maximum: float | None = None
-    max_absolute_error: float = 0.0
-    max_relative_error: float = 0.0
-    first_overflow: Sequence[Any] | None = None
+    max_absolute_error: float = 0.0  # of finite values that stay finite
+    max_relative_error: float = 0.0  # of values that stay ordinary numbers
+    first_overflow: Sequence[Any] | None = None  # number of the sample, and the value as text
 
-    def _widen(self, low: float, high: float) -> None:
+    def widen(self, low: Any, high: Any) -> None:
+        """Takes the least and the greatest of finite values into the range."""
+        # An item of numpy's long floating type is one of numpy's own again, which JSON doesn't know.
+        low, high = (float(low), float(high)) if low.dtype.kind == "f" else (low.item(), high.item())
         self.minimum = low if self.minimum is None else min(self.minimum, low)
         self.maximum = high if self.maximum is None else max(self.maximum, high)
 
@@ -99,20 +89,14 @@ def target_dtypes(fields: tuple[Field, ...], dtype: np.dtype[Any] | None) -> tup
 
 
 class Converter:
-    """Converts blocks of one field and keeps count of what that does.
-
-    Args:
-        field: as stored.
-        dtype: to convert to.
-        statistics: to go on with.
-    """
+    """Converts blocks of one field to another type and keeps count of what that does."""
 
     def __init__(self, field: Field, dtype: np.dtype[Any], statistics: Statistics | None = None) -> None:
         self.field = field
         self.dtype = dtype
         self.statistics = Statistics() if statistics is None else statistics
-        self._per_sample = max(1, int(np.prod(field.shape, dtype=np.int64)))
-        self._apply = _choose(field.dtype, dtype)
+        self._per_sample = max(1, math.prod(field.shape))
+        self._apply = self._choose(field.dtype, dtype)
         kind = field.dtype if field.dtype.kind == "f" else np.dtype(np.float64)
         self._error = np.empty(_PIECE, kind)
         self._magnitude = np.empty(_PIECE, kind)
@@ -122,118 +106,96 @@ class Converter:
         flat, target = values.reshape(-1), out.reshape(-1)
         with np.errstate(all="ignore"):
             for first in range(0, flat.size, _PIECE):
-                piece = flat[first : first + _PIECE]
-                self._apply(self, start, first, piece, target[first : first + _PIECE])
+                piece, converted = flat[first : first + _PIECE], target[first : first + _PIECE]
+                np.copyto(converted, piece, casting="unsafe")
+                self._apply(start * self._per_sample + first, piece, converted)
         self.statistics.num_values += flat.size
 
-    def _sample(self, start: int, position: int) -> int:
-        return start + position // self._per_sample
+    def _choose(self, before: np.dtype[Any], after: np.dtype[Any]) -> Callable[[int, Array, Array], None]:
+        """What to do with a piece once it is converted, given the number of its first value."""
+        if before == after or after.kind not in "fiu" or before.kind == "b":
+            return self._look
+        if before.kind == "f":
+            return self._count_losses if after.itemsize < before.itemsize else self._look
+        # numpy calls int64 to float64 safe, though it rounds beyond 2**53.
+        holds_all = (
+            np.finfo(after).nmant >= 8 * before.itemsize if after.kind == "f" else np.can_cast(before, after, "safe")
+        )
+        return self._look if holds_all else self._refuse_losses
 
-    def _copy(self, start: int, first: int, values: Array, out: Array) -> None:
+    def _look(self, number: int, values: Array, out: Array) -> None:
         """Values that keep their type, or get a wider one."""
-        np.copyto(out, values, casting="unsafe")
-        if values.dtype.kind not in "fiu":
-            return
-        low, high = values.min(), values.max()
-        if values.dtype.kind == "f" and not (np.isfinite(low) and np.isfinite(high)):
-            finite = values[np.isfinite(values)]
-            num_nan = int(np.count_nonzero(np.isnan(values)))
-            self.statistics.num_nan += num_nan
-            self.statistics.num_infinite += values.size - finite.size - num_nan
-            if finite.size == 0:
-                return
-            low, high = finite.min(), finite.max()
-        # An item of numpy's long floating type is one of numpy's own again, which JSON doesn't know.
-        self.statistics._widen(*((float(low), float(high)) if values.dtype.kind == "f" else (low.item(), high.item())))
+        if values.dtype.kind == "f":
+            self._finite(number, values, out, np.finfo(values.dtype))
+        elif values.dtype.kind in "iu":
+            self.statistics.widen(values.min(), values.max())
 
-    def _narrow(self, start: int, first: int, values: Array, out: Array) -> None:
-        """Floating values to a floating type of fewer digits."""
-        found = self.statistics
-        np.copyto(out, values, casting="unsafe")
-        limits = np.finfo(self.dtype)
-        low, high = values.min(), values.max()
-        # Not a number compares as false, and then so does the whole.
-        if not (low >= limits.min and high <= limits.max):
-            values, out = self._finite(start, first, values, out)
-            if values.size == 0:
-                return
-            low, high = values.min(), values.max()
-        found._widen(float(low), float(high))
+    def _count_losses(self, number: int, values: Array, out: Array) -> None:
+        """Floating values in a floating type of fewer digits."""
+        found, limits = self.statistics, np.finfo(self.dtype)
+        values, out = self._finite(number, values, out, limits)
+        if values.size == 0:
+            return
         error, magnitude = self._error[: values.size], self._magnitude[: values.size]
         np.copyto(error, out)
         np.subtract(values, error, out=error)
         np.abs(error, out=error)
         most = float(error.max())
-        if most == 0.0 and low >= limits.tiny:
+        if most == 0.0 and found.minimum is not None and found.minimum >= limits.tiny:
             return
         found.max_absolute_error = max(found.max_absolute_error, most)
         np.abs(values, out=magnitude)
         if float(magnitude.min()) < float(limits.tiny):
-            self._count_small(values, out, magnitude)
+            # Values below the least ordinary number are counted, and taken out of the relative error.
+            small = magnitude < limits.tiny
+            num_zero = out.size - int(np.count_nonzero(out))
+            found.num_zeroed += num_zero - (values.size - int(np.count_nonzero(values)))
+            # A value just below the least ordinary number may be rounded up to it.
+            rounded_up = int(np.count_nonzero(small & (np.abs(out) >= limits.tiny)))
+            found.num_subnormal += int(np.count_nonzero(small)) - num_zero - rounded_up
+            np.copyto(magnitude, np.inf, where=small)
         np.divide(error, magnitude, out=error)
         found.max_relative_error = max(found.max_relative_error, float(error.max()))
 
-    def _count_small(self, values: Array, out: Array, magnitude: Array) -> None:
-        """Counts values below the least ordinary number, and takes them out of the relative error."""
-        small = magnitude < np.finfo(self.dtype).tiny
-        num_zero_before = values.size - int(np.count_nonzero(values))
-        num_zero = values.size - int(np.count_nonzero(out))
-        self.statistics.num_zeroed += num_zero - num_zero_before
-        # A value just below the least ordinary number may be rounded up to it.
-        rounded_up = int(np.count_nonzero(small & (np.abs(out) >= np.finfo(self.dtype).tiny)))
-        self.statistics.num_subnormal += int(np.count_nonzero(small)) - num_zero - rounded_up
-        np.copyto(magnitude, np.inf, where=small)
-
-    def _finite(self, start: int, first: int, values: Array, out: Array) -> tuple[Array, Array]:
+    def _finite(self, number: int, values: Array, out: Array, limits: Any) -> tuple[Array, Array]:
         """The values that are finite before and after, once the others are counted."""
         found = self.statistics
+        low, high = values.min(), values.max()
+        # Not a number compares as false, and then so does the whole.
+        if low >= limits.min and high <= limits.max:
+            found.widen(low, high)
+            return values, out
         is_finite, stays = np.isfinite(values), np.isfinite(out)
-        num_nan = int(np.count_nonzero(np.isnan(values)))
+        num_finite, num_nan = int(np.count_nonzero(is_finite)), int(np.count_nonzero(np.isnan(values)))
         found.num_nan += num_nan
-        found.num_infinite += values.size - int(np.count_nonzero(is_finite)) - num_nan
+        found.num_infinite += values.size - num_finite - num_nan
         overflows = is_finite & ~stays
-        num_overflow = int(np.count_nonzero(overflows))
-        if num_overflow:
-            position = int(np.argmax(overflows))
-            found.num_overflow += num_overflow
+        if overflows.any():
+            found.num_overflow += int(np.count_nonzero(overflows))
+            row = int(np.argmax(overflows))
             if found.first_overflow is None:
-                found.first_overflow = [self._sample(start, first + position), str(values[position])]
+                found.first_overflow = [(number + row) // self._per_sample, str(values[row])]
+        if num_finite:
             finite = values[is_finite]
-            found._widen(float(finite.min()), float(finite.max()))
+            found.widen(finite.min(), finite.max())
         return values[stays & is_finite], out[stays & is_finite]
 
-    def _exact(self, start: int, first: int, values: Array, out: Array) -> None:
-        """Integers to a type that may not hold all of them, which is refused rather than rounded."""
-        np.copyto(out, values, casting="unsafe")
-        low, high = values.min(), values.max()
-        self.statistics._widen(low.item(), high.item())
+    def _refuse_losses(self, number: int, values: Array, out: Array) -> None:
+        """Integers in a type that may not hold all of them, which is refused rather than rounded."""
+        self.statistics.widen(values.min(), values.max())
         if self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
-            if low >= limits.min and high <= limits.max:
-                return
             wrong = (values < limits.min) | (values > limits.max)
             why = f"{self.dtype.name} holds {limits.min} to {limits.max}"
         else:
             # 2**63 - 1 becomes 2**63, which no int64 is: what it would be as one again depends on the processor.
             beyond = 2.0 ** int(np.iinfo(values.dtype).max).bit_length()
             wrong = ~np.isfinite(out) | (out.astype(np.float64) >= beyond) | (out.astype(values.dtype) != values)
-            if not wrong.any():
-                return
             why = f"{self.dtype.name} would round it"
-        position = int(np.argmax(wrong))
+        if not wrong.any():
+            return
+        row = int(np.argmax(wrong))
         raise BadInput(
-            f"{self.field.name!r} can't become {self.dtype.name}: sample {self._sample(start, first + position)} holds "
-            f"{values[position]}, and {why}. Choose a wider type; integers are never changed on the way."
+            f"{self.field.name!r} can't become {self.dtype.name}: sample {(number + row) // self._per_sample} holds "
+            f"{values[row]}, and {why}. Choose a wider type; integers are never changed on the way."
         )
-
-
-def _choose(before: np.dtype[Any], after: np.dtype[Any]) -> Any:
-    if before == after or after.kind not in "fiu" or before.kind == "b":
-        return Converter._copy
-    if before.kind == "f":
-        return Converter._narrow if after.itemsize < before.itemsize else Converter._copy
-    # numpy calls int64 to float64 safe, though it rounds beyond 2**53.
-    holds_all = (
-        np.finfo(after).nmant >= 8 * before.itemsize if after.kind == "f" else np.can_cast(before, after, "safe")
-    )
-    return Converter._copy if holds_all else Converter._exact

@@ -16,11 +16,12 @@ from typing import Any
 
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import MIB, parse_size
-from memfit.data.convert import paths_of, size_on_disk
+from memfit.data.convert import files_in, paths_of, size_on_disk
 from memfit.data.files import drop_pages
 from memfit.data.sources.csv import CsvSource
 from memfit.data.sources.spool import SpooledSource, spooled
 from memfit.data.stream import DEFAULTS, Stream, StreamOptions
+from memfit.processes.process_tree import descendants, held_by
 
 _READ_BYTES = 4 * MIB
 _LOOK_SECONDS = 0.01
@@ -28,39 +29,22 @@ _LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What was measured; everything in it is of one run on this machine.
-
-    Attributes:
-        name: of the source.
-        num_samples: in it.
-        disk_bytes: of its files; None where they aren't local.
-        batch_size: samples of a batch.
-        num_workers: processes that made batches; 0 for none beside this one.
-        memory_bytes: the budget.
-        rows_per_second: of the shuffled stream, once its windows are filled.
-        bytes_per_second: of the file that the stream got through; None where the file isn't local.
-        raw_bytes_per_second: of a plain read of the same files from beginning to end; None likewise.
-        first_batch_seconds: until the first batch was there.
-        peak_bytes: of memory, above what the process had before it began; None where the system doesn't say.
-        num_rows: that were streamed for this.
-        seconds: that the stream was measured for.
-        is_cold: whether the kernel could be told to forget the files before.
-    """
+    """What was measured; everything in it is of one run on this machine."""
 
     name: str
     num_samples: int
-    disk_bytes: int | None
+    disk_bytes: int | None  # of its files; None where they aren't local
     batch_size: int
     num_workers: int
-    memory_bytes: int
-    rows_per_second: float
-    bytes_per_second: float | None
-    raw_bytes_per_second: float | None
+    memory_bytes: int  # the budget
+    rows_per_second: float  # of the shuffled stream, once its windows are filled
+    bytes_per_second: float | None  # of the files that the stream got through
+    raw_bytes_per_second: float | None  # of a plain read of the same files from beginning to end
     first_batch_seconds: float
-    peak_bytes: int | None
+    peak_bytes: int | None  # of memory, above what the process had before; None where the system doesn't say
     num_rows: int
-    seconds: float
-    is_cold: bool
+    seconds: float  # that the stream was measured for
+    is_cold: bool  # whether the kernel could be told to forget the files before
 
     @property
     def ratio(self) -> float | None:
@@ -146,14 +130,6 @@ def bench_data(
     )
 
 
-def files_in(paths: Sequence[Path]) -> list[Path]:
-    """Files, and all files in folders."""
-    found: list[Path] = []
-    for path in paths:
-        found += sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [path for path in found if path.is_file()]
-
-
 def _run(stream: Stream, num_workers: int, seconds: float) -> tuple[int, float, float]:
     """Rows, seconds until the first batch, and the seconds that the rows took.
 
@@ -228,9 +204,9 @@ class _Peak:
 
     def __enter__(self) -> "_Peak":
         gc.collect()
-        found = _held_bytes()
-        if found is not None:
-            self._before, self.peak_bytes = found, 0
+        before = _held_bytes()
+        if before is not None:
+            self._before, self.peak_bytes = before, 0
             self._thread.start()
         return self
 
@@ -246,15 +222,8 @@ class _Peak:
 
 def _held_bytes() -> int | None:
     """Memory of this process, and that of its children which they don't share with it."""
-    try:
-        import psutil
-
-        own = psutil.Process()
-        total = int(own.memory_info().rss)
-        for child in own.children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                held = child.memory_info()
-                total += int(held.rss) - int(getattr(held, "shared", 0))
-    except (ImportError, OSError, RuntimeError):
+    own = held_by(os.getpid())
+    if own is None:
         return None
-    return total
+    children = filter(None, map(held_by, descendants(os.getpid())))
+    return own.held_bytes + sum(child.anonymous_bytes for child in children)

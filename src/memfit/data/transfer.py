@@ -40,19 +40,6 @@ _NUM_SLOTS = 4
 _MOST_SYNCS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A transfer that was completed.
-
-    Attributes:
-        statistics: one a field.
-        resumed_at: samples that an earlier, interrupted one had done.
-    """
-
-    statistics: tuple[Statistics, ...]
-    resumed_at: int
-
-
 @dataclass(slots=True)
 class _Slot:
     """Memory for one block: as read, and as written."""
@@ -71,7 +58,7 @@ class Transfer:
 
     Args:
         source: to read.
-        target: what to write.
+        target: to write.
         journal: of the destination, which must be locked.
         options: anything else that changes what is written, for a later run to compare.
         allow_overflow: let values that are too large become infinite.
@@ -115,10 +102,12 @@ class Transfer:
         self._unsynced_bytes = 0
         self._last_journal = 0.0
 
-    def run(self) -> Done:
-        """Transfers what is left; at the end the file is complete and in its place."""
-        before = self._journal.read() if self._writer.is_resumable else None
-        start, statistics = self._resume(before)
+    def run(self) -> tuple[tuple[Statistics, ...], int]:
+        """Transfers what is left; at the end the file is complete and in its place.
+
+        Gives the statistics of each field, and the number of samples that an earlier, interrupted transfer had done.
+        """
+        start, statistics = self._resume()
         try:
             try:
                 self._journal.part.parent.mkdir(parents=True, exist_ok=True)
@@ -137,31 +126,28 @@ class Transfer:
         except BadInput:
             self._journal.discard()
             raise
-        return Done(tuple(converter.statistics for converter in self._converters), start)
+        return tuple(converter.statistics for converter in self._converters), start
 
-    def _resume(self, journal: dict[str, Any] | None) -> tuple[int, list[Statistics]]:
-        if journal is None or not self._journal.part.exists():
-            self._journal.discard()
-            return 0, []
-        if any(journal.get(key) != value for key, value in self._identity.items()):
-            if self._discard_other:
-                self._journal.discard()
-                return 0, []
-            raise BadInput(
-                f"{str(self._journal.part)!r} is the unfinished file of another conversion, of another source or with "
-                f"other options. Run that one again to finish it, or discard it with --overwrite (overwrite=True)."
-            )
-        try:
-            statistics = [Statistics(**each) for each in journal["statistics"]]
-            return int(journal["num_durable"]), statistics
-        except (KeyError, TypeError, ValueError):
-            self._journal.discard()
-            return 0, []
+    def _resume(self) -> tuple[int, list[Statistics]]:
+        """Samples that an earlier transfer had on disk, and their statistics."""
+        journal = self._journal.read() if self._writer.is_resumable else None
+        if journal is not None and self._journal.part.exists():
+            if all(journal.get(key) == value for key, value in self._identity.items()):
+                with contextlib.suppress(KeyError, TypeError, ValueError):
+                    return int(journal["num_durable"]), [Statistics(**each) for each in journal["statistics"]]
+            elif not self._discard_other:
+                raise BadInput(
+                    f"{str(self._journal.part)!r} is the unfinished file of another conversion, of another source or "
+                    "with other options. Run that one again to finish it, or discard it with --overwrite "
+                    "(overwrite=True)."
+                )
+        self._journal.discard()
+        return 0, []
 
     def _all(self, start: int) -> None:
         size, total = self._target.block_samples, self._target.num_samples
         bounds = [(first, min(first + size, total)) for first in range(start, total, size)]
-        slots = [self._slot(size) for _ in range(min(_NUM_SLOTS, len(bounds)))]
+        slots = [self._slot() for _ in bounds[:_NUM_SLOTS]]
         pools = [ThreadPoolExecutor(1, f"memfit-{name}") for name in ("read", "write", "sync")]
         reader, writer, syncer = pools
         try:
@@ -176,6 +162,8 @@ class Transfer:
                     after = slots[(number + ahead) % len(slots)]
                     reading.append(reader.submit(self._read, after, *bounds[number + ahead]))
                 self._convert(slot, first, last)
+                if not self._allow_overflow and any(each.statistics.num_overflow for each in self._converters):
+                    self._refuse_overflow(last)
                 snapshot = [replace(converter.statistics) for converter in self._converters]
                 slot.written = writer.submit(self._write, slot, first, last, snapshot, syncer)
                 if self._progress is not None:
@@ -189,12 +177,12 @@ class Transfer:
             for pool in pools:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def _slot(self, size: int) -> _Slot:
-        fields = zip(self._source.fields, self._target.fields, strict=True)
+    def _slot(self) -> _Slot:
+        size = self._target.block_samples
         before = [np.empty((size, *field.shape), field.dtype) for field in self._source.fields]
         after = [
-            array if new.dtype == old.dtype else np.empty(array.shape, new.dtype)
-            for array, (old, new) in zip(before, fields, strict=True)
+            array if field.dtype == array.dtype else np.empty(array.shape, field.dtype)
+            for array, field in zip(before, self._target.fields, strict=True)
         ]
         return _Slot(before, after)
 
@@ -209,11 +197,6 @@ class Transfer:
             raise BadFile(f"{self._source.name} can't be read at sample {first}: {error.strerror or error}.") from error
 
     def _convert(self, slot: _Slot, first: int, last: int) -> None:
-        self._run_converters(slot, first, last)
-        if not self._allow_overflow and any(each.statistics.num_overflow for each in self._converters):
-            self._refuse_overflow(last)
-
-    def _run_converters(self, slot: _Slot, first: int, last: int) -> None:
         for converter, before, after in zip(self._converters, slot.before, slot.after, strict=True):
             converter.run(first, before[: last - first], after[: last - first])
 
@@ -247,12 +230,12 @@ class Transfer:
     def _refuse_overflow(self, start: int) -> None:
         """Counts on for a while, so that the message tells one outlier from a type that doesn't suit the data."""
         end = time.monotonic() + _COUNT_SECONDS
-        slot = self._slot(self._target.block_samples)
+        slot = self._slot()
         total = self._source.num_samples
         while start < total and time.monotonic() < end:
             last = min(start + self._target.block_samples, total)
             self._read(slot, start, last)
-            self._run_converters(slot, start, last)
+            self._convert(slot, start, last)
             start = last
         where = next(each for each in self._converters if each.statistics.num_overflow)
         found = where.statistics

@@ -39,23 +39,14 @@ _KINDS = {".npy": "npy", ".h5": "hdf5", ".hdf5": "hdf5", ".parquet": "parquet", 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is to be written.
+    """What is to be written."""
 
-    Attributes:
-        kind: "npy", "folder", "hdf5" or "parquet".
-        fields: as they are written.
-        num_samples: of each of them.
-        block_samples: written at a time, and in one chunk or row group.
-        compression: name of the method; None for none.
-        classes: names that the numbers of the labels stand for; () where they stand for themselves.
-    """
-
-    kind: str
-    fields: tuple[Field, ...]
+    kind: str  # "npy", "folder", "hdf5" or "parquet"
+    fields: tuple[Field, ...]  # as they are written
     num_samples: int
-    block_samples: int
+    block_samples: int  # written at a time, and in one chunk or row group
     compression: str | None = None
-    classes: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()  # names that the numbers of the labels stand for
 
     def is_named(self, field: Field) -> bool:
         """Whether the numbers of a field stand for names."""
@@ -71,6 +62,9 @@ class Writer:
     """A file, or a folder of files, that is being written at its temporary place."""
 
     is_resumable = False
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
 
     def open(self, part: Path, num_durable: int) -> int:
         """Makes it ready for the samples after the first `num_durable`; says how many of those really are there."""
@@ -193,30 +187,13 @@ def header_of(field: Field, num_samples: int) -> bytes:
     raise BadInput(f"{field.name!r} has a type that .npy files can't describe: {field.dtype}.")
 
 
-def _describe(target: Target, part: Path) -> None:
-    """Writes beside .npy files what they have no place for."""
-    names = file_names(target.fields)
-    fields = [
-        {"file": name, "name": field.name, "is_label": field.is_label}
-        for name, field in zip(names, target.fields, strict=True)
-    ]
-    said: dict[str, Any] = {FIELDS_FILE: {"format": FIELDS_FORMAT, "version": 1, "fields": fields}}
-    if target.classes:
-        said[CLASSES_FILE] = target.classes
-    for name, content in said.items():
-        with open(part / name, "w", encoding="utf-8") as file:
-            file.write(json.dumps(content))
-            file.flush()
-            os.fsync(file.fileno())
-
-
 class _NpyWriter(Writer):
     """One .npy file, or a folder with one for each field."""
 
     is_resumable = True
 
     def __init__(self, target: Target) -> None:
-        self._target = target
+        super().__init__(target)
         self._headers = [header_of(field, target.num_samples) for field in target.fields]
         self._files: list[IO[bytes]] = []
 
@@ -226,19 +203,35 @@ class _NpyWriter(Writer):
         if self._target.kind == "folder":
             part.mkdir(parents=True, exist_ok=True)
             paths = [part / name for name in file_names(fields)]
-            _describe(self._target, part)
+            self._describe(part)
         for path in paths:
             path.touch()
             self._files.append(open(path, "r+b", buffering=0))  # noqa: SIM115 - closed by `close`
-        starts = [len(header) for header in self._headers]
-        for file, field, start in zip(self._files, fields, starts, strict=True):
-            if os.fstat(file.fileno()).st_size < start + num_durable * field.sample_bytes:
+        opened = list(zip(self._files, fields, self._headers, strict=True))
+        for file, field, header in opened:
+            if os.fstat(file.fileno()).st_size < len(header) + num_durable * field.sample_bytes:
                 num_durable = 0
-        for file, field, header in zip(self._files, fields, self._headers, strict=True):
+        for file, field, header in opened:
             file.truncate(len(header) + num_durable * field.sample_bytes)
             file.seek(0)
             _write_all(file, memoryview(header))
         return num_durable
+
+    def _describe(self, part: Path) -> None:
+        """Writes beside .npy files what they have no place for."""
+        target = self._target
+        fields = [
+            {"file": name, "name": field.name, "is_label": field.is_label}
+            for name, field in zip(file_names(target.fields), target.fields, strict=True)
+        ]
+        contents: dict[str, Any] = {FIELDS_FILE: {"format": FIELDS_FORMAT, "version": 1, "fields": fields}}
+        if target.classes:
+            contents[CLASSES_FILE] = target.classes
+        for name, content in contents.items():
+            with open(part / name, "w", encoding="utf-8") as file:
+                file.write(json.dumps(content))
+                file.flush()
+                os.fsync(file.fileno())
 
     def write(self, start: int, arrays: Sequence[Array]) -> None:
         for file, field, header, array in zip(self._files, self._target.fields, self._headers, arrays, strict=True):
@@ -253,7 +246,7 @@ class _NpyWriter(Writer):
     def finish(self) -> None:
         for file in self._files:
             os.fsync(file.fileno())
-            sync_and_drop(file.fileno())
+        self.sync()
 
     def close(self) -> None:
         for file in self._files:
@@ -266,7 +259,7 @@ class _Hdf5Writer(Writer):
     """A dataset for each field, in chunks along the first axis."""
 
     def __init__(self, target: Target) -> None:
-        self._target = target
+        super().__init__(target)
         self._file: Any = None
         self._datasets: list[Any] = []
         self._disk: _PatientFile
@@ -316,14 +309,14 @@ class _Hdf5Writer(Writer):
             self._disk.close()
 
 
-class _PatientFile(io.RawIOBase):
+class _PatientFile(io.FileIO):
     """A file for HDF5's library, which crashes the process some time after a write of it failed, as on a full disk.
 
     Failures are kept from it and told to the writer instead, who throws the file away.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "w+b", buffering=0)  # noqa: SIM115 - closed by `close`
+        super().__init__(path, "w+")
         self._error: OSError | None = None
 
     def check(self) -> None:
@@ -331,46 +324,34 @@ class _PatientFile(io.RawIOBase):
         if self._error is not None:
             raise self._error
 
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
     def truncate(self, size: int | None = None) -> int:
         try:
-            return self._file.truncate(size)
+            return super().truncate(size)
         except OSError as error:
             self._error = self._error or error
             return size or 0
 
     def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(buffer) or 0
+        count = super().readinto(buffer) or 0
         # Beyond the end are bytes that a failed write would have put there.
         memoryview(buffer).cast("B")[count:] = bytes(len(buffer) - count)
         return len(buffer)
 
     def write(self, content: Any) -> int:
-        view = memoryview(content).cast("B")
+        view = left = memoryview(content).cast("B")
         try:
-            _write_all(self._file, view)
+            while left.nbytes:
+                left = left[super().write(left) :]
         except OSError as error:
             self._error = self._error or error
         return view.nbytes
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 class _ParquetWriter(Writer):
     """A column for each field, in row groups of one block; arrays are lists of a fixed size."""
 
     def __init__(self, target: Target) -> None:
-        self._target = target
+        super().__init__(target)
         self._open_parts: list[Any] = []
 
     def open(self, part: Path, num_durable: int) -> int:

@@ -5,7 +5,8 @@ import pytest
 
 from memfit.core.errors import BadFile, BadInput
 from memfit.data import speed
-from memfit.data.speed import bench_data, files_in
+from memfit.data.convert import files_in
+from memfit.data.speed import bench_data
 
 
 @pytest.fixture
