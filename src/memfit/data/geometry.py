@@ -47,23 +47,14 @@ _NUM_COUNTED = 8
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The division of a budget, from which, with a seed and an epoch, the order follows.
-
-    Attributes:
-        num_samples: in the source.
-        batch_size: samples that a lane gives at a time.
-        num_lanes: sequences of windows that take turns.
-        window_samples: most samples of a window.
-        block_samples: samples of a block where the source has no blocks of its own; 0 where it has.
-        num_merged: blocks of the source that are read as one, because they are small.
-    """
+    """The division of a budget, from which, with a seed and an epoch, the order follows."""
 
     num_samples: int
-    batch_size: int
-    num_lanes: int
-    window_samples: int
-    block_samples: int
-    num_merged: int = 1
+    batch_size: int  # samples that a lane gives at a time
+    num_lanes: int  # sequences of windows that take turns
+    window_samples: int  # at most
+    block_samples: int  # where the source has no blocks of its own; 0 where it has
+    num_merged: int = 1  # blocks of the source that are read as one, because they are small
 
     @property
     def num_windows_held(self) -> int:

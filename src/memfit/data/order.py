@@ -42,13 +42,9 @@ class Piece:
 
 
 class Order:
-    """The order of one epoch.
+    """The order of one epoch; without a seed, that in which the samples are stored.
 
-    Args:
-        geometry: of the stream.
-        edges: of the source's own blocks, where it has some.
-        seed: of the stream; None for the order in which the samples are stored.
-        epoch: counted from 0.
+    `edges` are those of the source's own blocks, where it has some.
     """
 
     def __init__(self, geometry: Geometry, edges: Array | None, seed: int | None, epoch: int) -> None:
@@ -64,12 +60,18 @@ class Order:
             edges = np.append(np.arange(0, geometry.num_samples, size, dtype=np.int64), geometry.num_samples)
         starts, stops = edges[:-1], edges[1:]
         if seed is not None:
-            permutation = self._permuted_blocks(random_generator(seed, epoch, _BLOCKS), len(starts))
+            permutation = _permuted_blocks(random_generator(seed, epoch, _BLOCKS), len(starts))
             starts, stops = starts[permutation], stops[permutation]
         self._stops = stops
         # Place in the permuted sequence at which each block ends.
         self._ends = np.cumsum(stops - starts)
-        self._lane_starts = np.concatenate(([0], np.cumsum(self._lane_sizes())))
+        # A batch in turn, the last of which may not be full.
+        num_full, rest = divmod(geometry.num_samples, geometry.batch_size)
+        turns, more = divmod(num_full, geometry.num_lanes)
+        sizes = np.full(geometry.num_lanes, turns * geometry.batch_size, np.int64)
+        sizes[:more] += geometry.batch_size
+        sizes[more] += rest
+        self._lane_starts = np.concatenate(([0], np.cumsum(sizes)))
         self._bounds = [self._window_bounds(lane) for lane in range(geometry.num_lanes)]
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
@@ -133,29 +135,6 @@ class Order:
         places: Array = (turn * num_lanes + lane) * hand + offset
         return places
 
-    @staticmethod
-    def _permuted_blocks(generator: np.random.Generator, num_blocks: int) -> Array:
-        """A permutation of blocks in which places tell little about where a block lies.
-
-        By chance, a permutation of n has a correlation of about 1 / sqrt(n) with the order as stored. That is nothing
-        for samples, which are many, but not for a few hundred blocks: so it is the best of several.
-        """
-        if num_blocks > _MANY_BLOCKS or num_blocks < 3:
-            return generator.permutation(num_blocks)
-        drawn = [generator.permutation(num_blocks) for _ in range(_NUM_DRAWN)]
-        places = np.arange(num_blocks) - (num_blocks - 1) / 2
-        return min(drawn, key=lambda permutation: abs(float(places @ permutation)))
-
-    def _lane_sizes(self) -> Array:
-        """Samples of each lane: a batch in turn, the last of which may not be full."""
-        num_samples, hand, num_lanes = self.geometry.num_samples, self.geometry.batch_size, self.geometry.num_lanes
-        num_full, rest = divmod(num_samples, hand)
-        turns, more = divmod(num_full, num_lanes)
-        sizes: Array = np.full(num_lanes, turns * hand, np.int64)
-        sizes[:more] += hand
-        sizes[more] += rest
-        return sizes
-
     def _window_bounds(self, lane: int) -> Array:
         """Where the windows of a lane begin, and where the last one ends; at the end of a block where one is near."""
         base, end = int(self._lane_starts[lane]), int(self._lane_starts[lane + 1])
@@ -171,6 +150,19 @@ class Order:
         if end > base:
             bounds.append(end)
         return np.asarray(bounds, np.int64) - base
+
+
+def _permuted_blocks(generator: np.random.Generator, num_blocks: int) -> Array:
+    """A permutation of blocks in which places tell little about where a block lies.
+
+    By chance, a permutation of n has a correlation of about 1 / sqrt(n) with the order as stored. That is nothing for
+    samples, which are many, but not for a few hundred blocks: so it is the best of several.
+    """
+    if num_blocks > _MANY_BLOCKS or num_blocks < 3:
+        return generator.permutation(num_blocks)
+    drawn = [generator.permutation(num_blocks) for _ in range(_NUM_DRAWN)]
+    places = np.arange(num_blocks) - (num_blocks - 1) / 2
+    return min(drawn, key=lambda permutation: abs(float(places @ permutation)))
 
 
 def numbers_of(spans: Sequence[Span], rows: Array) -> Array:
@@ -200,27 +192,16 @@ def seed_sequence(*key: int) -> np.random.SeedSequence:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The batches that one worker of one rank gives of an epoch, from a place on.
+    """The batches that one worker of one rank gives of an epoch, from a place on."""
 
-    Attributes:
-        start: place in the order of the epoch of the first sample that is left.
-        num_samples: in the whole epoch.
-        batch_size: samples of a batch that is full.
-        num_ranks: that share the epoch.
-        drop_last: whether samples that don't fill a round are left out.
-        rank: of this process.
-        worker: in this rank.
-        num_workers: in this rank.
-    """
-
-    start: int
-    num_samples: int
+    start: int  # place in the order of the epoch of the first sample that is left
+    num_samples: int  # in the whole epoch
     batch_size: int
     num_ranks: int = 1
-    drop_last: bool = False
+    drop_last: bool = False  # whether samples that don't fill a round are left out
     rank: int = 0
     worker: int = 0
-    num_workers: int = 1
+    num_workers: int = 1  # of this rank
 
     @property
     def num_rounds(self) -> int:
@@ -271,9 +252,7 @@ class Share:
     def num_batches(self) -> int:
         """Batches of the rank, of all its workers together."""
         rounds = self.num_rounds
-        if rounds == 0:
-            return 0
-        start, stop = self.batch(rounds - 1)
+        start, stop = self.batch(rounds - 1) if rounds else (0, 1)
         return rounds if stop > start else rounds - 1
 
     def place_after(self, num_rounds: int) -> int:

@@ -5,10 +5,13 @@ may start without waste, and one call that reads a run of samples into arrays th
 shuffling, budget, batches, workers) is the same for all formats and knows nothing of them.
 """
 
+import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -23,52 +26,36 @@ _abandoned: list[object] = []
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One array of each sample.
+    """One array of each sample."""
 
-    Attributes:
-        name: as in the file: a column, a dataset, a key; "x" and "y" where the file has no names.
-        dtype: as stored, in this machine's byte order.
-        shape: of one sample; () for a number.
-        is_label: whether it belongs to the second half of a (features, labels) batch.
-        is_ragged: whether samples differ in shape, so that `shape` is only the first one's.
-        is_tabular: whether it holds the numbers of a table's columns, which are given in the stream's floating type
-            even where all of them are integers.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    is_label: bool = False
-    is_ragged: bool = False
+    name: str  # as in the file: a column, a dataset, a key; "x" and "y" where the file has no names
+    dtype: np.dtype[Any]  # as stored, in this machine's byte order
+    shape: tuple[int, ...]  # of one sample; () for a number
+    is_label: bool = False  # belongs to the second half of a (features, labels) batch
+    is_ragged: bool = False  # samples differ in shape, so that `shape` is only the first one's
+    # Holds the numbers of a table's columns, which are given in the stream's floating type even where all are integers.
     is_tabular: bool = False
 
     @property
     def sample_bytes(self) -> int:
         """Bytes of one sample, as stored."""
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a source can be read.
+    """How a source can be read."""
 
-    Attributes:
-        edges: numbers of the first samples of natural blocks (chunks of HDF5, row groups of Parquet, files) and, last,
-            the number of samples; None where a run of samples costs what its bytes cost, wherever it begins.
-        scratch_bytes: memory that one `read` takes beside the caller's arrays, at most.
-        read_bytes: what a read should bring at least, where each has a price of its own, as on a network.
-        is_sequential: whether the file can only be read from its beginning (compressed .npz, a row group larger
-            than any window): it is unpacked to a scratch file before it is streamed.
-        is_by_sample: whether each sample is read by itself whatever its neighbours are: the source is a SampleSource.
-        reason: why it is sequential, as a sentence for people; "" otherwise.
-    """
-
+    # First samples of natural blocks (chunks of HDF5, row groups of Parquet, files) and, last, the number of samples; None
+    # where a run of samples costs what its bytes cost, wherever it begins.
     edges: Array | None = None
-    scratch_bytes: int = 0
-    read_bytes: int = 0
+    scratch_bytes: int = 0  # memory that one `read` takes beside the caller's arrays, at most
+    read_bytes: int = 0  # what a read should bring at least, where each has a price of its own, as on a network
+    # The file can only be read from its beginning (compressed .npz, a row group larger than any window): it is unpacked
+    # to a scratch file before it is streamed.
     is_sequential: bool = False
-    is_by_sample: bool = False
-    reason: str = ""
+    is_by_sample: bool = False  # each sample is read by itself: the source is a SampleSource
+    reason: str = ""  # why it is sequential, as a sentence for people
 
 
 class Source:
@@ -171,7 +158,7 @@ class PerThread(Generic[_T]):
     def _start(self) -> None:
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._values: Any = _Shared() if self._per_process else threading.local()
+        self._values: Any = SimpleNamespace() if self._per_process else threading.local()
 
     def get(self, make: Callable[[], _T]) -> _T:
         """The value, made now if there is none."""
@@ -180,10 +167,8 @@ class PerThread(Generic[_T]):
             _abandoned.append(self._values)
             self._start()
         value: _T | None = getattr(self._values, "value", None)
-        if value is None and not self._per_process:
-            value = self._values.value = make()
-        elif value is None:
-            with self._lock:
+        if value is None:
+            with self._lock if self._per_process else contextlib.nullcontext():
                 value = getattr(self._values, "value", None)
                 if value is None:
                     value = self._values.value = make()
@@ -208,7 +193,3 @@ class PerThread(Generic[_T]):
     def __setstate__(self, per_process: bool) -> None:
         self._per_process = per_process
         self._start()
-
-
-class _Shared:
-    """The value of all threads."""

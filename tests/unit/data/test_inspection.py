@@ -139,8 +139,8 @@ def test_text_labels_have_no_values(folder):
     found = inspect_data({"x": "x.npy"})
 
     assert found.fields[0].seen is not None
-    assert inspection._seen([]) is None
-    assert inspection._seen([np.array([np.nan])]).minimum is None
+    assert inspection.seen([]) is None
+    assert inspection.seen([np.array([np.nan])]).minimum is None
 
 
 @pytest.mark.parametrize("host", [None, 10**6])
