@@ -28,7 +28,6 @@ ROWS = (
         "frameworks.torch.budget",
         "frameworks.torch.oom",
         "frameworks.torch.shapes",
-        "frameworks.torch.shared_epochs",
         "frameworks.tensorflow",
         "frameworks.tensorflow.apply",
         "frameworks.tensorflow.streaming",

@@ -10,7 +10,9 @@ Each has its own --help. Exit codes: 0 done, 2 bad usage or input, 130 interrupt
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import memfit
 from memfit.commands import EXIT_FITS, output
@@ -60,13 +62,20 @@ Exit codes: 0 done, 2 bad usage or input
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments: three commands of its own."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    inspect = _add(actions, "inspect", _INSPECT)
+    inspect, convert, bench = (
+        actions.add_parser(
+            name,
+            help=text.partition("\n")[0],
+            description=text.partition("\n")[0],
+            epilog=text.partition("\n")[2].strip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for name, text in (("inspect", _INSPECT), ("convert", _CONVERT), ("bench", _BENCH))
+    )
     inspect.add_argument("path", metavar="PATH", help="a file, a folder, or a pattern in quotes")
     _add_choice(inspect)
     _add_budget(inspect)
-    inspect.add_argument("--json", action="store_true", help="write JSON to standard output")
 
-    convert = _add(actions, "convert", _CONVERT)
     convert.add_argument("source", metavar="SRC", help="a file, a folder, or a pattern in quotes")
     convert.add_argument("destination", metavar="DST", help="a .npy, .h5 or .parquet file, or a folder")
     convert.add_argument("--dtype", metavar="TYPE", help="float32, float16, ...; as stored by default")
@@ -79,17 +88,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("--compress", metavar="METHOD", help="gzip or lzf for .h5; gzip, snappy or zstd for .parquet")
     convert.add_argument("--allow-overflow", action="store_true", help="let values that overflow become infinite")
     convert.add_argument("--overwrite", action="store_true", help="replace DST, or an unfinished conversion to it")
-    convert.add_argument("--json", action="store_true", help="write JSON to standard output")
-    convert.add_argument("--quiet", "-q", action="store_true", help="no progress bar and no report")
 
-    bench = _add(actions, "bench", _BENCH)
     bench.add_argument("path", metavar="PATH", help="a file, a folder, or a pattern in quotes")
     _add_choice(bench)
     _add_budget(bench)
     bench.add_argument("--num-workers", type=int, default=0, metavar="N", help="processes that make batches; default 0")
     bench.add_argument("--seconds", type=float, default=5.0, metavar="S", help="for each measurement; default 5")
-    bench.add_argument("--json", action="store_true", help="write JSON to standard output")
     for child in (inspect, convert, bench):
+        child.add_argument("--json", action="store_true", help="write JSON to standard output")
+        if child is convert:
+            child.add_argument("--quiet", "-q", action="store_true", help="no progress bar and no report")
         child.set_defaults(parser=child)
         add_aliases(child)
 
@@ -100,10 +108,14 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.print_help()
         return EXIT_FITS
     try:
-        {"inspect": _inspect, "convert": _convert, "bench": _bench}[arguments.action](arguments)
+        result, report = {"inspect": _inspect, "convert": _convert, "bench": _bench}[arguments.action](arguments)
     except BadInput as error:
         error.args = tuple(_as_options(part) if isinstance(part, str) else part for part in error.args)
         raise
+    if arguments.json:
+        output.print_json(result.to_json())
+    elif not getattr(arguments, "quiet", False):
+        output.print_report(report(result))
     return EXIT_FITS
 
 
@@ -120,19 +132,6 @@ def _as_options(text: str) -> str:
     return re.sub(named + r"(?=['\"\[(]|\.\.\.)", r"--\1 ", text)
 
 
-def _add(
-    actions: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str
-) -> argparse.ArgumentParser:
-    summary, _, rest = text.partition("\n")
-    return actions.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        epilog=rest.strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
 def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--columns", metavar="A,B", help="columns, keys or datasets that are features")
     parser.add_argument("--labels", metavar="NAME", help="the label column, key or dataset, or a file of labels")
@@ -147,34 +146,33 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _columns(given: str | None) -> list[str] | None:
-    if given is None:
-        return None
-    names = [name.strip() for name in given.split(",")]
-    if not all(names):
-        raise BadInput(f"--columns {given!r} has an empty name in it. Write names with commas between: --columns a,b")
-    return names
+def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of all three that say what is read."""
+    columns = None
+    if arguments.columns is not None:
+        columns = [name.strip() for name in arguments.columns.split(",")]
+        if not all(columns):
+            raise BadInput(
+                f"--columns {arguments.columns!r} has an empty name in it. Write names with commas between: "
+                "--columns a,b"
+            )
+    return {"columns": columns, "labels": arguments.labels}
 
 
-def _inspect(arguments: argparse.Namespace) -> None:
+def _streaming(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Arguments that say how it is streamed."""
+    options = memfit.StreamOptions(on_error=arguments.on_error, follow_links=arguments.follow_links)
+    return {"memory": arguments.memory, "batch_size": arguments.batch_size, "options": options}
+
+
+def _inspect(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
     from memfit.reports.data.figures import inspection_report
 
-    inspection = memfit.inspect_data(
-        arguments.path,
-        columns=_columns(arguments.columns),
-        labels=arguments.labels,
-        memory=arguments.memory,
-        batch_size=arguments.batch_size,
-        options=memfit.StreamOptions(on_error=arguments.on_error, follow_links=arguments.follow_links),
-    )
-    inspection = replace(inspection, warnings=tuple(map(_as_options, inspection.warnings)))
-    if arguments.json:
-        output.print_json(inspection.to_json())
-    else:
-        output.print_report(inspection_report(inspection))
+    inspection = memfit.inspect_data(arguments.path, **_reading(arguments), **_streaming(arguments))
+    return replace(inspection, warnings=tuple(map(_as_options, inspection.warnings))), inspection_report
 
 
-def _convert(arguments: argparse.Namespace) -> None:
+def _convert(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
     from memfit.reports.data.figures import conversion_report
 
     with output.transfer_progress("converting", quiet=arguments.quiet or arguments.json) as progress:
@@ -182,35 +180,25 @@ def _convert(arguments: argparse.Namespace) -> None:
             arguments.source,
             arguments.destination,
             dtype=arguments.dtype,
-            columns=_columns(arguments.columns),
-            labels=arguments.labels,
             compression=arguments.compress,
             overwrite=arguments.overwrite,
             options=memfit.ConvertOptions(
                 arguments.chunk, arguments.allow_overflow, arguments.follow_links, progress=progress
             ),
+            **_reading(arguments),
         )
-    if arguments.json:
-        output.print_json(conversion.to_json())
-    elif not arguments.quiet:
-        output.print_report(conversion_report(conversion))
+    return conversion, conversion_report
 
 
-def _bench(arguments: argparse.Namespace) -> None:
+def _bench(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
     from memfit.reports.data.figures import speed_report
 
     with output.progress("measuring", quiet=arguments.json):
         speed = memfit.bench_data(
             arguments.path,
-            columns=_columns(arguments.columns),
-            labels=arguments.labels,
-            batch_size=arguments.batch_size,
-            memory=arguments.memory,
             num_workers=arguments.num_workers,
             seconds=arguments.seconds,
-            options=memfit.StreamOptions(on_error=arguments.on_error, follow_links=arguments.follow_links),
+            **_reading(arguments),
+            **_streaming(arguments),
         )
-    if arguments.json:
-        output.print_json(speed.to_json())
-    else:
-        output.print_report(speed_report(speed))
+    return speed, speed_report

@@ -46,8 +46,8 @@ class Field:
 class Layout:
     """How a source can be read."""
 
-    # First samples of natural blocks (chunks of HDF5, row groups of Parquet, files) and, last, the number of samples; None
-    # where a run of samples costs what its bytes cost, wherever it begins.
+    # First samples of natural blocks (chunks of HDF5, row groups of Parquet, files) and, last, the number of samples;
+    # None where a run of samples costs what its bytes cost, wherever it begins.
     edges: Array | None = None
     scratch_bytes: int = 0  # memory that one `read` takes beside the caller's arrays, at most
     read_bytes: int = 0  # what a read should bring at least, where each has a price of its own, as on a network

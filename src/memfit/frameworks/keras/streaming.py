@@ -12,6 +12,7 @@ that one that was left and still fetches takes nothing away from the next. Keras
 the frame that calls does.
 """
 
+import contextlib
 import inspect
 import sys
 import threading
@@ -112,13 +113,16 @@ class KerasStream(keras.utils.PyDataset):  # type: ignore[misc,unused-ignore]
 
     def on_epoch_end(self) -> None:
         """Called by Keras: after an epoch, and when it takes back what it has looked at."""
-        is_taken_back = _is_called_by("reset", sys._getframe(1))
+        # By itself, or through Keras's adapter of data sets.
+        caller = sys._getframe(1)
+        is_taken_back = any(frame and frame.f_code.co_name == "reset" for frame in (caller, caller.f_back))
         with self._lock:
             if is_taken_back:
                 self._leave()
             elif self._passes:
                 latest = self._passes[-1]
-                self._go_to(latest, self._num_done(latest))
+                self.stream.load_state_dict(self._state_of(latest))
+                latest.is_begun = False
                 # Keras asks the same generator again where `steps_per_epoch` ended before the data did; it costs
                 # little to open it then, and otherwise nothing stays open.
                 latest.close()
@@ -139,11 +143,7 @@ class KerasStream(keras.utils.PyDataset):  # type: ignore[misc,unused-ignore]
         with self._lock:
             if not self._passes or not self._passes[-1].is_begun:
                 return self.stream.state_dict()
-            latest = self._passes[-1]
-            twin = latest.start.copy()
-            _move(twin, latest, self._num_done(latest))
-            state: dict[str, Any] = twin.state_dict()
-            return state
+            return self._state_of(self._passes[-1])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next epoch begins where `state` was taken."""
@@ -178,13 +178,14 @@ class KerasStream(keras.utils.PyDataset):  # type: ignore[misc,unused-ignore]
                 latest = self._passes[-1]
                 latest.num_trained = min(latest.num_trained + num_batches, latest.num_given)
 
-    def _num_done(self, latest: "_Pass") -> int:
-        return latest.num_trained if self._is_followed else latest.num_given
-
-    def _go_to(self, latest: "_Pass", num_done: int) -> None:
-        self.stream.load_state_dict(latest.start.state_dict())
-        _move(self.stream, latest, num_done)
-        latest.is_begun = False
+    def _state_of(self, latest: "_Pass") -> dict[str, Any]:
+        """The position of the stream after what a pass was given, or has trained on where that is counted."""
+        num_done = latest.num_trained if self._is_followed else latest.num_given
+        if num_done < latest.total:
+            return latest.start.state_after(num_done)
+        twin = latest.start.copy()
+        twin.set_epoch(twin.epoch + 1)
+        return twin.state_dict()
 
     def _pass_of(self, caller: FrameType) -> "_Pass":
         for known in self._passes:
@@ -213,11 +214,8 @@ class KerasStream(keras.utils.PyDataset):  # type: ignore[misc,unused-ignore]
         twin = self.stream.copy()
         if index:
             twin.load_state_dict(twin.state_after(index))
-        batches = twin.part(0, 1)
-        try:
+        with contextlib.closing(twin.part(0, 1)) as batches:
             return next(batches)
-        finally:
-            _close(batches)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_lock": None, "_passes": []}
@@ -233,30 +231,26 @@ class KerasStream(keras.utils.PyDataset):  # type: ignore[misc,unused-ignore]
 
 
 class _Pass:
-    """What one generator of Keras has been given.
-
-    Attributes:
-        caller: its frame, by which it is known.
-        start: the stream, where the pass began.
-        num_given: batches given.
-        num_trained: those that were trained on, where that is counted.
-        is_begun: whether it was asked since the stream's position was last set.
-        total: batches from the beginning of the pass to the end of the epoch.
-    """
+    """What one generator of Keras, known by its frame, has been given since a position of the stream."""
 
     def __init__(self, caller: FrameType, start: BatchStream, num_workers: int) -> None:
         self.caller = caller
         self.start = start
         self.num_given = 0
-        self.num_trained = 0
-        self.is_begun = True
+        self.num_trained = 0  # where that is counted
+        self.is_begun = True  # asked since the stream's position was last set
         self.total = start.num_batches_left
         self._num_workers = num_workers
-        self._open: Iterator[Any] | None = None
+        self._open: Any = None
 
     def take(self) -> Any:
         if self.num_given >= self.total:
-            self._go_on()
+            # The generator asks for more than an epoch: the next one follows.
+            self.close()
+            self.start = self.start.copy()
+            self.start.set_epoch(self.start.epoch + 1)
+            self.num_given = self.num_trained = 0
+            self.total = self.start.num_batches_left
         self.is_begun = True
         if self._open is None:
             here = self.start.copy()
@@ -280,15 +274,8 @@ class _Pass:
 
     def close(self) -> None:
         batches, self._open = self._open, None
-        _close(batches)
-
-    def _go_on(self) -> None:
-        """The generator asks for more than an epoch: the next one follows."""
-        self.close()
-        self.start = self.start.copy()
-        self.start.set_epoch(self.start.epoch + 1)
-        self.num_given = self.num_trained = 0
-        self.total = self.start.num_batches_left
+        if batches is not None:
+            batches.close()
 
 
 class StreamPosition(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
@@ -321,23 +308,3 @@ class StreamPosition(keras.callbacks.Callback):  # type: ignore[misc,unused-igno
     def on_train_end(self, logs: Any = None) -> None:
         """Called by Keras."""
         self._data.follow(False)
-
-
-def _move(stream: BatchStream, latest: _Pass, num_done: int) -> None:
-    """Moves a stream that is where the pass began to where it has come."""
-    if num_done >= latest.total:
-        stream.set_epoch(latest.start.epoch + 1)
-    elif num_done:
-        stream.load_state_dict(stream.state_after(num_done))
-
-
-def _is_called_by(name: str, caller: FrameType | None) -> bool:
-    """Whether a function of this name has called, by itself or through Keras's adapter of data sets."""
-    callers = (caller, caller.f_back if caller else None)
-    return any(frame is not None and frame.f_code.co_name == name for frame in callers)
-
-
-def _close(batches: Any) -> None:
-    close = getattr(batches, "close", None)
-    if close is not None:
-        close()

@@ -4,6 +4,7 @@ Each iteration of the dataset is an epoch of the stream, in the stream's order. 
 more: its own tuning of buffers would fill memory that the stream was told not to use.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,27 +29,18 @@ def as_tf_dataset(stream: BatchStream, num_workers: int = 0) -> "tf.data.Dataset
     Raises:
         BadInput: the stream is empty.
     """
-    signature = tf.nest.map_structure(_spec, _first_batch(stream))
+    with contextlib.closing(stream.copy().part(0, 1)) as batches:
+        first = next(batches, None)
+    if first is None:
+        raise BadInput("the stream has no batches to make a tf.data.Dataset of.")
 
     def epoch() -> Iterator[Any]:
         return stream.parallel(num_workers) if num_workers else iter(stream)
 
-    dataset = tf.data.Dataset.from_generator(epoch, output_signature=signature)
+    dataset = tf.data.Dataset.from_generator(epoch, output_signature=tf.nest.map_structure(_spec, first))
     if stream.num_batches_left == len(stream):
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(stream)))
     return dataset.prefetch(1)
-
-
-def _first_batch(stream: BatchStream) -> Any:
-    batches = stream.copy().part(0, 1)
-    try:
-        return next(batches)
-    except StopIteration:
-        raise BadInput("the stream has no batches to make a tf.data.Dataset of.") from None
-    finally:
-        close = getattr(batches, "close", None)
-        if close is not None:
-            close()
 
 
 def _spec(array: Any) -> "tf.TensorSpec":

@@ -5,7 +5,9 @@ workers that aren't kept between epochs begin each time as fresh copies, which k
 dataset shares with all processes which epochs were begun, and loaders count what they give out.
 """
 
+import contextlib
 import gc
+import json
 import logging
 import math
 import multiprocessing
@@ -28,12 +30,13 @@ from memfit.core.streams import BatchStream
 from memfit.core.units import format_size
 from memfit.core.worker_ends import describe_end
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shared_epochs import SharedEpochs
 
 _log = logging.getLogger("memfit")
 
 # Batches that each worker may have ready.
 _MOST_PREFETCHED = 4
+# How long workers wait for the first one to begin, which may have to load a large program.
+_BEGIN_SECONDS = 600.0
 # How long the end of a worker may take to show, after its sockets were closed.
 _END_SECONDS = 2.0
 # Options of a DataLoader that a stream leaves no choice in.
@@ -45,6 +48,102 @@ _DECIDED_BY = {
     "generator": "the order follows from the stream's seed",
 }
 _DECIDED = {*_DECIDED_BY, "sampler", "batch_sampler", "in_order"}
+
+
+class SharedEpochs:
+    """What all processes know of a dataset: the state it was brought to, and which epochs were begun since.
+
+    A loader tells its workers nothing of epochs: the first worker of an iterator takes one from here, and the others
+    look up which. The memory is a tensor, which PyTorch shares with forked processes and with those started anew.
+    """
+
+    _SIZE = 2**15
+    _NUM_GROUPS = 16
+    # Numbers at the beginning: next epoch, whether it is kept, whether workers began one, how many they began, length
+    # and version of the state; then of each group of workers its name, its iteration and the epoch that it took; then
+    # the state as text.
+    _NEXT, _IS_HELD, _IS_TAKEN, _NUM_TAKEN, _LENGTH, _VERSION, _GROUPS = range(7)
+    _TEXT = (_GROUPS + 3 * _NUM_GROUPS) * 8
+
+    def __init__(self) -> None:
+        self._block = torch.zeros(self._SIZE, dtype=torch.uint8).share_memory_()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy that wasn't made to start a process is a dataset of its own.
+        self._block = state["_block"].share_memory_()
+
+    @property
+    def _numbers(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        numbers: np.ndarray[Any, np.dtype[np.int64]] = self._block[: self._TEXT].numpy().view(np.int64)
+        return numbers
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that the next iteration takes."""
+        return int(self._numbers[self._NEXT])
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether workers have begun an epoch since the position was last set."""
+        return bool(self._numbers[self._IS_TAKEN])
+
+    def set_next(self, epoch: int, *, is_held: bool = False) -> None:
+        """The next iteration takes this epoch; with `is_held` it stays the next one."""
+        numbers = self._numbers
+        numbers[self._NEXT], numbers[self._IS_HELD], numbers[self._IS_TAKEN] = epoch, is_held, False
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state that the dataset was brought to."""
+        numbers = self._numbers
+        while True:
+            version, length = int(numbers[self._VERSION]), int(numbers[self._LENGTH])
+            text = self._block[self._TEXT : self._TEXT + length].numpy().tobytes()
+            if version % 2 == 0 and version == numbers[self._VERSION]:
+                state: dict[str, Any] = json.loads(text)
+                return state
+            time.sleep(0.001)  # it is being written
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        text = json.dumps(state).encode()
+        assert len(text) <= self._SIZE - self._TEXT, "the state of a stream is small"
+        numbers = self._numbers
+        numbers[self._VERSION] += 1
+        self._block[self._TEXT : self._TEXT + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        numbers[self._LENGTH] = len(text)
+        numbers[self._VERSION] += 1
+
+    def take(self, group: int | None = None, iteration: int = 0) -> int:
+        """The epoch that begins now, in this process or, with `group`, in workers."""
+        numbers = self._numbers
+        epoch = int(numbers[self._NEXT])
+        if not numbers[self._IS_HELD]:
+            numbers[self._NEXT] = epoch + 1
+        numbers[self._IS_TAKEN] = group is not None
+        if group is None:
+            return epoch
+        place = self._GROUPS + 3 * int(numbers[self._NUM_TAKEN] % self._NUM_GROUPS)
+        numbers[self._NUM_TAKEN] += 1
+        # The name last: who finds it may read the rest.
+        numbers[place] = -1
+        numbers[place + 1 : place + 3] = iteration, epoch
+        numbers[place] = group
+        return epoch
+
+    def taken_by(self, group: int, iteration: int) -> int:
+        """The epoch that the first worker of a group took, when it has."""
+        parent, deadline = os.getppid(), time.monotonic() + _BEGIN_SECONDS
+        while time.monotonic() < deadline and os.getppid() == parent:
+            rows = self._numbers[self._GROUPS :].reshape(-1, 3)
+            taken = rows[(rows[:, 0] == group) & (rows[:, 1] == iteration)]
+            if len(taken):
+                return int(taken[0, 2])
+            time.sleep(0.001)
+        raise MemfitError(
+            "the first worker of the DataLoader has not begun the epoch. If other threads of the program start "
+            "processes at the same time, use `stream.loader(num_workers=...)`, which doesn't need to know them."
+        )
 
 
 class TorchStream(IterableDataset[Any]):
@@ -63,14 +162,15 @@ class TorchStream(IterableDataset[Any]):
         self.stream = stream.split(*ranks) if ranks is not None and is_shared else stream.copy()
         self._shared = SharedEpochs()
         self._num_iterations = 0
+        # The states that the iteration in this process, and that of a loader which counts, began from; None where there
+        # is none; and how many batches they have given out since.
         self._begun: dict[str, Any] | None = None
-        """The state that the iteration in this process began from; None where there is none."""
         self._num_given = 0
+        self.begun_by_loader: dict[str, Any] | None = None
+        self.num_given_by_loader = 0
+        # A state that this worker alone was given, by a loader that keeps a state of each worker.
         self._own: dict[str, Any] | None = None
-        """A state that this worker alone was given, by a loader that keeps a state of each worker."""
         self.load_state_dict(self.stream.state_dict())
-        self.counted = Counted(self)
-        """The position in loaders that count what they give out."""
 
     def __len__(self) -> int:
         """Batches that this rank gives in a whole epoch."""
@@ -105,7 +205,7 @@ class TorchStream(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch, from its beginning."""
-        self.load_state_dict(self._at(self._shared.state, epoch).state_dict())
+        self.load_state_dict(self._beginning_of(epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """The position: what this process, or this worker, has given out."""
@@ -131,16 +231,13 @@ class TorchStream(IterableDataset[Any]):
         self._shared.set_next(int(state["epoch"]))
         self._begun = None
 
-    def next_state(self) -> dict[str, Any]:
-        """The state that the next iteration begins from."""
-        state = self._shared.state
-        epoch = self._shared.next_epoch
-        return state if epoch == state["epoch"] else self._at(state, epoch).state_dict()
-
-    def hold(self) -> dict[str, Any]:
-        """The state that the next iteration begins from; so do others, until `set_epoch` is called."""
-        state = self.next_state()
-        self._shared.set_next(int(state["epoch"]), is_held=True)
+    def next_state(self, *, is_held: bool = False) -> dict[str, Any]:
+        """The state that the next iteration begins from; where it is held so do others, until `set_epoch` is called."""
+        state, epoch = self._shared.state, self._shared.next_epoch
+        if epoch != state["epoch"]:
+            state = self._beginning_of(epoch)
+        if is_held:
+            self._shared.set_next(epoch, is_held=True)
         return state
 
     def state_after(self, num_batches: int, begun: dict[str, Any]) -> dict[str, Any]:
@@ -149,12 +246,12 @@ class TorchStream(IterableDataset[Any]):
         twin.load_state_dict(begun)
         return twin.state_after(num_batches)
 
-    def _at(self, state: dict[str, Any], epoch: int) -> BatchStream:
+    def _beginning_of(self, epoch: int) -> dict[str, Any]:
         twin = self.stream.copy()
         # The order follows from its seed and its division of the budget.
-        twin.load_state_dict(state)
+        twin.load_state_dict(self._shared.state)
         twin.set_epoch(epoch)
-        return twin
+        return twin.state_dict()
 
     def _take_epoch(self, number: int, *, is_worker: bool) -> int:
         iteration, self._num_iterations = self._num_iterations, self._num_iterations + 1
@@ -163,101 +260,71 @@ class TorchStream(IterableDataset[Any]):
         # The processes of one iterator are made one after the other, so this names the iterator.
         process: Any = multiprocessing.current_process()
         group = int(process._identity[-1]) - number
-        if number == 0:
-            return self._shared.take(group, iteration)
-        return self._shared.taken_by(group, iteration)
+        return self._shared.take(group, iteration) if number == 0 else self._shared.taken_by(group, iteration)
 
     def _run(self, begun: dict[str, Any], number: int, num_workers: int) -> Iterator[Any]:
-        batches = self.stream.part(number, num_workers)
         is_worker = get_worker_info() is not None
-        try:
+        with contextlib.closing(self.stream.part(number, num_workers)) as batches:
             for batch in batches:
                 if self._begun is begun:
                     self._num_given += 1
                 # Shared here: PyTorch would do it in a thread, whose errors nobody hears of, and wait for ever.
                 yield to_tensors(batch, is_shared=is_worker)
                 del batch
-        finally:
-            close = getattr(batches, "close", None)
-            if close is not None:
-                close()
         if self._begun is begun and not is_worker:
             self._begun = None
 
 
-class Counted:
-    """The position in iterations over loaders of a `TorchStream`, counted in the process that takes the batches."""
+class _Counting:
+    """The position of a loader over a `TorchStream`, counted in the process that takes the batches.
 
-    def __init__(self, dataset: TorchStream) -> None:
-        self._dataset = dataset
-        self._begun: dict[str, Any] | None = None
-        self._num_given = 0
+    It is kept by the dataset, for all loaders over it.
+    """
+
+    _dataset: TorchStream
 
     @property
     def epoch(self) -> int:
         """The epoch in progress, or the one that comes next, counted from 0."""
-        return int((self._begun or self._dataset.next_state())["epoch"])
-
-    def iterate(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The batches of the epoch that comes next, or what is left of the one that was loaded."""
-        if self._begun is not None:
-            # It was left before its end.
-            self._end(self._begun)
-        # Held, because it is not known when workers come to take it.
-        begun = self._begun = self._dataset.hold()
-        self._num_given = 0
-        return self._run(begun, begin())
+        return int((self._dataset.begun_by_loader or self._dataset.next_state())["epoch"])
 
     def state_dict(self) -> dict[str, Any]:
         """The position after what was given out, whatever workers have ready."""
-        if self._begun is None:
-            return self._dataset.next_state()
-        return self._dataset.state_after(self._num_given, self._begun)
+        dataset = self._dataset
+        if dataset.begun_by_loader is None:
+            return dataset.next_state()
+        return dataset.state_after(dataset.num_given_by_loader, dataset.begun_by_loader)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration begins where `state` was taken."""
-        self._begun = None
+        self._dataset.begun_by_loader = None
         self._dataset.load_state_dict(state)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch, from its beginning."""
-        self._begun = None
+        self._dataset.begun_by_loader = None
         self._dataset.set_epoch(epoch)
+
+    def _count(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The batches of the epoch that comes next, or what is left of the one that was loaded."""
+        # One that was left before its end is over.
+        self._end(self._dataset.begun_by_loader)
+        # Held, because it is not known when workers come to take it.
+        begun = self._dataset.begun_by_loader = self._dataset.next_state(is_held=True)
+        self._dataset.num_given_by_loader = 0
+        return self._run(begun, _told_of_ends(begin()))
 
     def _run(self, begun: dict[str, Any], batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            if self._begun is begun:
-                self._num_given += 1
+            if self._dataset.begun_by_loader is begun:
+                self._dataset.num_given_by_loader += 1
             yield batch
             del batch
         self._end(begun)
 
-    def _end(self, begun: dict[str, Any]) -> None:
-        if self._begun is begun:
+    def _end(self, begun: dict[str, Any] | None) -> None:
+        if begun is not None and self._dataset.begun_by_loader is begun:
             self.set_epoch(int(begun["epoch"]) + 1)
-
-
-class _Counting:
-    """The position of a loader over a `TorchStream`."""
-
-    _counted: Counted
-
-    @property
-    def epoch(self) -> int:
-        """The epoch in progress, or the one that comes next, counted from 0."""
-        return self._counted.epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position after what was given out, whatever workers have ready."""
-        return self._counted.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration begins where `state` was taken."""
-        self._counted.load_state_dict(state)
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch, from its beginning."""
-        self._counted.set_epoch(epoch)
 
 
 class StreamLoader(_Counting, DataLoader[Any]):
@@ -298,12 +365,11 @@ class StreamLoader(_Counting, DataLoader[Any]):
             generator=torch.Generator(),
             **options,
         )
-        self._counted = dataset.counted
+        self._dataset = dataset
 
     def __iter__(self) -> Any:
         """The batches of the epoch that comes next, or what is left of the one that was loaded."""
-        begin = super().__iter__
-        return self._counted.iterate(lambda: _told_of_ends(begin()))
+        return self._count(super().__iter__)
 
 
 def _told_of_ends(batches: Any) -> Iterator[Any]:
@@ -347,7 +413,7 @@ class CountedLoader(_Counting):
     def __init__(self, loader: "DataLoader[Any]") -> None:
         assert isinstance(loader.dataset, TorchStream)
         self.loader = loader
-        self._counted = loader.dataset.counted
+        self._dataset = loader.dataset
 
     def __getattr__(self, name: str) -> Any:
         # What the loader draws its workers' seed from, and whether it keeps them.
@@ -359,7 +425,7 @@ class CountedLoader(_Counting):
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._counted.iterate(lambda: _told_of_ends(iter(self.loader)))
+        return self._count(lambda: iter(self.loader))
 
 
 class TorchRandomness:
@@ -422,13 +488,10 @@ def _tensor(array: np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
     try:
         return torch.from_numpy(array)
     except TypeError:
-        if array.dtype.kind != "u":
-            raise BadInput(
-                f"an array of {array.dtype} can't become a tensor. Leave the column out with columns=..., or turn it "
-                "into numbers in a transform."
-            ) from None
-        # Earlier versions of PyTorch have no unsigned types but that of bytes.
-        return torch.from_numpy(array.astype(f"i{min(8, 2 * array.dtype.itemsize)}"))
+        raise BadInput(
+            f"an array of {array.dtype} can't become a tensor. Leave the column out with columns=..., or turn it into "
+            "numbers in a transform."
+        ) from None
 
 
 def _room(stream: BatchStream, num_workers: int, *, pin_memory: bool) -> tuple[int, int | None]:

@@ -26,9 +26,12 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def number(value: float | None) -> str:
-    """A value as people read it."""
+def _number(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.6g}"
+
+
+def _several(number: float, what: str) -> str:
+    return f"{count(number)} {what}" if count(number) == "1" else f"{count(number)} {what}s"
 
 
 def inspection_report(inspection: Inspection) -> Report:
@@ -48,24 +51,23 @@ def inspection_report(inspection: Inspection) -> Report:
         )
     columns = ("field", "type", "shape of a sample", ">size", "values (a sample of them)")
     parts = [
-        Part("Fields", grid=Grid(columns, tuple(Line(tuple(field_row(field))) for field in inspection.fields))),
+        Part("Fields", grid=Grid(columns, tuple(map(_field_line, inspection.fields)))),
         Part("Stored", lines=tuple(_stored(inspection))),
-        Part("Streamed", lines=tuple(_streamed(inspection.streaming)) if inspection.streaming is not None else ()),
+        Part("Streamed", lines=() if inspection.streaming is None else _streamed(inspection.streaming)),
         Part("Worth changing", lines=tuple(map(printable, inspection.warnings))),
     ]
     return Report(verdict, [], [part for part in parts if part.holds_something], is_loadable)
 
 
-def field_row(field: InspectedField) -> list[str]:
-    """A field as the cells of a table."""
+def _field_line(field: InspectedField) -> Line:
     name = printable(field.name) + (" (label)" if field.is_label else "")
     shape = "differs" if field.is_ragged else str(list(field.shape)) if field.shape else "one number"
     values, seen = "", field.seen
     if seen is not None:
-        values = f"{number(seen.minimum)} to {number(seen.maximum)} in {count(seen.num_values)}"
+        values = f"{_number(seen.minimum)} to {_number(seen.maximum)} in {count(seen.num_values)}"
         for many, word in ((seen.num_nan, "NaN"), (seen.num_infinite, "infinite")):
             values += f", {count(many)} {word}" if many else ""
-    return [name, field.dtype, shape, format_size(field.size_bytes), values]
+    return Line((name, field.dtype, shape, format_size(field.size_bytes), values))
 
 
 def _stored(inspection: Inspection) -> list[str]:
@@ -85,20 +87,16 @@ def _classes(names: Sequence[str]) -> str:
     return f"{len(names)} classes: {shown}" + (f" and {more} more" if more > 0 else "")
 
 
-def _several(number: float, what: str) -> str:
-    return f"{count(number)} {what}" if count(number) == "1" else f"{count(number)} {what}s"
-
-
-def _streamed(streaming: Streaming) -> list[str]:
-    lines = [
+def _streamed(streaming: Streaming) -> tuple[str, ...]:
+    lines = (
         f"with {format_size(streaming.memory_bytes)} of memory and batches of {streaming.batch_size} ({_COMPUTED}):",
         f"  {_several(streaming.num_blocks, 'block')} of about {format_size(streaming.block_bytes)}; "
         f"more than {_several(streaming.num_lanes, 'worker')} would read some of them twice",
         f"  the samples of {_several(streaming.blocks_per_window, 'block')} are shuffled with each other; "
         f"{streaming.neighbours_together:.2%} of samples are followed by one of the same block "
         f"({streaming.neighbours_at_best:.2%} in a full shuffle)",
-    ]
-    return [*lines, "  after it was unpacked to a scratch folder, once"] if streaming.is_unpacked_first else lines
+    )
+    return (*lines, "  after it was unpacked to a scratch folder, once") if streaming.is_unpacked_first else lines
 
 
 def conversion_report(conversion: Conversion) -> Report:
@@ -123,18 +121,19 @@ def conversion_report(conversion: Conversion) -> Report:
 
 
 def _converted_line(field: ConvertedField) -> Line:
-    found = field.statistics
-    is_same = field.dtype_before == field.dtype_after
-    errors = ["none", "none"] if is_same else [f"{found.max_relative_error:.3g}", f"{found.max_absolute_error:.3g}"]
-    told = (
-        (found.num_zeroed, f"became zero, too small for {field.dtype_after}"),
-        (found.num_subnormal, "became subnormal, with fewer digits"),
-        (found.num_overflow, f"became infinite, too large for {field.dtype_after}"),
-        (found.num_nan, "were NaN before"),
-        (found.num_infinite, "were infinite before"),
+    statistics = field.statistics
+    errors = [f"{error:.3g}" for error in (statistics.max_relative_error, statistics.max_absolute_error)]
+    counts = (
+        (statistics.num_zeroed, f"became zero, too small for {field.dtype_after}"),
+        (statistics.num_subnormal, "became subnormal, with fewer digits"),
+        (statistics.num_overflow, f"became infinite, too large for {field.dtype_after}"),
+        (statistics.num_nan, "were NaN before"),
+        (statistics.num_infinite, "were infinite before"),
     )
-    remarks = [f"{count(many)} of {count(found.num_values)} values {what}" for many, what in told if many]
-    cells = (field.dtype_before, field.dtype_after, number(found.minimum), number(found.maximum), *errors)
+    remarks = [f"{count(many)} of {count(statistics.num_values)} values {what}" for many, what in counts if many]
+    if field.dtype_before == field.dtype_after:
+        errors = ["none", "none"]
+    cells = (field.dtype_before, field.dtype_after, _number(statistics.minimum), _number(statistics.maximum), *errors)
     return Line((printable(field.name), *cells), tuple(remarks))
 
 

@@ -259,7 +259,7 @@ def test_worker_processes_give_the_same(streaming, opened, expected):
 
 
 def test_a_file_that_became_shorter_is_an_error(streaming, opened, data, monkeypatch):
-    monkeypatch.setattr(type(data.stream), "part", lambda self, worker, num_workers: iter(()))
+    monkeypatch.setattr(type(data.stream), "part", lambda self, worker, num_workers: (batch for batch in ()))
 
     with pytest.raises(RuntimeError, match="the stream ended after 0 of 11 batches"):
         EpochIterator(data).epoch()

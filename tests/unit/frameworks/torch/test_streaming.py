@@ -4,10 +4,12 @@ import copy
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import random
 import signal
+import threading
 from collections import namedtuple
 
 import numpy as np
@@ -19,7 +21,14 @@ from memfit.core.errors import BadFile, BadInput, MemfitError
 from memfit.core.units import KIB, MIB
 from memfit.data.geometry import Geometry
 from memfit.frameworks.torch import streaming
-from memfit.frameworks.torch.streaming import CountedLoader, StreamLoader, TorchRandomness, TorchStream, to_tensors
+from memfit.frameworks.torch.streaming import (
+    CountedLoader,
+    SharedEpochs,
+    StreamLoader,
+    TorchRandomness,
+    TorchStream,
+    to_tensors,
+)
 from tests.sources import ArraySource, stream_over
 
 NUM_SAMPLES = 230
@@ -422,18 +431,6 @@ class TestTensors:
         assert to_tensors(array).tolist() == [0, 1, 2]
         assert to_tensors(array[::-1]).tolist() == [2, 1, 0]
 
-    def test_unsigned_numbers_in_earlier_versions(self, monkeypatch):
-        plain = torch.from_numpy
-
-        def from_numpy(array):
-            if array.dtype == np.uint16:
-                raise TypeError("can't convert np.ndarray of type numpy.uint16.")
-            return plain(array)
-
-        monkeypatch.setattr(torch, "from_numpy", from_numpy)
-        found = to_tensors(np.array([65535], np.uint16))
-        assert (found.dtype, found.tolist()) == (torch.int32, [65535])
-
     def test_text_is_refused(self):
         with pytest.raises(BadInput, match=r"an array of <U1 can't become a tensor\. Leave the column out"):
             to_tensors(np.array(["a"]))
@@ -477,3 +474,90 @@ def test_an_error_of_a_transform_is_told_as_it_is():
 
     with pytest.raises(OSError, match="no such thing"):
         next(iter(StreamLoader(stream_of(transform=transform), num_workers=1)))
+
+
+class TestSharedEpochs:
+    def test_each_iteration_takes_the_next_epoch(self):
+        shared = SharedEpochs()
+        shared.set_next(3)
+
+        assert [shared.take(), shared.take(group=7), shared.take()] == [3, 4, 5]
+        assert shared.next_epoch == 6
+
+    def test_an_epoch_that_is_held_is_taken_again(self):
+        shared = SharedEpochs()
+        shared.set_next(3, is_held=True)
+
+        assert [shared.take(), shared.take(group=7)] == [3, 3]
+        shared.set_next(4)
+        assert [shared.take(), shared.take()] == [4, 5]
+
+    def test_whether_workers_have_begun(self):
+        shared = SharedEpochs()
+        assert not shared.is_taken
+        shared.take(group=7)
+        assert shared.is_taken
+        shared.set_next(0)
+        assert not shared.is_taken
+
+    def test_workers_find_the_epoch_of_their_own_iterator(self):
+        shared = SharedEpochs()
+        for iteration in range(3):
+            for group in (7, 9):
+                shared.take(group, iteration)
+
+        assert [shared.taken_by(7, iteration) for iteration in range(3)] == [0, 2, 4]
+        assert [shared.taken_by(9, iteration) for iteration in range(3)] == [1, 3, 5]
+
+    def test_old_groups_make_room_for_new_ones(self):
+        shared = SharedEpochs()
+        for group in range(1, 101):
+            assert shared.take(group) == group - 1
+            assert shared.taken_by(group, 0) == group - 1
+
+    def test_workers_wait_for_the_first_one(self):
+        shared = SharedEpochs()
+        found = []
+        waiting = threading.Thread(target=lambda: found.append(shared.taken_by(7, 0)))
+        waiting.start()
+        shared.set_next(5)
+        shared.take(7)
+        waiting.join()
+
+        assert found == [5]
+
+    def test_but_not_for_ever(self, monkeypatch):
+        monkeypatch.setattr(streaming, "_BEGIN_SECONDS", 0.01)
+        with pytest.raises(MemfitError, match=r"the first worker of the DataLoader has not begun the epoch\. If other"):
+            SharedEpochs().taken_by(7, 0)
+
+    def test_a_state_is_kept_as_it_is(self):
+        shared = SharedEpochs()
+        for state in ({"a": 1, "b": "x" * 1000}, {"a": 2}):
+            shared.state = state
+            assert shared.state == state
+
+    def test_a_state_that_is_being_written_is_waited_for(self):
+        shared = SharedEpochs()
+        shared.state = {"a": 1}
+        shared._numbers[shared._VERSION] += 1
+        found = []
+        waiting = threading.Thread(target=lambda: found.append(shared.state))
+        waiting.start()
+        waiting.join(0.05)
+        assert found == []
+        shared._numbers[shared._VERSION] += 1
+        waiting.join()
+
+        assert found == [{"a": 1}]
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+    def test_forked_processes_share_it_and_copies_do_not(self):
+        shared = SharedEpochs()
+        twin = copy.deepcopy(shared)
+        process = multiprocessing.get_context("fork").Process(target=shared.take)
+        process.start()
+        process.join()
+        process.close()
+
+        assert (shared.next_epoch, twin.next_epoch) == (1, 0)
