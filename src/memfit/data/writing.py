@@ -65,6 +65,8 @@ class Writer:
 
     def __init__(self, target: Target) -> None:
         self._target = target
+        self._files: list[Any] = []  # on disk
+        self._layers: list[Any] = []  # what libraries have open above these, uppermost first
 
     def open(self, part: Path, num_durable: int) -> int:
         """Makes it ready for the samples after the first `num_durable`; says how many of those really are there."""
@@ -76,15 +78,23 @@ class Writer:
 
     def sync(self) -> None:
         """Forces what was written to disk and lets go of its pages; may be called while another thread writes."""
-        raise NotImplementedError
+        for file in self._files:
+            sync_and_drop(file.fileno())
 
     def finish(self) -> None:
         """Completes the file and forces it to disk."""
-        raise NotImplementedError
+        while self._layers:
+            self._layers.pop(0).close()
+        for file in self._files:
+            os.fsync(file.fileno())
+        self.sync()
 
     def close(self) -> None:
         """Closes what is open, whether it is complete or not."""
-        raise NotImplementedError
+        for each in (*self._layers, *self._files):
+            with contextlib.suppress(OSError):
+                each.close()
+        self._layers, self._files = [], []
 
 
 def kind_of(destination: Path) -> str:
@@ -195,7 +205,6 @@ class _NpyWriter(Writer):
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self._headers = [header_of(field, target.num_samples) for field in target.fields]
-        self._files: list[IO[bytes]] = []
 
     def open(self, part: Path, num_durable: int) -> int:
         fields = self._target.fields
@@ -239,30 +248,9 @@ class _NpyWriter(Writer):
                 file.seek(len(header) + start * field.sample_bytes)
                 _write_all(file, array.reshape(-1).view(np.uint8).data)
 
-    def sync(self) -> None:
-        for file in self._files:
-            sync_and_drop(file.fileno())
-
-    def finish(self) -> None:
-        for file in self._files:
-            os.fsync(file.fileno())
-        self.sync()
-
-    def close(self) -> None:
-        for file in self._files:
-            with contextlib.suppress(OSError):
-                file.close()
-        self._files.clear()
-
 
 class _Hdf5Writer(Writer):
     """A dataset for each field, in chunks along the first axis."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__(target)
-        self._file: Any = None
-        self._datasets: list[Any] = []
-        self._disk: _PatientFile
 
     def open(self, part: Path, num_durable: int) -> int:
         try:
@@ -271,15 +259,18 @@ class _Hdf5Writer(Writer):
             raise MissingDependency(f"HDF5 files need h5py: {how_to_install('h5py')}.") from None
         target = self._target
         self._disk = _PatientFile(part)
+        self._files.append(self._disk)
         # The format of 1.8 and later, of 2008: the one before it has no room for the names of 4,096 classes or more.
-        self._file = h5py.File(self._disk, "w", libver=("v108", "v108"))
+        file = h5py.File(self._disk, "w", libver=("v108", "v108"))
+        self._layers.append(file)
+        self._datasets = []
         for field in target.fields:
             shape = (target.num_samples, *field.shape)
             options: dict[str, Any] = {}
             if all(shape):
                 options["chunks"] = (target.block_samples, *field.shape)
                 options |= {"compression": target.compression, "shuffle": target.compression is not None}
-            dataset = self._file.create_dataset(field.name, shape, field.dtype, **options)
+            dataset = file.create_dataset(field.name, shape, field.dtype, **options)
             dataset.attrs[IS_LABEL] = field.is_label
             if target.is_named(field):
                 dataset.attrs["classes"] = list(target.classes)
@@ -292,21 +283,9 @@ class _Hdf5Writer(Writer):
                 dataset[start : start + len(array)] = array
         self._disk.check()
 
-    def sync(self) -> None:
-        sync_and_drop(self._disk.fileno())
-
     def finish(self) -> None:
-        self._file.close()
-        self._file = None
+        super().finish()
         self._disk.check()
-        self.sync()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if hasattr(self, "_disk"):
-            self._disk.close()
 
 
 class _PatientFile(io.FileIO):
@@ -350,10 +329,6 @@ class _PatientFile(io.FileIO):
 class _ParquetWriter(Writer):
     """A column for each field, in row groups of one block; arrays are lists of a fixed size."""
 
-    def __init__(self, target: Target) -> None:
-        super().__init__(target)
-        self._open_parts: list[Any] = []
-
     def open(self, part: Path, num_durable: int) -> int:
         try:
             import pyarrow
@@ -366,10 +341,10 @@ class _ParquetWriter(Writer):
             for size in reversed(field.shape):
                 kind = pyarrow.list_(kind, size)
             columns.append(pyarrow.field(field.name, kind, nullable=False))
-        self._part = part
         # As bytes: names that aren't UTF-8 are otherwise refused.
         file = pyarrow.OSFile(os.fsencode(part), "wb")
-        self._open_parts = [file]
+        self._layers.append(file)
+        self._files.append(open(part, "r+b", buffering=0))  # noqa: SIM115 - closed by `close`
         self._writer = parquet.ParquetWriter(
             file,
             pyarrow.schema(columns),
@@ -377,7 +352,7 @@ class _ParquetWriter(Writer):
             # Numbers that hardly repeat gain nothing from a dictionary, and cost one.
             use_dictionary=False,
         )
-        self._open_parts = [self._writer, file]
+        self._layers.insert(0, self._writer)
         return 0
 
     def write(self, start: int, arrays: Sequence[Array]) -> None:
@@ -394,23 +369,6 @@ class _ParquetWriter(Writer):
             columns.append(column)
         table = pyarrow.Table.from_arrays(columns, schema=self._writer.schema)
         self._writer.write_table(table, row_group_size=self._target.block_samples)
-
-    def sync(self) -> None:
-        descriptor = os.open(self._part, os.O_RDWR)
-        try:
-            sync_and_drop(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def finish(self) -> None:
-        while self._open_parts:
-            self._open_parts.pop(0).close()
-        self.sync()
-
-    def close(self) -> None:
-        while self._open_parts:
-            with contextlib.suppress(OSError):
-                self._open_parts.pop(0).close()
 
 
 def _write_all(file: IO[bytes], content: memoryview) -> None:
