@@ -1,5 +1,6 @@
 """Sources in memory, for tests of what is above them."""
 
+import functools
 import threading
 from dataclasses import fields
 
@@ -96,7 +97,8 @@ class NamedSamples(SampleSource):
 
 def samples_of(order, start, stop):
     """Numbers in the source of the samples at places `start` to `stop` of an order."""
-    parts = [order.samples(piece.lane, piece.window)[piece.start : piece.stop] for piece in order.pieces(start, stop)]
+    samples = functools.cache(order.samples)
+    parts = [samples(piece.lane, piece.window)[piece.start : piece.stop] for piece in order.pieces(start, stop)]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 

@@ -171,7 +171,7 @@ def _folders_in(base: str, follow_links: bool) -> Iterator[str]:
 
 
 class _Descriptor:
-    """An open file of this process, closed when nobody has it any more: neither the pool below nor a reader.
+    """An open file of this process, closed when neither the pool below nor a reader has it any more.
 
     A number that was closed while a thread reads from it might be another file's by then.
     """

@@ -261,7 +261,7 @@ def _samples(source: Source) -> Iterator[Sequence[Array]]:
                 yield sample
             continue
         stop = min(start + length, source.num_samples)
-        arrays = [np.empty((stop - start, *field.shape), field.dtype) for field in source.fields]
+        arrays = source.empty(stop - start)
         source.read(start, stop, arrays)
         source.drop(start, stop)
         yield arrays

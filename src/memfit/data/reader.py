@@ -46,18 +46,12 @@ class _Call(NamedTuple):
 class Transforms:
     """What is done to samples and to batches on their way.
 
-    Args:
-        sample: for each sample: takes its features, or features and label, and gives back the same; also `rng`.
-        batch: for each batch, after it is put together.
-        randomness: of libraries beside Python's and NumPy's: each with `save()`, `restore(state)` and `seed(number)`,
-            a number below 2**32.
+    Each takes features, or features and label, and gives back the same. `randomness` is of libraries beside Python's
+    and NumPy's, with `save()`, `restore(state)` and `seed(number)`, a number below 2**32.
     """
 
     def __init__(
-        self,
-        sample: Callable[..., Any] | None,
-        batch: Callable[..., Any] | None,
-        randomness: Sequence[Any] = (),
+        self, sample: Callable[..., Any] | None, batch: Callable[..., Any] | None, randomness: Sequence[Any] = ()
     ) -> None:
         self._sample = None if sample is None else _call_of(sample, "transform")
         self._batch = None if batch is None else _call_of(batch, "batch_transform")
@@ -115,12 +109,7 @@ class Transforms:
 class Assembly:
     """How batches are put together: which fields are features and labels, and of which type they are given.
 
-    Args:
-        source: to read from.
-        dtypes: of what is given out, one a field.
-        transforms: the user's.
-        seed: of the stream.
-        floating: type that transformed features of a floating type are given in; None for the transform's own.
+    Transformed features of a floating type are given in `floating`; None leaves them in the transform's own.
     """
 
     def __init__(
@@ -186,13 +175,8 @@ def read_epoch(
 ) -> Generator[Any]:
     """The batches of a share, one after the other.
 
-    Args:
-        assembly: puts them together.
-        order: of the epoch.
-        share: the batches of one rank and worker.
-        epoch: counted from 0.
-        limit_bytes: of samples in memory, beside the batch that is put together.
-        num_readers: reads of the source that may be under way at once.
+    `limit_bytes` is of samples in memory, beside the batch that is put together, and `num_readers` of reads of the
+    source that may be under way at once.
     """
     if assembly.source.layout.is_by_sample:
         return _by_sample(assembly, order, share, epoch, limit_bytes)
@@ -202,17 +186,17 @@ def read_epoch(
 def _by_window(
     assembly: Assembly, order: Order, share: Share, epoch: int, limit_bytes: int, num_readers: int
 ) -> Generator[Any]:
-    fields, dtypes = assembly.source.fields, assembly.dtypes
+    source, dtypes = assembly.source, assembly.dtypes
+    # The narrower of the stored and the given type.
     held = [
-        given if given.itemsize < field.dtype.itemsize else field.dtype
-        for given, field in zip(dtypes, fields, strict=True)
+        min(field.dtype, given, key=lambda dtype: dtype.itemsize)
+        for given, field in zip(dtypes, source.fields, strict=True)
     ]
-    windows = Windows(assembly.source, order, share, held, limit_bytes, num_readers)
+    windows = Windows(source, order, share, held, limit_bytes, num_readers)
     try:
         for start, stop in share.batches():
-            count = stop - start
-            arrays = [np.empty((count, *field.shape), dtype) for field, dtype in zip(fields, dtypes, strict=True)]
-            numbers = np.empty(count, np.int64) if assembly.transforms.changes_samples else None
+            arrays = source.empty(stop - start, dtypes)
+            numbers = np.empty(stop - start, np.int64) if assembly.transforms.changes_samples else None
             row = 0
             for piece in order.pieces(start, stop):
                 end = row + piece.stop - piece.start

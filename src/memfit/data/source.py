@@ -63,20 +63,13 @@ class Source:
 
     It can be pickled and read after a fork: files are opened in the process that reads them. Several threads may call
     `read` at once.
-
-    Attributes:
-        name: what the user calls it: a path, or several.
-        fields: the arrays of a sample, in the order in which they are given out.
-        num_samples: samples in it.
-        layout: how it can be read.
-        classes: names of the classes that label numbers stand for; () where labels are as stored.
     """
 
-    name: str
-    fields: tuple[Field, ...]
+    name: str  # what the user calls it: a path, or several
+    fields: tuple[Field, ...]  # in the order in which they are given out
     num_samples: int
     layout: Layout
-    classes: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()  # that label numbers stand for; () where labels are as stored
 
     @property
     def sample_bytes(self) -> int:
@@ -87,6 +80,11 @@ class Source:
     def total_bytes(self) -> int:
         """Bytes of all samples in memory, as stored."""
         return self.num_samples * self.sample_bytes
+
+    def empty(self, num_samples: int, dtypes: Sequence[np.dtype[Any]] | None = None) -> list[Array]:
+        """Arrays for so many samples, one a field, as stored or of other types."""
+        types = dtypes or [field.dtype for field in self.fields]
+        return [np.empty((num_samples, *field.shape), kind) for field, kind in zip(self.fields, types, strict=True)]
 
     def fingerprint(self) -> str:
         """Changes when the data does: from names, sizes and times of change, not from the contents."""

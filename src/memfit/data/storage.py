@@ -20,17 +20,11 @@ _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, MemfitError, ImportE
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How a file stores its samples.
+    """How a file stores its samples."""
 
-    Attributes:
-        lines: in words.
-        warnings: what is worth changing.
-        is_text: whether numbers are stored as text, so that their types are the reader's.
-    """
-
-    lines: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    is_text: bool = False
+    lines: tuple[str, ...] = ()  # in words
+    warnings: tuple[str, ...] = ()  # what is worth changing
+    is_text: bool = False  # numbers are stored as text, so that their types are the reader's
 
 
 def storage_of(paths: Sequence[Path], fields: Sequence[Field]) -> Storage:
@@ -43,10 +37,10 @@ def storage_of(paths: Sequence[Path], fields: Sequence[Field]) -> Storage:
     more = f" ({len(files)} files; the first is described)" if len(files) > 1 else ""
     try:
         kind = kind_of(str(files[0]))
-        found = _DESCRIBED[kind](str(files[0]), fields)
+        storage = _DESCRIBED[kind](str(files[0]), fields)
     except _UNREADABLE:
         return Storage()
-    return replace(found, lines=tuple(line + more for line in found.lines))
+    return replace(storage, lines=tuple(line + more for line in storage.lines))
 
 
 def _npy(path: str, fields: Sequence[Field]) -> Storage:
@@ -97,18 +91,18 @@ def _compression(dataset: Any) -> str:
 
 def _chunk_warnings(name: str, chunks: tuple[int, ...], shape: tuple[int, ...], size: int) -> list[str]:
     across = math.prod(-(-length // chunk) for length, chunk in zip(shape[1:], chunks[1:], strict=True))
-    found = []
+    warnings = []
     if across > 1:
-        found.append(
+        warnings.append(
             f"the chunks of {name!r} cut across samples: one sample lies in {across} chunks, and each read unpacks "
             f"all of them with {chunks[0]} samples each. `memfit data convert` writes chunks of whole samples."
         )
     if size * across > _LARGE_BLOCK_BYTES:
-        found.append(
+        warnings.append(
             f"the chunks of {name!r} are large for shuffling: {format_size(size * across)} are unpacked together, "
             f"{chunks[0]} samples that lie side by side. `memfit data convert` writes chunks of 1 MiB."
         )
-    return found
+    return warnings
 
 
 def _parquet(path: str, fields: Sequence[Field]) -> Storage:

@@ -54,14 +54,10 @@ class Overflow(BadInput):
 
 
 class Transfer:
-    """One source on its way to one destination.
+    """One source on its way to one destination, whose journal must be locked.
 
     Args:
-        source: to read.
-        target: to write.
-        journal: of the destination, which must be locked.
         options: anything else that changes what is written, for a later run to compare.
-        allow_overflow: let values that are too large become infinite.
         discard_other: throw away the unfinished file of another transfer to the same place.
         progress: called with the bytes of the source that are done, and all of them.
         sync_bytes: that are written before they are forced to disk, from when on memory needn't hold them. Up to three
@@ -179,7 +175,7 @@ class Transfer:
 
     def _slot(self) -> _Slot:
         size = self._target.block_samples
-        before = [np.empty((size, *field.shape), field.dtype) for field in self._source.fields]
+        before = self._source.empty(size)
         after = [
             array if field.dtype == array.dtype else np.empty(array.shape, field.dtype)
             for array, field in zip(before, self._target.fields, strict=True)

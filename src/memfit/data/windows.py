@@ -54,15 +54,9 @@ class _Held:
 
 
 class Windows:
-    """The windows that a reader needs, one after the other.
+    """The windows that a reader needs, one after the other, with arrays of `dtypes`.
 
-    Args:
-        source: to read from.
-        order: of the epoch.
-        share: what the reader gives.
-        dtypes: of the arrays in memory, one a field.
-        limit_bytes: of windows in memory. It is exceeded only by a window that is waited for while none is free.
-        num_readers: reads of the source that may be under way at once.
+    `limit_bytes` of windows in memory is exceeded only by a window that is waited for while none is free.
     """
 
     def __init__(
