@@ -204,37 +204,32 @@ class Share:
     num_workers: int = 1  # of this rank
 
     @property
-    def num_rounds(self) -> int:
-        """Batches of the rank with most of them."""
-        return self._num_full + len(self._rest)
-
-    @property
     def _per_round(self) -> int:
         return self.batch_size * self.num_ranks
 
     @property
-    def _num_full(self) -> int:
-        """Rounds of full batches."""
+    def _rounds(self) -> tuple[int, list[int]]:
+        """Rounds of full batches, and the samples of each round that isn't full."""
         num_full, rest = divmod(self.num_samples - self.start, self._per_round)
-        if self.drop_last or rest == 0 or rest >= self.num_ranks or num_full == 0 or self.batch_size == 1:
-            return num_full
-        return num_full - 1
+        if self.drop_last or rest == 0:
+            return num_full, []
+        if rest >= self.num_ranks or num_full == 0 or self.batch_size == 1:
+            return num_full, [rest]
+        rest += self._per_round
+        return num_full - 1, [-(-rest // 2), rest // 2]
 
     @property
-    def _rest(self) -> list[int]:
-        """Samples of each round that isn't full."""
-        rest = self.num_samples - self.start - self._num_full * self._per_round
-        if self.drop_last or rest == 0:
-            return []
-        return [rest] if rest <= self._per_round else [-(-rest // 2), rest // 2]
+    def num_rounds(self) -> int:
+        """Batches of the rank with most of them."""
+        num_full, rest = self._rounds
+        return num_full + len(rest)
 
     def batch(self, turn: int) -> Span:
         """Places of the first sample of the rank's batch and of the one after its last; equal where it gives none."""
-        num_full = self._num_full
+        num_full, rest = self._rounds
         if turn < num_full:
             first = self.start + turn * self._per_round + self.rank * self.batch_size
             return first, first + self.batch_size
-        rest = self._rest
         # Parts whose sizes differ by one at most, larger ones first.
         size, more = divmod(rest[turn - num_full], self.num_ranks)
         first = self.start + num_full * self._per_round + sum(rest[: turn - num_full])
@@ -263,11 +258,11 @@ class Share:
 
     def gives(self, places: Array) -> Array:
         """For each place whether the worker gives its sample."""
-        num_full = self._num_full
+        num_full, rest = self._rounds
         turn, offset = np.divmod(places - self.start, self._per_round)
         mine: Array = (turn % self.num_workers == self.worker) & (offset // self.batch_size == self.rank)
         mine &= (turn < num_full) & (places >= self.start)
-        for turn_left in range(num_full, self.num_rounds):
+        for turn_left in range(num_full, num_full + len(rest)):
             if turn_left % self.num_workers == self.worker:
                 start, stop = self.batch(turn_left)
                 mine |= (places >= start) & (places < stop)

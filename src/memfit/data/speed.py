@@ -9,7 +9,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def bench_data(
         stream = Stream(opened, batch_size=batch_size, memory_bytes=parse_size(memory))
         raw = _read_plainly(files, seconds)
         is_cold = _forget(files)
-        with _Peak() as peak:
+        with _watched() as peak_bytes:
             num_rows, first, passed = _run(stream, num_workers, seconds)
     finally:
         opened.close()
@@ -123,7 +123,7 @@ def bench_data(
         None if size is None else rate * size / opened.num_samples,
         raw,
         first,
-        peak.peak_bytes,
+        peak_bytes(),
         num_rows,
         passed,
         is_cold,
@@ -193,31 +193,24 @@ def _forget(files: Sequence[Path]) -> bool:
     return True
 
 
-class _Peak:
-    """The most memory that this process and its children have beside what it had before, looked at by a thread."""
+@contextlib.contextmanager
+def _watched() -> Iterator[Callable[[], int | None]]:
+    """Gives what says the most memory that this process and its children had inside, beside what it had before."""
+    gc.collect()
+    before, peak, stop = _held_bytes(), 0, threading.Event()
 
-    def __init__(self) -> None:
-        self.peak_bytes: int | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="memfit-peak", daemon=True)
-        self._before = 0
+    def watch() -> None:
+        nonlocal peak
+        while not stop.wait(_LOOK_SECONDS):
+            peak = max(peak, (_held_bytes() or 0) - (before or 0))
 
-    def __enter__(self) -> "_Peak":
-        gc.collect()
-        before = _held_bytes()
-        if before is not None:
-            self._before, self.peak_bytes = before, 0
-            self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(_LOOK_SECONDS):
-            self.peak_bytes = max(self.peak_bytes or 0, (_held_bytes() or 0) - self._before)
+    thread = threading.Thread(target=watch, name="memfit-peak", daemon=True)
+    thread.start()
+    try:
+        yield lambda: None if before is None else peak
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _held_bytes() -> int | None:
