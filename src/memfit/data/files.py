@@ -133,7 +133,7 @@ def matches(pattern: str, *, follow_links: bool = False) -> list[str]:
     """
     names = pattern.split("/")
     if "**" not in names:
-        found = glob.glob(pattern)
+        paths = glob.glob(pattern)
     else:
         place = names.index("**")
         head, rest = "/".join(names[:place]), "/".join(names[place + 1 :])
@@ -141,7 +141,7 @@ def matches(pattern: str, *, follow_links: bool = False) -> list[str]:
             head = head or "/"
         folders = [each for base in glob.glob(head or os.curdir) for each in _folders_in(base, follow_links)]
         prefix = os.path.join(os.curdir, "")
-        found = [
+        paths = [
             path if head else path.removeprefix(prefix)
             for folder in folders
             for path in matches(os.path.join(glob.escape(folder), rest or "*"), follow_links=follow_links)
@@ -151,7 +151,7 @@ def matches(pattern: str, *, follow_links: bool = False) -> list[str]:
         return os.path.realpath(os.path.dirname(path))
 
     # The way without links comes first, where there are several to one file.
-    ways = sorted(found, key=lambda path: (real_folder(path) != os.path.dirname(os.path.abspath(path)), path))
+    ways = sorted(paths, key=lambda path: (real_folder(path) != os.path.dirname(os.path.abspath(path)), path))
     first = {(real_folder(path), os.path.basename(path)): path for path in reversed(ways)}
     return sorted(first.values())
 

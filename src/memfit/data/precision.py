@@ -132,7 +132,7 @@ class Converter:
 
     def _count_losses(self, number: int, values: Array, out: Array) -> None:
         """Floating values in a floating type of fewer digits."""
-        found, limits = self.statistics, np.finfo(self.dtype)
+        seen, limits = self.statistics, np.finfo(self.dtype)
         values, out = self._finite(number, values, out, limits)
         if values.size == 0:
             return
@@ -141,43 +141,43 @@ class Converter:
         np.subtract(values, error, out=error)
         np.abs(error, out=error)
         most = float(error.max())
-        if most == 0.0 and found.minimum is not None and found.minimum >= limits.tiny:
+        if most == 0.0 and seen.minimum is not None and seen.minimum >= limits.tiny:
             return
-        found.max_absolute_error = max(found.max_absolute_error, most)
+        seen.max_absolute_error = max(seen.max_absolute_error, most)
         np.abs(values, out=magnitude)
         if float(magnitude.min()) < float(limits.tiny):
             # Values below the least ordinary number are counted, and taken out of the relative error.
             small = magnitude < limits.tiny
             num_zero = out.size - int(np.count_nonzero(out))
-            found.num_zeroed += num_zero - (values.size - int(np.count_nonzero(values)))
+            seen.num_zeroed += num_zero - (values.size - int(np.count_nonzero(values)))
             # A value just below the least ordinary number may be rounded up to it.
             rounded_up = int(np.count_nonzero(small & (np.abs(out) >= limits.tiny)))
-            found.num_subnormal += int(np.count_nonzero(small)) - num_zero - rounded_up
+            seen.num_subnormal += int(np.count_nonzero(small)) - num_zero - rounded_up
             np.copyto(magnitude, np.inf, where=small)
         np.divide(error, magnitude, out=error)
-        found.max_relative_error = max(found.max_relative_error, float(error.max()))
+        seen.max_relative_error = max(seen.max_relative_error, float(error.max()))
 
     def _finite(self, number: int, values: Array, out: Array, limits: Any) -> tuple[Array, Array]:
         """The values that are finite before and after, once the others are counted."""
-        found = self.statistics
+        seen = self.statistics
         low, high = values.min(), values.max()
         # Not a number compares as false, and then so does the whole.
         if low >= limits.min and high <= limits.max:
-            found.widen(low, high)
+            seen.widen(low, high)
             return values, out
         is_finite, stays = np.isfinite(values), np.isfinite(out)
         num_finite, num_nan = int(np.count_nonzero(is_finite)), int(np.count_nonzero(np.isnan(values)))
-        found.num_nan += num_nan
-        found.num_infinite += values.size - num_finite - num_nan
+        seen.num_nan += num_nan
+        seen.num_infinite += values.size - num_finite - num_nan
         overflows = is_finite & ~stays
         if overflows.any():
-            found.num_overflow += int(np.count_nonzero(overflows))
+            seen.num_overflow += int(np.count_nonzero(overflows))
             row = int(np.argmax(overflows))
-            if found.first_overflow is None:
-                found.first_overflow = [(number + row) // self._per_sample, str(values[row])]
+            if seen.first_overflow is None:
+                seen.first_overflow = [(number + row) // self._per_sample, str(values[row])]
         if num_finite:
             finite = values[is_finite]
-            found.widen(finite.min(), finite.max())
+            seen.widen(finite.min(), finite.max())
         return values[stays & is_finite], out[stays & is_finite]
 
     def _refuse_losses(self, number: int, values: Array, out: Array) -> None:

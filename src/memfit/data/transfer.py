@@ -111,7 +111,7 @@ class Transfer:
                 if start == 0:
                     statistics = [Statistics() for _ in self._target.fields]
                 pairs = zip(self._source.fields, self._target.fields, statistics, strict=True)
-                self._converters = [Converter(field, new.dtype, found) for field, new, found in pairs]
+                self._converters = [Converter(field, new.dtype, before) for field, new, before in pairs]
                 self._all(start)
                 self._writer.finish()
                 self._journal.finish()
@@ -234,12 +234,12 @@ class Transfer:
             self._convert(slot, start, last)
             start = last
         where = next(each for each in self._converters if each.statistics.num_overflow)
-        found = where.statistics
-        assert found.first_overflow is not None
-        sample, value = found.first_overflow
-        count = f"{found.num_overflow} of {found.num_values} values"
+        seen = where.statistics
+        assert seen.first_overflow is not None
+        sample, value = seen.first_overflow
+        count = f"{seen.num_overflow} of {seen.num_values} values"
         if start < total:
-            count = f"at least {found.num_overflow} values, in the first {start} of {total} samples,"
+            count = f"at least {seen.num_overflow} values, in the first {start} of {total} samples,"
         limit = np.finfo(where.dtype).max
         raise Overflow(
             f"{where.field.name!r} can't become {where.dtype.name} without loss: sample {sample} holds {value}, the "

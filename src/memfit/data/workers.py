@@ -358,9 +358,9 @@ class _Sender:
 
     def send(self, batch: Any) -> None:
         """Hands a batch over, when there is room."""
-        found: list[pickle.PickleBuffer] = []
-        tree = pickle.dumps(batch, protocol=5, buffer_callback=found.append)
-        buffers = [buffer.raw() for buffer in found]
+        arrays: list[pickle.PickleBuffer] = []
+        tree = pickle.dumps(batch, protocol=5, buffer_callback=arrays.append)
+        buffers = [array.raw() for array in arrays]
         starts = [0, *np.cumsum([-(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT for buffer in buffers]).tolist()]
         if starts[-1] > self._slot_bytes or not self._num_slots:
             self._divide(starts[-1])
