@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -106,30 +107,23 @@ class Transforms:
         return result
 
 
+@dataclass(frozen=True, slots=True)
 class Assembly:
-    """How batches are put together: which fields are features and labels, and of which type they are given.
+    """How batches are put together: which fields are features and labels, and of which type they are given."""
 
-    Transformed features of a floating type are given in `floating`; None leaves them in the transform's own.
-    """
+    source: Source
+    dtypes: Sequence[np.dtype[Any]]  # of what is given out, one a field
+    transforms: Transforms
+    seed: int
+    floating: np.dtype[Any] | None  # of transformed features of a floating type; None for the transform's own
 
-    def __init__(
-        self,
-        source: Source,
-        dtypes: Sequence[np.dtype[Any]],
-        transforms: Transforms,
-        seed: int,
-        floating: np.dtype[Any] | None,
-    ) -> None:
-        self.source = source
-        self.dtypes = tuple(dtypes)
-        self.transforms = transforms
-        self._seed = seed
-        self._floating = floating
-        self._has_labels = any(field.is_label for field in source.fields)
+    @property
+    def _has_labels(self) -> bool:
+        return any(field.is_label for field in self.source.fields)
 
     def transform(self, arrays: Sequence[Array], epoch: int, number: int) -> tuple[Any, Any]:
         """Features and labels of one sample, transformed; its number is the one in the source."""
-        return self.transforms.on_sample(*self._split(arrays), (self._seed, epoch, number))
+        return self.transforms.on_sample(*self._split(arrays), (self.seed, epoch, number))
 
     def from_arrays(self, arrays: list[Array], numbers: Array | None, epoch: int, place: int) -> Any:
         """The batch as the user gets it."""
@@ -151,13 +145,13 @@ class Assembly:
                 return self.source.sample_name(number)
             return f"sample {number} of {self.source.name}"
 
-        features = _stack_tree([pair[0] for _, pair in samples], name, self._floating)
+        features = _stack_tree([pair[0] for _, pair in samples], name, self.floating)
         labels = _stack_tree([pair[1] for _, pair in samples], name, None) if self._has_labels else None
         return self._finish(features, labels, epoch, place)
 
     def _finish(self, features: Any, labels: Any, epoch: int, place: int) -> Any:
         with self.transforms.own_randomness():
-            features, labels = self.transforms.on_batch(features, labels, (self._seed, epoch, place))
+            features, labels = self.transforms.on_batch(features, labels, (self.seed, epoch, place))
         return (features, labels) if self._has_labels else features
 
     def _split(self, arrays: Sequence[Array]) -> tuple[Any, Any]:

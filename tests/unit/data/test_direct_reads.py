@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from memfit.catalogue.host import resident_bytes
-from memfit.core import heap
 from memfit.core.units import MIB
 from memfit.data import direct_reads
 from memfit.data.direct_reads import HUGE_BYTES, pages
@@ -119,9 +118,3 @@ def test_what_nobody_uses_goes_back_at_once():
     gc.collect()
 
     assert resident_bytes() - before < 16 * MIB
-
-
-def test_the_heap_is_trimmed_where_the_system_can(monkeypatch):
-    heap.give_back()
-    monkeypatch.setattr("sys.platform", "win32")
-    heap.give_back()

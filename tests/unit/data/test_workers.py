@@ -5,7 +5,6 @@ import faulthandler
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -414,10 +413,6 @@ def test_what_a_process_does_step_by_step():
     memory.close()
 
     assert found == [[number, number + 1, number + 2] for number in range(6)]
-
-
-def test_streams_can_be_pickled():
-    assert numbers(pickle.loads(pickle.dumps(stream_of()))) == numbers(stream_of())
 
 
 def _path():

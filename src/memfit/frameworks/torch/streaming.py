@@ -431,18 +431,10 @@ class CountedLoader(_Counting):
 class TorchRandomness:
     """PyTorch's random numbers on the CPU, which transforms draw from."""
 
-    def save(self) -> Any:
-        """The state of now."""
-        return torch.default_generator.get_state()
-
-    def restore(self, state: Any) -> None:
-        """Back to a state."""
-        torch.default_generator.set_state(state)
-
-    def seed(self, number: int) -> None:
-        """Begin at a number."""
-        # `torch.manual_seed` would seed devices too, which takes longer than most transforms.
-        torch.default_generator.manual_seed(number)
+    save = staticmethod(torch.default_generator.get_state)
+    restore = staticmethod(torch.default_generator.set_state)
+    # `torch.manual_seed` would seed devices too, which takes longer than most transforms.
+    seed = staticmethod(torch.default_generator.manual_seed)
 
 
 def is_stream(value: Any) -> bool:

@@ -63,6 +63,8 @@ def epochs(count, **options):
 def alone(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    # How long PyTorch waits for a worker to end before it ends it.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
 
 
 def num_frozen(features):
