@@ -13,7 +13,7 @@ of different lengths. A missing fraction becomes NaN, which means the same.
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
 from memfit.data.files import absolute, fingerprint_of
-from memfit.data.source import Array, Field, Source
+from memfit.data.remote_files import shown
+from memfit.data.source import Array, Field, Layout, Source
 
 # More classes than this are names or keys, not classes, and would be held in memory.
 MOST_CLASSES = 65_536
@@ -122,9 +123,9 @@ def choose_fields(
     return tuple(parts)
 
 
-def sort_classes(found: Iterable[str], column: str, source: str) -> tuple[str, ...]:
+def sort_classes(names: Iterable[str], column: str, source: str) -> tuple[str, ...]:
     """Names of classes, in the order in which they are numbered."""
-    classes = sorted(set(found))
+    classes = sorted(set(names))
     if len(classes) > MOST_CLASSES:
         raise BadInput(
             f"column {column!r} of {source} has more than {MOST_CLASSES:,} different strings, too many to be classes "
@@ -158,10 +159,10 @@ def describe_unknown(names: Sequence[str], known: Sequence[str], kind: str, sour
     return f"{source} has no {kind} {', '.join(parts)}. It has: {_quoted(known)}."
 
 
-def _names(given: Sequence[str] | str | None, argument: str) -> list[str]:
-    if given is None:
+def _names(value: Sequence[str] | str | None, argument: str) -> list[str]:
+    if value is None:
         return []
-    names = [given] if isinstance(given, str) else list(given)
+    names = [value] if isinstance(value, str) else list(value)
     for name in names:
         if not isinstance(name, str):
             raise BadInput(f"{argument} must be names of columns, and {name!r} is not a string.")
@@ -178,20 +179,20 @@ def _check_features(features: Sequence[Column], source: str) -> None:
     others = [
         f"{column.name!r} ({column.stored_as})" for column in features if column.dtype is None and not column.is_text
     ]
-    said = []
+    problems = []
     if texts:
-        said.append(
+        problems.append(
             f"{_quoted(texts)} of {source} {'is' if len(texts) == 1 else 'are'} text, which can't be features. Leave "
             "out with columns= (the names of those to use), or use as labels with labels=."
         )
     if others:
-        said.append(
+        problems.append(
             f"{_listed(others)} of {source} can't be features: neither numbers nor lists of equally many numbers. "
             "Leave out with columns= (the names of those to use), or store as numbers."
         )
-    if said:
+    if problems:
         usable = tuple(column.name for column in features if column.dtype is not None and not column.is_text)
-        raise UnusableColumns(" ".join(said), usable)
+        raise UnusableColumns(" ".join(problems), usable)
 
 
 def _label(column: Column, place: int, source: str) -> Part:
@@ -274,40 +275,50 @@ class TableSource(Source):
     """Rows of a file that Arrow reads, block by block.
 
     Args:
-        kind: of the file, which its fingerprint depends on.
-        name: what the user calls it.
         path: of the file, or its address.
         table: all its columns.
-        parts: the fields, and the columns that they are made of.
-        classes: names of the classes, where labels are text.
-        edges: first rows of the blocks and, last, the number of rows.
+        columns: names of the features; all but the labels if not given.
+        labels: names of the labels.
+        batches: of the column at a place in the table, from which the classes are found where labels are text.
+        classes: names of the classes, where they are known.
+
+    Attributes:
+        kind: of the file, which its fingerprint depends on.
     """
+
+    kind: str
 
     def __init__(
         self,
-        kind: str,
-        name: str,
         path: str,
         table: Sequence[Column],
-        parts: Sequence[Part],
-        classes: tuple[str, ...],
-        edges: Array,
+        *,
+        columns: Sequence[str] | str | None,
+        labels: Sequence[str] | str | None,
+        batches: Callable[[int], Iterable[Any]],
+        classes: tuple[str, ...] | None = None,
     ) -> None:
-        self._kind = kind
+        self.name = shown(path)
         self._place = absolute(path)
-        self._parts = parts
-        self._edges = edges
-        self._columns = [place for part in parts for place in part.columns]
-        self._names = [table[place].name for place in self._columns]
         self._table = table
-        self.name = name
-        self.fields = tuple(part.field for part in parts)
+        self._parts = choose_fields(table, columns=columns, labels=labels, source=repr(self.name))
+        self._columns = [place for part in self._parts for place in part.columns]
+        self._names = [table[place].name for place in self._columns]
+        self.fields = tuple(part.field for part in self._parts)
+        for part in self._parts:
+            if part.has_classes and classes is None:
+                classes = find_classes(batches(part.columns[0]), part.field.name, repr(self.name))
+        self.classes = classes or ()
+
+    def _set_blocks(self, edges: Array, scratch_bytes: int) -> None:
+        """First rows of the blocks and, last, the number of rows; and the memory that a read takes."""
+        self._edges = edges
         self.num_samples = int(edges[-1])
-        self.classes = classes
+        self.layout = Layout(edges, scratch_bytes)
 
     def fingerprint(self) -> str:
         """Changes with the file's size and time of change, and with the choice of columns."""
-        return fingerprint_of([self._place], self._kind, self._names, [field.is_label for field in self.fields])
+        return fingerprint_of([self._place], self.kind, self._names, [field.is_label for field in self.fields])
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Number of each block that these rows lie in, and which of the rows do."""
@@ -321,45 +332,38 @@ class TableSource(Source):
     def _put(self, batch: Any, row: int, out: Sequence[Array]) -> None:
         """Fills `out` with a batch of Arrow that begins at sample `row`."""
         for part, array in zip(self._parts, out, strict=True):
-            values = []
-            for place in part.columns:
-                name, shape = self._table[place].name, self._table[place].shape
-                column = batch.column(batch.schema.get_field_index(name))
-                if part.has_classes:
-                    values.append(self._class_numbers(column, name, row))
-                else:
-                    values.append(self._numbers(column, name, row, shape))
-            fill(array, values)
+            read = self._class_numbers if part.has_classes else self._numbers
+            columns = [self._table[place] for place in part.columns]
+            fill(array, [read(batch.column(batch.schema.get_field_index(c.name)), c, row) for c in columns])
 
-    def _class_numbers(self, column: Any, name: str, row: int) -> Array:
+    def _class_numbers(self, column: Any, described: Column, row: int) -> Array:
         import pyarrow as pa
         import pyarrow.compute as pc
 
         if column.null_count:
-            raise BadInput(self._missing(column, name, row, "a label"))
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
+            raise self._missing(column, described.name, row, "a label")
+        column = _plain(column)
         numbers = pc.index_in(column, value_set=pa.array(self.classes, column.type))
         if numbers.null_count:
             where = row + int(np.argmax(np.asarray(numbers.is_null())))
-            raise BadFile(f"column {name!r} of {self.name!r} has a new value in row {where}: the file has changed.")
+            raise BadFile(
+                f"column {described.name!r} of {self.name!r} has a new value in row {where}: the file has changed."
+            )
         return _as_array(numbers)
 
-    def _numbers(self, column: Any, name: str, row: int, shape: tuple[int, ...]) -> Array:
+    def _numbers(self, column: Any, described: Column, row: int) -> Array:
         import pyarrow as pa
 
-        num_rows = len(column)
+        num_rows, name, shape = len(column), described.name, described.shape
         if isinstance(column.type, pa.BaseExtensionType):
             column = column.storage
         if is_list(column.type):
             column = self._flat(column, name, row, shape)
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
+        column = _plain(column)
         if pa.types.is_decimal(column.type):
             column = column.cast(pa.float64())
         if column.null_count and not pa.types.is_floating(column.type):
-            each = max(1, len(column) // max(1, num_rows))
-            raise BadInput(self._missing(column, name, row, "a number", each))
+            raise self._missing(column, name, row, "a number", max(1, len(column) // max(1, num_rows)))
         return _as_array(column).reshape(num_rows, *shape)
 
     def _flat(self, column: Any, name: str, row: int, shape: tuple[int, ...]) -> Any:
@@ -372,7 +376,7 @@ class TableSource(Source):
                 # A tensor's numbers lie in one list, whatever its shape.
                 break
             if column.null_count:
-                raise BadInput(self._missing(column, name, row, "a list", each))
+                raise self._missing(column, name, row, "a list", each)
             if not pa.types.is_fixed_size_list(column.type):
                 lengths = np.diff(_as_array(column.offsets))
                 if len(lengths) and (lengths != length).any():
@@ -386,12 +390,17 @@ class TableSource(Source):
             column = _flattened(column)
         return column
 
-    def _missing(self, column: Any, name: str, row: int, what: str, each: int = 1) -> str:
+    def _missing(self, column: Any, name: str, row: int, what: str, each: int = 1) -> BadInput:
         where = row + int(np.argmax(np.asarray(column.is_null()))) // each
-        return (
+        return BadInput(
             f"column {name!r} of {self.name!r} lacks {what} in row {where} ({column.null_count} missing nearby). Fill "
             "the gaps, store fractions (a missing one is given as NaN), or leave the column out with columns=."
         )
+
+
+def _plain(column: Any) -> Any:
+    """Values themselves, where a column stores each once (a dictionary)."""
+    return column.dictionary_decode() if hasattr(column, "dictionary_decode") else column
 
 
 def _flattened(column: Any) -> Any:
@@ -408,20 +417,15 @@ def _flattened(column: Any) -> Any:
     return column.values.slice(start, stop - start)
 
 
-def find_classes(batches: Any, name: str, source: str) -> tuple[str, ...]:
+def find_classes(batches: Iterable[Any], name: str, source: str) -> tuple[str, ...]:
     """The different strings of a column, sorted."""
-    import pyarrow as pa
-
-    found: set[str] = set()
+    names: set[str] = set()
     for batch in batches:
-        column = batch.column(0)
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        found.update(value for value in column.unique().to_pylist() if value is not None)
+        names.update(value for value in _plain(batch.column(0)).unique().to_pylist() if value is not None)
         # Looked at after each batch, so that a column of names is given up before it fills the memory.
-        if len(found) > MOST_CLASSES:
+        if len(names) > MOST_CLASSES:
             break
-    return sort_classes(found, name, source)
+    return sort_classes(names, name, source)
 
 
 def _as_array(column: Any) -> Array:

@@ -158,7 +158,7 @@ def test_names_in_other_alphabets_are_kept(tmp_path):
 def test_columns_of_a_plain_array_are_refused(tmp_path):
     path = saved(tmp_path, numbers((4, 2)))
 
-    with pytest.raises(BadInput, match=r"has no columns, and 'a' was asked for\. Leave `columns` away"):
+    with pytest.raises(BadInput, match=r"has no columns, and 'a' was asked for\. Leave `columns` out"):
         NpySource(path, columns=["a"])
     with pytest.raises(BadInput, match="give the path of a file with as many labels"):
         NpySource(path, labels="y")
@@ -209,7 +209,7 @@ def test_other_refusals_say_why(tmp_path):
         tmp_path, contents=b"\x93NUMPY\x01\x00" + b"\xff\xff" + bytes(20)
     )
     assert "can't be understood" in refusal(tmp_path, contents=with_header("not a dict"))
-    assert "tells of the shape (-3,)" in refusal(
+    assert "declares the shape (-3,)" in refusal(
         tmp_path, contents=with_header("{'descr': '<f4', 'fortran_order': False, 'shape': (-3,), }")
     )
 

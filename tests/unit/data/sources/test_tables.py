@@ -154,9 +154,10 @@ def described(column: Any) -> Any:
 def put(column: Any, *, labels: bool = False, classes: tuple[str, ...] = (), row: int = 0) -> Any:
     batch = pa.record_batch({"c": column, "other": pa.array(np.zeros(len(column)))})
     table = [described(column), describe_type("other", pa.float64())]
-    parts = choose_fields(table, columns=["other"] if labels else ["c"], labels=["c"] if labels else None, source="t")
-    out = [np.empty((len(column), *part.field.shape), part.field.dtype) for part in parts]
-    TableSource("arrow", "t", "t", table, parts, classes, np.array([0, len(column)]))._put(batch, row, out)
+    columns, label_names = (["other"], ["c"]) if labels else (["c"], None)
+    source = TableSource("t", table, columns=columns, labels=label_names, batches=lambda place: (), classes=classes)
+    out = [np.empty((len(column), *field.shape), field.dtype) for field in source.fields]
+    source._put(batch, row, out)
     return out[-1]
 
 
@@ -232,14 +233,14 @@ def test_class_numbers() -> None:
     words = pa.array(["v", "u", "v"])
     assert put(words, labels=True, classes=("u", "v")).tolist() == [1, 0, 1]
     assert put(words.dictionary_encode(), labels=True, classes=("u", "v")).tolist() == [1, 0, 1]
-    with pytest.raises(BadFile, match="column 'c' of t has a new value in row 101"):
+    with pytest.raises(BadFile, match="column 'c' of 't' has a new value in row 101"):
         put(words, labels=True, classes=("v",), row=100)
 
 
 @pytest.mark.parametrize(
     ("column", "said"),
     [
-        (pa.array([1, None]), "column 'c' of t lacks a number in row 11"),
+        (pa.array([1, None]), "column 'c' of 't' lacks a number in row 11"),
         (pa.array([True, None]), "lacks a number in row 11"),
         (pa.array([[1, 2], None]), "lacks a list in row 11"),
         (pa.array([[1, 2], [3, None]]), "lacks a number in row 11"),
