@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
+from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import MIB
 from memfit.data.files import ByteFile, open_file, read_bytes
 from memfit.data.source import Array, PerThread
-from memfit.data.sources.tables import TableSource, describe_type, reason_of
+from memfit.data.sources.tables import Names, TableSource, describe_type, load, reason_of
 
 _MAGIC = b"ARROW1"
 _CONTINUES = 0xFFFFFFFF
@@ -74,14 +74,7 @@ class _Batches:
 
 
 class ArrowSource(TableSource):
-    """Rows of an Arrow or Feather file, read batch by batch.
-
-    Args:
-        path: the file, or its address.
-        columns: names of the features; all but the labels if not given.
-        labels: names of the labels.
-        classes: names of the classes, where they are known.
-    """
+    """Rows of an Arrow or Feather file, read batch by batch."""
 
     kind = "arrow"
 
@@ -89,17 +82,12 @@ class ArrowSource(TableSource):
         self,
         path: str | os.PathLike[str],
         *,
-        columns: Sequence[str] | str | None = None,
-        labels: Sequence[str] | str | None = None,
+        columns: Names = None,
+        labels: Names = None,
         classes: tuple[str, ...] | None = None,
     ) -> None:
         name = os.fspath(path)
-        try:
-            import pyarrow as pa
-        except ImportError as error:
-            raise MissingDependency(
-                f"{name!r} is an Arrow file, for which pyarrow is needed: {how_to_install('pyarrow')}"
-            ) from error
+        pa = load("pyarrow", f"{name!r} is an Arrow file")
         self._file = file = open_file(path)
         self._contents = contents = _contents(file)
         numbers = range(len(contents.places))

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
+from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import KIB, MIB, format_size
 from memfit.data.files import BlockReader, ByteFile, absolute, fingerprint_of, is_remote, open_file, stat_of
 from memfit.data.journal import Journal, write_whole
@@ -33,7 +33,7 @@ from memfit.data.sources.arrow import ArrowSource
 from memfit.data.sources.csv_dialect import MISSING, Dialect, find_dialect
 from memfit.data.sources.joined import Passing
 from memfit.data.sources.spool import DESCRIPTION, announce, make_once
-from memfit.data.sources.tables import MOST_CLASSES, Column, Part, choose_fields, fill, sort_classes
+from memfit.data.sources.tables import MOST_CLASSES, Column, Names, Part, choose_fields, fill, load, sort_classes
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _HEAD_BYTES = 64 * KIB
@@ -79,20 +79,8 @@ class CsvSource(Passing):
         paths: of the Arrow file that was made of it.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        columns: Sequence[str] | str | None = None,
-        labels: Sequence[str] | str | None = None,
-    ) -> None:
-        try:
-            import pyarrow.csv  # noqa: F401
-        except ImportError as error:
-            raise MissingDependency(
-                f"CSV files are read with pyarrow, which can't be imported ({error}). Install it with "
-                f"{how_to_install('pyarrow')}."
-            ) from None
+    def __init__(self, path: str | os.PathLike[str], *, columns: Names = None, labels: Names = None) -> None:
+        load("pyarrow.csv", f"{os.fspath(path)!r} is a CSV file")
         file = open_file(path)
         with _unpacking(file.name):
             dialect = find_dialect(_read_head(file), file.name)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
+from memfit.core.errors import BadFile, BadInput
 from memfit.data.files import LocalFile, absolute, fingerprint_of, is_remote
 from memfit.data.remote_files import as_file
 from memfit.data.source import Array, Layout, PerThread, Source
@@ -33,7 +33,7 @@ from memfit.data.sources.hdf5_contents import (
     find,
     stay_inside,
 )
-from memfit.data.sources.tables import reason_of
+from memfit.data.sources.tables import Names, load, reason_of
 
 _MOST_BLOCKS = 2**19
 # Numbers of HDF5's own filters.
@@ -180,8 +180,8 @@ class Hdf5Source(Source):
         self,
         path: str | os.PathLike[str],
         *,
-        columns: Sequence[str] | str | None = None,
-        labels: Sequence[str] | str | None = None,
+        columns: Names = None,
+        labels: Names = None,
         follow_links: bool = False,
     ) -> None:
         name = self.name = os.fspath(path)
@@ -276,12 +276,7 @@ class Hdf5Source(Source):
 
 def _open(name: str, place: str) -> Any:
     """The file, by h5py."""
-    try:
-        import h5py
-    except ImportError as error:
-        raise MissingDependency(
-            f"{name!r} is an HDF5 file, for which h5py is needed: {how_to_install('h5py')}"
-        ) from error
+    h5py = load("h5py", f"{name!r} is an HDF5 file")
     try:
         file = h5py.File(as_file(place), "r") if is_remote(place) else h5py.File(place, "r", locking="best-effort")
     except (OSError, RuntimeError) as error:

@@ -18,7 +18,7 @@ from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.core.units import MIB, format_size
 from memfit.data.source import Field
 from memfit.data.sources.joined import class_names
-from memfit.data.sources.tables import describe_unknown
+from memfit.data.sources.tables import Names, describe_unknown
 from memfit.data.writing import IS_LABEL
 
 _FEATURE_NAMES = ("x", "image", "images", "data", "feature", "features", "input", "inputs")
@@ -104,9 +104,7 @@ class Dataset:
         return 2 * self.cache_bytes + unpacking + metadata + 8 * self.num_slots + PIECE_BYTES
 
 
-def choose(
-    file: Any, columns: Sequence[str] | str | None, labels: Sequence[str] | str | None, name: str
-) -> tuple[list[str], list[str]]:
+def choose(file: Any, columns: Names, labels: Names, name: str) -> tuple[list[str], list[str]]:
     """Paths of the datasets that are features, and of those that are labels."""
     targets = _paths(labels)
     if columns is not None:
@@ -149,7 +147,7 @@ def choose(
     )
 
 
-def _paths(names: Sequence[str] | str | None) -> list[str]:
+def _paths(names: Names) -> list[str]:
     """Paths in a file, without slashes at their ends, each once."""
     paths = [names] if isinstance(names, str) else list(names or ())
     for path in paths:

@@ -22,12 +22,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from memfit.core.errors import BadFile, MissingDependency, how_to_install
+from memfit.core.errors import BadFile
 from memfit.core.units import MIB
 from memfit.data.files import drop_pages, is_remote, open_file, read_bytes
 from memfit.data.remote_files import shown
 from memfit.data.source import Array, Field, Layout, SampleSource
 from memfit.data.sources.image_index import build_index
+from memfit.data.sources.tables import load
 
 _log = logging.getLogger("memfit")
 
@@ -190,14 +191,7 @@ def _bad(path: str, error: Exception) -> BadFile:
 
 @functools.cache
 def _pillow() -> Any:
-    try:
-        import PIL.Image
-    except ImportError as error:
-        raise MissingDependency(
-            f"images are read with Pillow, which can't be imported ({error}). Install it with "
-            f"{how_to_install('pillow')}."
-        ) from None
-    return PIL.Image
+    return load("PIL.Image", "this is a folder of images")
 
 
 def _read(path: str) -> bytes:

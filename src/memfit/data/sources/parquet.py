@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from memfit.core.errors import BadFile, MissingDependency, how_to_install
+from memfit.core.errors import BadFile
 from memfit.core.units import KIB, MIB
 from memfit.data.files import ByteFile, LocalFile, absolute, is_remote, read_bytes
 from memfit.data.remote_files import as_file
 from memfit.data.source import Array, PerThread
-from memfit.data.sources.tables import Column, TableSource, describe_type, is_list, is_text, reason_of
+from memfit.data.sources.tables import Column, Names, TableSource, describe_type, is_list, load, reason_of
 
 # Decoded bytes of a batch: more is no faster, and less is many calls.
 _BATCH_BYTES = 1 * MIB
@@ -60,23 +60,11 @@ class _Cursor:
 
 
 class ParquetSource(TableSource):
-    """Rows of a Parquet file, read row group by row group.
-
-    Args:
-        path: the file, or its address.
-        columns: names of the features; all but the labels if not given.
-        labels: names of the labels.
-    """
+    """Rows of a Parquet file, read row group by row group."""
 
     kind = "parquet"
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        columns: Sequence[str] | str | None = None,
-        labels: Sequence[str] | str | None = None,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, columns: Names = None, labels: Names = None) -> None:
         name = os.fspath(path)
         self._local = None if is_remote(name) else LocalFile(name)
         file = _open(name, absolute(name), None, 0)
@@ -233,13 +221,7 @@ class ParquetSource(TableSource):
 
 
 def _open(name: str, place: str, metadata: Any, buffer_bytes: int) -> Any:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise MissingDependency(
-            f"{name!r} is a Parquet file, for which pyarrow is needed: {how_to_install('pyarrow')}"
-        ) from error
+    pa, pq = (load(module, f"{name!r} is a Parquet file") for module in ("pyarrow", "pyarrow.parquet"))
     if is_remote(place):
         source: Any = pa.PythonFile(as_file(place), mode="r")
     else:
@@ -329,7 +311,7 @@ def _buffer_bytes(num_columns: int) -> int:
 def _describe(file: Any, field: Any, wanted: set[str] | None) -> Column:
     """A column; lists that are to be used are taken to be as long as those of the first row."""
     first = None
-    if is_list(field.type) and (wanted is None or field.name in wanted) and not is_text(field.type):
+    if is_list(field.type) and (wanted is None or field.name in wanted):
         batches = file.iter_batches(batch_size=1, columns=[field.name], use_threads=False)
         first = next((batch.column(0) for batch in batches), None)
     return describe_type(field.name, field.type, first)

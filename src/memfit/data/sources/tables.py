@@ -12,6 +12,7 @@ of different lengths. A missing fraction becomes NaN, which means the same.
 """
 
 import difflib
+import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
 from memfit.data.files import absolute, fingerprint_of
 from memfit.data.remote_files import shown
 from memfit.data.source import Array, Field, Layout, Source
@@ -31,12 +32,12 @@ _MOST_NAMED = 40
 _CACHED_BYTES = 128 * 1024
 
 
-class UnusableColumns(BadInput):
-    """Columns of a table that can't be features.
+Names = Sequence[str] | str | None
+"""Of columns; None where the user names none."""
 
-    Attributes:
-        usable: names of the other ones that were to be.
-    """
+
+class UnusableColumns(BadInput):
+    """Columns of a table that can't be features; `usable` are the names of the other ones that were to be."""
 
     def __init__(self, message: str, usable: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -48,7 +49,6 @@ class Column:
     """A column of a table, as the file has it.
 
     Attributes:
-        name: of the column.
         dtype: of its numbers; None where they aren't numbers.
         shape: of one value; () for a number, (3,) for lists of three.
         is_text: whether its values are strings.
@@ -64,12 +64,9 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A field, and the columns that it is made of.
+    """A field, and the places in the table of the columns that it is made of.
 
-    Attributes:
-        field: what samples have.
-        columns: places in the table of its columns.
-        has_classes: whether its numbers stand for strings: class numbers in sorted order.
+    With `has_classes` its numbers stand for strings: class numbers in sorted order.
     """
 
     field: Field
@@ -77,9 +74,16 @@ class Part:
     has_classes: bool = False
 
 
-def choose_fields(
-    table: Sequence[Column], *, columns: Sequence[str] | str | None, labels: Sequence[str] | str | None, source: str
-) -> tuple[Part, ...]:
+def load(module: str, subject: str) -> Any:
+    """The library that reads a kind of file; where it is missing, the error says what `subject` is read with."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0].replace("PIL", "pillow")
+        raise MissingDependency(f"{subject}, for which {package} is needed: {how_to_install(package)}") from error
+
+
+def choose_fields(table: Sequence[Column], *, columns: Names, labels: Names, source: str) -> tuple[Part, ...]:
     """Fields that samples of a table have: the matrix of features first, then columns of arrays, then labels."""
     label_names = _names(labels, "labels")
     chosen = [column.name for column in table] if columns is None else _names(columns, "columns")
@@ -95,24 +99,25 @@ def choose_fields(
         raise BadInput(
             f"{source} has more than one column named {_quoted(repeated)}. Choose others with columns=, or rename."
         )
-    features = [known[name][0] for name in chosen if name not in label_names]
-    if not features:
+    places = [known[name][0] for name in chosen if name not in label_names]
+    if not places:
         raise BadInput(f"no column of {source} is left for the features: {_quoted(chosen)} are labels.")
-    _check_features([table[place] for place in features], source)
-    arrays = [place for place in features if table[place].shape]
-    numbers = [place for place in features if not table[place].shape]
+    _check_features([table[place] for place in places], source)
+    numbers = [place for place in places if not table[place].shape]
+    arrays = [(place, table[place]) for place in places if table[place].shape]
     parts = []
     if numbers:
         # A column of arrays keeps its name.
-        name = "numbers" if any(table[place].name == "features" for place in arrays) else "features"
+        name = "numbers" if any(column.name == "features" for _, column in arrays) else "features"
         # float32 where it holds all values of these types.
-        is_single = all(np.can_cast(dtype, np.float32) for dtype in (table[place].dtype for place in numbers) if dtype)
+        is_single = all(np.can_cast(table[place].dtype, np.float32) for place in numbers)
         dtype = np.dtype(np.float32 if is_single else np.float64)
         parts.append(Part(Field(name, dtype, (len(numbers),), is_tabular=True), tuple(numbers)))
-    for place in arrays:
-        column = table[place]
-        assert column.dtype is not None
-        parts.append(Part(Field(column.name, column.dtype, column.shape), (place,)))
+    parts += [
+        Part(Field(column.name, column.dtype, column.shape), (place,))
+        for place, column in arrays
+        if column.dtype is not None
+    ]
     parts += [_label(table[known[name][0]], known[name][0], source) for name in label_names]
     texts = [part.field.name for part in parts if part.has_classes]
     if len(texts) > 1:
@@ -149,17 +154,15 @@ def fill(out: Array, values: Sequence[Array]) -> None:
 
 def describe_unknown(names: Sequence[str], known: Sequence[str], kind: str, source: str) -> str:
     """A message about names that aren't there, with the nearest ones and those that are."""
-    parts = []
+    described = []
     for name in names:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or [
-            other for other in known if other.lower() == name.lower()
-        ]
-        meant = f" (did you mean {' or '.join(repr(other) for other in near)}?)" if near else ""
-        parts.append(f"{name!r}{meant}")
-    return f"{source} has no {kind} {', '.join(parts)}. It has: {_quoted(known)}."
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        near = near or [other for other in known if other.lower() == name.lower()]
+        described.append(f"{name!r} (did you mean {' or '.join(map(repr, near))}?)" if near else repr(name))
+    return f"{source} has no {kind} {', '.join(described)}. It has: {_quoted(known)}."
 
 
-def _names(value: Sequence[str] | str | None, argument: str) -> list[str]:
+def _names(value: Names, argument: str) -> list[str]:
     if value is None:
         return []
     names = [value] if isinstance(value, str) else list(value)
@@ -237,7 +240,7 @@ def describe_type(name: str, kind: Any, first: Any = None) -> Column:
         kind = kind.value_type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if is_text(kind):
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return Column(name, None, tuple(shape), is_text=not shape, stored_as=stored_as)
     return Column(name, _number_dtype(kind), tuple(shape), stored_as=stored_as)
 
@@ -247,16 +250,6 @@ def is_list(kind: Any) -> bool:
     import pyarrow as pa
 
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def is_text(kind: Any) -> bool:
-    """Whether values are strings, be they stored once each (a dictionary)."""
-    import pyarrow as pa
-
-    types = pa.types
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def _number_dtype(kind: Any) -> np.dtype[Any] | None:
@@ -277,24 +270,22 @@ class TableSource(Source):
     Args:
         path: of the file, or its address.
         table: all its columns.
-        columns: names of the features; all but the labels if not given.
-        labels: names of the labels.
+        columns: those that are features; all but the labels if not given.
+        labels: those that are labels.
         batches: of the column at a place in the table, from which the classes are found where labels are text.
         classes: names of the classes, where they are known.
-
-    Attributes:
-        kind: of the file, which its fingerprint depends on.
     """
 
     kind: str
+    """Of the file, which its fingerprint depends on."""
 
     def __init__(
         self,
         path: str,
         table: Sequence[Column],
         *,
-        columns: Sequence[str] | str | None,
-        labels: Sequence[str] | str | None,
+        columns: Names,
+        labels: Names,
         batches: Callable[[int], Iterable[Any]],
         classes: tuple[str, ...] | None = None,
     ) -> None:
