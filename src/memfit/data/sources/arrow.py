@@ -31,18 +31,14 @@ _SPARE_BYTES = 1 * MIB
 
 
 class _Contents(NamedTuple):
-    """Where the messages of a file lie.
-
-    Attributes:
-        preamble: the messages that describe the columns and hold the values of those that are stored as numbers of
-            entries in a dictionary.
-        places: offset and bytes of each batch's message, one row a batch.
-        edges: first rows of the batches and, last, the number of rows.
-    """
+    """Where the messages of a file lie."""
 
     preamble: bytes
+    """The messages that describe the columns and hold the values of those that are stored as numbers of entries."""
     places: Array
+    """Offset and bytes of each batch's message, one row a batch."""
     edges: Array
+    """First rows of the batches and, last, the number of rows."""
 
 
 class _Batches:

@@ -73,10 +73,7 @@ class CsvSource(Passing):
     Delimiter (comma, semicolon, tab, bar), decimal mark and names of the columns are found from the first rows. Where
     the file has no names they are "column 0", "column 1" and so on, and numbers alone name them too. Empty cells and
     the usual words for them ("NA", "null") are NaN. Blank lines are passed over, and so are lines at the beginning that
-    start with "#".
-
-    Attributes:
-        paths: of the Arrow file that was made of it.
+    start with "#". `paths` is that of the Arrow file that was made of it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, columns: Names = None, labels: Names = None) -> None:

@@ -169,11 +169,7 @@ class _Opened(NamedTuple):
 class Hdf5Source(Source):
     """Rows of the datasets of an HDF5 file, read chunk by chunk.
 
-    Args:
-        path: the file, or its address.
-        columns: paths of the datasets that are features; told by their names if not given.
-        labels: paths of those that are labels.
-        follow_links: whether datasets may lie in other files.
+    Columns and labels are paths of datasets, which are told by their names where none are given.
     """
 
     def __init__(

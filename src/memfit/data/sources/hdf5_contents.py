@@ -48,23 +48,17 @@ _FILTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """A dataset that is streamed.
-
-    Attributes:
-        path: in the file.
-        field: what it is to the samples.
-        num_samples: its length.
-        chunks: its chunks' shape; None where it is stored in one piece.
-        is_filtered: whether chunks have to be unpacked.
-        classes: names that its numbers stand for; () where they stand for themselves.
-    """
+    """A dataset that is streamed, by its path in the file."""
 
     path: str
     field: Field
     num_samples: int
     chunks: tuple[int, ...] | None
+    """Its chunks' shape; None where it is stored in one piece."""
     is_filtered: bool
+    """Whether chunks have to be unpacked."""
     classes: tuple[str, ...] = ()
+    """Names that its numbers stand for; () where they stand for themselves."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -272,14 +266,8 @@ def stay_inside(file: Any, path: str, said: str, root: str = "", seen: set[tuple
     An HDF5 file can refer to others: by a link to an object of another file, by the sources of a virtual dataset, and
     by a dataset whose bytes are in plain files. The library opens them without a word, whatever they are, so that a
     file from somewhere else could make a training read any file of this machine. Parts of a virtual dataset, and plain
-    files, that lie in the folder of the file or below it belong to the data; all else needs the user's word.
-
-    Args:
-        file: an open file: the one that is streamed or, where a part of it is looked at, another.
-        path: of the dataset in it.
-        said: what to call the dataset that is streamed.
-        root: the folder of the file that is streamed; "" for that of `file`.
-        seen: files and paths in them that were looked at before.
+    files, that lie in the folder of the file or below it belong to the data; all else needs the user's word. `root` is
+    that folder, where `file` is only a part; `said` is what to call the dataset.
     """
     import h5py
 

@@ -63,27 +63,23 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
 
 
 class ImageIndex:
-    """The images of a folder.
-
-    Attributes:
-        numbers: of the classes of the images.
-        sizes: of the files in bytes.
-        classes: names of the class folders, sorted; () where the images have none.
-        digest: changes with names, sizes and times of change.
-        notes: what a user should know of how the folder was understood.
-        left_out: links to folders that were not followed, in a sentence, or "".
-    """
+    """The images of a folder."""
 
     def __init__(self, root: str) -> None:
         self.root = root
         # Paths of all images below the root, one after the other, and where each ends.
         self._names = bytearray()
         self._ends = array("q", [0])
+        # Of the images: the numbers of their classes, and the bytes of their files.
         self.numbers = array("i")
         self.sizes = array("q")
+        # Names of the class folders, sorted; () where the images have none.
         self.classes: tuple[str, ...] = ()
-        self.digest = self.left_out = ""
+        # Changes with names, sizes and times of change.
+        self.digest = ""
+        # What a user should know of how the folder was understood: also, in a sentence, links that were not followed.
         self.notes: tuple[str, ...] = ()
+        self.left_out = ""
 
     @property
     def num_images(self) -> int:

@@ -49,13 +49,8 @@ class _Unreadable(Exception):
 class ImageSource(SampleSource):
     """The images in a folder, each read by itself: PNG, JPEG, BMP, GIF, WebP and TIFF.
 
-    Args:
-        path: the folder, or its address.
-        on_error: whether an image that can't be read raises an error ("fail") or is left out ("skip").
-        follow_links: whether links that lead out of the folder are followed.
-
-    Attributes:
-        notes: what a user should know of how the folder was understood.
+    An image that can't be read raises an error (`on_error="fail"`) or is left out ("skip"); `notes` are what a user
+    should know of how the folder was understood.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, on_error: str = "fail", follow_links: bool = False) -> None:

@@ -46,15 +46,17 @@ class Concatenated(_Joined):
     """Samples of several sources, one after the other.
 
     Label numbers that stand for classes are brought to one list: the sorted names of all parts.
-
-    Args:
-        sources: at least two; their fields agree.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = tuple(sources)
         for other in sources[1:]:
-            _check_alike(sources[0], other)
+            difference = _difference(sources[0], other)
+            if difference:
+                raise BadInput(
+                    f"{sources[0].name} and {other.name} can't be read one after the other: {difference}. Files of one "
+                    "data set have the same fields; leave out the one that doesn't belong to it, or convert it."
+                )
         self.name = f"{sources[0].name} ... {sources[-1].name} ({len(sources)} files)"
         self.fields = tuple(
             replace(
@@ -161,10 +163,7 @@ class ConcatenatedSamples(Concatenated, SampleSource):
 class Paired(_Joined):
     """Samples of two sources side by side: the n-th of one belongs to the n-th of the other.
 
-    Args:
-        features: the first half.
-        labels: the second half.
-        are_labels: whether the second half are labels; else both are features.
+    The second half are labels, or else, without `are_labels`, further features.
     """
 
     def __init__(self, features: Source, labels: Source, *, are_labels: bool = True) -> None:
@@ -201,12 +200,7 @@ class Paired(_Joined):
 
 
 class Passing(_Joined):
-    """A source that passes everything on to another, and is changed by who makes it.
-
-    Args:
-        source: the other one.
-        fields: what is given out.
-    """
+    """A source that passes everything on to another, gives out other fields, and is changed by who makes it."""
 
     def __init__(self, source: Source, fields: tuple[Field, ...]) -> None:
         self._sources = (source,)
@@ -302,31 +296,21 @@ def concatenate(sources: Sequence[Source]) -> Source:
     return ConcatenatedSamples(sources) if any(by_sample) else Concatenated(sources)
 
 
-def _check_alike(first: Source, other: Source) -> None:
-    difference = _difference(first.fields, other.fields)
-    if difference:
-        raise BadInput(
-            f"{first.name} and {other.name} can't be read one after the other: {difference}. Files of one data set "
-            "have the same fields; leave out the one that doesn't belong to it, or convert it."
-        )
-    if bool(first.classes) != bool(other.classes):
-        raise BadInput(f"one of {first.name} and {other.name} has names as labels and the other has numbers.")
-
-
-def _difference(first: Sequence[Field], second: Sequence[Field]) -> str:
-    names = [[field.name for field in fields] for fields in (first, second)]
+def _difference(first: Source, second: Source) -> str:
+    """Why two sources can't be one, in a part of a sentence; "" where they can."""
+    names = [[field.name for field in source.fields] for source in (first, second)]
     if names[0] != names[1]:
         return f"the fields of one are {', '.join(names[0])} and those of the other {', '.join(names[1])}"
-    for one, other in zip(first, second, strict=True):
+    for here, there in zip(first.fields, second.fields, strict=True):
         # A column of a table may have only whole numbers in one file and fractions in the next.
-        are_of_tables = all(field.is_tabular and field.dtype.kind in "biuf" for field in (one, other))
-        if one.dtype != other.dtype and not are_of_tables:
-            return f"{one.name} is {one.dtype} in one and {other.dtype} in the other"
-        if one.shape != other.shape and not (one.is_ragged or other.is_ragged):
-            return f"a sample of {one.name} has the shape {one.shape} in one and {other.shape} in the other"
-        if one.is_label != other.is_label:
-            return f"{one.name} is a label in only one of them"
-    return ""
+        are_of_tables = all(field.is_tabular and field.dtype.kind in "biuf" for field in (here, there))
+        if here.dtype != there.dtype and not are_of_tables:
+            return f"{here.name} is {here.dtype} in one and {there.dtype} in the other"
+        if here.shape != there.shape and not (here.is_ragged or there.is_ragged):
+            return f"a sample of {here.name} has the shape {here.shape} in one and {there.shape} in the other"
+        if here.is_label != there.is_label:
+            return f"{here.name} is a label in only one of them"
+    return "one has names as labels and the other has numbers" if bool(first.classes) != bool(second.classes) else ""
 
 
 def _common_classes(sources: Sequence[Source]) -> tuple[tuple[str, ...], list[Array | None]]:

@@ -81,12 +81,7 @@ def make_once(
 
 
 class SpooledSource(NpyArrays):
-    """Unpacked files under the name and with the fields and classes of what they were made of.
-
-    Args:
-        source: that was unpacked.
-        paths: of its fields.
-    """
+    """Unpacked files under the name and with the fields and classes of what they were made of."""
 
     def __init__(self, source: Source, paths: Sequence[Path]) -> None:
         arrays = [NpyArray(LocalFile(path), repr(str(path))) for path in paths]

@@ -82,8 +82,8 @@ def test_an_array_of_its_dtype_is_filled_without_scratch(tmp_path, monkeypatch):
     source = NpySource(saved(tmp_path, numbers((10, 4))))
     out = np.empty((10, 4), np.float32)
     targets = []
-    original = source._file.read_into
-    monkeypatch.setattr(source._file, "read_into", lambda at, to: (targets.append(to), original(at, to)))
+    original = source._arrays[0].file.read_into
+    monkeypatch.setattr(source._arrays[0].file, "read_into", lambda at, to: (targets.append(to), original(at, to)))
 
     source.read(0, 10, [out])
 
@@ -109,7 +109,7 @@ def test_c_order_has_no_natural_blocks(tmp_path):
 def test_hints_are_for_the_bytes_of_the_samples(tmp_path, monkeypatch):
     source = NpySource(saved(tmp_path, numbers((100, 4))))
     said = []
-    monkeypatch.setattr(source._file, "drop", lambda *span: said.append(span))
+    monkeypatch.setattr(source._arrays[0].file, "drop", lambda *span: said.append(span))
 
     source.drop(10, 20)
 
