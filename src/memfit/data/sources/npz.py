@@ -180,7 +180,7 @@ class _Unpacked:
         packed: Any = BlockReader(self._file)
         # An archive of its own for each thread: archives lock, and a lock may be held in a process that forks.
         archive = zipfile.ZipFile(packed)
-        stream = archive.open(self._info)
+        stream: Any = archive.open(self._info)
         # What is passed over is unpacked in pieces of so many bytes, 16 MiB if it weren't for this.
         stream.MAX_SEEK_READ = _SKIP_BYTES
         return stream

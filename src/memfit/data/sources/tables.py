@@ -110,7 +110,8 @@ def choose_fields(table: Sequence[Column], *, columns: Names, labels: Names, sou
         # A column of arrays keeps its name.
         name = "numbers" if any(column.name == "features" for _, column in arrays) else "features"
         # float32 where it holds all values of these types.
-        is_single = all(np.can_cast(table[place].dtype, np.float32) for place in numbers)
+        dtypes = [table[place].dtype for place in numbers]
+        is_single = all(dtype is None or np.can_cast(dtype, np.float32) for dtype in dtypes)
         dtype = np.dtype(np.float32 if is_single else np.float64)
         parts.append(Part(Field(name, dtype, (len(numbers),), is_tabular=True), tuple(numbers)))
     parts += [

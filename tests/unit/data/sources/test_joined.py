@@ -141,7 +141,7 @@ def test_classes_are_brought_to_one_list():
     same = Concatenated([labelled("a", [0, 1], ("cat", "dog")), labelled("b", [1, 0], ("cat", "dog"))])
     assert same.classes == ("cat", "dog")
     assert read(same, 0, 4)[1].tolist() == [0, 1, 1, 0]
-    with pytest.raises(BadInput, match="a and b can.t .*: one has names as labels and the other has numbers"):
+    with pytest.raises(BadInput, match=r"a and b can.t .*: one has names as labels and the other has numbers"):
         Concatenated([labelled("a", [0], ("cat",)), labelled("b", [0], ())])
 
 
