@@ -79,7 +79,7 @@ class ArrowSource(TableSource):
         path: str | os.PathLike[str],
         *,
         columns: Names = None,
-        labels: Names = None,
+        labels: str | None = None,
         classes: tuple[str, ...] | None = None,
     ) -> None:
         name = os.fspath(path)

@@ -76,7 +76,7 @@ class CsvSource(Passing):
     start with "#". `paths` is that of the Arrow file that was made of it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, columns: Names = None, labels: Names = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, columns: Names = None, labels: str | None = None) -> None:
         load("pyarrow.csv", f"{os.fspath(path)!r} is a CSV file")
         file = open_file(path)
         with _unpacking(file.name):
@@ -85,7 +85,9 @@ class CsvSource(Passing):
             Column(name, _DTYPES.get(kind), is_text=kind == "text", stored_as=kind or "empty")
             for name, kind in zip(dialect.names, dialect.kinds, strict=True)
         ]
-        columns, labels = _by_number(columns, dialect), _by_number(labels, dialect)
+        if not dialect.has_header:
+            columns = None if columns is None else list(map(_by_number, columns))
+            labels = None if labels is None else _by_number(labels)
         parts = choose_fields(table, columns=columns, labels=labels, source=file.name)
         place = absolute(os.fspath(path))
         chosen = [(part.field.name, [dialect.names[column] for column in part.columns]) for part in parts]
@@ -121,20 +123,17 @@ class CsvSource(Passing):
 
 def _open_converted(folder: Path, parts: Sequence[Part]) -> ArrowSource | None:
     """What was made before; None where it isn't there or isn't whole."""
-    labels = [str(number) for number, part in enumerate(parts) if part.field.is_label]
+    labels = next((str(number) for number, part in enumerate(parts) if part.field.is_label), None)
     try:
         classes = tuple(json.loads((folder / DESCRIPTION).read_bytes())["classes"])
-        return ArrowSource(folder / _ROWS, columns="0", labels=labels, classes=classes)
+        return ArrowSource(folder / _ROWS, columns=["0"], labels=labels, classes=classes)
     except (OSError, ValueError, KeyError, TypeError, BadFile):
         return None
 
 
-def _by_number(names: Any, dialect: Dialect) -> Any:
-    """Names, with numbers alone replaced by those of columns that have no other name."""
-    if names is None or dialect.has_header:
-        return names
-    names = [names] if isinstance(names, str) else names
-    return [f"column {name}" if isinstance(name, str) and name.isdecimal() else name for name in names]
+def _by_number(name: str) -> str:
+    """The name of a column; a number stands for the column without another one at that place."""
+    return f"column {name}" if isinstance(name, str) and name.isdecimal() else name
 
 
 @contextlib.contextmanager

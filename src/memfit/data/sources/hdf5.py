@@ -169,7 +169,7 @@ class _Opened(NamedTuple):
 class Hdf5Source(Source):
     """Rows of the datasets of an HDF5 file, read chunk by chunk.
 
-    Columns and labels are paths of datasets, which are told by their names where none are given.
+    Columns and labels are paths of datasets; they are told by their names where none are given.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Hdf5Source(Source):
         path: str | os.PathLike[str],
         *,
         columns: Names = None,
-        labels: Names = None,
+        labels: str | None = None,
         follow_links: bool = False,
     ) -> None:
         name = self.name = os.fspath(path)

@@ -98,11 +98,15 @@ class Dataset:
         return 2 * self.cache_bytes + unpacking + metadata + 8 * self.num_slots + PIECE_BYTES
 
 
-def choose(file: Any, columns: Names, labels: Names, name: str) -> tuple[list[str], list[str]]:
+def choose(file: Any, columns: Names, labels: str | None, name: str) -> tuple[list[str], list[str]]:
     """Paths of the datasets that are features, and of those that are labels."""
-    targets = _paths(labels)
+    targets = [] if labels is None else [labels.strip("/")]
     if columns is not None:
-        features = [path for path in _paths(columns) if path not in targets]
+        for path in columns:
+            if not isinstance(path, str):
+                raise BadInput(f"datasets are named by their paths in the file, and {path!r} is not a string.")
+        paths = dict.fromkeys(path.strip("/") for path in columns)
+        features = [path for path in paths if path not in targets]
         if not features:
             raise BadInput(f"no dataset of {name!r} is left for the features: columns= names only labels, or nothing.")
         return features, targets
@@ -139,15 +143,6 @@ def choose(file: Any, columns: Names, labels: Names, name: str) -> tuple[list[st
         f"which datasets of {name!r} to stream is ambiguous. Name them: columns= for features, labels= for "
         f"labels. It has:\n{_listing(present)}"
     )
-
-
-def _paths(names: Names) -> list[str]:
-    """Paths in a file, without slashes at their ends, each once."""
-    paths = [names] if isinstance(names, str) else list(names or ())
-    for path in paths:
-        if not isinstance(path, str):
-            raise BadInput(f"datasets are named by their paths in the file, and {path!r} is not a string.")
-    return list(dict.fromkeys(path.strip("/") for path in paths))
 
 
 def _datasets_in(file: Any) -> dict[str, str]:

@@ -64,17 +64,11 @@ class ParquetSource(TableSource):
 
     kind = "parquet"
 
-    def __init__(self, path: str | os.PathLike[str], *, columns: Names = None, labels: Names = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, columns: Names = None, labels: str | None = None) -> None:
         name = os.fspath(path)
         self._local = None if is_remote(name) else LocalFile(name)
         file = _open(name, absolute(name), None, 0)
-        wanted = (
-            None
-            if columns is None
-            else {
-                wanted for names in (columns, labels or ()) for wanted in ([names] if isinstance(names, str) else names)
-            }
-        )
+        wanted = None if columns is None else {*columns, labels}
         try:
             table = [_describe(file, field, wanted) for field in file.schema_arrow]
             super().__init__(
@@ -308,7 +302,7 @@ def _buffer_bytes(num_columns: int) -> int:
     return min(max(_BUFFERS_BYTES // max(1, num_columns), _LEAST_BUFFER_BYTES), _MOST_BUFFER_BYTES)
 
 
-def _describe(file: Any, field: Any, wanted: set[str] | None) -> Column:
+def _describe(file: Any, field: Any, wanted: set[str | None] | None) -> Column:
     """A column; lists that are to be used are taken to be as long as those of the first row."""
     first = None
     if is_list(field.type) and (wanted is None or field.name in wanted):

@@ -32,7 +32,7 @@ _MOST_NAMED = 40
 _CACHED_BYTES = 128 * 1024
 
 
-Names = Sequence[str] | str | None
+Names = Sequence[str] | None
 """Of columns; None where the user names none."""
 
 
@@ -83,14 +83,13 @@ def load(module: str, subject: str) -> Any:
         raise MissingDependency(f"{subject}, for which {package} is needed: {how_to_install(package)}") from error
 
 
-def choose_fields(table: Sequence[Column], *, columns: Names, labels: Names, source: str) -> tuple[Part, ...]:
+def choose_fields(table: Sequence[Column], *, columns: Names, labels: str | None, source: str) -> tuple[Part, ...]:
     """Fields that samples of a table have: the matrix of features first, then columns of arrays, then labels."""
-    label_names = _names(labels, "labels")
-    chosen = [column.name for column in table] if columns is None else _names(columns, "columns")
+    chosen = [column.name for column in table] if columns is None else _checked(columns)
     known: dict[str, list[int]] = {}
     for place, column in enumerate(table):
         known.setdefault(column.name, []).append(place)
-    names = list(dict.fromkeys([*chosen, *label_names]))
+    names = list(dict.fromkeys([*chosen, *([] if labels is None else [labels])]))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise BadInput(describe_unknown(unknown, list(known), "column", source))
@@ -99,7 +98,7 @@ def choose_fields(table: Sequence[Column], *, columns: Names, labels: Names, sou
         raise BadInput(
             f"{source} has more than one column named {_quoted(repeated)}. Choose others with columns=, or rename."
         )
-    places = [known[name][0] for name in chosen if name not in label_names]
+    places = [known[name][0] for name in chosen if name != labels]
     if not places:
         raise BadInput(f"no column of {source} is left for the features: {_quoted(chosen)} are labels.")
     _check_features([table[place] for place in places], source)
@@ -119,13 +118,9 @@ def choose_fields(table: Sequence[Column], *, columns: Names, labels: Names, sou
         for place, column in arrays
         if column.dtype is not None
     ]
-    parts += [_label(table[known[name][0]], known[name][0], source) for name in label_names]
-    texts = [part.field.name for part in parts if part.has_classes]
-    if len(texts) > 1:
-        raise BadInput(
-            f"{_quoted(texts)} of {source} are all text, and only one column of labels can be. "
-            "Store the others as numbers."
-        )
+    if labels is not None:
+        (place,) = known[labels]
+        parts.append(_label(table[place], place, source))
     return tuple(parts)
 
 
@@ -163,19 +158,16 @@ def describe_unknown(names: Sequence[str], known: Sequence[str], kind: str, sour
     return f"{source} has no {kind} {', '.join(described)}. It has: {_quoted(known)}."
 
 
-def _names(value: Names, argument: str) -> list[str]:
-    if value is None:
-        return []
-    names = [value] if isinstance(value, str) else list(value)
-    for name in names:
+def _checked(columns: Sequence[str]) -> list[str]:
+    for name in columns:
         if not isinstance(name, str):
-            raise BadInput(f"{argument} must be names of columns, and {name!r} is not a string.")
-    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
+            raise BadInput(f"columns must be names of columns, and {name!r} is not a string.")
+    repeated = sorted(name for name, count in Counter(columns).items() if count > 1)
     if repeated:
-        raise BadInput(f"{argument} names {_quoted(repeated)} more than once. Name each column once.")
-    if not names and argument == "columns":
+        raise BadInput(f"columns names {_quoted(repeated)} more than once. Name each column once.")
+    if not columns:
         raise BadInput("columns names no column. Leave it out to use all of them.")
-    return names
+    return list(columns)
 
 
 def _check_features(features: Sequence[Column], source: str) -> None:
@@ -272,7 +264,7 @@ class TableSource(Source):
         path: of the file, or its address.
         table: all its columns.
         columns: those that are features; all but the labels if not given.
-        labels: those that are labels.
+        labels: the one with the labels.
         batches: of the column at a place in the table, from which the classes are found where labels are text.
         classes: names of the classes, where they are known.
     """
@@ -286,7 +278,7 @@ class TableSource(Source):
         table: Sequence[Column],
         *,
         columns: Names,
-        labels: Names,
+        labels: str | None,
         batches: Callable[[int], Iterable[Any]],
         classes: tuple[str, ...] | None = None,
     ) -> None:

@@ -261,7 +261,7 @@ def test_names_of_classes(tmp_path: Path) -> None:
     assert [(field.name, field.is_label) for field in source.fields] == [("anything", False), ("kind", True)]
     assert source.classes == ("cat", "dog")
     assert pickle.loads(pickle.dumps(source)).classes == ("cat", "dog")
-    assert Hdf5Source(path, columns="anything").classes == ()
+    assert Hdf5Source(path, columns=["anything"]).classes == ()
 
 
 def test_lengths_must_agree(tmp_path: Path) -> None:

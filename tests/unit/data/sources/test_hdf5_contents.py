@@ -33,10 +33,10 @@ def made(path: Path, *names: str) -> Any:
         (["Feature", "Target"], None, None, (["Feature"], ["Target"])),
         (["anything"], None, None, (["anything"], [])),
         (["a", "b", "c"], ["/b/", "a"], "/c", (["b", "a"], ["c"])),
-        (["a", "b"], ["a", "b"], ["b"], (["a"], ["b"])),
+        (["a", "b"], ["a", "b"], "b", (["a"], ["b"])),
         (["a", "b"], None, "b", (["a"], ["b"])),
         (["data", "b", "c"], None, "c", (["data"], ["c"])),
-        (["a", "b"], "a", None, (["a"], [])),
+        (["a", "b"], ["a"], None, (["a"], [])),
     ],
 )
 def test_choice(tmp_path: Path, names: Any, columns: Any, labels: Any, expected: Any) -> None:
@@ -73,7 +73,7 @@ def test_no_choice(tmp_path: Path, names: Any, columns: Any, labels: Any, said: 
         (None, None, (["other", "x"], ["kind"])),
         (None, "kind", (["other", "x"], ["kind"])),
         (None, "other", (["x"], ["other"])),
-        ("x", None, (["x"], [])),
+        (["x"], None, (["x"], [])),
     ],
 )
 def test_marks_say_what_is_a_label(tmp_path: Path, columns: Any, labels: Any, expected: Any) -> None:
@@ -259,7 +259,7 @@ def test_a_part_that_refers_to_others_is_refused_too(place):
         virtual(file, "middle.h5")
 
     with pytest.raises(BadFile, match=r"is a link into another file, '\.\./away/secret\.h5'"):
-        Hdf5Source(place / "main.h5", columns="x")
+        Hdf5Source(place / "main.h5", columns=["x"])
 
 
 def test_parts_of_one_name_in_two_folders_are_both_looked_at(place):
@@ -276,7 +276,7 @@ def test_parts_of_one_name_in_two_folders_are_both_looked_at(place):
         file.create_virtual_dataset("x", layout)
 
     with pytest.raises(BadFile, match=r"is a link into another file, '\.\./\.\./away/secret\.h5'"):
-        Hdf5Source(place / "main.h5", columns="x")
+        Hdf5Source(place / "main.h5", columns=["x"])
 
 
 @pytest.mark.parametrize("way", ["part", "inside", "soft link"])
@@ -297,4 +297,4 @@ def test_soft_links_in_a_circle_lead_nowhere(place):
         file["x"], file["y"] = h5py.SoftLink("/y"), h5py.SoftLink("/x")
 
     with pytest.raises(memfit.BadInput):
-        Hdf5Source(place / "main.h5", columns="x")
+        Hdf5Source(place / "main.h5", columns=["x"])

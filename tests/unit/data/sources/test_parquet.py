@@ -93,7 +93,7 @@ def test_a_row_group_read_in_parts_is_decoded_once(tmp_path: Path, monkeypatch: 
 
 def test_columns_that_are_not_chosen_are_not_looked_at(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", table().append_column("when", pa.array([None] * NUM_SAMPLES, pa.date32())))
-    source = ParquetSource(path, columns=["b"], labels=["a"])
+    source = ParquetSource(path, columns=["b"], labels="a")
     features, a = read(source, 90, 210)
     assert features.dtype == np.float32
     np.testing.assert_array_equal(features[:, 0], B[90:210])

@@ -66,14 +66,13 @@ def test_type_of_the_matrix_holds_every_value(dtypes: list[str], expected: str) 
 
 
 def test_labels_leave_the_features() -> None:
-    parts = choose_fields(TABLE[:2], columns=["age", "height"], labels=["age"], source="t")
+    parts = choose_fields(TABLE[:2], columns=["age", "height"], labels="age", source="t")
     assert [(part.field.name, part.columns, part.field.dtype.name) for part in parts] == [
         ("features", (1,), "float32"),
         ("age", (0,), "int16"),
     ]
     parts = choose_fields([TABLE[0], TABLE[5]], columns=None, labels="is_wild", source="t")
     assert parts[1].field.dtype == np.int64
-    assert len(choose_fields(TABLE[:3], columns=["photo"], labels=["age", "height"], source="t")) == 3
 
 
 def test_array_called_features_keeps_its_name() -> None:
@@ -105,12 +104,6 @@ def test_names_and_columns_that_cannot_be_used(columns: list[str] | None, labels
 def test_two_columns_of_one_name() -> None:
     with pytest.raises(BadInput, match="more than one column named 'a'"):
         choose_fields([column("a"), column("a")], columns=None, labels=None, source="t")
-
-
-def test_two_text_labels() -> None:
-    table = [column("a"), column("b", None, is_text=True), column("c", None, is_text=True)]
-    with pytest.raises(BadInput, match="'b', 'c' of t are all text, and only one"):
-        choose_fields(table, columns=["a"], labels=["b", "c"], source="t")
 
 
 def test_many_names_are_not_all_listed() -> None:
@@ -154,8 +147,8 @@ def described(column: Any) -> Any:
 def put(column: Any, *, labels: bool = False, classes: tuple[str, ...] = (), row: int = 0) -> Any:
     batch = pa.record_batch({"c": column, "other": pa.array(np.zeros(len(column)))})
     table = [described(column), describe_type("other", pa.float64())]
-    columns, label_names = (["other"], ["c"]) if labels else (["c"], None)
-    source = TableSource("t", table, columns=columns, labels=label_names, batches=lambda place: (), classes=classes)
+    columns, label = (["other"], "c") if labels else (["c"], None)
+    source = TableSource("t", table, columns=columns, labels=label, batches=lambda place: (), classes=classes)
     out = [np.empty((len(column), *field.shape), field.dtype) for field in source.fields]
     source._put(batch, row, out)
     return out[-1]
