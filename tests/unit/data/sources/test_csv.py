@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memfit.core import heap
 from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.data.sources import csv as csv_source
 from memfit.data.sources.csv import CsvSource
@@ -27,6 +28,9 @@ def small_steps(monkeypatch, tmp_path):
     monkeypatch.setattr(csv_source, "_COLUMN_BYTES", 1)
     monkeypatch.setattr(csv_source, "_BATCH_BYTES", 200)
     monkeypatch.setattr(csv_source, "_HEAD_BYTES", 100)
+    # What most of the time of such small conversions goes to.
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(heap, "release", lambda: None)
     monkeypatch.setenv("MEMFIT_SPOOL", str(tmp_path / "spool"))
 
 
