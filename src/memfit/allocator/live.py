@@ -275,35 +275,31 @@ class LiveAllocator:
     def reset_peaks(self) -> None:
         """Peaks begin at what there is now (`torch.cuda.reset_peak_memory_stats`)."""
         with self._lock:
-            for level in self._levels():
+            for level in self._levels().values():
                 level.peak = level.current
 
     def reset_counts(self) -> None:
         """Sums and numbers of events begin at 0 (`torch.cuda.reset_accumulated_memory_stats`)."""
         with self._lock:
-            for level in self._levels():
+            # Those of `active` are those of `allocation`; resetting them twice would lose a sum.
+            for level in set(self._levels().values()):
                 level.reset_total()
             source = self._allocator.source
             self._num_taken_before, self._num_returned_before = source.num_taken, source.num_returned
             self.num_retries = self.num_failures = self._num_syncs = 0
 
-    def _levels(self) -> list[Level]:
-        # Those of `active` are those of `allocation`; resetting them twice would lose a sum.
-        pools = (self._all, self._small, self._large)
-        levels = {id(level): level for pool in pools for level in pool.levels().values()}
-        return [*levels.values(), self._oversize, self._oversize_segments]
+    def _levels(self) -> dict[str, Level]:
+        groups = {"all": self._all, "small_pool": self._small, "large_pool": self._large}
+        levels = {f"{name}.{pool}": level for pool, group in groups.items() for name, level in group.levels().items()}
+        return levels | {"oversize_allocations": self._oversize, "oversize_segments": self._oversize_segments}
 
     def stats(self) -> dict[str, int]:
         """All that `torch.cuda.memory_stats()` shows, under its names."""
         with self._lock:
             source = self._allocator.source
             max_split_bytes = self._allocator.max_split_bytes
-            groups = {"all": self._all, "small_pool": self._small, "large_pool": self._large}
-            levels = {
-                f"{name}.{pool}": level for pool, group in groups.items() for name, level in group.levels().items()
-            }
-            levels |= {"oversize_allocations": self._oversize, "oversize_segments": self._oversize_segments}
-            values = {f"{name}.{key}": value for name, level in levels.items() for key, value in level.items()}
+            named = self._levels().items()
+            values = {f"{name}.{key}": value for name, level in named for key, value in level.items()}
             return values | {
                 "num_alloc_retries": self.num_retries,
                 "num_ooms": self.num_failures,
