@@ -185,25 +185,25 @@ def find(file: Any, path: str, name: str) -> Any:
 
 def describe(dataset: Any, path: str, is_label: bool, name: str) -> Dataset:
     """What has to be known of a dataset to stream it."""
-    said = f"dataset {path!r} of {name!r}"
+    subject = f"dataset {path!r} of {name!r}"
     if not dataset.shape:
         what = "is empty" if dataset.shape is None else "is a single value"
-        raise BadInput(f"{said} {what}, and samples lie along the first axis of an array.")
-    _check_kind(dataset.dtype, said)
-    num_filters = _check_filters(dataset, said)
+        raise BadInput(f"{subject} {what}, and samples lie along the first axis of an array.")
+    _check_kind(dataset.dtype, subject)
+    num_filters = _check_filters(dataset, subject)
     if dataset.is_virtual:
         # HDF5 gives zeros for parts whose files are missing, without a word.
         bases = (os.path.dirname(os.path.abspath(dataset.file.filename)), os.getcwd())
         for part in dataset.virtual_sources():
             is_plain = part.file_name != "." and "%" not in part.file_name
             if is_plain and not any(os.path.exists(os.path.join(base, part.file_name)) for base in bases):
-                raise BadFile(f"{said} is made of other files, of which {part.file_name!r} is missing. Put it back.")
+                raise BadFile(f"{subject} is made of other files, of which {part.file_name!r} is missing. Put it back.")
     elif not dataset.external:
         # And for what was never written, of which a file of a kilobyte can promise a petabyte.
         size, stored = math.prod(map(int, dataset.shape)) * dataset.dtype.itemsize, dataset.id.get_storage_size()
         if size > max(_VAST_BYTES, stored * _MOST_UNPACKED):
             raise BadFile(
-                f"{said} is of the shape {dataset.shape}, {format_size(size)}, of which {format_size(stored)} are "
+                f"{subject} is of the shape {dataset.shape}, {format_size(size)}, of which {format_size(stored)} are "
                 "stored: the rest was never written, or the file is damaged. Write it to its end, or make it smaller "
                 "with resize()."
             )
@@ -216,7 +216,7 @@ def describe(dataset: Any, path: str, is_label: bool, name: str) -> Dataset:
     return Dataset(path, field, int(dataset.shape[0]), chunks, num_filters > 0, classes)
 
 
-def _check_kind(dtype: np.dtype[Any], said: str) -> None:
+def _check_kind(dtype: np.dtype[Any], subject: str) -> None:
     if dtype.kind in "biuf":
         return
     import h5py
@@ -232,10 +232,10 @@ def _check_kind(dtype: np.dtype[Any], said: str) -> None:
         )
     else:
         what = f"holds {dtype}, which are not real numbers"
-    raise BadInput(f"{said} {what}.")
+    raise BadInput(f"{subject} {what}.")
 
 
-def _check_filters(dataset: Any, said: str) -> int:
+def _check_filters(dataset: Any, subject: str) -> int:
     """The number of filters that chunks go through, all of which are there."""
     from h5py.h5z import filter_avail
 
@@ -249,45 +249,45 @@ def _check_filters(dataset: Any, said: str) -> int:
         if not filter_avail(code):
             called = _FILTERS.get(code) or text.decode(errors="replace").split(";")[0] or "a filter"
             raise MissingDependency(
-                f"{said} is compressed with {called} (filter {code}), which h5py can't unpack by itself: "
+                f"{subject} is compressed with {called} (filter {code}), which h5py can't unpack by itself: "
                 "pip install hdf5plugin"
             )
     return len(filters)
 
 
-def stay_inside(file: Any, path: str, said: str, root: str = "", seen: set[tuple[str, str]] | None = None) -> None:
+def stay_inside(file: Any, path: str, subject: str, root: str = "", seen: set[tuple[str, str]] | None = None) -> None:
     """Refuses the dataset at a path where it lies outside of the file or of its folder.
 
     An HDF5 file can refer to others: by a link to an object of another file, by the sources of a virtual dataset, and
     by a dataset whose bytes are in plain files. The library opens them without a word, whatever they are, so that a
     file from somewhere else could make a training read any file of this machine. Parts of a virtual dataset, and plain
     files, that lie in the folder of the file or below it belong to the data; all else needs the user's word. `root` is
-    that folder, where `file` is only a part; `said` is what to call the dataset.
+    that folder, where `file` is only a part; `subject` is what to call the dataset.
     """
     import h5py
 
     seen = set() if seen is None else seen
     place, folder = os.path.realpath(file.filename), os.path.dirname(os.path.abspath(file.filename))
-    item = _resolve(file, path, said)
+    item = _resolve(file, path, subject)
     # Whoever looks for a dataset that isn't there says so.
     if (place, path) in seen or not isinstance(item, h5py.Dataset):
         return
     seen.add((place, path))
     root = root or os.path.realpath(folder)
     for part, *_ in item.external or ():
-        _refuse_outside(part, folder, root, said, "keeps its values in another file")
+        _refuse_outside(part, folder, root, subject, "keeps its values in another file")
     for source in item.virtual_sources() if item.is_virtual else ():
         if source.file_name == ".":
-            stay_inside(file, source.dset_name, said, root, seen)
+            stay_inside(file, source.dset_name, subject, root, seen)
             continue
-        place = _refuse_outside(source.file_name, folder, root, said, "is made of other files")
+        place = _refuse_outside(source.file_name, folder, root, subject, "is made of other files")
         # A name with a "%" in it stands for many, which lie in the same folder; what is missing is told elsewhere.
         if os.path.isfile(place):
             with h5py.File(place, "r") as other:
-                stay_inside(other, source.dset_name, said, root, seen)
+                stay_inside(other, source.dset_name, subject, root, seen)
 
 
-def _resolve(file: Any, path: str, said: str) -> Any:
+def _resolve(file: Any, path: str, subject: str) -> Any:
     """What is at a path, found without leaving the file; None where nothing is."""
     import h5py
 
@@ -301,7 +301,7 @@ def _resolve(file: Any, path: str, said: str) -> Any:
             return None
         link = group.get(parts[0], getlink=True)
         if isinstance(link, h5py.ExternalLink):
-            raise _outside(said, "is a link into another file", link.filename)
+            raise _outside(subject, "is a link into another file", link.filename)
         if isinstance(link, h5py.SoftLink):
             group = file if link.path.startswith("/") else group
             parts = [*link.path.split("/"), *parts[1:]]
@@ -310,19 +310,19 @@ def _resolve(file: Any, path: str, said: str) -> Any:
     return None
 
 
-def _refuse_outside(part: str, folder: str, root: str, said: str, what: str) -> str:
+def _refuse_outside(part: str, folder: str, root: str, subject: str, what: str) -> str:
     """The place of a file that a dataset refers to, which is in the root folder or below it."""
     places = [os.path.realpath(os.path.join(base, part)) for base in (folder, os.getcwd())]
     place = next((place for place in places if os.path.exists(place)), places[0])
     if not os.path.join(place, "").startswith(os.path.join(root, "")):
-        raise _outside(said, what, part)
+        raise _outside(subject, what, part)
     return place
 
 
-def _outside(said: str, what: str, part: str) -> BadFile:
+def _outside(subject: str, what: str, part: str) -> BadFile:
     return BadFile(
-        f"{said} {what}, {part!r}, which isn't read unasked. Give that file itself, or follow_links=True where it is "
-        "one that you trust."
+        f"{subject} {what}, {part!r}, which isn't read unasked. Give that file itself, or follow_links=True where it "
+        "is one that you trust."
     )
 
 

@@ -140,7 +140,11 @@ class ParquetSource(TableSource):
         """Reads rows of one row group, on from where the cursor is if it is before them."""
         first, last = self._edges[group : group + 2].tolist()
         if cursor.group != group or cursor.row > row:
-            self._enter(cursor, group)
+            cursor.leave()
+            cursor.batches = cursor.file.iter_batches(
+                batch_size=self._batch_rows, row_groups=[self._groups[group]], columns=self._names, use_threads=False
+            )
+            cursor.group, cursor.row = group, first
         done, count = 0, len(out[0])
         while done < count:
             if cursor.batch is None or not cursor.batch.num_rows:
@@ -164,16 +168,6 @@ class ParquetSource(TableSource):
             if (last - first) * self.sample_bytes >= _RELEASED_BYTES:
                 _release_pools()
 
-    def _enter(self, cursor: _Cursor, group: int) -> None:
-        cursor.leave()
-        cursor.batches = cursor.file.iter_batches(
-            batch_size=self._batch_rows,
-            row_groups=[self._groups[group]],
-            columns=self._names,
-            use_threads=False,
-        )
-        cursor.group, cursor.row = group, int(self._edges[group])
-
     @property
     def _batch_rows(self) -> int:
         return max(1, min(max(_BATCH_BYTES // max(1, self.sample_bytes), _LEAST_BATCH_ROWS), _MOST_BATCH_ROWS))
@@ -193,7 +187,7 @@ class ParquetSource(TableSource):
 
     def _damage(self, cursor: _Cursor, group: int, reason: str) -> str:
         number = self._groups[group]
-        said = f"row group {number} of {self.name!r} (rows {self._edges[group]} on) is damaged"
+        subject = f"row group {number} of {self.name!r} (rows {self._edges[group]} on) is damaged"
         for leaf in self._leaves:
             chunk = cursor.file.metadata.row_group(number).column(leaf)
             try:
@@ -208,10 +202,10 @@ class ParquetSource(TableSource):
                 if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
                     offset = min(offset, chunk.dictionary_page_offset)
                 return (
-                    f"{said} in column {path.partition('.')[0]!r}, whose {chunk.total_compressed_size} bytes begin at "
-                    f"offset {offset} of the file: {reason_of(error)}. Copy or make the file again."
+                    f"{subject} in column {path.partition('.')[0]!r}, whose {chunk.total_compressed_size} bytes begin "
+                    f"at offset {offset} of the file: {reason_of(error)}. Copy or make the file again."
                 )
-        return f"{said}: {reason}. Copy or make the file again."
+        return f"{subject}: {reason}. Copy or make the file again."
 
 
 def _open(name: str, place: str, metadata: Any, buffer_bytes: int) -> Any:

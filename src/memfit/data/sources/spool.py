@@ -30,7 +30,7 @@ _PIECE_BYTES = 2 << 20
 # Written pages that aren't on disk yet count against a container's limit beside the budget.
 _SYNC_BYTES = 4 << 20
 DESCRIPTION = "memfit.json"
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
 def spooled(source: Source) -> Source:
@@ -47,35 +47,35 @@ def spooled(source: Source) -> Source:
 
 
 def make_once(
-    key: str, open_made: Callable[[Path], _Made | None], make: Callable[[Path], None], name: str, size_bytes: int
-) -> _Made:
+    key: str, open_result: Callable[[Path], _Result | None], make: Callable[[Path], None], name: str, size_bytes: int
+) -> _Result:
     """What the spool folder (MEMFIT_SPOOL, or a part of the user's cache folder) holds under a key.
 
     Made now, if it isn't there, by one of the processes that need it; the others wait.
     """
     place = Path(spool_folder()).expanduser() / key
-    made = open_made(place)
+    result = open_result(place)
     try:
-        if made is None:
+        if result is None:
             place.parent.mkdir(parents=True, exist_ok=True)
             with Journal(place).locked(wait=True):
                 # Another process may have done it while this one waited.
-                made = open_made(place)
-                if made is None:
+                result = open_result(place)
+                if result is None:
                     make(place)
                     # What stays in reserve would be copied by every worker that is forked.
                     heap.release()
-                    made = open_made(place)
+                    result = open_result(place)
     except OSError as error:
         raise BadFile(
             f"{name} has to be unpacked before it can be streamed, and {str(place.parent)!r} can't be written "
             f"to: {error.strerror or error}. Set MEMFIT_SPOOL to a folder with {format_size(size_bytes)} of room."
         ) from error
-    assert made is not None
+    assert result is not None
     with contextlib.suppress(OSError):
         # For whoever cleans up by the time of the last use.
         os.utime(place)
-    return made
+    return result
 
 
 class SpooledSource(NpyArrays):

@@ -76,12 +76,14 @@ def test_reads_what_is_stored(tmp_path: Path, options: dict[str, Any], monkeypat
 
 def test_a_row_group_read_in_parts_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = ParquetSource(write(tmp_path / "a.parquet"), labels="species")
-    assert isinstance(source, ParquetSource)
     entered: list[int] = []
-    real = ParquetSource._enter
-    monkeypatch.setattr(
-        ParquetSource, "_enter", lambda self, cursor, group: (entered.append(group), real(self, cursor, group))
-    )
+    real = pq.ParquetFile.iter_batches
+
+    def iter_batches(file: Any, *, row_groups: list[int], **options: Any) -> Any:
+        entered.extend(row_groups)
+        return real(file, row_groups=row_groups, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
     for start in range(200, 400, 20):
         check(source, start, start + 20)
     assert entered == [2, 3]
