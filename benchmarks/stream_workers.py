@@ -23,7 +23,7 @@ from benchmarks.reporting import Bar, bullets, publish, table
 from benchmarks.stream_cases import Table, python_command, run_limited, scratch, write_npy
 from memfit.core.units import MIB, format_size
 from memfit.data.source import Field, Layout, SampleSource
-from memfit.data.sources.image_index import ImageIndex
+from memfit.data.sources.image_index import Entry, ImageIndex
 
 LIMIT_BYTES = 5 * MIB
 BATCH_SIZE = 1000
@@ -99,15 +99,10 @@ class Names(SampleSource):
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
-        text = bytearray()
-        offsets = np.zeros(num_samples + 1, np.int64)
+        self._index = ImageIndex("memory://folder")
         for number in range(num_samples):
-            text += f"class{number % 1000}/{number}.jpg".encode()
-            offsets[number + 1] = len(text)
-        numbers = (np.arange(num_samples) % 1000).astype(np.int32)
-        sizes = np.full(num_samples, 10_000, np.int64)
-        packed = np.frombuffer(bytes(text), np.uint8)
-        self._index = ImageIndex("folder", packed, offsets, numbers, sizes, (), "digest", ())
+            name = f"{number}.jpg"
+            self._index.add(f"class{number % 1000}/{name}", Entry(name, False, 10_000), number % 1000)
 
     def fingerprint(self) -> str:
         """Always the same."""

@@ -21,12 +21,7 @@ _MOST_UNUSED_BYTES = 128 * MIB
 
 @final
 class BestFitAllocator:
-    """The allocator of one device (`BFCAllocator`).
-
-    Args:
-        capacity_bytes: what the device can give; None: no limit.
-        growth: regions are taken as they are needed; otherwise the whole capacity is one.
-    """
+    """The allocator of one device (`BFCAllocator`); without `growth` the whole capacity is one region."""
 
     def __init__(self, capacity_bytes: int | None = None, *, growth: bool = True) -> None:
         self._capacity = None if capacity_bytes is None else capacity_bytes // _ROUND_BYTES * _ROUND_BYTES

@@ -13,7 +13,6 @@ split off.
 from bisect import bisect_left, insort
 from typing import final
 
-from memfit.allocator.expandable import ExpandableSegments
 from memfit.allocator.pool import ADDRESS_BITS, FREE, IN_USE, Block, Pool
 from memfit.allocator.rounding import (
     LARGE_SEGMENT_BYTES,
@@ -23,7 +22,8 @@ from memfit.allocator.rounding import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
 )
-from memfit.allocator.segments import Segments, Source
+from memfit.allocator.segments import ExpandableSegments, Segments, Source
+from memfit.allocator.shared import SharedDevice
 from memfit.core.errors import BadInput
 from memfit.core.replay import AllocatorOptions
 from memfit.core.units import MIB
@@ -41,19 +41,22 @@ class CachingAllocator:
         split_limit = options.max_split_size_bytes
         max_split_bytes = NO_LIMIT if split_limit is None else split_limit // MIB * MIB
         self.source: Source
+        self._choose = None
         if options.expandable_segments:
             self.source = ExpandableSegments(limit_bytes, fraction_set=collects)
+            self._choose = self.source.choose
             self.large = Pool(LARGE_SEGMENT_BYTES, MIN_BLOCK_BYTES, NO_LIMIT)
         else:
             threshold_bytes = int(options.garbage_collection_threshold * limit_bytes) if collects else None
             self.source = Segments(limit_bytes, max_split_bytes, threshold_bytes)
             self.large = Pool(LARGE_SEGMENT_BYTES, SMALL_BYTES + 1, max_split_bytes)
         self.small = Pool(SMALL_SEGMENT_BYTES, MIN_BLOCK_BYTES, NO_LIMIT)
-        self._choose = self.source.choose if options.expandable_segments else None
         self.max_split_bytes = max_split_bytes
         self._oversize_key = max_split_bytes << ADDRESS_BITS
         self.allocated = 0
         self.num_retries = 0
+        self.shared: SharedDevice | None = None
+        """The device, where other processes take memory of it, too."""
 
     def malloc(self, size: int) -> Block | None:
         """A block of at least `size` bytes, a size that `round_size` made; None when out of memory."""
@@ -103,19 +106,25 @@ class CachingAllocator:
         """Return to the device all that isn't in use and can be returned (`release_cached_blocks`)."""
         self.source.release_cached(self.large)
         self.source.release_cached(self.small)
+        if self.shared is not None:
+            self.shared.hold(self.source.reserved)
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """A block from new memory, making room for it step by step (the middle of `malloc`)."""
-        source = self.source
-        source.collect_garbage(self.large)
-        block = source.take(pool, size)
-        if block is None and source.release_oversize(pool, size):
-            block = source.take(pool, size)
+        self.source.collect_garbage(self.large)
+        block = self._take(pool, size)
+        if block is None and self.source.release_oversize(pool, size):
+            block = self._take(pool, size)
         if block is None:
             self.release_cached()
             self.num_retries += 1
-            block = source.take(pool, size)
+            block = self._take(pool, size)
         return block
+
+    def _take(self, pool: Pool, size: int) -> Block | None:
+        if self.shared is None:
+            return self.source.take(pool, size)
+        return self.shared.take(self.source, pool, size)
 
 
 def check_options(options: AllocatorOptions) -> None:

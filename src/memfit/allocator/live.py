@@ -3,20 +3,22 @@
 `replay` has the whole timeline before it starts. A program that runs on a simulated device asks for one block
 after another, may empty the cache, reset peaks or read statistics in between, and has to hear at once when the device
 is full. Both use the same `CachingAllocator`; this module adds what such a program can ask.
+
+Each quantity that `torch.cuda.memory_stats()` shows has a current value, the peak since the last reset, and how much it
+rose and fell in all since the last reset (`c10/core/CachingDeviceAllocator.h`, `Stat`), once for each pool and once for
+both together.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import cast, final
+from collections.abc import Callable
+from typing import final
 
 from memfit.allocator.caching import CachingAllocator
 from memfit.allocator.pool import FREE, IN_USE, UNMAPPED, Block, Pool
 from memfit.allocator.rounding import MIN_BLOCK_BYTES, NO_LIMIT, SMALL_BYTES, round_size, segment_size
-from memfit.allocator.segments import Source
 from memfit.allocator.settings import parse_options
-from memfit.allocator.shared import SharedDevice, SharedSource
-from memfit.allocator.statistics import Level, PoolStatistics
+from memfit.allocator.shared import SharedDevice
 from memfit.core import env
 from memfit.core.device import Device
 from memfit.core.replay import AllocatorOptions
@@ -25,15 +27,73 @@ Configure = Callable[[Callable[[str], None]], None]
 
 
 @final
+class Level:
+    """A quantity that rises and falls (`Stat`)."""
+
+    def __init__(self) -> None:
+        self.current = self.peak = 0
+        # The sum of all rises. That of all falls follows from it and from the value at the last reset.
+        self.total = self.base = self.before = 0
+
+    def add(self, change: int) -> None:
+        """One rise or one fall."""
+        self.current = current = self.current + change
+        if change > 0:
+            self.total += change
+            if current > self.peak:
+                self.peak = current
+
+    def move_through(self, current: int, risen: int) -> None:
+        """Takes a new value after several rises and falls; `risen` is the sum of all rises since the beginning."""
+        self.total = risen - self.before
+        self.peak = max(self.peak, current)
+        self.current = current
+
+    def reset_total(self) -> None:
+        """Nothing has risen or fallen yet."""
+        self.before += self.total
+        self.total = 0
+        self.base = self.current
+
+    def items(self) -> tuple[tuple[str, int], ...]:
+        """Names and values as `torch.cuda.memory_stats()` has them."""
+        freed = self.total - (self.current - self.base)
+        return ("current", self.current), ("peak", self.peak), ("allocated", self.total), ("freed", freed)
+
+
+@final
+class PoolStatistics:
+    """What is counted for one pool, or for both.
+
+    With a single stream a block is active exactly as long as it is allocated, so that `active` is `allocation`.
+    """
+
+    def __init__(self) -> None:
+        self.allocation, self.allocated_bytes, self.requested_bytes = Level(), Level(), Level()
+        self.segment, self.reserved_bytes = Level(), Level()
+        self.inactive_split, self.inactive_split_bytes = Level(), Level()
+        # Segments that are free as a whole; all other free blocks are inactive splits.
+        self.num_whole = self.whole_bytes = 0
+
+    def count(self, block: Block, sign: int) -> None:
+        """Books a block that was handed out (1) or is taken back (-1)."""
+        self.allocation.add(sign)
+        self.allocated_bytes.add(sign * block.size)
+        self.requested_bytes.add(sign * block.requested)
+
+    def levels(self) -> dict[str, Level]:
+        """Each quantity by its name."""
+        own = {name: value for name, value in vars(self).items() if isinstance(value, Level)}
+        return {**own, "active": self.allocation, "active_bytes": self.allocated_bytes}
+
+
+@final
 class LiveAllocator:
     """The memory of one device as one process with one stream sees it.
 
     May be used from several threads, and blocks may be freed while a call is under way: Python's garbage collector can
-    drop the last reference to a tensor at any moment.
-
-    Args:
-        options: settings of the allocator.
-        capacity_bytes: what the device can give to segments, without the CUDA context; None: no limit.
+    drop the last reference to a tensor at any moment. The capacity is what the device can give to segments, without the
+    CUDA context; None: no limit.
     """
 
     def __init__(self, options: AllocatorOptions, capacity_bytes: int | None) -> None:
@@ -49,14 +109,11 @@ class LiveAllocator:
         self.allocated_bytes = self.reserved_bytes = self.num_segments = self.num_retries = self.num_failures = 0
         self._num_syncs = self._num_retries_before = 0
         self._num_taken = self._num_taken_before = self._num_returned_before = 0
-        self._shared: SharedDevice | None = None
         self._set_up(options)
 
     def _set_up(self, options: AllocatorOptions) -> None:
         self.options = options
         self._allocator = CachingAllocator(options, self.capacity_bytes)
-        if self._shared is not None:
-            self._allocator.source = cast(Source, SharedSource(self._allocator.source, self._shared))
         self._divisions = options.roundup_power2_divisions
         # Upstream leaves expandable segments out, because wholly free pages can always be returned.
         self._tracks_splits = not options.expandable_segments
@@ -64,16 +121,13 @@ class LiveAllocator:
     def share(self, device: SharedDevice | None) -> None:
         """From now on the device's memory is shared with other processes; None: no longer."""
         with self._lock:
-            self._shared = device
-            self.limit(self.limit_bytes)
-            plain = getattr(self._allocator.source, "plain", self._allocator.source)
-            plain.capacity_bytes = self._allocator.source.capacity_bytes
-            self._allocator.source = plain if device is None else cast(Source, SharedSource(plain, device))
+            self._allocator.shared = device
 
     @property
     def others_bytes(self) -> int:
         """What other processes hold on the device."""
-        return 0 if self._shared is None else self._shared.others_bytes()
+        shared = self._allocator.shared
+        return 0 if shared is None else shared.others_bytes()
 
     def configure(self, options: AllocatorOptions) -> bool:
         """Takes other settings, as PyTorch does until the first allocation; False when it is too late."""
@@ -81,7 +135,9 @@ class LiveAllocator:
             if self._all.allocation.peak or self.num_failures:
                 return False
             if options != self.options:
+                shared = self._allocator.shared
                 self._set_up(options)
+                self._allocator.shared = shared
                 self.limit(self.limit_bytes)
             return True
 
@@ -216,53 +272,34 @@ class LiveAllocator:
         self._all.reserved_bytes.move_through(source.reserved, small.taken + large.taken)
         self.reserved_bytes, self.num_segments = source.reserved, source.num_segments
 
-    @property
-    def requested_bytes(self) -> int:
-        """What the program asked for of them, before rounding."""
-        return self._all.requested_bytes.current
-
-    @property
-    def allocated_peak_bytes(self) -> int:
-        """Greatest of `allocated_bytes` since the last reset."""
-        return self._all.allocated_bytes.peak
-
-    @property
-    def reserved_peak_bytes(self) -> int:
-        """Greatest of `reserved_bytes` since the last reset."""
-        return self._all.reserved_bytes.peak
-
     def reset_peaks(self) -> None:
         """Peaks begin at what there is now (`torch.cuda.reset_peak_memory_stats`)."""
         with self._lock:
-            for level in self._levels():
-                level.reset_peak()
+            for level in self._levels().values():
+                level.peak = level.current
 
     def reset_counts(self) -> None:
         """Sums and numbers of events begin at 0 (`torch.cuda.reset_accumulated_memory_stats`)."""
         with self._lock:
-            for level in self._levels():
+            # Those of `active` are those of `allocation`; resetting them twice would lose a sum.
+            for level in set(self._levels().values()):
                 level.reset_total()
             source = self._allocator.source
             self._num_taken_before, self._num_returned_before = source.num_taken, source.num_returned
             self.num_retries = self.num_failures = self._num_syncs = 0
 
-    def _levels(self) -> list[Level]:
-        # Those of `active` are those of `allocation`; resetting them twice would lose a sum.
-        pools = (self._all, self._small, self._large)
-        levels = {id(level): level for pool in pools for level in pool.levels().values()}
-        return [*levels.values(), self._oversize, self._oversize_segments]
+    def _levels(self) -> dict[str, Level]:
+        groups = {"all": self._all, "small_pool": self._small, "large_pool": self._large}
+        levels = {f"{name}.{pool}": level for pool, group in groups.items() for name, level in group.levels().items()}
+        return levels | {"oversize_allocations": self._oversize, "oversize_segments": self._oversize_segments}
 
     def stats(self) -> dict[str, int]:
         """All that `torch.cuda.memory_stats()` shows, under its names."""
         with self._lock:
             source = self._allocator.source
             max_split_bytes = self._allocator.max_split_bytes
-            groups = {"all": self._all, "small_pool": self._small, "large_pool": self._large}
-            levels = {
-                f"{name}.{pool}": level for pool, group in groups.items() for name, level in group.levels().items()
-            }
-            levels |= {"oversize_allocations": self._oversize, "oversize_segments": self._oversize_segments}
-            values = {f"{name}.{key}": value for name, level in levels.items() for key, value in level.items()}
+            named = self._levels().items()
+            values = {f"{name}.{key}": value for name, level in named for key, value in level.items()}
             return values | {
                 "num_alloc_retries": self.num_retries,
                 "num_ooms": self.num_failures,
@@ -284,7 +321,14 @@ class LiveAllocator:
             blocks = [*self._live, *(block for pool in pools for block in pool.by_key.values())]
             heads = [block for block in blocks if block.prev is None or block.prev.state == UNMAPPED]
             heads.sort(key=lambda block: (block.pool is pools[1], block.address))
-            return [list(_stretch(head)) for head in heads]
+            stretches = []
+            for head in heads:
+                stretch, block = [head], head.next
+                while block is not None and block.state != UNMAPPED:
+                    stretch.append(block)
+                    block = block.next
+                stretches.append(stretch)
+            return stretches
 
 
 def memory_of(device: Device, *, unlimited: bool = False) -> tuple[LiveAllocator, Configure]:
@@ -300,10 +344,3 @@ def memory_of(device: Device, *, unlimited: bool = False) -> tuple[LiveAllocator
         memory.configure(parse_options(env.allocator_settings(), report))
 
     return memory, configure
-
-
-def _stretch(head: Block) -> Iterator[Block]:
-    block: Block | None = head
-    while block is not None and block.state != UNMAPPED:
-        yield block
-        block = block.next

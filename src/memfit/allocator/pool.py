@@ -11,10 +11,8 @@ from typing import final
 # Addresses stay below this power of two, so that a key orders by size first and by address second.
 ADDRESS_BITS = 56
 
-IN_USE = 0
-FREE = 1
-UNMAPPED = 2
-"""Address space of an expandable segment without memory behind it."""
+# The last: address space of an expandable segment without memory behind it.
+IN_USE, FREE, UNMAPPED = 0, 1, 2
 
 
 @final
@@ -67,12 +65,9 @@ class Block:
 
 @final
 class Pool:
-    """The free blocks for one class of sizes (`BlockPool`).
+    """The free blocks for one class of sizes (`BlockPool`), with the page of its expandable segment.
 
-    Args:
-        page_bytes: page of an expandable segment.
-        split_remainder_bytes: a block is split when at least this much remains.
-        split_below_bytes: requests from this size on are never split off.
+    A block is split where at least the remainder is left, unless the request is too large to be split off.
     """
 
     def __init__(self, page_bytes: int = 0, split_remainder_bytes: int = 0, split_below_bytes: int = 0) -> None:

@@ -17,14 +17,9 @@ def replay(
 ) -> Replay:
     """Memory over time as PyTorch's CUDA caching allocator would hold it.
 
-    The first allocation that doesn't fit, even after the cache was released, ends the replay: nothing is allocated or
-    freed from there on, and that tick and all later ones show the state in which the allocator raised its error.
-    Blocks of 0 bytes take nothing.
-
-    Args:
-        timeline: what the program asks for.
-        options: settings of the allocator.
-        capacity_bytes: what the device can give to segments; None: no limit.
+    The first allocation that doesn't fit into the capacity, even after the cache was released, ends the replay: nothing
+    is allocated or freed from there on, and that tick and all later ones show the state in which the allocator raised
+    its error. Blocks of 0 bytes take nothing.
     """
     allocator = CachingAllocator(options, capacity_bytes)
     divisions = options.roundup_power2_divisions
@@ -39,10 +34,7 @@ def replay(
 def replay_best_fit(timeline: Timeline, capacity_bytes: int | None = None, growth: bool = True) -> Replay:
     """Memory over time as the allocator of TensorFlow and JAX hands it out; the end is as for `replay`.
 
-    Args:
-        timeline: what the program asks for.
-        capacity_bytes: what the device can give; None: no limit.
-        growth: whether regions are taken as they are needed (TensorFlow's `allow_growth`, JAX without preallocation).
+    With `growth`, regions are taken as they are needed (TensorFlow's `allow_growth`, JAX without preallocation).
     """
     allocator = BestFitAllocator(capacity_bytes, growth=growth)
     return _replayed(timeline, _requests(timeline), allocator, allocator)
@@ -52,12 +44,8 @@ def replay_plain(timeline: Timeline, capacity_bytes: int | None = None) -> Repla
     """Memory over time where nothing is rounded or cached: reserved equals allocated equals the live bytes.
 
     A host allocator rounds and keeps far less than the CUDA caching allocator, and differently on every system, so that
-    the plain sum of live bytes is the honest answer there.
-
-    Args:
-        timeline: what the program asks for.
-        capacity_bytes: what the host can give; None: no limit. The first allocation beyond it ends the replay, and the
-            remaining ticks repeat the last value.
+    the plain sum of live bytes is the honest answer there. The first allocation beyond the capacity ends the replay,
+    and the remaining ticks repeat the last value.
     """
     sizes = _requests(timeline)
     changes = [sizes[event] if event >= 0 else -sizes[-event] for event in signed_events(timeline)]
@@ -88,9 +76,7 @@ def signed_events(timeline: Timeline) -> list[int]:
 
 def _requests(timeline: Timeline) -> list[int]:
     """What each block asks for, by its number in `signed_events`."""
-    requests = [0]
-    requests += [block.size_bytes for block in timeline.blocks]
-    return requests
+    return [0, *(block.size_bytes for block in timeline.blocks)]
 
 
 def _replayed(timeline: Timeline, sizes: list[int], allocator: Any, source: Any) -> Replay:

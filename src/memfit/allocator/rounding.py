@@ -7,30 +7,20 @@ the segment that is asked of the device (`segment_size`). The constants carry th
 
 from memfit.core.units import MIB
 
-MIN_BLOCK_BYTES = 512
-"""kMinBlockSize: blocks are multiples of this."""
-SMALL_BYTES = 1 * MIB
-"""kSmallSize: the largest request that the small pool serves."""
-SMALL_SEGMENT_BYTES = 2 * MIB
-"""kSmallBuffer: a segment, or a page of an expandable segment, of the small pool."""
-LARGE_SEGMENT_BYTES = 20 * MIB
-"""kLargeBuffer: a segment for medium requests, or a page of an expandable segment, of the large pool."""
-OWN_SEGMENT_BYTES = 10 * MIB
-"""kMinLargeAlloc: requests from here on get a segment of their own size."""
-SEGMENT_ROUNDING_BYTES = 2 * MIB
-"""kRoundLarge: such segments are multiples of this."""
-OVERSIZE_SLACK_BYTES = 20 * MIB
-"""max_non_split_rounding_mb: an oversize block may exceed the request by less than this."""
-NO_LIMIT = 1 << 62
-"""Stands for a `max_split_size` that isn't set; greater than any block."""
+MIN_BLOCK_BYTES = 512  # kMinBlockSize: blocks are multiples of this
+SMALL_BYTES = 1 * MIB  # kSmallSize: the largest request that the small pool serves
+SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer: a segment, or a page of an expandable segment, of the small pool
+LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer: a segment for medium requests, or a page, of the large pool
+OWN_SEGMENT_BYTES = 10 * MIB  # kMinLargeAlloc: requests from here on get a segment of their own size
+SEGMENT_ROUNDING_BYTES = 2 * MIB  # kRoundLarge: such segments are multiples of this
+OVERSIZE_SLACK_BYTES = 20 * MIB  # max_non_split_rounding_mb: an oversize block exceeds the request by less than this
+NO_LIMIT = 1 << 62  # stands for a `max_split_size` that isn't set; greater than any block
 
 
 def round_size(size_bytes: int, divisions: int = 0) -> int:
-    """Bytes of the block that a request needs.
+    """Bytes of the block that a request of more than 0 bytes needs.
 
-    Args:
-        size_bytes: what the program asks for; more than 0.
-        divisions: `roundup_power2_divisions`, a power of two; 0 and 1 turn it off.
+    The divisions are `roundup_power2_divisions`, a power of two; 0 and 1 turn it off.
 
     >>> round_size(1), round_size(512), round_size(513)
     (512, 512, 1024)

@@ -11,6 +11,7 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +43,13 @@ class Share:
 
 def can_share() -> bool:
     """Whether this system has the locks that sharing needs."""
-    try:
-        import fcntl  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return find_spec("fcntl") is not None
 
 
 class SharedDevice:
-    """The device as one of its processes sees it.
+    """The device as one of its processes, of this name, sees it; the file is made where it isn't there.
 
-    Args:
-        path: of the file, which is made where it isn't there.
-        usable_bytes: what the device can give to all; None: no limit.
-        context_bytes: what a process takes before its first tensor.
-        name: what the program calls this process.
+    The device can give `usable_bytes` to all (None: no limit); each process takes a context before its first tensor.
     """
 
     def __init__(self, path: str, usable_bytes: int | None, context_bytes: int, name: str = "") -> None:
@@ -76,16 +69,17 @@ class SharedDevice:
         """The same device for a process that was forked off: a lock that is inherited locks nobody out."""
         return SharedDevice(self._path, self._usable_bytes, self._context_bytes, name)
 
-    def take(self, source: Source, pool: Pool, size_bytes: int, limit_bytes: int) -> Block | None:
+    def take(self, source: Source, pool: Pool, size_bytes: int) -> Block | None:
         """What `source` can take of the device beside the other processes, within what this one is allowed."""
         with self._locked():
-            rows = self._living()
-            room = limit_bytes
+            rows, limit_bytes = self._living(), source.capacity_bytes
             if self._usable_bytes is not None:
                 others = sum(share.held_bytes for row, share in rows if row != self._row)
-                room = min(room, self._usable_bytes - self._context_bytes - others)
-            source.capacity_bytes = room
-            block = source.take(pool, size_bytes)
+                source.capacity_bytes = min(limit_bytes, self._usable_bytes - self._context_bytes - others)
+            try:
+                block = source.take(pool, size_bytes)
+            finally:
+                source.capacity_bytes = limit_bytes
             self._hold(source.reserved, rows)
             return block
 
@@ -173,9 +167,8 @@ class SharedDevice:
 
     def _write(self, row: int, share: Share) -> None:
         *numbers, name = astuple(share)
-        _ROW.pack_into(
-            self._memory, _HEAD.size + row * _ROW.size, *numbers, name.encode(errors="replace")[:_NAME_BYTES]
-        )
+        text = name.encode(errors="replace")[:_NAME_BYTES]
+        _ROW.pack_into(self._memory, _HEAD.size + row * _ROW.size, *numbers, text)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -196,7 +189,7 @@ def read_shares(path: str) -> tuple[int, list[Share]]:
     try:
         content = Path(path).read_bytes()
     except OSError:
-        return 0, []
+        content = b""
     if len(content) < _SIZE:
         return 0, []
     num_rows, peak_bytes, _ = _HEAD.unpack_from(content, 0)
@@ -218,40 +211,3 @@ def _is_gone(pid: int) -> bool:
     except OSError:
         return False
     return text.rsplit(")", 1)[-1].split()[0] in "ZX"
-
-
-class SharedSource:
-    """Takes segments of a device that others take from, too."""
-
-    def __init__(self, source: Source, device: SharedDevice) -> None:
-        self.plain = source
-        """Those segments, as they are without the others."""
-        self._device = device
-        self.capacity_bytes = source.capacity_bytes
-        """What this process allows itself."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.plain, name)
-
-    def take(self, pool: Pool, size_bytes: int) -> Block | None:
-        """New memory; None when the device is full."""
-        return self._device.take(self.plain, pool, size_bytes, self.capacity_bytes)
-
-    def release_cached(self, pool: Pool) -> None:
-        """Returns what isn't in use."""
-        self.plain.release_cached(pool)
-        self._device.hold(self.plain.reserved)
-
-    def release_oversize(self, pool: Pool, size_bytes: int) -> bool:
-        """Returns enough oversize blocks for a request; True when enough were."""
-        released = self.plain.release_oversize(pool, size_bytes)
-        if released:
-            self._device.hold(self.plain.reserved)
-        return released
-
-    def collect_garbage(self, large: Pool) -> None:
-        """Returns what has been unused for long."""
-        before = self.plain.reserved
-        self.plain.collect_garbage(large)
-        if self.plain.reserved != before:
-            self._device.hold(self.plain.reserved)

@@ -6,17 +6,14 @@ of the interface states the tightest limit of a group and its ancestors in `memo
 the hierarchy) and /proc/self/mountinfo (which part of the hierarchy is mounted, and where), as in cgroups(7).
 """
 
-import os
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 _ROOT = Path("/")
 
 
-@dataclass(frozen=True, slots=True)
-class _Mount:
+class _Mount(NamedTuple):
     root: PurePosixPath
     point: PurePosixPath
     is_unified: bool
@@ -30,19 +27,13 @@ def host_memory_bytes() -> int | None:
 
 def physical_memory_bytes() -> int | None:
     """Memory of the whole machine, whatever a process may use of it."""
-    try:
-        import psutil
+    # Slow to import, and `import memfit` needs no memory.
+    import psutil
 
-        return int(psutil.virtual_memory().total)
-    except (ImportError, OSError, RuntimeError):
-        pass
-    if sys.platform == "win32":
-        return None
     try:
-        size_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
+        return int(psutil.virtual_memory().total)
+    except (OSError, RuntimeError):
         return None
-    return size_bytes if size_bytes > 0 else None
 
 
 def resident_bytes() -> int | None:
@@ -56,11 +47,7 @@ def resident_bytes() -> int | None:
 
 
 def cgroup_limit_bytes(root: Path = _ROOT) -> int | None:
-    """Tightest memory limit of this process's control groups, or None where there is none.
-
-    Args:
-        root: where the file system starts; tests give a tree of their own.
-    """
+    """Tightest memory limit of this process's control groups, or None where there is none."""
     limits: list[int | None] = []
     for is_unified, levels in memory_groups(root):
         if is_unified:
@@ -75,11 +62,7 @@ def cgroup_limit_bytes(root: Path = _ROOT) -> int | None:
 
 
 def memory_groups(root: Path = _ROOT) -> Iterator[tuple[bool, list[Path]]]:
-    """Where this process's memory is accounted: whether by version 2, and the folders from its own group up.
-
-    Args:
-        root: where the file system starts; tests give a tree of their own.
-    """
+    """Where this process's memory is accounted: whether by version 2, and the folders from its own group up."""
     for mount in _memory_mounts(_read(root / "proc/self/mountinfo")):
         path = _group_path(_read(root / "proc/self/cgroup"), mount.is_unified)
         if path is None:

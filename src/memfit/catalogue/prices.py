@@ -16,21 +16,15 @@ from memfit.core.errors import UnknownDevice
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """An hour of one device.
-
-    Args:
-        usd_per_hour: of one device, where an instance has several.
-        instance: the type of instance that is cheapest per device.
-        num_devices: devices of that instance, which are rented together.
-        region: where.
-        date: month of the price list, ISO.
-    """
+    """An hour of one device, on the type of instance that is cheapest per device."""
 
     usd_per_hour: float
     instance: str
     num_devices: int
+    """Devices of that instance, which are rented together."""
     region: str
     date: str
+    """Month of the price list, ISO."""
 
 
 def hourly_price(device_name: str) -> Price | None:
@@ -58,20 +52,12 @@ def cheapest_device(needed_bytes: int) -> tuple[Device, Price | None] | None:
     >>> cheapest_device(20 * 1024**3)[0].name
     'l4'
     """
-    enough = [
-        (device, device.usable_bytes)
-        for device in list_devices()
-        if device.kind is Kind.CUDA and device.usable_bytes is not None and device.usable_bytes >= needed_bytes
-    ]
-    prices = _prices()
-    priced = [(prices[device.name], device) for device, _ in enough if device.name in prices]
+    cuda = [device for device in list_devices() if device.kind is Kind.CUDA]
+    enough = [(device, _prices().get(device.name)) for device in cuda if (device.usable_bytes or 0) >= needed_bytes]
+    priced = [(device, price) for device, price in enough if price is not None]
     if priced:
-        price, device = min(priced, key=lambda pair: pair[0].usd_per_hour)
-        return device, price
-    if not enough:
-        return None
-    device, _ = min(enough, key=lambda pair: pair[1])
-    return device, None
+        return min(priced, key=lambda pair: pair[1].usd_per_hour)
+    return min(enough, key=lambda pair: pair[0].usable_bytes or 0, default=None)
 
 
 @cache

@@ -11,9 +11,8 @@ import sys
 from dataclasses import replace
 from functools import cache
 
-from memfit.catalogue.context import assume_context_bytes
 from memfit.catalogue.host import host_memory_bytes
-from memfit.catalogue.rows import Row, read_rows
+from memfit.catalogue.rows import Row, assume_context_bytes, read_rows
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import InvalidSize, UnknownDevice
 from memfit.core.units import GIB, looks_like_size, parse_size
@@ -85,14 +84,14 @@ def _squeeze(words: list[str]) -> str:
 @cache
 def _index() -> dict[str, tuple[Row, ...]]:
     """Rows by squeezed name, the preferred one first."""
-    found: dict[str, list[Row]] = {}
+    index: dict[str, list[Row]] = {}
     for row in read_rows():
         names = [_split(name) for name in (row.device.name, row.device.title, *row.aliases)]
         # The name without its memory belongs to every variant; the order of the file says which is preferred.
         bare = [[word for word in words if not _MEMORY_WORD.fullmatch(word)] for words in names]
         for key in dict.fromkeys(map(_squeeze, names + bare)):
-            found.setdefault(key, []).append(row)
-    return {key: tuple(rows) for key, rows in found.items()}
+            index.setdefault(key, []).append(row)
+    return {key: tuple(rows) for key, rows in index.items()}
 
 
 def _find_words(words: list[str]) -> Device | None:
@@ -104,24 +103,22 @@ def _find_words(words: list[str]) -> Device | None:
     memory = _MEMORY_WORD.fullmatch(words[-1])
     if memory is None:
         return None
-    nominal_bytes = int(memory[1]) * GIB
+    size_gb = int(memory[1])
+    nominal_bytes = size_gb * GIB
     for row in _index().get(_squeeze(words[:-1]), ()):
-        if row.device.kind is Kind.HOST and row.device.name != "cpu" and nominal_bytes:
-            return _with_memory(row.device, nominal_bytes)
-        if row.device.nominal_bytes == nominal_bytes:
-            return row.device
+        device = row.device
+        if device.kind is Kind.HOST and device.name != "cpu" and nominal_bytes:
+            # It shares the memory of a machine that has this much of it.
+            return replace(
+                device,
+                name=f"{device.name}-{size_gb}gb",
+                title=f"{device.title}, {size_gb} GB",
+                nominal_bytes=nominal_bytes,
+                usable_bytes=nominal_bytes,
+            )
+        if device.nominal_bytes == nominal_bytes:
+            return device
     return None
-
-
-def _with_memory(device: Device, nominal_bytes: int) -> Device:
-    """A device that shares the host's memory, in a machine that has this much of it."""
-    return replace(
-        device,
-        name=f"{device.name}-{nominal_bytes // GIB}gb",
-        title=f"{device.title}, {nominal_bytes // GIB} GB",
-        nominal_bytes=nominal_bytes,
-        usable_bytes=nominal_bytes,
-    )
 
 
 def _fill_host_memory(device: Device) -> Device:

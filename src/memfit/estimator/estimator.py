@@ -48,22 +48,10 @@ def checked_batch_size(batch_size: Any) -> int:
 class Estimator:
     """Traces a job as often as needed and turns traces into estimates.
 
-    Args:
-        job: what to estimate.
-        device: where it will run.
-        options: of the caching allocator.
-        tracer: the job, open.
-        framework: the title of the one that runs it.
+    The tracer is the job, open; the framework is the title of the one that runs it.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        device: Device,
-        options: AllocatorOptions,
-        tracer: Tracer,
-        framework: str,
-    ) -> None:
+    def __init__(self, job: Job, device: Device, options: AllocatorOptions, tracer: Tracer, framework: str) -> None:
         self._job = job
         self._device = device
         self._options = options
@@ -226,14 +214,10 @@ def _laid_out(timeline: Timeline, assigned_bytes: int, limit: int | None) -> Rep
 
 def state_of(timeline: Timeline) -> dict[Category, int]:
     """Parameters, buffers, gradients and optimizer state: the most that lives of each at once."""
-    found = {}
-    for category in (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE):
-        size = Timeline(
-            tuple(block for block in timeline.blocks if block.category is category), timeline.num_ticks
-        ).peak()[1]
-        if size:
-            found[category] = size
-    return found
+    categories = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)
+    of_category = {each: tuple(block for block in timeline.blocks if block.category is each) for each in categories}
+    peaks = {each: Timeline(blocks, timeline.num_ticks).peak()[1] for each, blocks in of_category.items()}
+    return {category: size for category, size in peaks.items() if size}
 
 
 def _replayed(
@@ -242,13 +226,8 @@ def _replayed(
     """(the timeline as it runs, what the device makes of it, what an unlimited one would of the whole, remarks).
 
     Where the step doesn't fit, the second is the unlimited one with the failure noted: what would be needed says more
-    than where it broke off.
-
-    Args:
-        timeline: with everything the step would like to have.
-        floor: with only what it can't do without.
-        device: the target.
-        replays: what its GPU and what the host make of a timeline.
+    than where it broke off. `timeline` has everything the step would like to have, `floor` only what it can't do
+    without.
     """
     on_gpu, on_host = replays
     if device.kind is Kind.HOST:

@@ -13,15 +13,12 @@ from memfit.core.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Timelines of one step at every batch size.
-
-    Args:
-        timeline: the step at the first of the traced sizes.
-        coefficients: for each block the terms of its polynomial, lowest first, in bytes.
-    """
+    """Timelines of one step at every batch size."""
 
     timeline: Timeline
+    """The step at the first of the traced sizes."""
     coefficients: tuple[tuple[float, ...], ...]
+    """For each block the terms of its polynomial, lowest first, in bytes."""
 
     def at(self, batch_size: int) -> Timeline:
         """The timeline at `batch_size`."""

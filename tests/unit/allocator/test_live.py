@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.allocator import LiveAllocator, memory_of, replay
-from memfit.allocator.pool import FREE
+from memfit.allocator.live import Level, PoolStatistics
+from memfit.allocator.pool import FREE, IN_USE, Block, Pool
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput
 from memfit.core.replay import AllocatorOptions
@@ -63,8 +64,8 @@ def test_events_one_by_one_give_what_a_replay_gives(timeline, options, capacity_
         if failed is not None
         else (expected.allocated[-1:] or (0,)) + (expected.reserved[-1:] or (0,))
     )
-    assert memory.allocated_peak_bytes == expected.allocated_peak_bytes
-    assert memory.reserved_peak_bytes == expected.reserved_peak_bytes
+    assert memory.stats()["allocated_bytes.all.peak"] == expected.allocated_peak_bytes
+    assert memory.stats()["reserved_bytes.all.peak"] == expected.reserved_peak_bytes
     assert memory.num_segments == expected.num_segments
     assert memory.num_retries == expected.num_retries
 
@@ -195,8 +196,8 @@ def test_peaks_and_sums_begin_anew():
 
     # THEN
     stats = memory.stats()
-    assert memory.allocated_peak_bytes == 2 * MIB
-    assert memory.reserved_peak_bytes == 48 * MIB
+    assert memory.stats()["allocated_bytes.all.peak"] == 2 * MIB
+    assert memory.stats()["reserved_bytes.all.peak"] == 48 * MIB
     assert {name: stats[f"allocated_bytes.all.{name}"] for name in ("current", "peak", "allocated", "freed")} == {
         "current": 2 * MIB,
         "peak": 2 * MIB,
@@ -481,3 +482,65 @@ def test_settings_that_make_no_sense_are_refused(monkeypatch, no_settings):
 
     with pytest.raises(BadInput, match="max_split_size_mb"):
         memory_of(DEVICE)
+
+
+# Counters.
+
+
+def values(level):
+    return dict(level.items())
+
+
+def test_a_level_keeps_its_peak_and_the_sums_of_rises_and_falls():
+    level = Level()
+
+    for change in (3, 7, -6, 2):
+        level.add(change)
+
+    # 3 + 7 + 2 up, 6 down
+    assert values(level) == {"current": 6, "peak": 10, "allocated": 12, "freed": 6}
+
+
+def test_resets_begin_at_the_current_value():
+    level = Level()
+    level.add(10)
+    level.add(-6)
+
+    level.peak = level.current
+    level.reset_total()
+    level.add(1)
+    level.add(-4)
+
+    assert values(level) == {"current": 1, "peak": 5, "allocated": 1, "freed": 4}
+
+
+def test_rises_counted_elsewhere_are_taken_over():
+    # GIVEN 20 taken and 5 returned, a reset, then 7 more taken and 2 returned
+    level = Level()
+    level.move_through(15, risen=20)
+    assert values(level) == {"current": 15, "peak": 15, "allocated": 20, "freed": 5}
+
+    level.reset_total()
+    level.move_through(20, risen=27)
+
+    assert values(level) == {"current": 20, "peak": 20, "allocated": 7, "freed": 2}
+
+
+def test_a_block_counts_by_what_it_takes_and_by_what_was_asked_for():
+    statistics = PoolStatistics()
+    block = Block(Pool(), 0, 512, IN_USE)
+    block.requested = 100
+
+    statistics.count(block, 1)
+    statistics.count(block, -1)
+
+    assert values(statistics.allocation) == {"current": 0, "peak": 1, "allocated": 1, "freed": 1}
+    assert values(statistics.allocated_bytes) == {"current": 0, "peak": 512, "allocated": 512, "freed": 512}
+    assert values(statistics.requested_bytes) == {"current": 0, "peak": 100, "allocated": 100, "freed": 100}
+
+
+def test_active_blocks_are_the_allocated_ones():
+    levels = PoolStatistics().levels()
+
+    assert levels["active"] is levels["allocation"]
+    assert levels["active_bytes"] is levels["allocated_bytes"]

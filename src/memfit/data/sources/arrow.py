@@ -12,16 +12,15 @@ Layout: https://arrow.apache.org/docs/format/Columnar.html#encapsulated-message-
 import os
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
+from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import MIB
 from memfit.data.files import ByteFile, open_file, read_bytes
-from memfit.data.source import Array, Layout, PerThread
-from memfit.data.sources.tables import Column, Part, TableSource, choose_fields, describe_type, find_classes, reason_of
+from memfit.data.source import Array, PerThread
+from memfit.data.sources.tables import Names, TableSource, describe_type, load, reason_of
 
 _MAGIC = b"ARROW1"
 _CONTINUES = 0xFFFFFFFF
@@ -31,56 +30,15 @@ _MOST_DESCRIPTION_BYTES = 64 * MIB
 _SPARE_BYTES = 1 * MIB
 
 
-def open_arrow(
-    path: str | os.PathLike[str],
-    *,
-    columns: Sequence[str] | str | None = None,
-    labels: Sequence[str] | str | None = None,
-    classes: tuple[str, ...] | None = None,
-) -> "ArrowSource":
-    """The rows of an Arrow or Feather file."""
-    name = os.fspath(path)
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise MissingDependency(
-            f"{name!r} is an Arrow file, for which pyarrow is needed: {how_to_install('pyarrow')}"
-        ) from error
-    file = open_file(path)
-    contents = _contents(file)
-    shown = repr(name)
-    try:
-        schema = pa.ipc.read_schema(pa.py_buffer(contents.preamble))
-        first = _Batches(file, contents, range(len(schema))).get(0) if len(contents.places) else None
-        table = tuple(
-            describe_type(field.name, field.type, None if first is None else first.column(place))
-            for place, field in enumerate(schema)
-        )
-        del first
-        parts = choose_fields(table, columns=columns, labels=labels, source=shown)
-        for part in parts:
-            if part.has_classes and classes is None:
-                reader = _Batches(file, contents, part.columns)
-                classes = find_classes(map(reader.get, range(len(contents.places))), part.field.name, shown)
-    except (OSError, pa.ArrowException) as error:
-        raise BadFile(f"{shown} is damaged: {reason_of(error)}. Copy or make it again.") from error
-    return ArrowSource(name, file, contents, table, parts, classes or ())
-
-
-@dataclass(frozen=True, slots=True)
-class _Contents:
-    """Where the messages of a file lie.
-
-    Attributes:
-        preamble: the messages that describe the columns and hold the values of those that are stored as numbers of
-            entries in a dictionary.
-        places: offset and bytes of each batch's message, one row a batch.
-        edges: first rows of the batches and, last, the number of rows.
-    """
+class _Contents(NamedTuple):
+    """Where the messages of a file lie."""
 
     preamble: bytes
+    """The messages that describe the columns and hold the values of those that are stored as numbers of entries."""
     places: Array
+    """Offset and bytes of each batch's message, one row a batch."""
     edges: Array
+    """First rows of the batches and, last, the number of rows."""
 
 
 class _Batches:
@@ -112,34 +70,46 @@ class _Batches:
 
 
 class ArrowSource(TableSource):
-    """Rows of an Arrow file, read batch by batch.
+    """Rows of an Arrow or Feather file, read batch by batch."""
 
-    Args:
-        path: where it is.
-        file: its bytes.
-        contents: where the batches lie.
-        table: all its columns.
-        parts: the fields, and the columns that they are made of.
-        classes: names of the classes, where labels are text.
-    """
+    kind = "arrow"
 
     def __init__(
         self,
-        path: str,
-        file: ByteFile,
-        contents: _Contents,
-        table: tuple[Column, ...],
-        parts: tuple[Part, ...],
-        classes: tuple[str, ...],
+        path: str | os.PathLike[str],
+        *,
+        columns: Names = None,
+        labels: str | None = None,
+        classes: tuple[str, ...] | None = None,
     ) -> None:
-        super().__init__("arrow", file.name, path, table, parts, classes, contents.edges)
-        self._file = file
-        self._contents = contents
+        name = os.fspath(path)
+        pa = load("pyarrow", f"{name!r} is an Arrow file")
+        self._file = file = open_file(path)
+        self._contents = contents = _contents(file)
+        numbers = range(len(contents.places))
+        try:
+            schema = pa.ipc.read_schema(pa.py_buffer(contents.preamble))
+            first = _Batches(file, contents, range(len(schema))).get(0) if numbers else None
+            table = [
+                describe_type(field.name, field.type, None if first is None else first.column(place))
+                for place, field in enumerate(schema)
+            ]
+            del first
+            super().__init__(
+                name,
+                table,
+                columns=columns,
+                labels=labels,
+                batches=lambda column: map(_Batches(file, contents, [column]).get, numbers),
+                classes=classes,
+            )
+        except (OSError, pa.ArrowException) as error:
+            raise BadFile(f"{name!r} is damaged: {reason_of(error)}. Copy or make it again.") from error
         self._batches: PerThread[_Batches] = PerThread()
-        stored = int(contents.places[:, 1].max(initial=0))
         # A batch as stored and, where it is compressed, unpacked.
+        stored = int(contents.places[:, 1].max(initial=0))
         unpacked = int(np.diff(contents.edges).max(initial=0)) * self.sample_bytes
-        self.layout = Layout(contents.edges, len(contents.preamble) + stored + unpacked + _SPARE_BYTES)
+        self._set_blocks(contents.edges, len(contents.preamble) + stored + unpacked + _SPARE_BYTES)
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
         """Fills `out` with samples `start` to `stop`."""

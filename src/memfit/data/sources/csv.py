@@ -16,24 +16,24 @@ import io
 import json
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
+from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import KIB, MIB, format_size
 from memfit.data.files import BlockReader, ByteFile, absolute, fingerprint_of, is_remote, open_file, stat_of
 from memfit.data.journal import Journal, write_whole
-from memfit.data.source import Field
-from memfit.data.sources.arrow import ArrowSource, open_arrow
+from memfit.data.sources.arrow import ArrowSource
 from memfit.data.sources.csv_dialect import MISSING, Dialect, find_dialect
 from memfit.data.sources.joined import Passing
 from memfit.data.sources.spool import DESCRIPTION, announce, make_once
-from memfit.data.sources.tables import MOST_CLASSES, Column, Part, choose_fields, fill, sort_classes
+from memfit.data.sources.tables import MOST_CLASSES, Column, Names, Part, choose_fields, fill, load, sort_classes
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _HEAD_BYTES = 64 * KIB
@@ -68,95 +68,72 @@ _DTYPES = {
 
 
 class CsvSource(Passing):
-    """Rows of a CSV file, read from the Arrow file that was made of them.
+    """Rows of a CSV file (.csv, .tsv, either of them packed by gzip), which the first opening converts.
 
-    Args:
-        source: the Arrow file.
-        fields: of the CSV file.
-        name: its path, as the user gave it.
-        fingerprint: of the CSV file and of what was chosen of it.
-
-    Attributes:
-        paths: of the Arrow file.
+    Delimiter (comma, semicolon, tab, bar), decimal mark and names of the columns are found from the first rows. Where
+    the file has no names they are "column 0", "column 1" and so on, and numbers alone name them too. Empty cells and
+    the usual words for them ("NA", "null") are NaN. Blank lines are passed over, and so are lines at the beginning that
+    start with "#". `paths` is that of the Arrow file that was made of it.
     """
 
-    def __init__(self, source: ArrowSource, fields: tuple[Field, ...], name: str, fingerprint: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, columns: Names = None, labels: str | None = None) -> None:
+        load("pyarrow.csv", f"{os.fspath(path)!r} is a CSV file")
+        file = open_file(path)
+        with _unpacking(file.name):
+            dialect = find_dialect(_read_head(file), file.name)
+        table = [
+            Column(name, _DTYPES.get(kind), is_text=kind == "text", stored_as=kind or "empty")
+            for name, kind in zip(dialect.names, dialect.kinds, strict=True)
+        ]
+        if not dialect.has_header:
+            columns = None if columns is None else list(map(_by_number, columns))
+            labels = None if labels is None else _by_number(labels)
+        parts = choose_fields(table, columns=columns, labels=labels, source=file.name)
+        place = absolute(os.fspath(path))
+        chosen = [(part.field.name, [dialect.names[column] for column in part.columns]) for part in parts]
+        # Files of one name and size in two folders are two; an address is taken without its signature.
+        key = fingerprint_of([place], "csv", _FORMAT, file.name if is_remote(place) else place, chosen)
+
+        def convert(folder: Path) -> None:
+            if file.size >= _ANNOUNCED_BYTES:
+                announce(f"memfit: converting {file.name} to {str(folder)!r}, once. Later runs find it there.")
+            before = stat_of(place)
+            _Conversion(file, dialect, parts).run(Journal(folder))
+            if stat_of(place) != before:
+                Journal(folder).discard()
+                raise BadFile(
+                    f"{file.name!r} was changed while it was read. Wait until it is written, and start again."
+                )
+            Journal(folder).finish()
+
+        source = make_once(key, lambda folder: _open_converted(folder, parts), convert, file.name, file.size)
+        fields = tuple(
+            replace(stored, name=part.field.name, is_tabular=part.field.is_tabular)
+            for stored, part in zip(source.fields, parts, strict=True)
+        )
         super().__init__(source, fields)
         self.paths = (Path(source.name),)
-        self.name = name
-        self._fingerprint = fingerprint
+        self.name = file.name
+        self._fingerprint = fingerprint_of([place], "csv", chosen)
 
     def fingerprint(self) -> str:
         """Changes with the file, and with what is chosen of it."""
         return self._fingerprint
 
 
-def open_csv(
-    path: str | os.PathLike[str], *, columns: Sequence[str] | str | None, labels: Sequence[str] | str | None
-) -> CsvSource:
-    """A CSV file (.csv, .tsv, either of them packed by gzip), which the first opening converts.
-
-    Delimiter (comma, semicolon, tab, bar), decimal mark and names of the columns are found from the first rows. Where
-    the file has no names they are "column 0", "column 1" and so on, and numbers alone name them too. Empty cells and
-    the usual words for them ("NA", "null") are NaN. Blank lines are passed over, and so are lines at the beginning that
-    start with "#".
-    """
-    try:
-        import pyarrow.csv  # noqa: F401
-    except ImportError as error:
-        raise MissingDependency(
-            f"CSV files are read with pyarrow, which can't be imported ({error}). Install it with "
-            f"{how_to_install('pyarrow')}."
-        ) from None
-    file = open_file(path)
-    with _unpacking(file.name):
-        dialect = find_dialect(_read_head(file), file.name)
-    columns, labels = _by_number(columns, dialect), _by_number(labels, dialect)
-    table = [
-        Column(name, _DTYPES.get(kind), is_text=kind == "text", stored_as=kind or "empty")
-        for name, kind in zip(dialect.names, dialect.kinds, strict=True)
-    ]
-    parts = choose_fields(table, columns=columns, labels=labels, source=file.name)
-    place = absolute(os.fspath(path))
-    chosen = [(part.field.name, [dialect.names[column] for column in part.columns]) for part in parts]
-    # Files of one name and size in two folders are two; an address is taken without its signature.
-    key = fingerprint_of([place], "csv", _FORMAT, file.name if is_remote(place) else place, chosen)
-
-    def convert(folder: Path) -> None:
-        if file.size >= _ANNOUNCED_BYTES:
-            announce(f"memfit: converting {file.name} to {str(folder)!r}, once. Later runs find it there.")
-        before = stat_of(place)
-        _Conversion(file, dialect, parts).run(Journal(folder))
-        if stat_of(place) != before:
-            Journal(folder).discard()
-            raise BadFile(f"{file.name!r} was changed while it was read. Wait until it is written, and start again.")
-        Journal(folder).finish()
-
-    source = make_once(key, lambda folder: _open_converted(folder, parts), convert, file.name, file.size)
-    fields = tuple(
-        replace(stored, name=part.field.name, is_tabular=part.field.is_tabular)
-        for stored, part in zip(source.fields, parts, strict=True)
-    )
-    return CsvSource(source, fields, file.name, fingerprint_of([place], "csv", chosen))
-
-
 def _open_converted(folder: Path, parts: Sequence[Part]) -> ArrowSource | None:
     """What was made before; None where it isn't there or isn't whole."""
-    labels = [str(number) for number, part in enumerate(parts) if part.field.is_label]
+    labels = next((str(number) for number, part in enumerate(parts) if part.field.is_label), None)
     try:
         classes = tuple(json.loads((folder / DESCRIPTION).read_bytes())["classes"])
-        return open_arrow(folder / _ROWS, columns="0", labels=labels, classes=classes)
+        return ArrowSource(folder / _ROWS, columns=["0"], labels=labels, classes=classes)
     except (OSError, ValueError, KeyError, TypeError, BadFile):
         return None
 
 
-def _by_number(given: Any, dialect: Dialect) -> Any:
-    """Names, with numbers alone replaced by those of columns that have no other name."""
-    if isinstance(given, str):
-        given = [given]
-    if given is None or dialect.has_header:
-        return given
-    return [f"column {name}" if isinstance(name, str) and name.isdecimal() else name for name in given]
+def _by_number(name: str) -> str:
+    """The name of a column; a number stands for the column without another one at that place."""
+    return f"column {name}" if isinstance(name, str) and name.isdecimal() else name
 
 
 @contextlib.contextmanager
@@ -184,43 +161,34 @@ def _read_head(file: ByteFile) -> bytes:
     return head[: head.rfind(b"\n") + 1 or len(head)] if text.read(1) else head
 
 
-class _Rows(io.RawIOBase):
+class _Rows(io.BufferedIOBase):
     """The text from the first row on, and behind it a row of empty cells.
 
-    That row comes out by itself, unless a quote is opened before it and never closed.
+    That row comes out by itself, unless a quote is opened before it and never closed. No block ends between a carriage
+    return and what follows: Arrow (26.0.1) takes a line feed at the beginning of a block for the rest of a line end,
+    also inside of quotes.
     """
 
     def __init__(self, file: ByteFile, dialect: Dialect) -> None:
-        super().__init__()
         self._text = _open_bytes(file)
         self._text.read(dialect.start)
         self._closing = b"\n" + dialect.delimiter.join(['""'] * len(dialect.names)).encode() + b"\n"
+        self._kept = b""
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any, /) -> int:
-        data = self._text.read(len(buffer))
-        if not data:
-            data, self._closing = self._closing[: len(buffer)], self._closing[len(buffer) :]
-        buffer[: len(data)] = data
-        return len(data)
-
-
-class _WholeLineEnds(io.BufferedReader):
-    """Never ends a block between a carriage return and what follows.
-
-    Arrow (26.0.1) takes a line feed at the beginning of a block for the rest of a line end, also inside of quotes.
-    """
-
-    _kept = b""
-
     def read(self, size: int | None = -1, /) -> bytes:
-        data = self._kept + super().read(-1 if size is None or size < 0 else size - len(self._kept))
+        size = sys.maxsize if size is None or size < 0 else size
+        data = self._kept + self._text.read(size - len(self._kept))
         self._kept = b""
+        if not data:
+            data, self._closing = self._closing[:size], self._closing[size:]
         if len(data) > 1 and data.endswith(b"\r"):
             data, self._kept = data[:-1], b"\r"
         return data
+
+    read1 = read
 
 
 class _Misfit(Exception):
@@ -231,13 +199,6 @@ class _TooLong(Exception):
     """A record is longer than Arrow's blocks; says in which row, counted from 1."""
 
 
-class _Types(NamedTuple):
-    """Of a column: what it is read as, and stored as."""
-
-    read: str
-    stored: str
-
-
 class _Conversion:
     """Makes an Arrow file of a CSV file: one column for each field."""
 
@@ -245,13 +206,16 @@ class _Conversion:
         self._file = file
         self._dialect = dialect
         self._parts = parts
-        self._trials: dict[int, list[_Types]] = {}
-        for part in parts:
-            for column in part.columns:
-                trials = [_Types(*types) for types in _TRIALS[dialect.kinds[column]]]
-                self._trials[column] = (
-                    trials if part.field.is_label else [types for types in trials if types.stored == "float64"]
-                )
+        # Of each column: types to read it as, and to store it as.
+        self._trials = {
+            column: [
+                (read, stored)
+                for read, stored in _TRIALS[dialect.kinds[column]]
+                if part.field.is_label or stored == "float64"
+            ]
+            for part in parts
+            for column in part.columns
+        }
         self._block_bytes = max(_BLOCK_BYTES, min(_COLUMN_BYTES * len(dialect.names), 1 * MIB))
         self._num_rows = 0
         self._classes: set[str] = set()
@@ -299,7 +263,7 @@ class _Conversion:
         self._classes = set()
         fields = []
         for number, part in enumerate(self._parts):
-            kind = pa.type_for_alias(self._trials[part.columns[0]][0].stored)
+            kind = pa.type_for_alias(self._trials[part.columns[0]][0][1])
             kind = kind if part.field.is_label else pa.list_(kind, len(part.columns))
             fields.append(pa.field(str(number), kind))
         schema = pa.schema(fields)
@@ -325,13 +289,13 @@ class _Conversion:
         last = None
         try:
             reader = pyarrow.csv.open_csv(
-                _WholeLineEnds(_Rows(self._file, self._dialect)),
+                _Rows(self._file, self._dialect),
                 read_options=pyarrow.csv.ReadOptions(
                     use_threads=False, block_size=self._block_bytes, column_names=names
                 ),
                 parse_options=pyarrow.csv.ParseOptions(delimiter=self._dialect.delimiter, newlines_in_values=True),
                 convert_options=pyarrow.csv.ConvertOptions(
-                    column_types={names[column]: pa.type_for_alias(self._trials[column][0].read) for column in chosen},
+                    column_types={names[column]: pa.type_for_alias(self._trials[column][0][0]) for column in chosen},
                     include_columns=[names[column] for column in chosen],
                     null_values=MISSING,
                     decimal_point=self._dialect.decimal,
@@ -347,7 +311,8 @@ class _Conversion:
                     yield last
                 last = batch
         except pa.ArrowInvalid as error:
-            column, row = _number_in(r"column #(\d+)", error), _number_in(r"Row #(\d+)", error)
+            matches = (re.search(pattern, str(error)) for pattern in (r"column #(\d+)", r"Row #(\d+)"))
+            column, row = (None if match is None else int(match[1]) for match in matches)
             if column is not None and row is not None:
                 raise _Misfit(column, row) from None
             row = row or self._num_rows + (0 if last is None else last.num_rows) + 1
@@ -370,12 +335,12 @@ class _Conversion:
             fill(matrix, values)
             return pa.FixedSizeListArray.from_arrays(matrix.reshape(-1), len(values))
         place = part.columns[0]
-        column, types = columns[place], self._trials[place][0]
-        if types.stored == "string":
+        column, (_, stored) = columns[place], self._trials[place][0]
+        if stored == "string":
             self._note_classes(column, place)
-        elif types.stored == "int64" and column.null_count:
+        elif stored == "int64" and column.null_count:
             raise _Misfit(place, self._num_rows + 1)
-        return column.cast(types.stored)
+        return column.cast(stored)
 
     def _note_classes(self, column: Any, place: int) -> None:
         self._classes.update(column.unique().to_pylist())
@@ -424,7 +389,7 @@ class _Conversion:
 
     def _find_row(self, row: int) -> tuple[int, list[str], bool]:
         """Line and cells of a row, and whether all its quotes are closed."""
-        rows = _WholeLineEnds(_Rows(self._file, self._dialect))
+        rows: Any = _Rows(self._file, self._dialect)
         text = io.TextIOWrapper(rows, "utf-8", errors="surrogateescape", newline="")
         reader = csv.reader(text, delimiter=self._dialect.delimiter)
         number = line = 0
@@ -438,11 +403,6 @@ class _Conversion:
             # A cell beyond what Python's csv takes for one.
             pass
         return self._dialect.line + line, [], False
-
-
-def _number_in(pattern: str, error: Exception) -> int | None:
-    match = re.search(pattern, str(error))
-    return None if match is None else int(match[1])
 
 
 def _shown(text: str) -> str:

@@ -30,26 +30,20 @@ _TRUTH = frozenset(("true", "false", "True", "False", "TRUE", "FALSE"))
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a file is written.
-
-    Attributes:
-        delimiter: between cells.
-        decimal: mark in numbers: "." or ",".
-        names: of the columns; "column 0" and so on where the file has none.
-        kinds: what most cells of each column are in the first rows: "int", "float", "bool" or "text"; "" where all of
-            them are empty.
-        has_header: whether the file has names.
-        start: offset of the first row after the names.
-        line: its number in the file, counted from 1.
-    """
+    """How a file is written."""
 
     delimiter: str
     decimal: str
+    """Mark in numbers: "." or ","."""
     names: tuple[str, ...]
+    """Of the columns; "column 0" and so on where the file has none."""
     kinds: tuple[str, ...]
+    """What most cells of each column are in the first rows: "int", "float", "bool", "text"; "" where all are empty."""
     has_header: bool
     start: int
+    """Offset of the first row after the names."""
     line: int
+    """Its number in the file, counted from 1."""
 
 
 def find_dialect(head: bytes, name: str) -> Dialect:

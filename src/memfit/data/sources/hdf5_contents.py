@@ -17,12 +17,12 @@ import numpy as np
 from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.core.units import MIB, format_size
 from memfit.data.source import Field
-from memfit.data.sources.converted import as_classes, can_have_classes
-from memfit.data.sources.tables import describe_unknown
+from memfit.data.sources.joined import class_names
+from memfit.data.sources.tables import Names, describe_unknown
 from memfit.data.writing import IS_LABEL
 
-FEATURE_NAMES = ("x", "image", "images", "data", "feature", "features", "input", "inputs")
-LABEL_NAMES = ("y", "label", "labels", "target", "targets")
+_FEATURE_NAMES = ("x", "image", "images", "data", "feature", "features", "input", "inputs")
+_LABEL_NAMES = ("y", "label", "labels", "target", "targets")
 
 # Small datasets, such as labels, stay in the cache whole: their chunks are shared by many blocks of the features.
 _SMALL_BYTES = 2 * MIB
@@ -36,7 +36,6 @@ _MOST_HOPS = 64
 _MOST_UNPACKED = 100_000
 _VAST_BYTES = 2**40
 _FILTERS = {
-    32000: "lzf",
     32001: "blosc",
     32004: "lz4",
     32008: "bitshuffle",
@@ -49,23 +48,17 @@ _FILTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """A dataset that is streamed.
-
-    Attributes:
-        path: in the file.
-        field: what it is to the samples.
-        num_samples: its length.
-        chunks: its chunks' shape; None where it is stored in one piece.
-        is_filtered: whether chunks have to be unpacked.
-        classes: names that its numbers stand for; () where they stand for themselves.
-    """
+    """A dataset that is streamed, by its path in the file."""
 
     path: str
     field: Field
     num_samples: int
     chunks: tuple[int, ...] | None
+    """Its chunks' shape; None where it is stored in one piece."""
     is_filtered: bool
+    """Whether chunks have to be unpacked."""
     classes: tuple[str, ...] = ()
+    """Names that its numbers stand for; () where they stand for themselves."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -105,28 +98,30 @@ class Dataset:
         return 2 * self.cache_bytes + unpacking + metadata + 8 * self.num_slots + PIECE_BYTES
 
 
-def choose(
-    file: Any, columns: Sequence[str] | str | None, labels: Sequence[str] | str | None, name: str
-) -> tuple[list[str], list[str]]:
+def choose(file: Any, columns: Names, labels: str | None, name: str) -> tuple[list[str], list[str]]:
     """Paths of the datasets that are features, and of those that are labels."""
-    targets = _listed(labels)
+    targets = [] if labels is None else [labels.strip("/")]
     if columns is not None:
-        features = [path for path in _listed(columns) if path not in targets]
+        for path in columns:
+            if not isinstance(path, str):
+                raise BadInput(f"datasets are named by their paths in the file, and {path!r} is not a string.")
+        paths = dict.fromkeys(path.strip("/") for path in columns)
+        features = [path for path in paths if path not in targets]
         if not features:
             raise BadInput(f"no dataset of {name!r} is left for the features: columns= names only labels, or nothing.")
         return features, targets
-    found = _datasets_in(file)
-    if not found:
+    present = _datasets_in(file)
+    if not present:
         raise BadInput(f"{name!r} has no datasets.")
     # Datasets that memfit wrote say whether they are labels.
-    said = {path: file[path].attrs.get(IS_LABEL) for path in found}
-    marked = {path: bool(is_label) for path, is_label in said.items() if isinstance(is_label, bool | np.bool_)}
+    marks = {path: file[path].attrs.get(IS_LABEL) for path in present}
+    marked = {path: bool(mark) for path, mark in marks.items() if isinstance(mark, bool | np.bool_)}
     if targets:
-        rest = [path for path in found if path not in targets]
+        rest = [path for path in present if path not in targets]
         written = [path for path in rest if marked.get(path) is False]
         if written:
             return written, targets
-        features = rest if len(rest) == 1 else [path for path in rest if _is_called(path, FEATURE_NAMES)]
+        features = rest if len(rest) == 1 else [path for path in rest if _is_called(path, _FEATURE_NAMES)]
         if len(features) == 1:
             return features, targets
     elif False in marked.values():
@@ -135,56 +130,39 @@ def choose(
         # Features and labels that lie in the same group and are called what such are called.
         pairs = [
             (feature, label)
-            for feature in found
-            for label in found
-            if _is_called(feature, FEATURE_NAMES) and _is_called(label, LABEL_NAMES)
+            for feature in present
+            for label in present
+            if _is_called(feature, _FEATURE_NAMES) and _is_called(label, _LABEL_NAMES)
             if feature.rpartition("/")[0] == label.rpartition("/")[0]
         ]
         if len(pairs) == 1:
             return [pairs[0][0]], [pairs[0][1]]
-        if len(found) == 1:
-            return list(found), []
+        if len(present) == 1:
+            return list(present), []
     raise BadInput(
         f"which datasets of {name!r} to stream is ambiguous. Name them: columns= for features, labels= for "
-        f"labels. It has:\n{_listing(found)}"
+        f"labels. It has:\n{_listing(present)}"
     )
-
-
-def _listed(given: Sequence[str] | str | None) -> list[str]:
-    """Paths in a file, without slashes at their ends, each once."""
-    paths = [given] if isinstance(given, str) else list(given or ())
-    for path in paths:
-        if not isinstance(path, str):
-            raise BadInput(f"datasets are named by their paths in the file, and {path!r} is not a string.")
-    return list(dict.fromkeys(path.strip("/") for path in paths))
 
 
 def _datasets_in(file: Any) -> dict[str, str]:
     """Paths of the datasets in a file, and what to say of each."""
     import h5py
 
-    found: dict[str, str] = {}
+    datasets: dict[str, str] = {}
 
     def visit(path: str, item: Any) -> None:
         if isinstance(item, h5py.Dataset):
-            found[path] = f"{item.shape} {item.dtype}"
+            datasets[path] = f"{item.shape} {item.dtype}"
 
     file.visititems(visit)
-    return found
+    return datasets
 
 
-def _classes_of(dataset: Any, field: Field) -> tuple[str, ...]:
-    """Names that the numbers of a dataset stand for, where an attribute says it."""
-    if not field.is_label or not can_have_classes(field):
-        return ()
-    names = dataset.attrs.get("classes")
-    return as_classes(names.tolist()) if isinstance(names, np.ndarray) else ()
-
-
-def _listing(found: dict[str, str]) -> str:
-    lines = [f"  {path}  {what}" for path, what in list(found.items())[:_MOST_LISTED]]
-    if len(found) > _MOST_LISTED:
-        lines.append(f"  and {len(found) - _MOST_LISTED} more")
+def _listing(datasets: dict[str, str]) -> str:
+    lines = [f"  {path}  {what}" for path, what in list(datasets.items())[:_MOST_LISTED]]
+    if len(datasets) > _MOST_LISTED:
+        lines.append(f"  and {len(datasets) - _MOST_LISTED} more")
     return "\n".join(lines)
 
 
@@ -200,47 +178,45 @@ def find(file: Any, path: str, name: str) -> Any:
     if isinstance(item, h5py.Dataset):
         return item
     if isinstance(item, h5py.Group):
-        inside = _datasets_in(item)
-        raise BadInput(
-            f"{path!r} of {name!r} is a group, not a dataset. It has:\n"
-            + _listing({f"{path}/{key}": what for key, what in inside.items()})
-        )
+        inside = {f"{path}/{key}": what for key, what in _datasets_in(item).items()}
+        raise BadInput(f"{path!r} of {name!r} is a group, not a dataset. It has:\n{_listing(inside)}")
     raise BadInput(describe_unknown([path], list(_datasets_in(file)), "dataset", repr(name)))
 
 
 def describe(dataset: Any, path: str, is_label: bool, name: str) -> Dataset:
     """What has to be known of a dataset to stream it."""
-    said = f"dataset {path!r} of {name!r}"
+    subject = f"dataset {path!r} of {name!r}"
     if not dataset.shape:
         what = "is empty" if dataset.shape is None else "is a single value"
-        raise BadInput(f"{said} {what}, and samples lie along the first axis of an array.")
-    _check_kind(dataset.dtype, said)
-    _check_filters(dataset, said)
+        raise BadInput(f"{subject} {what}, and samples lie along the first axis of an array.")
+    _check_kind(dataset.dtype, subject)
+    num_filters = _check_filters(dataset, subject)
     if dataset.is_virtual:
         # HDF5 gives zeros for parts whose files are missing, without a word.
         bases = (os.path.dirname(os.path.abspath(dataset.file.filename)), os.getcwd())
         for part in dataset.virtual_sources():
             is_plain = part.file_name != "." and "%" not in part.file_name
             if is_plain and not any(os.path.exists(os.path.join(base, part.file_name)) for base in bases):
-                raise BadFile(f"{said} is made of other files, of which {part.file_name!r} is missing. Put it back.")
+                raise BadFile(f"{subject} is made of other files, of which {part.file_name!r} is missing. Put it back.")
     elif not dataset.external:
         # And for what was never written, of which a file of a kilobyte can promise a petabyte.
         size, stored = math.prod(map(int, dataset.shape)) * dataset.dtype.itemsize, dataset.id.get_storage_size()
         if size > max(_VAST_BYTES, stored * _MOST_UNPACKED):
             raise BadFile(
-                f"{said} is of the shape {dataset.shape}, {format_size(size)}, of which {format_size(stored)} are "
+                f"{subject} is of the shape {dataset.shape}, {format_size(size)}, of which {format_size(stored)} are "
                 "stored: the rest was never written, or the file is damaged. Write it to its end, or make it smaller "
                 "with resize()."
             )
     dtype = np.dtype(dataset.dtype.str)
     field = Field(path, dtype.newbyteorder("="), tuple(map(int, dataset.shape[1:])), is_label=is_label)
-    is_filtered = dataset.id.get_create_plist().get_nfilters() > 0
+    names = dataset.attrs.get("classes") if is_label else None
+    classes = class_names(names.tolist(), field) if isinstance(names, np.ndarray) else ()
     # A virtual dataset has no chunks of its own.
     chunks = None if dataset.chunks is None or dataset.is_virtual else tuple(map(int, dataset.chunks))
-    return Dataset(path, field, int(dataset.shape[0]), chunks, is_filtered, _classes_of(dataset, field))
+    return Dataset(path, field, int(dataset.shape[0]), chunks, num_filters > 0, classes)
 
 
-def _check_kind(dtype: np.dtype[Any], said: str) -> None:
+def _check_kind(dtype: np.dtype[Any], subject: str) -> None:
     if dtype.kind in "biuf":
         return
     import h5py
@@ -256,70 +232,62 @@ def _check_kind(dtype: np.dtype[Any], said: str) -> None:
         )
     else:
         what = f"holds {dtype}, which are not real numbers"
-    raise BadInput(f"{said} {what}.")
+    raise BadInput(f"{subject} {what}.")
 
 
-def _check_filters(dataset: Any, said: str) -> None:
-    import h5py
-
-    def is_missing(code: int) -> bool:
-        return not h5py.h5z.filter_avail(code)
+def _check_filters(dataset: Any, subject: str) -> int:
+    """The number of filters that chunks go through, all of which are there."""
+    from h5py.h5z import filter_avail
 
     settings = dataset.id.get_create_plist()
     filters = [settings.get_filter(number) for number in range(settings.get_nfilters())]
-    if any(is_missing(code) for code, *_ in filters):
+    if not all(filter_avail(code) for code, *_ in filters):
         with contextlib.suppress(ImportError):
             # Importing it makes its filters known.
             import hdf5plugin  # noqa: F401
     for code, _, _, text in filters:
-        if is_missing(code):
+        if not filter_avail(code):
             called = _FILTERS.get(code) or text.decode(errors="replace").split(";")[0] or "a filter"
             raise MissingDependency(
-                f"{said} is compressed with {called} (filter {code}), which h5py can't unpack by itself: "
+                f"{subject} is compressed with {called} (filter {code}), which h5py can't unpack by itself: "
                 "pip install hdf5plugin"
             )
+    return len(filters)
 
 
-def stay_inside(file: Any, path: str, name: str) -> None:
+def stay_inside(file: Any, path: str, subject: str, root: str = "", seen: set[tuple[str, str]] | None = None) -> None:
     """Refuses the dataset at a path where it lies outside of the file or of its folder.
 
     An HDF5 file can refer to others: by a link to an object of another file, by the sources of a virtual dataset, and
     by a dataset whose bytes are in plain files. The library opens them without a word, whatever they are, so that a
     file from somewhere else could make a training read any file of this machine. Parts of a virtual dataset, and plain
-    files, that lie in the folder of the file or below it belong to the data; all else needs the user's word.
+    files, that lie in the folder of the file or below it belong to the data; all else needs the user's word. `root` is
+    that folder, where `file` is only a part; `subject` is what to call the dataset.
     """
-    root = os.path.realpath(os.path.dirname(os.path.abspath(file.filename)))
-    _check_inside(file, path, f"dataset {path!r} of {name!r}", root, set())
-
-
-def _check_inside(file: Any, path: str, said: str, root: str, seen: set[tuple[str, str]]) -> None:
     import h5py
 
-    item = _resolve(file, path, said)
-    if not isinstance(item, h5py.Dataset):
-        # Whoever looks for it says that it isn't there.
+    seen = set() if seen is None else seen
+    place, folder = os.path.realpath(file.filename), os.path.dirname(os.path.abspath(file.filename))
+    item = _resolve(file, path, subject)
+    # Whoever looks for a dataset that isn't there says so.
+    if (place, path) in seen or not isinstance(item, h5py.Dataset):
         return
-    folder = os.path.dirname(os.path.abspath(file.filename))
+    seen.add((place, path))
+    root = root or os.path.realpath(folder)
     for part, *_ in item.external or ():
-        _refuse_outside(part, folder, root, said, "keeps its values in another file")
-    if not item.is_virtual:
-        return
-    for source in item.virtual_sources():
-        # "." is the file itself.
-        if (source.file_name, source.dset_name) in seen:
-            continue
-        seen.add((source.file_name, source.dset_name))
+        _refuse_outside(part, folder, root, subject, "keeps its values in another file")
+    for source in item.virtual_sources() if item.is_virtual else ():
         if source.file_name == ".":
-            _check_inside(file, source.dset_name, said, root, seen)
+            stay_inside(file, source.dset_name, subject, root, seen)
             continue
-        place = _refuse_outside(source.file_name, folder, root, said, "is made of other files")
+        place = _refuse_outside(source.file_name, folder, root, subject, "is made of other files")
         # A name with a "%" in it stands for many, which lie in the same folder; what is missing is told elsewhere.
         if os.path.isfile(place):
             with h5py.File(place, "r") as other:
-                _check_inside(other, source.dset_name, said, root, seen)
+                stay_inside(other, source.dset_name, subject, root, seen)
 
 
-def _resolve(file: Any, path: str, said: str) -> Any:
+def _resolve(file: Any, path: str, subject: str) -> Any:
     """What is at a path, found without leaving the file; None where nothing is."""
     import h5py
 
@@ -333,7 +301,7 @@ def _resolve(file: Any, path: str, said: str) -> Any:
             return None
         link = group.get(parts[0], getlink=True)
         if isinstance(link, h5py.ExternalLink):
-            raise _outside(said, "is a link into another file", link.filename)
+            raise _outside(subject, "is a link into another file", link.filename)
         if isinstance(link, h5py.SoftLink):
             group = file if link.path.startswith("/") else group
             parts = [*link.path.split("/"), *parts[1:]]
@@ -342,27 +310,22 @@ def _resolve(file: Any, path: str, said: str) -> Any:
     return None
 
 
-def _refuse_outside(part: str, folder: str, root: str, said: str, what: str) -> str:
-    """The place of a file that a dataset refers to, which is in the folder of the first file or below it."""
+def _refuse_outside(part: str, folder: str, root: str, subject: str, what: str) -> str:
+    """The place of a file that a dataset refers to, which is in the root folder or below it."""
     places = [os.path.realpath(os.path.join(base, part)) for base in (folder, os.getcwd())]
     place = next((place for place in places if os.path.exists(place)), places[0])
     if not os.path.join(place, "").startswith(os.path.join(root, "")):
-        raise _outside(said, what, part)
+        raise _outside(subject, what, part)
     return place
 
 
-def _outside(said: str, what: str, part: str) -> BadFile:
+def _outside(subject: str, what: str, part: str) -> BadFile:
     return BadFile(
-        f"{said} {what}, {part!r}, which isn't read unasked. Give that file itself, or follow_links=True where it is "
-        "one that you trust."
+        f"{subject} {what}, {part!r}, which isn't read unasked. Give that file itself, or follow_links=True where it "
+        "is one that you trust."
     )
 
 
 def ceil_divide(number: int, divisor: int) -> int:
     """Quotient, rounded up."""
     return -(-number // divisor)
-
-
-def reason_of(error: Exception) -> str:
-    """What the library says, in one line without a full stop."""
-    return str(error).replace("\n", " ").rstrip(".") or type(error).__name__

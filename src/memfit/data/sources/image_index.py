@@ -10,44 +10,76 @@ import hashlib
 import os
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-
-import numpy as np
+from typing import NamedTuple
 
 from memfit.core.errors import BadFile
 from memfit.data.files import is_remote
-from memfit.data.source import Array
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 # Names of folders that hold parts of a data set rather than classes.
 _PARTS = frozenset(("test", "testing", "train", "training", "val", "valid", "validation"))
 
 
-@dataclass(frozen=True, slots=True)
+class Entry(NamedTuple):
+    """What is in a folder; the size of a file, in bytes, only where the folder is remote and its server says it."""
+
+    name: str
+    is_folder: bool
+    size: int = 0
+
+    @property
+    def is_image(self) -> bool:
+        """Whether it is a file with the name of an image."""
+        return not self.is_folder and self.name.lower().endswith(ENDINGS)
+
+
+def list_folder(folder: str) -> list[Entry]:
+    """What isn't hidden in a folder, or behind the address of one, sorted by name."""
+    if is_remote(folder):
+        from memfit.data.remote_files import list_folder
+
+        listed = list_folder(folder.rstrip("/"))
+        entries = [Entry(each.path.rpartition("/")[2], each.is_folder, each.size or 0) for each in listed]
+    else:
+        try:
+            with os.scandir(os.path.expanduser(folder)) as scanned:
+                entries = [Entry(each.name, _is_folder(each)) for each in scanned]
+        except OSError as error:
+            raise BadFile(f"{folder!r} can't be looked into: {error.strerror or error}.") from error
+    return sorted(entry for entry in entries if not entry.name.startswith("."))
+
+
+def join(folder: str, name: str) -> str:
+    """Path or address of something in a folder."""
+    return f"{folder.rstrip('/')}/{name}" if is_remote(folder) else os.path.join(folder, name)
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    """Whether an entry is a folder or a link to one; a link that leads in a circle is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
 class ImageIndex:
-    """The images of a folder.
+    """The images of a folder."""
 
-    Attributes:
-        root: the folder.
-        names: paths of all images below it, in bytes, one after the other.
-        offsets: where each path begins in them and, last, where the last one ends.
-        numbers: of the classes of the images.
-        sizes: of the files in bytes.
-        classes: names of the class folders, sorted; () where the images have none.
-        digest: changes with names, sizes and times of change.
-        notes: what a user should know of how the folder was understood.
-        left_out: links to folders that were not followed, in a sentence, or "".
-    """
-
-    root: str
-    names: Array
-    offsets: Array
-    numbers: Array
-    sizes: Array
-    classes: tuple[str, ...]
-    digest: str
-    notes: tuple[str, ...]
-    left_out: str = ""
+    def __init__(self, root: str) -> None:
+        self.root = root
+        # Paths of all images below the root, one after the other, and where each ends.
+        self._names = bytearray()
+        self._ends = array("q", [0])
+        # Of the images: the numbers of their classes, and the bytes of their files.
+        self.numbers = array("i")
+        self.sizes = array("q")
+        # Names of the class folders, sorted; () where the images have none.
+        self.classes: tuple[str, ...] = ()
+        # Changes with names, sizes and times of change.
+        self.digest = ""
+        # What a user should know of how the folder was understood: also, in a sentence, links that were not followed.
+        self.notes: tuple[str, ...] = ()
+        self.left_out = ""
 
     @property
     def num_images(self) -> int:
@@ -56,48 +88,22 @@ class ImageIndex:
 
     def path(self, sample: int) -> str:
         """Path or address of an image."""
-        name = os.fsdecode(self.names[self.offsets[sample] : self.offsets[sample + 1]].tobytes())
-        return f"{self.root}/{name}" if is_remote(self.root) else os.path.join(self.root, name)
+        return join(self.root, os.fsdecode(bytes(self._names[self._ends[sample] : self._ends[sample + 1]])))
 
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    is_folder: bool
-    size: int
-    changed: int
-
-
-@dataclass(slots=True)
-class _Gathering:
-    root: str
-    names: bytearray = field(default_factory=bytearray)
-    offsets: "array[int]" = field(default_factory=lambda: array("q", [0]))
-    numbers: "array[int]" = field(default_factory=lambda: array("i"))
-    sizes: "array[int]" = field(default_factory=lambda: array("q"))
-    digest: "hashlib._Hash" = field(default_factory=hashlib.sha256)
-
-    def add(self, name: str, entry: _Entry, number: int) -> None:
+    def add(self, name: str, entry: Entry, number: int) -> bytes:
+        """Adds an image of a class by its path below the root; gives what the digest depends on."""
+        size, changed = entry.size, 0
+        if not is_remote(self.root):
+            # A link to nothing is found to be unreadable when its turn comes.
+            with contextlib.suppress(OSError):
+                status = os.stat(join(self.root, name))
+                size, changed = status.st_size, status.st_mtime_ns
         packed = os.fsencode(name)
-        self.names += packed
-        self.offsets.append(len(self.names))
+        self._names += packed
+        self._ends.append(len(self._names))
         self.numbers.append(number)
-        self.sizes.append(entry.size)
-        self.digest.update(packed + b"\0%d %d\0" % (entry.size, entry.changed))
-
-    def finish(self, classes: tuple[str, ...], notes: tuple[str, ...], left_out: str) -> ImageIndex:
-        self.digest.update(repr(classes).encode())
-        return ImageIndex(
-            self.root,
-            np.frombuffer(bytes(self.names), np.uint8),
-            np.array(self.offsets, np.int64),
-            np.array(self.numbers, np.int32),
-            np.array(self.sizes, np.int64),
-            classes,
-            self.digest.hexdigest()[:32],
-            (*notes, left_out) if left_out else notes,
-            left_out,
-        )
+        self.sizes.append(size)
+        return packed + b"\0%d %d\0" % (size, changed)
 
 
 def build_index(root: str, *, follow_links: bool = False) -> ImageIndex:
@@ -110,36 +116,38 @@ def build_index(root: str, *, follow_links: bool = False) -> ImageIndex:
     """
     root = root.rstrip("/") if is_remote(root) else os.path.abspath(os.path.expanduser(root))
     links = _Links(root, follow_links)
-    entries = _list(root, "")
-    folders = [entry.name for entry in entries if entry.is_folder and links.is_new(entry.name)]
-    images = [entry for entry in entries if _is_image(entry)]
-    gathered = _Gathering(root)
+    entries = list_folder(root)
+    folders = [entry for entry in entries if entry.is_folder and links.is_new(entry.name)]
+    images = [entry for entry in entries if entry.is_image]
+    index, digest = ImageIndex(root), hashlib.sha256()
     for number, folder in enumerate(folders):
-        for name, entry in _walk(root, folder, links):
-            gathered.add(name, entry, number)
-    if gathered.sizes:
+        for name, entry in _walk(root, folder.name, links):
+            digest.update(index.add(name, entry, number))
+    index.left_out = links.describe()
+    if index.num_images:
+        names = index.classes = tuple(folder.name for folder in folders)
         notes = [f"{len(images):,} images beside the class folders are left out"] if images else []
-        filled = set(gathered.numbers)
-        empty = [name for number, name in enumerate(folders) if number not in filled]
+        filled = set(index.numbers)
+        empty = [name for number, name in enumerate(names) if number not in filled]
         if empty:
             shown = ", ".join(map(repr, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
             notes.append(f"class folders without images: {shown}")
-        if {name.lower() for name in folders} <= _PARTS:
-            named = ", ".join(map(repr, folders))
-            notes.append(f"the classes are {named}; if these are parts of the data, give the folder of one of them")
-        return gathered.finish(tuple(folders), tuple(notes), links.describe())
-    for entry in images:
-        gathered.add(entry.name, entry, 0)
-    if not gathered.sizes:
+        if {name.lower() for name in names} <= _PARTS:
+            listed = ", ".join(map(repr, names))
+            notes.append(f"the classes are {listed}; if these are parts of the data, give the folder of one of them")
+    elif images:
+        for entry in images:
+            digest.update(index.add(entry.name, entry, 0))
+        notes = ["the images lie in no class folders, and have no labels"]
+    else:
         raise BadFile(
             f"{root!r} holds no images ({', '.join(ENDINGS)}). A folder with one folder of images for each class was "
-            "expected, or a folder of images." + (f" {links.describe()}." if links.left_out else "")
+            "expected, or a folder of images." + (f" {index.left_out}." if index.left_out else "")
         )
-    return gathered.finish((), ("the images lie in no class folders, and have no labels",), links.describe())
-
-
-def _is_image(entry: _Entry) -> bool:
-    return not entry.is_folder and entry.name.lower().endswith(ENDINGS)
+    digest.update(repr(index.classes).encode())
+    index.digest = digest.hexdigest()[:32]
+    index.notes = (*notes, index.left_out) if index.left_out else tuple(notes)
+    return index
 
 
 class _Links:
@@ -149,7 +157,7 @@ class _Links:
         self._root = root
         self._real = "" if is_remote(root) else os.path.realpath(root)
         self._follow = follow
-        self.left_out: list[str] = []
+        self._left_out: list[str] = []
         self._seen: set[tuple[int, int]] = set()
         if self._real and os.path.isdir(root):
             self.is_new("")
@@ -167,7 +175,7 @@ class _Links:
             raise BadFile(f"{path!r} can't be looked into: {error.strerror or error}.") from error
         place = (status.st_dev, status.st_ino)
         if is_passed or place in self._seen:
-            self.left_out.append(inside)
+            self._left_out.append(inside)
             return False
         self._seen.add(place)
         return True
@@ -179,53 +187,19 @@ class _Links:
 
     def describe(self) -> str:
         """What was left out, in a sentence without a full stop; "" where nothing was."""
-        if not self.left_out:
+        if not self._left_out:
             return ""
-        shown = ", ".join(map(repr, self.left_out[:3])) + (", ..." if len(self.left_out) > 3 else "")
+        shown = ", ".join(map(repr, self._left_out[:3])) + (", ..." if len(self._left_out) > 3 else "")
         more = "" if self._follow else "; follow_links=True follows those that lead out of the folder"
-        return f"{len(self.left_out):,} links to folders were not followed ({shown}){more}"
+        return f"{len(self._left_out):,} links to folders were not followed ({shown}){more}"
 
 
-def _walk(root: str, inside: str, links: _Links) -> Iterator[tuple[str, _Entry]]:
+def _walk(root: str, inside: str, links: _Links) -> Iterator[tuple[str, Entry]]:
     """Images in a folder below the root, then those in its folders, with their paths below the root."""
-    entries = _list(root, inside)
+    entries = list_folder(join(root, inside))
     for entry in entries:
-        if _is_image(entry):
+        if entry.is_image:
             yield f"{inside}/{entry.name}", entry
     for entry in entries:
         if entry.is_folder and links.is_new(f"{inside}/{entry.name}"):
             yield from _walk(root, f"{inside}/{entry.name}", links)
-
-
-def _list(root: str, inside: str) -> list[_Entry]:
-    """What isn't hidden in a folder, sorted by name."""
-    if is_remote(root):
-        from memfit.data.remote_files import list_folder
-
-        listed = list_folder(f"{root}/{inside}".rstrip("/"))
-        entries = [_Entry(each.path.rpartition("/")[2], each.is_folder, each.size or 0, 0) for each in listed]
-    else:
-        folder = os.path.join(root, inside) if inside else root
-        try:
-            with os.scandir(folder) as scanned:
-                entries = [_entry(each) for each in scanned]
-        except OSError as error:
-            raise BadFile(f"{folder!r} can't be looked into: {error.strerror or error}.") from error
-    return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
-
-
-def is_folder_entry(entry: "os.DirEntry[str]") -> bool:
-    """Whether an entry is a folder or a link to one; a link that leads in a circle is none."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
-def _entry(entry: "os.DirEntry[str]") -> _Entry:
-    if not is_folder_entry(entry) and entry.name.lower().endswith(ENDINGS):
-        # A link to nothing is found to be unreadable when its turn comes.
-        with contextlib.suppress(OSError):
-            status = entry.stat()
-            return _Entry(entry.name, False, status.st_size, status.st_mtime_ns)
-    return _Entry(entry.name, is_folder_entry(entry), 0, 0)

@@ -22,11 +22,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
+from memfit.core.errors import BadFile
 from memfit.core.units import MIB
 from memfit.data.files import drop_pages, is_remote, open_file, read_bytes
+from memfit.data.remote_files import shown
 from memfit.data.source import Array, Field, Layout, SampleSource
-from memfit.data.sources.image_index import ImageIndex, build_index
+from memfit.data.sources.image_index import build_index
+from memfit.data.sources.tables import load
 
 _log = logging.getLogger("memfit")
 
@@ -35,7 +37,7 @@ _NUM_PROBED = 16
 # Images that are tried for one that can be read, where others are to be skipped.
 _MOST_TRIED = 1000
 _NUM_NAMED = 20
-# Of a picture that isn't compressed at all: four channels of two bytes.
+# Of an image that isn't compressed at all: four channels of two bytes.
 _MOST_PIXEL_BYTES = 8
 _T = TypeVar("_T")
 
@@ -45,28 +47,49 @@ class _Unreadable(Exception):
 
 
 class ImageSource(SampleSource):
-    """Images in a folder, each read by itself.
+    """The images in a folder, each read by itself: PNG, JPEG, BMP, GIF, WebP and TIFF.
 
-    Args:
-        name: of the folder, as the user gave it.
-        index: of its images.
-        fields: the images and, where there are classes, the labels.
-        on_error: whether an image that can't be read raises an error ("fail") or is left out ("skip").
-
-    Attributes:
-        notes: what a user should know of how the folder was understood.
+    An image that can't be read raises an error (`on_error="fail"`) or is left out ("skip"); `notes` are what a user
+    should know of how the folder was understood.
     """
 
-    def __init__(self, name: str, index: ImageIndex, fields: tuple[Field, ...], on_error: str) -> None:
-        self._index = index
+    def __init__(self, path: str | os.PathLike[str], *, on_error: str = "fail", follow_links: bool = False) -> None:
+        _pillow()
+        self.name = os.fspath(path)
+        self._index = index = build_index(self.name, follow_links=follow_links)
+        if index.left_out:
+            _log.warning("%s: %s.", self.name, index.left_out)
         self._skipped = SkippedSamples() if on_error == "skip" else None
-        self.name = name
-        self.fields = fields
+        shapes = list(self._probe())
+        image = Field("image", np.dtype(np.uint8), shapes[0], is_ragged=len(set(shapes)) > 1)
+        label = (Field("label", np.dtype(np.int64), (), is_label=True),) if index.classes else ()
+        self.fields = (image, *label)
         self.num_samples = index.num_images
         # Pillow holds four bytes a pixel where the result has three, and gives them out through a copy.
-        self.layout = Layout(is_by_sample=True, scratch_bytes=3 * fields[0].sample_bytes)
+        self.layout = Layout(is_by_sample=True, scratch_bytes=3 * image.sample_bytes)
         self.classes = index.classes
         self.notes = index.notes
+
+    def _probe(self) -> Iterator[tuple[int, int, int]]:
+        """Shapes of some images, at least one, from their first bytes."""
+        num = self._index.num_images
+        probed = dict.fromkeys(np.linspace(0, num - 1, min(num, _NUM_PROBED)).astype(int).tolist())
+        num_readable = 0
+        for sample in [*probed, *(number for number in range(min(num, _MOST_TRIED)) if number not in probed)]:
+            if num_readable and sample not in probed:
+                return
+            path = self._index.path(sample)
+            try:
+                yield _quietly(_shape, _read(path))
+                num_readable += 1
+            except _Unreadable as error:
+                if self._skipped is None:
+                    raise _bad(path, error) from None
+        if not num_readable:
+            raise BadFile(
+                f"none of {min(num, _MOST_TRIED)} images in {shown(self._index.root)!r} can be read; the first is "
+                f"{self.sample_name(0)!r}."
+            )
 
     @property
     def num_skipped(self) -> int:
@@ -103,15 +126,15 @@ class ImageSource(SampleSource):
 
     def sample_name(self, sample: int) -> str:
         """Its path."""
-        return _shown(self._index.path(sample))
+        return shown(self._index.path(sample))
 
 
 class SkippedSamples:
     """Which samples were left out because they can't be read; copies of it in other processes are the same set.
 
-    Workers find what can't be read, and the user asks the program. Workers may be forked or started anew, may be
-    killed, and belong to whichever loader made them, so nothing is sent: each marks what it left out in a small file
-    that all of them know, one byte a sample. It is mostly holes, and is removed with the object that made it.
+    Workers, which find what can't be read, may be forked or started anew, may be killed, and belong to whichever loader
+    made them, so nothing is sent: each marks what it left out in a small file that all of them know, one byte a sample.
+    It is mostly holes, and is removed with the object that made it.
     """
 
     def __init__(self) -> None:
@@ -134,10 +157,10 @@ class SkippedSamples:
 
     def numbers(self) -> Array:
         """Those that were left out so far, by any process, ascending."""
-        found: Array = np.empty(0, np.int64)
+        noted: Array = np.empty(0, np.int64)
         with contextlib.suppress(OSError):
-            found = np.flatnonzero(np.fromfile(self._path, np.uint8))
-        return np.union1d(found, np.array(list(self._own), np.int64)) if self._own else found
+            noted = np.flatnonzero(np.fromfile(self._path, np.uint8))
+        return np.union1d(noted, np.array(list(self._own), np.int64)) if self._own else noted
 
     def __getstate__(self) -> tuple[str]:
         return (self._path,)
@@ -154,68 +177,16 @@ def _remove(path: str, process: int) -> None:
             os.unlink(path)
 
 
-def open_images(path: str | os.PathLike[str], *, on_error: str = "fail", follow_links: bool = False) -> ImageSource:
-    """The images in a folder: PNG, JPEG, BMP, GIF, WebP and TIFF."""
-    if on_error not in ("fail", "skip"):
-        raise BadInput(f'on_error={on_error!r} is not known. "fail" or "skip" was expected.')
-    _pillow()
-    name = os.fspath(path)
-    index = build_index(name, follow_links=follow_links)
-    if index.left_out:
-        _log.warning("%s: %s.", name, index.left_out)
-    shapes = list(_probe(index, on_error))
-    image = Field("image", np.dtype(np.uint8), shapes[0], is_ragged=len(set(shapes)) > 1)
-    label = (Field("label", np.dtype(np.int64), (), is_label=True),) if index.classes else ()
-    return ImageSource(name, index, (image, *label), on_error)
-
-
-def _probe(index: ImageIndex, on_error: str) -> Iterator[tuple[int, int, int]]:
-    """Shapes of some images, at least one, from their first bytes."""
-    num = index.num_images
-    probed = dict.fromkeys(np.linspace(0, num - 1, min(num, _NUM_PROBED)).astype(int).tolist())
-    num_found = 0
-    for sample in [*probed, *(number for number in range(min(num, _MOST_TRIED)) if number not in probed)]:
-        if num_found and sample not in probed:
-            return
-        path = index.path(sample)
-        try:
-            yield _quietly(_shape, _read(path))
-            num_found += 1
-        except _Unreadable as error:
-            if on_error == "fail":
-                raise _bad(path, error) from None
-    if not num_found:
-        raise BadFile(
-            f"none of {min(num, _MOST_TRIED)} images in {_shown(index.root)!r} can be read; the first is "
-            f"{_shown(index.path(0))!r}."
-        )
-
-
-def _shown(path: str) -> str:
-    if not is_remote(path):
-        return path
-    from memfit.data.remote_files import shown
-
-    return shown(path)
-
-
 def _bad(path: str, error: Exception) -> BadFile:
     return BadFile(
-        f"the image {_shown(path)!r} can't be read: {str(error).rstrip('.')}. Replace or remove it, or leave such "
+        f"the image {shown(path)!r} can't be read: {str(error).rstrip('.')}. Replace or remove it, or leave such "
         'images out with on_error="skip".'
     )
 
 
 @functools.cache
 def _pillow() -> Any:
-    try:
-        import PIL.Image
-    except ImportError as error:
-        raise MissingDependency(
-            f"images are read with Pillow, which can't be imported ({error}). Install it with "
-            f"{how_to_install('pillow')}."
-        ) from None
-    return PIL.Image
+    return load("PIL.Image", "this is a folder of images")
 
 
 def _read(path: str) -> bytes:

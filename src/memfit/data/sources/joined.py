@@ -5,8 +5,9 @@ that follows.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,23 +21,43 @@ _TEXT_BYTES = 256 << 10
 _MAX_CLASSES = 100_000
 
 
-class Concatenated(Source):
+class _Joined(Source):
+    """A source made of others, which are dropped and closed with it."""
+
+    _sources: tuple[Source, ...]
+
+    def fingerprint(self) -> str:
+        """From those of the parts; of a single one, its own."""
+        parts = [source.fingerprint() for source in self._sources]
+        return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
+
+    def drop(self, start: int, stop: int) -> None:
+        """Passed on to all parts."""
+        for source in self._sources:
+            source.drop(start, stop)
+
+    def close(self) -> None:
+        """Closes all parts in this process."""
+        for source in self._sources:
+            source.close()
+
+
+class Concatenated(_Joined):
     """Samples of several sources, one after the other.
 
     Label numbers that stand for classes are brought to one list: the sorted names of all parts.
-
-    Args:
-        sources: at least one; their fields agree.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        if not sources:
-            raise BadInput("at least one source is needed to make one of several")
         self._sources = tuple(sources)
         for other in sources[1:]:
-            _check_alike(sources[0], other)
-        first, last = sources[0].name, sources[-1].name
-        self.name = first if len(sources) == 1 else f"{first} ... {last} ({len(sources)} files)"
+            difference = _difference(sources[0], other)
+            if difference:
+                raise BadInput(
+                    f"{sources[0].name} and {other.name} can't be read one after the other: {difference}. Files of one "
+                    "data set have the same fields; leave out the one that doesn't belong to it, or convert it."
+                )
+        self.name = f"{sources[0].name} ... {sources[-1].name} ({len(sources)} files)"
         self.fields = tuple(
             replace(
                 several[0],
@@ -53,13 +74,7 @@ class Concatenated(Source):
         if any(source.layout.edges is not None for source in sources):
             parts = [_edges(source)[:-1] + start for source, start in zip(sources, self._starts, strict=False)]
             edges = np.concatenate([*parts, self._starts[-1:]]).astype(np.int64)
-        scratch_bytes = max(source.layout.scratch_bytes for source in sources)
-        is_by_sample = any(source.layout.is_by_sample for source in sources)
-        self.layout = _layout(sources, edges, scratch_bytes, is_by_sample=is_by_sample)
-
-    def fingerprint(self) -> str:
-        """From those of the parts."""
-        return _digest(source.fingerprint() for source in self._sources)
+        self.layout = _layout(sources, edges, max(source.layout.scratch_bytes for source in sources))
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
         """Fills one array a field with samples `start` to `stop`, whichever parts they are in."""
@@ -69,14 +84,9 @@ class Concatenated(Source):
             self._renumber(part, arrays)
 
     def drop(self, start: int, stop: int) -> None:
-        """Passed on to the parts."""
+        """Passed on to the parts that have these samples."""
         for part, first, last, _ in self._pieces(start, stop):
             self._sources[part].drop(first, last)
-
-    def close(self) -> None:
-        """Closes all parts in this process."""
-        for source in self._sources:
-            source.close()
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Number of a part, first and last sample in it, and where they belong in the run."""
@@ -150,13 +160,10 @@ class ConcatenatedSamples(Concatenated, SampleSource):
         return part, source, sample - int(self._starts[part])
 
 
-class Paired(Source):
+class Paired(_Joined):
     """Samples of two sources side by side: the n-th of one belongs to the n-th of the other.
 
-    Args:
-        features: the first half.
-        labels: the second half.
-        are_labels: whether the second half are labels; else both are features.
+    The second half are labels, or else, without `are_labels`, further features.
     """
 
     def __init__(self, features: Source, labels: Source, *, are_labels: bool = True) -> None:
@@ -174,8 +181,7 @@ class Paired(Source):
                 )
         if are_labels and any(field.is_label for field in features.fields):
             raise BadInput(f"labels are given twice: {features.name} has labels already, and {labels.name} was given.")
-        self._features = features
-        self._labels = labels
+        self._sources = (features, labels)
         self.name = f"{features.name} and {labels.name}"
         taken = {field.name for field in features.fields}
         second = [replace(field, is_label=are_labels or field.is_label) for field in labels.fields]
@@ -186,58 +192,27 @@ class Paired(Source):
         sides = sorted((features, labels), key=lambda source: source.sample_bytes, reverse=True)
         self.layout = _layout(sides, sides[0].layout.edges, sum(side.layout.scratch_bytes for side in sides))
 
-    def fingerprint(self) -> str:
-        """From those of both."""
-        return _digest([self._features.fingerprint(), self._labels.fingerprint()])
-
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
         """Fills one array a field with samples `start` to `stop` of both."""
-        num_first = len(self._features.fields)
-        self._features.read(start, stop, out[:num_first])
-        self._labels.read(start, stop, out[num_first:])
-
-    def drop(self, start: int, stop: int) -> None:
-        """Passed on to both."""
-        self._features.drop(start, stop)
-        self._labels.drop(start, stop)
-
-    def close(self) -> None:
-        """Closes both in this process."""
-        self._features.close()
-        self._labels.close()
+        features, labels = self._sources
+        features.read(start, stop, out[: len(features.fields)])
+        labels.read(start, stop, out[len(features.fields) :])
 
 
-class Passing(Source):
-    """A source that passes everything on to another, and is changed by who makes it.
-
-    Args:
-        source: the other one.
-        fields: what is given out.
-    """
+class Passing(_Joined):
+    """A source that passes everything on to another, gives out other fields, and is changed by who makes it."""
 
     def __init__(self, source: Source, fields: tuple[Field, ...]) -> None:
-        self._source = source
+        self._sources = (source,)
         self.name = source.name
         self.fields = fields
         self.num_samples = source.num_samples
         self.layout = source.layout
         self.classes = source.classes
 
-    def fingerprint(self) -> str:
-        """The source's."""
-        return self._source.fingerprint()
-
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
         """Fills the arrays with samples `start` to `stop`."""
-        self._source.read(start, stop, out)
-
-    def drop(self, start: int, stop: int) -> None:
-        """Passed on."""
-        self._source.drop(start, stop)
-
-    def close(self) -> None:
-        """Closes the source in this process."""
-        self._source.close()
+        self._sources[0].read(start, stop, out)
 
 
 class TextLabels(Passing):
@@ -245,9 +220,6 @@ class TextLabels(Passing):
 
     Networks learn numbers. The file is gone through once for the different texts that are in it; sorted, they are the
     classes, and each text is given as its place among them.
-
-    Args:
-        source: with one field, of one text a sample.
     """
 
     def __init__(self, source: Source) -> None:
@@ -279,11 +251,12 @@ class TextLabels(Passing):
             out[0][first - start : first - start + len(texts)] = np.searchsorted(self._texts, texts)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, Array]]:
-        dtype = self._source.fields[0].dtype
+        (source,) = self._sources
+        dtype = source.fields[0].dtype
         step = max(1, _TEXT_BYTES // dtype.itemsize)
         for first in range(start, stop, step):
             texts: Array = np.empty(min(step, stop - first), dtype)
-            self._source.read(first, first + len(texts), [texts])
+            source.read(first, first + len(texts), [texts])
             yield first, texts
 
 
@@ -291,6 +264,14 @@ def as_labels(source: Source) -> Source:
     """The source, with class numbers where it holds text."""
     is_text = len(source.fields) == 1 and source.fields[0].dtype.kind in "SU" and not source.classes
     return TextLabels(source) if is_text else source
+
+
+def class_names(names: Any, field: Field) -> tuple[str, ...]:
+    """A list of different names as those of the classes of a field; () where it is none, or the field has none."""
+    if field.dtype.kind not in "iu" or field.shape or not isinstance(names, list) or len(names) > _MAX_CLASSES:
+        return ()
+    are_different = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+    return tuple(names) if are_different else ()
 
 
 def named(source: Source, name: str) -> Source:
@@ -310,36 +291,26 @@ def concatenate(sources: Sequence[Source]) -> Source:
         return sources[0]
     by_sample = [source.layout.is_by_sample for source in sources]
     if any(by_sample) and not all(by_sample):
-        one, other = sources[by_sample.index(True)], sources[by_sample.index(False)]
-        raise BadInput(f"{one.name} holds images and {other.name} doesn't: they can't be one source.")
+        images, other = sources[by_sample.index(True)], sources[by_sample.index(False)]
+        raise BadInput(f"{images.name} holds images and {other.name} doesn't: they can't be one source.")
     return ConcatenatedSamples(sources) if any(by_sample) else Concatenated(sources)
 
 
-def _check_alike(first: Source, other: Source) -> None:
-    difference = _difference(first.fields, other.fields)
-    if difference:
-        raise BadInput(
-            f"{first.name} and {other.name} can't be read one after the other: {difference}. Files of one data set "
-            "have the same fields; leave out the one that doesn't belong to it, or convert it."
-        )
-    if bool(first.classes) != bool(other.classes):
-        raise BadInput(f"one of {first.name} and {other.name} has names as labels and the other has numbers.")
-
-
-def _difference(first: Sequence[Field], second: Sequence[Field]) -> str:
-    names = [[field.name for field in fields] for fields in (first, second)]
+def _difference(first: Source, second: Source) -> str:
+    """Why two sources can't be one, in a part of a sentence; "" where they can."""
+    names = [[field.name for field in source.fields] for source in (first, second)]
     if names[0] != names[1]:
         return f"the fields of one are {', '.join(names[0])} and those of the other {', '.join(names[1])}"
-    for one, other in zip(first, second, strict=True):
+    for here, there in zip(first.fields, second.fields, strict=True):
         # A column of a table may have only whole numbers in one file and fractions in the next.
-        are_of_tables = all(field.is_tabular and field.dtype.kind in "biuf" for field in (one, other))
-        if one.dtype != other.dtype and not are_of_tables:
-            return f"{one.name} is {one.dtype} in one and {other.dtype} in the other"
-        if one.shape != other.shape and not (one.is_ragged or other.is_ragged):
-            return f"a sample of {one.name} has the shape {one.shape} in one and {other.shape} in the other"
-        if one.is_label != other.is_label:
-            return f"{one.name} is a label in only one of them"
-    return ""
+        are_of_tables = all(field.is_tabular and field.dtype.kind in "biuf" for field in (here, there))
+        if here.dtype != there.dtype and not are_of_tables:
+            return f"{here.name} is {here.dtype} in one and {there.dtype} in the other"
+        if here.shape != there.shape and not (here.is_ragged or there.is_ragged):
+            return f"a sample of {here.name} has the shape {here.shape} in one and {there.shape} in the other"
+        if here.is_label != there.is_label:
+            return f"{here.name} is a label in only one of them"
+    return "one has names as labels and the other has numbers" if bool(first.classes) != bool(second.classes) else ""
 
 
 def _common_classes(sources: Sequence[Source]) -> tuple[tuple[str, ...], list[Array | None]]:
@@ -352,16 +323,14 @@ def _common_classes(sources: Sequence[Source]) -> tuple[tuple[str, ...], list[Ar
     return tuple(names), [np.array([number_of[name] for name in classes], np.int64) for classes in own]
 
 
-def _layout(
-    sources: Sequence[Source], edges: Array | None, scratch_bytes: int, *, is_by_sample: bool = False
-) -> Layout:
+def _layout(sources: Sequence[Source], edges: Array | None, scratch_bytes: int) -> Layout:
     sequential = [source.layout for source in sources if source.layout.is_sequential]
     return Layout(
         edges,
         scratch_bytes,
         max(source.layout.read_bytes for source in sources),
         bool(sequential),
-        is_by_sample,
+        any(source.layout.is_by_sample for source in sources),
         sequential[0].reason if sequential else "",
     )
 
@@ -379,7 +348,3 @@ def _renamed(field: Field, taken: set[str]) -> Field:
         return field
     candidates = ("y", *(f"{field.name}_{number}" for number in range(2, len(taken) + 3)))
     return replace(field, name=next(name for name in candidates if name not in taken))
-
-
-def _digest(parts: Iterable[str]) -> str:
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]

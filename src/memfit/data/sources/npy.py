@@ -10,7 +10,6 @@ import math
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,18 +23,18 @@ _MAX_HEADER_BYTES = 64 << 10
 _SCRATCH_BYTES = 256 << 10
 # A request over a network takes as long as bringing about so many bytes.
 _REMOTE_READ_BYTES = 1 << 20
+_SCATTERED = (
+    "is in Fortran order, which scatters each sample over the whole file; "
+    "np.save(path, np.ascontiguousarray(x)) writes it in C order."
+)
+# Kinds of numpy's dtypes whose values are in the file itself.
 _STREAMED_KINDS = "biufcmMSU"
-"""Kinds of numpy's dtypes whose values are in the file itself."""
 
 
 class NpyArray:
-    """An array in .npy form inside a file.
+    """An array in .npy form inside a file: in its bytes from `start` on, `length` of them or all up to its end.
 
-    Args:
-        file: the file.
-        name: what to call the array in messages.
-        start: offset of its first byte.
-        length: bytes that it may take; None for all up to the end of the file.
+    Its name is what to call it in messages.
     """
 
     def __init__(self, file: ByteFile, name: str, *, start: int = 0, length: int | None = None) -> None:
@@ -96,13 +95,7 @@ class NpyArray:
 
 
 class NpyArrays(Source):
-    """Samples in arrays of .npy form that are read together: the entries of their first axes.
-
-    Args:
-        path: the file that they are in, or its address.
-        arrays: each with the fields that it holds.
-        name: what the user calls the file.
-    """
+    """Samples in arrays of .npy form that are read together: the entries of their first axes."""
 
     def __init__(self, path: str, arrays: Sequence[tuple[NpyArray, tuple[Field, ...]]], name: str) -> None:
         self._path = path
@@ -110,7 +103,15 @@ class NpyArrays(Source):
         self.name = name
         self.fields = tuple(field for _, fields in arrays for field in fields)
         self.num_samples = self._arrays[0].shape[0]
-        self.layout = layout_of(self._arrays)
+        is_remote_file = any(is_remote(array.file.name) for array in self._arrays)
+        records = [array for array in self._arrays if array.dtype.fields is not None]
+        scattered = [array.name for array in self._arrays if array.is_scattered]
+        self.layout = Layout(
+            scratch_bytes=max(_SCRATCH_BYTES, sum(max(_SCRATCH_BYTES, array.sample_bytes) for array in records)),
+            read_bytes=_REMOTE_READ_BYTES if is_remote_file else 0,
+            is_sequential=bool(scattered),
+            reason=f"{scattered[0]} {_SCATTERED}" if scattered else "",
+        )
 
     def fingerprint(self) -> str:
         """From the file's name, size and time of change."""
@@ -135,12 +136,7 @@ class NpyArrays(Source):
 class NpySource(NpyArrays):
     """Samples in one .npy file: the entries of its first axis.
 
-    Args:
-        path: the file, or its address.
-        name: what its field is called; a structured array has fields of its own.
-        columns: fields of a structured array to use, in this order; all if not given.
-        labels: the field of a structured array that is the label.
-        classes: names that its numbers stand for.
+    Its field is called `name`; a structured array has fields of its own, which can be chosen.
     """
 
     def __init__(
@@ -150,13 +146,11 @@ class NpySource(NpyArrays):
         name: str = "x",
         columns: Sequence[str] | None = None,
         labels: str | None = None,
-        classes: tuple[str, ...] = (),
     ) -> None:
-        self._file = open_file(path)
-        array = NpyArray(self._file, repr(self._file.name))
+        file = open_file(path)
+        array = NpyArray(file, repr(file.name))
         fields = fields_of(array, name, columns=columns, labels=labels)
-        super().__init__(os.fspath(path), [(array, fields)], self._file.name)
-        self.classes = classes
+        super().__init__(os.fspath(path), [(array, fields)], file.name)
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
         """Fills one array a field with samples `start` to `stop`."""
@@ -197,29 +191,12 @@ def fields_of(
     for column in chosen:
         if column not in present:
             raise BadInput(f"{array.name} has no column {column!r}; it has {', '.join(map(repr, present))}.")
-    found = []
+    fields = []
     for column in chosen:
         dtype = array.dtype.fields[column][0]
         shape = array.shape[1:] + dtype.shape
-        found.append(Field(column, dtype.base.newbyteorder("="), shape, is_label or column == labels))
-    return tuple(sorted(found, key=lambda field: field.is_label))
-
-
-def layout_of(arrays: Sequence[NpyArray]) -> Layout:
-    """How arrays that are read together can be read."""
-    scattered = [array.name for array in arrays if array.is_scattered]
-    records = sum(max(_SCRATCH_BYTES, array.sample_bytes) for array in arrays if array.dtype.fields is not None)
-    layout = Layout(
-        scratch_bytes=max(_SCRATCH_BYTES, records),
-        read_bytes=_REMOTE_READ_BYTES if any(is_remote(array.file.name) for array in arrays) else 0,
-    )
-    if not scattered:
-        return layout
-    reason = (
-        f"{scattered[0]} is in Fortran order, which scatters each sample over the whole file; "
-        "np.save(path, np.ascontiguousarray(x)) writes it in C order."
-    )
-    return replace(layout, is_sequential=True, reason=reason)
+        fields.append(Field(column, dtype.base.newbyteorder("="), shape, is_label or column == labels))
+    return tuple(sorted(fields, key=lambda field: field.is_label))
 
 
 def _read_header(

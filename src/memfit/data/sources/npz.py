@@ -18,11 +18,12 @@ from memfit.core.errors import BadFile, BadInput
 from memfit.data.files import BlockReader, ByteFile, open_file, read_bytes
 from memfit.data.source import PerThread
 from memfit.data.sources.npy import NpyArray, NpyArrays, fields_of
+from memfit.data.sources.tables import reason_of
 
 _LOCAL_HEADER_BYTES = 30
 _SKIP_BYTES = 256 << 10
+# The unpacker's window and its buffers, for one member.
 _UNPACKING_BYTES = 1 << 20
-"""The unpacker's window and its buffers, for one member."""
 _ENCRYPTED = 0x1
 _FEATURES = r"x|images?|data|features?|inputs?"
 _LABELS = r"y|labels?|targets?"
@@ -32,26 +33,22 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedErr
 class NpzSource(NpyArrays):
     """Samples in one .npz file: its keys are the fields, the entries of their first axes the samples.
 
-    Args:
-        path: the file, or its address.
-        columns: keys of the features, in this order. If not given: the obvious one of two such as "x" and "y", else
-            all but the label.
-        labels: key of the labels.
+    Keys that aren't chosen are told by their names where there are two such as "x" and "y"; else all are features.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], *, columns: Sequence[str] | None = None, labels: str | None = None
     ) -> None:
-        self._file = open_file(path)
-        members = list_members(self._file)
-        features, label = _choose(self._file.name, list(members), columns, labels)
+        file = open_file(path)
+        members = list_members(file)
+        features, label = _choose(file.name, list(members), columns, labels)
         arrays = []
         for key in (*features, *([label] if label is not None else [])):
-            array = open_member(self._file, members[key])
+            array = _open_member(file, members[key])
             if array.dtype.fields is not None:
                 raise BadFile(f"{array.name} is a structured array; save its columns as arrays of their own.")
             arrays.append((array, fields_of(array, key, is_label=key == label)))
-        super().__init__(os.fspath(path), arrays, self._file.name)
+        super().__init__(os.fspath(path), arrays, file.name)
         lengths = {field.name: array.shape[0] for field, array in zip(self.fields, self._arrays, strict=True)}
         if len(set(lengths.values())) > 1:
             described = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
@@ -93,19 +90,20 @@ def _around(name: str, stems: str, suffix: str) -> set[tuple[str, str]]:
     if not name.endswith(suffix):
         return set()
     stem = name.removesuffix(suffix)
-    found = re.finditer(rf"(?i)(?<![a-z])(?:{stems})(?![a-z])", stem)
-    return {(stem[: match.start()], stem[match.end() :]) for match in found}
+    words = re.finditer(rf"(?i)(?<![a-z])(?:{stems})(?![a-z])", stem)
+    return {(stem[: word.start()], stem[word.end() :]) for word in words}
 
 
 def list_members(file: ByteFile) -> dict[str, zipfile.ZipInfo]:
     """The arrays of an .npz file by their keys."""
+    stream: Any = BlockReader(file)
     try:
-        with zipfile.ZipFile(_stream(file)) as archive:
+        with zipfile.ZipFile(stream) as archive:
             listed = archive.infolist()
     except _DAMAGED as error:
         raise BadFile(
-            f"{file.name!r} ({file.size} bytes) can't be read as an .npz file: {_reason(error)}. It is damaged or cut "
-            "short; copy or save it again."
+            f"{file.name!r} ({file.size} bytes) can't be read as an .npz file: {reason_of(error)}. It is damaged or "
+            "cut short; copy or save it again."
         ) from error
     members = {info.filename.removesuffix(".npy"): info for info in listed if info.filename.endswith(".npy")}
     if not members:
@@ -114,7 +112,7 @@ def list_members(file: ByteFile) -> dict[str, zipfile.ZipInfo]:
     return members
 
 
-def open_member(file: ByteFile, member: zipfile.ZipInfo) -> NpyArray:
+def _open_member(file: ByteFile, member: zipfile.ZipInfo) -> NpyArray:
     """One array of an .npz file, read in place if it is stored as it is."""
     name = f"{member.filename!r} in {file.name!r}"
     if member.flag_bits & _ENCRYPTED:
@@ -137,16 +135,6 @@ def open_member(file: ByteFile, member: zipfile.ZipInfo) -> NpyArray:
     return NpyArray(file, name, start=start, length=member.file_size)
 
 
-class _Member:
-    """How far one thread has unpacked a member."""
-
-    def __init__(self, file: ByteFile, member: zipfile.ZipInfo) -> None:
-        # An archive of its own for each thread: archives lock, and a lock may be held in a process that forks.
-        archive = zipfile.ZipFile(_stream(file))
-        self.stream = archive.open(member)
-        self.position = 0
-
-
 class _Unpacked(ByteFile):
     """The contents of a compressed member. Going back means to begin again; each thread has its own position."""
 
@@ -155,46 +143,44 @@ class _Unpacked(ByteFile):
         self.size = member.file_size
         self._file = file
         self._info = member
-        self._mine: PerThread[_Member] = PerThread()
+        self._streams: PerThread[Any] = PerThread()
 
     def read_into(self, offset: int, buffer: Any) -> None:
         view = memoryview(buffer)
         if not view.nbytes:
             return
         view = view.cast("B")
+        done = 0
         try:
-            member = self._member()
-            if member.position > offset:
-                self._mine.forget()
-                member = self._member()
-            while member.position < offset:
-                skipped = len(member.stream.read(min(_SKIP_BYTES, offset - member.position)))
-                if not skipped:
-                    raise EOFError(f"it ends at offset {member.position}")
-                member.position += skipped
-            done = 0
+            stream = self._streams.get(self._open)
+            stream.seek(offset)
             while done < len(view):
-                count = member.stream.readinto(view[done:])  # type: ignore[attr-defined]
+                count = stream.readinto(view[done:])
                 if not count:
                     raise EOFError(f"{len(view) - done} bytes are missing")
                 done += count
-            member.position += done
         except BadFile:
-            self._mine.forget()
+            self._streams.forget()
             raise
         except _DAMAGED as error:
-            self._mine.forget()
+            self._streams.forget()
             raise BadFile(
                 f"{self._info.filename!r} in {self._file.name!r} is damaged: unpacking {len(view)} bytes at offset "
-                f"{offset} of it failed: {_reason(error)}. Copy or save it again."
+                f"{offset} of it failed: {reason_of(error)}. Copy or save it again."
             ) from error
 
     def close(self) -> None:
-        self._mine.take_out()
+        self._streams.take_out()
         self._file.close()
 
-    def _member(self) -> _Member:
-        return self._mine.get(lambda: _Member(self._file, self._info))
+    def _open(self) -> Any:
+        packed: Any = BlockReader(self._file)
+        # An archive of its own for each thread: archives lock, and a lock may be held in a process that forks.
+        archive = zipfile.ZipFile(packed)
+        stream: Any = archive.open(self._info)
+        # What is passed over is unpacked in pieces of so many bytes, 16 MiB if it weren't for this.
+        stream.MAX_SEEK_READ = _SKIP_BYTES
+        return stream
 
 
 def _choose(
@@ -211,11 +197,3 @@ def _choose(
     if not features:
         raise BadInput(f"{name!r} has nothing but the label {labels!r}; features are needed too.")
     return features, labels
-
-
-def _stream(file: ByteFile) -> Any:
-    return BlockReader(file)
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -2,11 +2,15 @@
 
 A path is told by its ending and, where that says nothing, by its first bytes. Several paths are read one after the
 other, a pair is features and labels. Whatever can't be streamed gets one message here, before anything is read.
+
+A folder that `memfit data convert` wrote says what the fields of its .npy files are called, which of them are labels,
+and the names of the classes. That is only believed where it is whole and fits the files: a folder without it, or with
+other files of the same names, is opened by the names of its files.
 """
 
 import difflib
 import functools
-import importlib
+import json
 import os
 import re
 import sys
@@ -15,14 +19,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, MemfitError
 from memfit.data.files import is_remote, matches, open_file, read_bytes
 from memfit.data.source import Source
-from memfit.data.sources.converted import Member, can_have_classes, read_classes, read_members
-from memfit.data.sources.image_index import ENDINGS, is_folder_entry
-from memfit.data.sources.joined import Paired, as_labels, concatenate, named
+from memfit.data.sources.arrow import ArrowSource
+from memfit.data.sources.csv import CsvSource
+from memfit.data.sources.hdf5 import Hdf5Source
+from memfit.data.sources.image_index import ENDINGS, join, list_folder
+from memfit.data.sources.images import ImageSource
+from memfit.data.sources.joined import Paired, as_labels, class_names, concatenate, named
 from memfit.data.sources.npy import MAGIC, NpySource
 from memfit.data.sources.npz import NpzSource, obvious_pair
+from memfit.data.sources.parquet import ParquetSource
+from memfit.data.writing import CLASSES_FILE, FIELDS_FILE, FIELDS_FORMAT
 
 _KINDS = {
     ".npy": "npy",
@@ -43,9 +52,11 @@ _MAGICS = (
 )
 _IMAGE_SUFFIXES = (*ENDINGS, ".ppm", ".pgm")
 _KNOWN = ".npy, .npz, .h5, .hdf5, .parquet, .arrow, .feather, .csv, .tsv, .csv.gz, or a folder of images"
+# Of the files beside converted data: names of very many classes, and long ones.
+_MOST_DESCRIPTION_BYTES = 16 << 20
 
 
-class Reading(NamedTuple):
+class _Reading(NamedTuple):
     """How files are read, whatever their kind."""
 
     on_error: str
@@ -64,26 +75,30 @@ def open_source(
     if on_error not in ("fail", "skip"):
         raise BadInput(f"on_error is 'fail' or 'skip', and {on_error!r} was given")
     names = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
-    opened = _open(source, names, labels, Reading(on_error, follow_links))
-    _check_samples(opened)
+    opened = _open(source, names, labels, _Reading(on_error, follow_links))
+    if not opened.num_samples:
+        raise BadFile(f"{opened.name} holds no samples, so there is nothing to stream.")
+    for field in opened.fields:
+        if not field.sample_bytes and not field.is_ragged:
+            raise BadFile(f"a sample of {field.name!r} in {opened.name} has the shape {field.shape}: no values in it.")
     return opened
 
 
-def _open(source: Any, columns: list[str] | None, labels: Any, reading: Reading) -> Source:
+def _open(source: Any, columns: list[str] | None, labels: Any, reading: _Reading) -> Source:
     if isinstance(source, Source):
         _refuse_choice(source.name, columns, labels)
         return source
-    if isinstance(source, Mapping):
-        return _open_mapping(source, columns, labels, reading)
     if isinstance(source, tuple):
         if len(source) != 2:
             raise BadInput(f"a tuple is a pair (features, labels), and one of {len(source)} was given; use a list")
         if labels is not None:
             raise BadInput(f"labels are given twice: {source[1]!r} in the pair, and labels={labels!r}")
-        features = _open(source[0], columns, None, reading)
-        return Paired(features, as_labels(_open(source[1], None, None, reading)))
-    if _are_paths(labels):
-        return Paired(_open(source, columns, None, reading), as_labels(_open(labels, None, None, reading)))
+        return _open_pair(*source, columns, reading)
+    is_key = isinstance(source, Mapping) and isinstance(labels, str) and labels in source
+    if _are_paths(labels) and not is_key:
+        return _open_pair(source, labels, columns, reading)
+    if isinstance(source, Mapping):
+        return _open_mapping(source, columns, labels, reading)
     if labels is not None and not isinstance(labels, str):
         place = _place_of(labels)
         if place:
@@ -92,29 +107,31 @@ def _open(source: Any, columns: list[str] | None, labels: Any, reading: Reading)
     return concatenate([_open_path(path, columns, labels, reading) for path in _paths(source, reading)])
 
 
-def _open_mapping(source: Mapping[str, Any], columns: list[str] | None, labels: Any, reading: Reading) -> Source:
+def _open_pair(features: Any, labels: Any, columns: list[str] | None, reading: _Reading) -> Source:
+    return Paired(_open(features, columns, None, reading), as_labels(_open(labels, None, None, reading)))
+
+
+def _open_mapping(source: Mapping[str, Any], columns: list[str] | None, labels: Any, reading: _Reading) -> Source:
     """Files under names; the one that `labels` names is the label."""
     if not source or not all(isinstance(name, str) for name in source):
         raise BadInput(f"a dict of names and paths is needed, such as {{'x': 'x.npy', 'y': 'y.npy'}}; got {source!r}")
     for name in (*(columns or ()), *([labels] if isinstance(labels, str) else [])):
-        if name not in source and not _are_paths(name):
+        if name not in source:
             raise BadInput(f"there is no {name!r} among {', '.join(map(repr, source))}{_nearest(name, source)}")
     chosen = [name for name in (columns or source) if name != labels]
     if not chosen:
         raise BadInput(f"nothing but the label {labels!r} was given: features are needed too")
-    joined = _side_by_side(named(_open(source[name], None, None, reading), name) for name in chosen)
+    features = _side_by_side(named(_open(source[name], None, None, reading), name) for name in chosen)
     if labels is None:
-        return joined
-    if _are_paths(labels):
-        return Paired(joined, as_labels(_open(labels, None, None, reading)))
-    return Paired(joined, as_labels(named(_open(source[labels], None, None, reading), labels)))
+        return features
+    return Paired(features, as_labels(named(_open(source[labels], None, None, reading), labels)))
 
 
 def _side_by_side(sources: Iterable[Source]) -> Source:
     return functools.reduce(lambda joined, source: Paired(joined, source, are_labels=False), sources)
 
 
-def _paths(source: Any, reading: Reading) -> list[str]:
+def _paths(source: Any, reading: _Reading) -> list[str]:
     """The paths that a path, a pattern or a list of them stands for."""
     if isinstance(source, str | os.PathLike):
         path = os.fspath(source)
@@ -122,12 +139,12 @@ def _paths(source: Any, reading: Reading) -> list[str]:
             raise BadInput(f"a path is text, and {path!r} was given")
         return _expand(path, reading)
     if isinstance(source, Iterable) and not hasattr(source, "dtype") and not isinstance(source, bytes | bytearray):
-        given = list(source)
-        if not given:
+        items = list(source)
+        if not items:
             raise BadInput("an empty list was given; at least one path is needed")
-        if all(isinstance(path, str | os.PathLike) for path in given):
-            return [path for one in given for path in _paths(one, reading)]
-        place = next((place for place in map(_place_of, given) if place), "")
+        if all(isinstance(item, str | os.PathLike) for item in items):
+            return [path for item in items for path in _paths(item, reading)]
+        place = next((place for place in map(_place_of, items) if place), "")
     else:
         place = _place_of(source)
     if place:
@@ -160,7 +177,7 @@ def _place_of(array: Any) -> str:
     return ""
 
 
-def _expand(path: str, reading: Reading) -> list[str]:
+def _expand(path: str, reading: _Reading) -> list[str]:
     if not path:
         raise BadInput("an empty path was given")
     if not any(character in path for character in "*?["):
@@ -168,14 +185,14 @@ def _expand(path: str, reading: Reading) -> list[str]:
     if is_remote(path):
         from memfit.data.remote_files import glob_remote
 
-        found = glob_remote(path)
+        paths = glob_remote(path)
     else:
         if os.path.lexists(os.path.expanduser(path)):
             return [path]
-        found = matches(os.path.expanduser(path), follow_links=reading.follow_links)
-    if not found:
+        paths = matches(os.path.expanduser(path), follow_links=reading.follow_links)
+    if not paths:
         raise BadFile(f"no file matches {path!r}; give a pattern that matches at least one, or a path.")
-    return sorted(found, key=_by_number)
+    return sorted(paths, key=_by_number)
 
 
 def _by_number(path: str) -> list[tuple[int, str]]:
@@ -183,7 +200,7 @@ def _by_number(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path)]
 
 
-def _open_path(path: str, columns: list[str] | None, labels: str | None, reading: Reading) -> Source:
+def _open_path(path: str, columns: list[str] | None, labels: str | None, reading: _Reading) -> Source:
     if _is_folder(path):
         return _open_folder(path, columns, labels, reading)
     if not is_remote(path) and not os.path.exists(os.path.expanduser(path)):
@@ -249,59 +266,81 @@ def _is_folder(path: str) -> bool:
     return _kind_by_name(path) is None and is_folder(path)
 
 
-def _entries(path: str) -> list[tuple[str, bool]]:
-    """Paths of what is in a folder and whether each is a folder itself; without what is hidden."""
-    if is_remote(path):
-        from memfit.data.remote_files import list_folder
-
-        found = [(entry.path, entry.is_folder) for entry in list_folder(path)]
-    else:
-        try:
-            with os.scandir(os.path.expanduser(path)) as listed:
-                found = [(os.path.join(path, entry.name), is_folder_entry(entry)) for entry in listed]
-        except OSError as error:
-            raise BadFile(f"{path!r} can't be looked into: {error.strerror or error}.") from error
-    visible = [entry for entry in found if not _base(entry[0]).startswith((".", "_"))]
-    return sorted(visible, key=lambda entry: _by_number(entry[0]))
-
-
-def _base(path: str) -> str:
-    return os.path.basename(path.rstrip("/"))
-
-
-def _open_folder(path: str, columns: list[str] | None, labels: str | None, reading: Reading) -> Source:
+def _open_folder(path: str, columns: list[str] | None, labels: str | None, reading: _Reading) -> Source:
     """A folder of files of one kind, one after the other; else of images."""
-    entries = _entries(path)
+    entries = [entry for entry in list_folder(path) if not entry.name.startswith("_")]
     if not entries:
         raise BadFile(f"the folder {path!r} is empty.")
-    if not any(is_folder for _, is_folder in entries):
-        data = [file for file, _ in entries if _kind_by_name(file) not in (None, "pickle")]
+    if not any(entry.is_folder for entry in entries):
+        present = sorted((join(path, entry.name) for entry in entries), key=_by_number)
+        data = [file for file in present if _kind_by_name(file) not in (None, "pickle")]
         if len({_kind_by_name(file) for file in data}) > 1:
             raise BadFile(
-                f"the folder {path!r} holds files of several kinds: {', '.join(map(_base, data[:4]))}"
+                f"the folder {path!r} holds files of several kinds: {', '.join(map(os.path.basename, data[:4]))}"
                 f"{', ...' if len(data) > 4 else ''}. Give a pattern, such as {os.path.join(path, '*.npy')!r}."
             )
-        present = [entry for entry, _ in entries]
-        members = read_members(present, data)
+        members = _read_members(present, data)
         if members:
-            return _open_members(path, members, columns, labels, read_classes(present))
-        pair = obvious_pair([_base(file) for file in data], ".npy") if labels is None and columns is None else None
+            return _open_members(path, members, columns, labels, _read_json(present, CLASSES_FILE))
+        pair = obvious_pair(list(map(os.path.basename, data)), ".npy") if labels is None and columns is None else None
         if pair is not None:
-            features, targets = sorted(data, key=lambda file: pair.index(_base(file)))
-            return Paired(NpySource(features), _open_labels(targets, "y", read_classes(present)))
+            features, targets = sorted(data, key=lambda file: pair.index(os.path.basename(file)))
+            return Paired(NpySource(features), _open_labels(targets, "y", _read_json(present, CLASSES_FILE)))
         if data:
             return concatenate([_open_path(file, columns, labels, reading) for file in data])
-        if not any(file.lower().endswith(_IMAGE_SUFFIXES) for file, _ in entries):
+        if not any(file.lower().endswith(_IMAGE_SUFFIXES) for file in present):
             raise BadFile(f"the folder {path!r} holds nothing that can be streamed: {_KNOWN}.")
     _refuse_choice(path, columns, labels)
-    from memfit.data.sources.images import open_images
+    return ImageSource(path, on_error=reading.on_error, follow_links=reading.follow_links)
 
-    links = {"follow_links": True} if reading.follow_links else {}
-    return open_images(path, on_error=reading.on_error, **links)
+
+class _Member(NamedTuple):
+    """A field of a folder that says what its fields are."""
+
+    path: str
+    name: str
+    is_label: bool
+
+
+def _read_members(present: Sequence[str], data: Sequence[str]) -> list[_Member]:
+    """The fields of a folder, features first; none where it doesn't say, or says it of other files."""
+    content = _read_json(present, FIELDS_FILE)
+    fields = content.get("fields") if isinstance(content, dict) and content.get("format") == FIELDS_FORMAT else None
+    if not isinstance(fields, list):
+        return []
+    paths = {os.path.basename(path): path for path in data}
+    members = []
+    for field in fields:
+        match field:
+            # Each file once, and none that isn't in the folder.
+            case {"file": str(file), "name": str(name), "is_label": bool(is_label)} if file in paths:
+                members.append(_Member(paths.pop(file), name, is_label))
+            case _:
+                return []
+    is_sound = not paths and len({member.name for member in members}) == len(members)
+    if not is_sound or all(member.is_label for member in members):
+        return []
+    return sorted(members, key=lambda member: member.is_label)
+
+
+def _read_json(present: Sequence[str], name: str) -> Any:
+    """What a small file of a folder says; None where it isn't there or isn't JSON."""
+    path = next((path for path in present if os.path.basename(path) == name), None)
+    if path is None:
+        return None
+    try:
+        file = open_file(path)
+        if file.size > _MOST_DESCRIPTION_BYTES:
+            return None
+        content = read_bytes(file, 0, file.size)
+        file.close()
+        return json.loads(content.decode("utf-8"))
+    except (MemfitError, OSError, ValueError, RecursionError):
+        return None
 
 
 def _open_members(
-    path: str, members: list[Member], columns: list[str] | None, labels: str | None, classes: tuple[str, ...]
+    path: str, members: list[_Member], columns: list[str] | None, labels: str | None, classes: Any
 ) -> Source:
     """The fields of a folder that says what they are."""
     paths = {member.name: member.path for member in members}
@@ -319,15 +358,14 @@ def _open_members(
     if not targets:
         return joined
     # The names are those of the labels that were written as such.
-    first = _open_labels(paths[targets[0]], targets[0], classes if targets[0] in own else ())
+    first = _open_labels(paths[targets[0]], targets[0], classes if targets[0] in own else None)
     return Paired(joined, _side_by_side([first, *(NpySource(paths[name], name=name) for name in targets[1:])]))
 
 
-def _open_labels(path: str, name: str, classes: tuple[str, ...]) -> Source:
+def _open_labels(path: str, name: str, classes: Any) -> Source:
     source = NpySource(path, name=name)
-    if classes and len(source.fields) == 1 and can_have_classes(source.fields[0]):
-        return NpySource(path, name=name, classes=classes)
-    return as_labels(source)
+    source.classes = class_names(classes, source.fields[0]) if len(source.fields) == 1 else ()
+    return source if source.classes else as_labels(source)
 
 
 def _open_npz(path: str, *, columns: list[str] | None, labels: str | None) -> Source:
@@ -340,23 +378,13 @@ def _open_npz(path: str, *, columns: list[str] | None, labels: str | None) -> So
     return Paired(NpzSource(path, columns=[field.name for field in features]), texts)
 
 
-def _later(module: str, function: str) -> Callable[..., Source]:
-    """An opener whose module, and the library that reads the format, is loaded when it is needed."""
-
-    def opened(path: str, **options: Any) -> Source:
-        source: Source = getattr(importlib.import_module(module), function)(path, **options)
-        return source
-
-    return opened
-
-
 OPENERS: dict[str, Callable[..., Source]] = {
     "npy": NpySource,
     "npz": _open_npz,
-    "hdf5": _later("memfit.data.sources.hdf5", "open_hdf5"),
-    "parquet": _later("memfit.data.sources.parquet", "open_parquet"),
-    "arrow": _later("memfit.data.sources.parquet", "open_parquet"),
-    "csv": _later("memfit.data.sources.csv", "open_csv"),
+    "hdf5": Hdf5Source,
+    "parquet": ParquetSource,
+    "arrow": ArrowSource,
+    "csv": CsvSource,
 }
 
 
@@ -370,19 +398,11 @@ def _are_paths(labels: Any) -> bool:
 
 
 def _refuse_choice(name: str, columns: list[str] | None, labels: Any) -> None:
-    for given, value in (("columns", columns), ("labels", labels)):
+    for argument, value in (("columns", columns), ("labels", labels)):
         if value is not None:
-            raise BadInput(f"{given}={value!r} was given, and {name!r} has no columns to choose from; leave it out")
-
-
-def _check_samples(source: Source) -> None:
-    if not source.num_samples:
-        raise BadFile(f"{source.name} holds no samples, so there is nothing to stream.")
-    for field in source.fields:
-        if not field.sample_bytes and not field.is_ragged:
-            raise BadFile(f"a sample of {field.name!r} in {source.name} has the shape {field.shape}: no values in it.")
+            raise BadInput(f"{argument}={value!r} was given, and {name!r} has no columns to choose from; leave it out")
 
 
 def _nearest(name: str, present: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(present), n=1)
-    return f"; did you mean {found[0]!r}?" if found else "."
+    nearest = difflib.get_close_matches(name, list(present), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else "."

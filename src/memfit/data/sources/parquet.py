@@ -10,29 +10,16 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from memfit.core.errors import BadFile, MissingDependency, how_to_install
+from memfit.core.errors import BadFile
 from memfit.core.units import KIB, MIB
-from memfit.data.files import ByteFile, LocalFile, absolute, is_remote, open_file, read_bytes
-from memfit.data.source import Array, Field, Layout, PerThread
-from memfit.data.sources.tables import (
-    Column,
-    Part,
-    TableSource,
-    choose_fields,
-    describe_type,
-    find_classes,
-    is_list,
-    is_text,
-    reason_of,
-)
-
-if TYPE_CHECKING:
-    from memfit.data.sources.arrow import ArrowSource
+from memfit.data.files import ByteFile, LocalFile, absolute, is_remote, read_bytes
+from memfit.data.remote_files import as_file
+from memfit.data.source import Array, PerThread
+from memfit.data.sources.tables import Column, Names, TableSource, describe_type, is_list, load, reason_of
 
 # Decoded bytes of a batch: more is no faster, and less is many calls.
 _BATCH_BYTES = 1 * MIB
@@ -57,64 +44,6 @@ os.register_at_fork(
 )
 
 
-def open_parquet(
-    path: str | os.PathLike[str],
-    *,
-    columns: Sequence[str] | str | None = None,
-    labels: Sequence[str] | str | None = None,
-) -> "ParquetSource | ArrowSource":
-    """The rows of a Parquet file, or of an Arrow or Feather file."""
-    name = os.fspath(path)
-    if is_arrow(name):
-        from memfit.data.sources.arrow import open_arrow
-
-        return open_arrow(path, columns=columns, labels=labels)
-    local = None if is_remote(name) else LocalFile(name)
-    shown = repr(name)
-    file = _open(name, absolute(name), None, 0)
-    try:
-        listed = [[given] if isinstance(given, str) else list(given or ()) for given in (columns, labels)]
-        wanted = None if columns is None else {*listed[0], *listed[1]}
-        table = [
-            describe_type(field.name, field.type, _first_value(file, field, wanted)) for field in file.schema_arrow
-        ]
-        parts = choose_fields(table, columns=columns, labels=labels, source=shown)
-        classes: tuple[str, ...] = ()
-        for part in parts:
-            if part.has_classes:
-                batches = file.iter_batches(columns=[part.field.name], use_threads=False)
-                classes = find_classes(batches, part.field.name, shown)
-        groups = _row_groups(file.metadata, {table[place].name for part in parts for place in part.columns})
-        scratch = _scratch_bytes(file.metadata, groups, table, parts, local)
-    except _arrow_errors() as error:
-        raise BadFile(f"{shown} is damaged: {reason_of(error)}. Copy or make it again.") from error
-    finally:
-        file.close()
-    return ParquetSource(name, tuple(table), parts, classes, groups, local, scratch)
-
-
-def is_arrow(name: str) -> bool:
-    """Whether a file is one of Arrow's own: by its ending, or by the bytes that it begins with."""
-    if os.path.splitext(name)[1].lower() in (".arrow", ".feather", ".ipc"):
-        return True
-    return read_bytes(open_file(name), 0, 6) == b"ARROW1"
-
-
-@dataclass(frozen=True, slots=True)
-class _RowGroups:
-    """Row groups that have rows.
-
-    Attributes:
-        numbers: in the file.
-        edges: first rows of these and, last, the number of rows.
-        leaves: places of the chosen leaf columns in the file's own list.
-    """
-
-    numbers: tuple[int, ...]
-    edges: Array
-    leaves: tuple[int, ...]
-
-
 class _Cursor:
     """One thread's way through a row group; `row` is the next row of the file that it gives."""
 
@@ -131,32 +60,37 @@ class _Cursor:
 
 
 class ParquetSource(TableSource):
-    """Rows of a Parquet file, read row group by row group.
+    """Rows of a Parquet file, read row group by row group."""
 
-    Args:
-        path: the file, or its address, as given.
-        table: all its columns.
-        parts: the fields, and the columns that they are made of.
-        classes: names of the classes, where labels are text.
-        groups: its row groups.
-        local: the file's bytes; None where it is remote.
-        scratch_bytes: memory that a read takes.
-    """
+    kind = "parquet"
 
-    def __init__(
-        self,
-        path: str,
-        table: tuple[Column, ...],
-        parts: tuple[Part, ...],
-        classes: tuple[str, ...],
-        groups: _RowGroups,
-        local: LocalFile | None,
-        scratch_bytes: int,
-    ) -> None:
-        super().__init__("parquet", path, path, table, parts, classes, groups.edges)
-        self._local = local
-        self._groups = groups
-        self.layout = Layout(groups.edges, scratch_bytes)
+    def __init__(self, path: str | os.PathLike[str], *, columns: Names = None, labels: str | None = None) -> None:
+        name = os.fspath(path)
+        self._local = None if is_remote(name) else LocalFile(name)
+        file = _open(name, absolute(name), None, 0)
+        wanted = None if columns is None else {*columns, labels}
+        try:
+            table = [_describe(file, field, wanted) for field in file.schema_arrow]
+            super().__init__(
+                name,
+                table,
+                columns=columns,
+                labels=labels,
+                batches=lambda place: file.iter_batches(columns=[table[place].name], use_threads=False),
+            )
+            metadata = file.metadata
+            # Places of the chosen leaf columns in the file's own list.
+            paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
+            chosen = set(self._names)
+            self._leaves = [number for number, path in enumerate(paths) if {path, path.partition(".")[0]} & chosen]
+            counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+            # Numbers in the file of those that have rows.
+            self._groups = [number for number, count in enumerate(counts) if count]
+            self._set_blocks(np.cumsum([0, *filter(None, counts)], dtype=np.int64), self._scratch_bytes(metadata))
+        except _arrow_errors() as error:
+            raise BadFile(f"{name!r} is damaged: {reason_of(error)}. Copy or make it again.") from error
+        finally:
+            file.close()
         self._cursors: PerThread[_Cursor] = PerThread()
         self._metadata: PerThread[Any] = PerThread(per_process=True)
 
@@ -206,7 +140,11 @@ class ParquetSource(TableSource):
         """Reads rows of one row group, on from where the cursor is if it is before them."""
         first, last = self._edges[group : group + 2].tolist()
         if cursor.group != group or cursor.row > row:
-            self._enter(cursor, group)
+            cursor.leave()
+            cursor.batches = cursor.file.iter_batches(
+                batch_size=self._batch_rows, row_groups=[self._groups[group]], columns=self._names, use_threads=False
+            )
+            cursor.group, cursor.row = group, first
         done, count = 0, len(out[0])
         while done < count:
             if cursor.batch is None or not cursor.batch.num_rows:
@@ -230,20 +168,27 @@ class ParquetSource(TableSource):
             if (last - first) * self.sample_bytes >= _RELEASED_BYTES:
                 _release_pools()
 
-    def _enter(self, cursor: _Cursor, group: int) -> None:
-        cursor.leave()
-        cursor.batches = cursor.file.iter_batches(
-            batch_size=_batch_rows(self.fields),
-            row_groups=[self._groups.numbers[group]],
-            columns=self._names,
-            use_threads=False,
-        )
-        cursor.group, cursor.row = group, int(self._edges[group])
+    @property
+    def _batch_rows(self) -> int:
+        return max(1, min(max(_BATCH_BYTES // max(1, self.sample_bytes), _LEAST_BATCH_ROWS), _MOST_BATCH_ROWS))
+
+    def _scratch_bytes(self, metadata: Any) -> int:
+        """Memory for pages and batches, in the row group where that is the most."""
+        total: int = _METADATA_FACTOR * metadata.serialized_size
+        if not self._groups:
+            return total
+        groups = (metadata.row_group(number) for number in self._groups)
+        group = max(groups, key=lambda group: group.total_byte_size)
+        for leaf in self._leaves:
+            total += _column_bytes(group.column(leaf), self._local) + _buffer_bytes(len(self._leaves))
+        # A batch, its lists put together, and what is converted.
+        total += 3 * min(self._batch_rows, group.num_rows) * self.sample_bytes
+        return total + total // 8 + _POOL_BYTES
 
     def _damage(self, cursor: _Cursor, group: int, reason: str) -> str:
-        number = self._groups.numbers[group]
-        said = f"row group {number} of {self.name!r} (rows {self._edges[group]} on) is damaged"
-        for leaf in self._groups.leaves:
+        number = self._groups[group]
+        subject = f"row group {number} of {self.name!r} (rows {self._edges[group]} on) is damaged"
+        for leaf in self._leaves:
             chunk = cursor.file.metadata.row_group(number).column(leaf)
             try:
                 path = chunk.path_in_schema
@@ -257,23 +202,15 @@ class ParquetSource(TableSource):
                 if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
                     offset = min(offset, chunk.dictionary_page_offset)
                 return (
-                    f"{said} in column {path.partition('.')[0]!r}, whose {chunk.total_compressed_size} bytes begin at "
-                    f"offset {offset} of the file: {reason_of(error)}. Copy or make the file again."
+                    f"{subject} in column {path.partition('.')[0]!r}, whose {chunk.total_compressed_size} bytes begin "
+                    f"at offset {offset} of the file: {reason_of(error)}. Copy or make the file again."
                 )
-        return f"{said}: {reason}. Copy or make the file again."
+        return f"{subject}: {reason}. Copy or make the file again."
 
 
 def _open(name: str, place: str, metadata: Any, buffer_bytes: int) -> Any:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise MissingDependency(
-            f"{name!r} is a Parquet file, for which pyarrow is needed: {how_to_install('pyarrow')}"
-        ) from error
+    pa, pq = (load(module, f"{name!r} is a Parquet file") for module in ("pyarrow", "pyarrow.parquet"))
     if is_remote(place):
-        from memfit.data.remote_files import as_file
-
         source: Any = pa.PythonFile(as_file(place), mode="r")
     else:
         # Read, not mapped: mapped pages count as this process's memory.
@@ -322,31 +259,6 @@ def _arrow_errors() -> tuple[type[Exception], ...]:
     return OSError, EOFError, UnicodeDecodeError, pa.ArrowException
 
 
-def _row_groups(metadata: Any, names: set[str]) -> _RowGroups:
-    paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
-    leaves = (number for number, path in enumerate(paths) if {path, path.partition(".")[0]} & names)
-    counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-    numbers = tuple(number for number, count in enumerate(counts) if count)
-    return _RowGroups(numbers, np.cumsum([0, *filter(None, counts)], dtype=np.int64), tuple(leaves))
-
-
-def _scratch_bytes(
-    metadata: Any, groups: _RowGroups, table: Sequence[Column], parts: Sequence[Part], local: ByteFile | None
-) -> int:
-    """Memory for pages and batches, in the row group where that is the most."""
-    total: int = _METADATA_FACTOR * metadata.serialized_size
-    if not groups.numbers:
-        return total
-    largest = max(groups.numbers, key=lambda number: metadata.row_group(number).total_byte_size)
-    group = metadata.row_group(largest)
-    for leaf in groups.leaves:
-        total += _column_bytes(group.column(leaf), local) + _buffer_bytes(len(groups.leaves))
-    fields = [part.field for part in parts]
-    # A batch, its lists put together, and what is converted.
-    total += 3 * min(_batch_rows(fields), group.num_rows) * sum(field.sample_bytes for field in fields)
-    return total + total // 8 + _POOL_BYTES
-
-
 def _column_bytes(chunk: Any, local: ByteFile | None) -> int:
     """Memory for the pages of one column: each as stored and unpacked, and a dictionary with its values."""
     most: int = chunk.total_uncompressed_size
@@ -380,19 +292,14 @@ def _page_bytes(offset: int, local: ByteFile | None) -> int:
     return numbers[1] if len(numbers) == 2 else _USUAL_PAGE_BYTES
 
 
-def _batch_rows(fields: Sequence[Field]) -> int:
-    sample_bytes = max(1, sum(field.sample_bytes for field in fields))
-    return max(1, min(max(_BATCH_BYTES // sample_bytes, _LEAST_BATCH_ROWS), _MOST_BATCH_ROWS))
-
-
 def _buffer_bytes(num_columns: int) -> int:
     return min(max(_BUFFERS_BYTES // max(1, num_columns), _LEAST_BUFFER_BYTES), _MOST_BUFFER_BYTES)
 
 
-def _first_value(file: Any, field: Any, wanted: set[str] | None) -> Any:
-    """The first row of a column of lists, of those that are to be used; None otherwise."""
-    if not is_list(field.type) or (wanted is not None and field.name not in wanted) or is_text(field.type):
-        return None
-    for batch in file.iter_batches(batch_size=1, columns=[field.name], use_threads=False):
-        return batch.column(0)
-    return None
+def _describe(file: Any, field: Any, wanted: set[str | None] | None) -> Column:
+    """A column; lists that are to be used are taken to be as long as those of the first row."""
+    first = None
+    if is_list(field.type) and (wanted is None or field.name in wanted):
+        batches = file.iter_batches(batch_size=1, columns=[field.name], use_threads=False)
+        first = next((batch.column(0) for batch in batches), None)
+    return describe_type(field.name, field.type, first)

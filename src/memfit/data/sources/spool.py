@@ -30,89 +30,72 @@ _PIECE_BYTES = 2 << 20
 # Written pages that aren't on disk yet count against a container's limit beside the budget.
 _SYNC_BYTES = 4 << 20
 DESCRIPTION = "memfit.json"
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
 def spooled(source: Source) -> Source:
     """The same samples in files that can be read from anywhere; unpacked now, if they weren't before."""
-    return make_once(
-        source.fingerprint(),
-        lambda place: _open(source, place),
-        lambda place: _unpack(source, place),
-        source.name,
-        source.total_bytes,
-    )
+
+    def open_unpacked(place: Path) -> SpooledSource | None:
+        try:
+            return SpooledSource(source, [place / name for name in file_names(source.fields)])
+        except BadFile:
+            return None
+
+    key, size_bytes = source.fingerprint(), source.total_bytes
+    return make_once(key, open_unpacked, lambda place: _unpack(source, place), source.name, size_bytes)
 
 
 def make_once(
-    key: str,
-    open_made: Callable[[Path], _Made | None],
-    make: Callable[[Path], None],
-    name: str,
-    size_bytes: int,
-) -> _Made:
+    key: str, open_result: Callable[[Path], _Result | None], make: Callable[[Path], None], name: str, size_bytes: int
+) -> _Result:
     """What the spool folder (MEMFIT_SPOOL, or a part of the user's cache folder) holds under a key.
 
     Made now, if it isn't there, by one of the processes that need it; the others wait.
     """
     place = Path(spool_folder()).expanduser() / key
-    made = open_made(place)
+    result = open_result(place)
     try:
-        if made is None:
+        if result is None:
             place.parent.mkdir(parents=True, exist_ok=True)
             with Journal(place).locked(wait=True):
                 # Another process may have done it while this one waited.
-                made = open_made(place)
-                if made is None:
+                result = open_result(place)
+                if result is None:
                     make(place)
                     # What stays in reserve would be copied by every worker that is forked.
                     heap.release()
-                    made = open_made(place)
+                    result = open_result(place)
     except OSError as error:
         raise BadFile(
             f"{name} has to be unpacked before it can be streamed, and {str(place.parent)!r} can't be written "
             f"to: {error.strerror or error}. Set MEMFIT_SPOOL to a folder with {format_size(size_bytes)} of room."
         ) from error
-    assert made is not None
+    assert result is not None
     with contextlib.suppress(OSError):
         # For whoever cleans up by the time of the last use.
         os.utime(place)
-    return made
+    return result
 
 
 class SpooledSource(NpyArrays):
-    """Unpacked files under the name and with the fields and classes of what they were made of.
-
-    Args:
-        source: that was unpacked.
-        paths: of its fields.
-    """
+    """Unpacked files under the name and with the fields and classes of what they were made of."""
 
     def __init__(self, source: Source, paths: Sequence[Path]) -> None:
-        arrays = [NpyArray(LocalFile(path), repr(str(path))) for path in paths]
-        super().__init__(
-            "", [(array, (field,)) for array, field in zip(arrays, source.fields, strict=True)], source.name
-        )
+        arrays = []
+        for path, field in zip(paths, source.fields, strict=True):
+            array = NpyArray(LocalFile(path), repr(str(path)))
+            if array.shape != (source.num_samples, *field.shape) or array.dtype != field.dtype:
+                raise BadFile(f"{array.name} was made of other data, or not to its end.")
+            arrays.append((array, (field,)))
+        super().__init__("", arrays, source.name)
         self.classes = source.classes
         self._fingerprint = source.fingerprint()
         self.paths = tuple(paths)
-        self.is_whole = all(
-            array.shape == (source.num_samples, *field.shape) and array.dtype == field.dtype
-            for array, field in zip(arrays, source.fields, strict=True)
-        )
 
     def fingerprint(self) -> str:
         """Of what was unpacked: the same before and after."""
         return self._fingerprint
-
-
-def _open(source: Source, place: Path) -> Source | None:
-    """What was unpacked before; None where it isn't there or isn't whole."""
-    try:
-        opened = SpooledSource(source, [place / name for name in file_names(source.fields)])
-    except BadFile:
-        return None
-    return opened if opened.is_whole else None
 
 
 def _unpack(source: Source, place: Path) -> None:

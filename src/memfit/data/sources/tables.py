@@ -12,16 +12,18 @@ of different lengths. A missing fraction becomes NaN, which means the same.
 """
 
 import difflib
+import importlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
 from memfit.data.files import absolute, fingerprint_of
-from memfit.data.source import Array, Field, Source
+from memfit.data.remote_files import shown
+from memfit.data.source import Array, Field, Layout, Source
 
 # More classes than this are names or keys, not classes, and would be held in memory.
 MOST_CLASSES = 65_536
@@ -30,12 +32,12 @@ _MOST_NAMED = 40
 _CACHED_BYTES = 128 * 1024
 
 
-class UnusableColumns(BadInput):
-    """Columns of a table that can't be features.
+Names = Sequence[str] | None
+"""Of columns; None where the user names none."""
 
-    Attributes:
-        usable: names of the other ones that were to be.
-    """
+
+class UnusableColumns(BadInput):
+    """Columns of a table that can't be features; `usable` are the names of the other ones that were to be."""
 
     def __init__(self, message: str, usable: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -47,7 +49,6 @@ class Column:
     """A column of a table, as the file has it.
 
     Attributes:
-        name: of the column.
         dtype: of its numbers; None where they aren't numbers.
         shape: of one value; () for a number, (3,) for lists of three.
         is_text: whether its values are strings.
@@ -63,12 +64,9 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A field, and the columns that it is made of.
+    """A field, and the places in the table of the columns that it is made of.
 
-    Attributes:
-        field: what samples have.
-        columns: places in the table of its columns.
-        has_classes: whether its numbers stand for strings: class numbers in sorted order.
+    With `has_classes` its numbers stand for strings: class numbers in sorted order.
     """
 
     field: Field
@@ -76,16 +74,22 @@ class Part:
     has_classes: bool = False
 
 
-def choose_fields(
-    table: Sequence[Column], *, columns: Sequence[str] | str | None, labels: Sequence[str] | str | None, source: str
-) -> tuple[Part, ...]:
+def load(module: str, subject: str) -> Any:
+    """The library that reads a kind of file; where it is missing, the error says what `subject` is read with."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0].replace("PIL", "pillow")
+        raise MissingDependency(f"{subject}, for which {package} is needed: {how_to_install(package)}") from error
+
+
+def choose_fields(table: Sequence[Column], *, columns: Names, labels: str | None, source: str) -> tuple[Part, ...]:
     """Fields that samples of a table have: the matrix of features first, then columns of arrays, then labels."""
-    label_names = _names(labels, "labels")
-    chosen = [column.name for column in table] if columns is None else _names(columns, "columns")
+    chosen = [column.name for column in table] if columns is None else _checked(columns)
     known: dict[str, list[int]] = {}
     for place, column in enumerate(table):
         known.setdefault(column.name, []).append(place)
-    names = list(dict.fromkeys([*chosen, *label_names]))
+    names = list(dict.fromkeys([*chosen, *([] if labels is None else [labels])]))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise BadInput(describe_unknown(unknown, list(known), "column", source))
@@ -94,37 +98,35 @@ def choose_fields(
         raise BadInput(
             f"{source} has more than one column named {_quoted(repeated)}. Choose others with columns=, or rename."
         )
-    features = [known[name][0] for name in chosen if name not in label_names]
-    if not features:
+    places = [known[name][0] for name in chosen if name != labels]
+    if not places:
         raise BadInput(f"no column of {source} is left for the features: {_quoted(chosen)} are labels.")
-    _check_features([table[place] for place in features], source)
-    arrays = [place for place in features if table[place].shape]
-    numbers = [place for place in features if not table[place].shape]
+    _check_features([table[place] for place in places], source)
+    numbers = [place for place in places if not table[place].shape]
+    arrays = [(place, table[place]) for place in places if table[place].shape]
     parts = []
     if numbers:
         # A column of arrays keeps its name.
-        name = "numbers" if any(table[place].name == "features" for place in arrays) else "features"
+        name = "numbers" if any(column.name == "features" for _, column in arrays) else "features"
         # float32 where it holds all values of these types.
-        is_single = all(np.can_cast(dtype, np.float32) for dtype in (table[place].dtype for place in numbers) if dtype)
+        dtypes = [table[place].dtype for place in numbers]
+        is_single = all(dtype is None or np.can_cast(dtype, np.float32) for dtype in dtypes)
         dtype = np.dtype(np.float32 if is_single else np.float64)
         parts.append(Part(Field(name, dtype, (len(numbers),), is_tabular=True), tuple(numbers)))
-    for place in arrays:
-        column = table[place]
-        assert column.dtype is not None
-        parts.append(Part(Field(column.name, column.dtype, column.shape), (place,)))
-    parts += [_label(table[known[name][0]], known[name][0], source) for name in label_names]
-    texts = [part.field.name for part in parts if part.has_classes]
-    if len(texts) > 1:
-        raise BadInput(
-            f"{_quoted(texts)} of {source} are all text, and only one column of labels can be. "
-            "Store the others as numbers."
-        )
+    parts += [
+        Part(Field(column.name, column.dtype, column.shape), (place,))
+        for place, column in arrays
+        if column.dtype is not None
+    ]
+    if labels is not None:
+        (place,) = known[labels]
+        parts.append(_label(table[place], place, source))
     return tuple(parts)
 
 
-def sort_classes(found: Iterable[str], column: str, source: str) -> tuple[str, ...]:
+def sort_classes(names: Iterable[str], column: str, source: str) -> tuple[str, ...]:
     """Names of classes, in the order in which they are numbered."""
-    classes = sorted(set(found))
+    classes = sorted(set(names))
     if len(classes) > MOST_CLASSES:
         raise BadInput(
             f"column {column!r} of {source} has more than {MOST_CLASSES:,} different strings, too many to be classes "
@@ -148,29 +150,24 @@ def fill(out: Array, values: Sequence[Array]) -> None:
 
 def describe_unknown(names: Sequence[str], known: Sequence[str], kind: str, source: str) -> str:
     """A message about names that aren't there, with the nearest ones and those that are."""
-    parts = []
+    described = []
     for name in names:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or [
-            other for other in known if other.lower() == name.lower()
-        ]
-        meant = f" (did you mean {' or '.join(repr(other) for other in near)}?)" if near else ""
-        parts.append(f"{name!r}{meant}")
-    return f"{source} has no {kind} {', '.join(parts)}. It has: {_quoted(known)}."
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        near = near or [other for other in known if other.lower() == name.lower()]
+        described.append(f"{name!r} (did you mean {' or '.join(map(repr, near))}?)" if near else repr(name))
+    return f"{source} has no {kind} {', '.join(described)}. It has: {_quoted(known)}."
 
 
-def _names(given: Sequence[str] | str | None, argument: str) -> list[str]:
-    if given is None:
-        return []
-    names = [given] if isinstance(given, str) else list(given)
-    for name in names:
+def _checked(columns: Sequence[str]) -> list[str]:
+    for name in columns:
         if not isinstance(name, str):
-            raise BadInput(f"{argument} must be names of columns, and {name!r} is not a string.")
-    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
+            raise BadInput(f"columns must be names of columns, and {name!r} is not a string.")
+    repeated = sorted(name for name, count in Counter(columns).items() if count > 1)
     if repeated:
-        raise BadInput(f"{argument} names {_quoted(repeated)} more than once. Name each column once.")
-    if not names and argument == "columns":
+        raise BadInput(f"columns names {_quoted(repeated)} more than once. Name each column once.")
+    if not columns:
         raise BadInput("columns names no column. Leave it out to use all of them.")
-    return names
+    return list(columns)
 
 
 def _check_features(features: Sequence[Column], source: str) -> None:
@@ -178,20 +175,20 @@ def _check_features(features: Sequence[Column], source: str) -> None:
     others = [
         f"{column.name!r} ({column.stored_as})" for column in features if column.dtype is None and not column.is_text
     ]
-    said = []
+    problems = []
     if texts:
-        said.append(
+        problems.append(
             f"{_quoted(texts)} of {source} {'is' if len(texts) == 1 else 'are'} text, which can't be features. Leave "
             "out with columns= (the names of those to use), or use as labels with labels=."
         )
     if others:
-        said.append(
+        problems.append(
             f"{_listed(others)} of {source} can't be features: neither numbers nor lists of equally many numbers. "
             "Leave out with columns= (the names of those to use), or store as numbers."
         )
-    if said:
+    if problems:
         usable = tuple(column.name for column in features if column.dtype is not None and not column.is_text)
-        raise UnusableColumns(" ".join(said), usable)
+        raise UnusableColumns(" ".join(problems), usable)
 
 
 def _label(column: Column, place: int, source: str) -> Part:
@@ -236,7 +233,7 @@ def describe_type(name: str, kind: Any, first: Any = None) -> Column:
         kind = kind.value_type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if is_text(kind):
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return Column(name, None, tuple(shape), is_text=not shape, stored_as=stored_as)
     return Column(name, _number_dtype(kind), tuple(shape), stored_as=stored_as)
 
@@ -246,16 +243,6 @@ def is_list(kind: Any) -> bool:
     import pyarrow as pa
 
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def is_text(kind: Any) -> bool:
-    """Whether values are strings, be they stored once each (a dictionary)."""
-    import pyarrow as pa
-
-    types = pa.types
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def _number_dtype(kind: Any) -> np.dtype[Any] | None:
@@ -274,40 +261,48 @@ class TableSource(Source):
     """Rows of a file that Arrow reads, block by block.
 
     Args:
-        kind: of the file, which its fingerprint depends on.
-        name: what the user calls it.
         path: of the file, or its address.
         table: all its columns.
-        parts: the fields, and the columns that they are made of.
-        classes: names of the classes, where labels are text.
-        edges: first rows of the blocks and, last, the number of rows.
+        columns: those that are features; all but the labels if not given.
+        labels: the one with the labels.
+        batches: of the column at a place in the table, from which the classes are found where labels are text.
+        classes: names of the classes, where they are known.
     """
+
+    kind: str
+    """Of the file, which its fingerprint depends on."""
 
     def __init__(
         self,
-        kind: str,
-        name: str,
         path: str,
         table: Sequence[Column],
-        parts: Sequence[Part],
-        classes: tuple[str, ...],
-        edges: Array,
+        *,
+        columns: Names,
+        labels: str | None,
+        batches: Callable[[int], Iterable[Any]],
+        classes: tuple[str, ...] | None = None,
     ) -> None:
-        self._kind = kind
+        self.name = shown(path)
         self._place = absolute(path)
-        self._parts = parts
-        self._edges = edges
-        self._columns = [place for part in parts for place in part.columns]
-        self._names = [table[place].name for place in self._columns]
         self._table = table
-        self.name = name
-        self.fields = tuple(part.field for part in parts)
+        self._parts = choose_fields(table, columns=columns, labels=labels, source=repr(self.name))
+        self._columns = [place for part in self._parts for place in part.columns]
+        self._names = [table[place].name for place in self._columns]
+        self.fields = tuple(part.field for part in self._parts)
+        for part in self._parts:
+            if part.has_classes and classes is None:
+                classes = find_classes(batches(part.columns[0]), part.field.name, repr(self.name))
+        self.classes = classes or ()
+
+    def _set_blocks(self, edges: Array, scratch_bytes: int) -> None:
+        """First rows of the blocks and, last, the number of rows; and the memory that a read takes."""
+        self._edges = edges
         self.num_samples = int(edges[-1])
-        self.classes = classes
+        self.layout = Layout(edges, scratch_bytes)
 
     def fingerprint(self) -> str:
         """Changes with the file's size and time of change, and with the choice of columns."""
-        return fingerprint_of([self._place], self._kind, self._names, [field.is_label for field in self.fields])
+        return fingerprint_of([self._place], self.kind, self._names, [field.is_label for field in self.fields])
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Number of each block that these rows lie in, and which of the rows do."""
@@ -321,45 +316,38 @@ class TableSource(Source):
     def _put(self, batch: Any, row: int, out: Sequence[Array]) -> None:
         """Fills `out` with a batch of Arrow that begins at sample `row`."""
         for part, array in zip(self._parts, out, strict=True):
-            values = []
-            for place in part.columns:
-                name, shape = self._table[place].name, self._table[place].shape
-                column = batch.column(batch.schema.get_field_index(name))
-                if part.has_classes:
-                    values.append(self._class_numbers(column, name, row))
-                else:
-                    values.append(self._numbers(column, name, row, shape))
-            fill(array, values)
+            read = self._class_numbers if part.has_classes else self._numbers
+            columns = [self._table[place] for place in part.columns]
+            fill(array, [read(batch.column(batch.schema.get_field_index(c.name)), c, row) for c in columns])
 
-    def _class_numbers(self, column: Any, name: str, row: int) -> Array:
+    def _class_numbers(self, column: Any, described: Column, row: int) -> Array:
         import pyarrow as pa
         import pyarrow.compute as pc
 
         if column.null_count:
-            raise BadInput(self._missing(column, name, row, "a label"))
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
+            raise self._missing(column, described.name, row, "a label")
+        column = _plain(column)
         numbers = pc.index_in(column, value_set=pa.array(self.classes, column.type))
         if numbers.null_count:
             where = row + int(np.argmax(np.asarray(numbers.is_null())))
-            raise BadFile(f"column {name!r} of {self.name!r} has a new value in row {where}: the file has changed.")
+            raise BadFile(
+                f"column {described.name!r} of {self.name!r} has a new value in row {where}: the file has changed."
+            )
         return _as_array(numbers)
 
-    def _numbers(self, column: Any, name: str, row: int, shape: tuple[int, ...]) -> Array:
+    def _numbers(self, column: Any, described: Column, row: int) -> Array:
         import pyarrow as pa
 
-        num_rows = len(column)
+        num_rows, name, shape = len(column), described.name, described.shape
         if isinstance(column.type, pa.BaseExtensionType):
             column = column.storage
         if is_list(column.type):
             column = self._flat(column, name, row, shape)
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
+        column = _plain(column)
         if pa.types.is_decimal(column.type):
             column = column.cast(pa.float64())
         if column.null_count and not pa.types.is_floating(column.type):
-            each = max(1, len(column) // max(1, num_rows))
-            raise BadInput(self._missing(column, name, row, "a number", each))
+            raise self._missing(column, name, row, "a number", max(1, len(column) // max(1, num_rows)))
         return _as_array(column).reshape(num_rows, *shape)
 
     def _flat(self, column: Any, name: str, row: int, shape: tuple[int, ...]) -> Any:
@@ -372,7 +360,7 @@ class TableSource(Source):
                 # A tensor's numbers lie in one list, whatever its shape.
                 break
             if column.null_count:
-                raise BadInput(self._missing(column, name, row, "a list", each))
+                raise self._missing(column, name, row, "a list", each)
             if not pa.types.is_fixed_size_list(column.type):
                 lengths = np.diff(_as_array(column.offsets))
                 if len(lengths) and (lengths != length).any():
@@ -386,12 +374,17 @@ class TableSource(Source):
             column = _flattened(column)
         return column
 
-    def _missing(self, column: Any, name: str, row: int, what: str, each: int = 1) -> str:
+    def _missing(self, column: Any, name: str, row: int, what: str, each: int = 1) -> BadInput:
         where = row + int(np.argmax(np.asarray(column.is_null()))) // each
-        return (
+        return BadInput(
             f"column {name!r} of {self.name!r} lacks {what} in row {where} ({column.null_count} missing nearby). Fill "
             "the gaps, store fractions (a missing one is given as NaN), or leave the column out with columns=."
         )
+
+
+def _plain(column: Any) -> Any:
+    """Values themselves, where a column stores each once (a dictionary)."""
+    return column.dictionary_decode() if hasattr(column, "dictionary_decode") else column
 
 
 def _flattened(column: Any) -> Any:
@@ -408,20 +401,15 @@ def _flattened(column: Any) -> Any:
     return column.values.slice(start, stop - start)
 
 
-def find_classes(batches: Any, name: str, source: str) -> tuple[str, ...]:
+def find_classes(batches: Iterable[Any], name: str, source: str) -> tuple[str, ...]:
     """The different strings of a column, sorted."""
-    import pyarrow as pa
-
-    found: set[str] = set()
+    names: set[str] = set()
     for batch in batches:
-        column = batch.column(0)
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        found.update(value for value in column.unique().to_pylist() if value is not None)
+        names.update(value for value in _plain(batch.column(0)).unique().to_pylist() if value is not None)
         # Looked at after each batch, so that a column of names is given up before it fills the memory.
-        if len(found) > MOST_CLASSES:
+        if len(names) > MOST_CLASSES:
             break
-    return sort_classes(found, name, source)
+    return sort_classes(names, name, source)
 
 
 def _as_array(column: Any) -> Array:

@@ -11,8 +11,7 @@ import pytest
 
 from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.data.source import Source
-from memfit.data.sources.arrow import ArrowSource, open_arrow
-from memfit.data.sources.parquet import open_parquet
+from memfit.data.sources.arrow import ArrowSource
 
 pa = pytest.importorskip("pyarrow")
 feather = pytest.importorskip("pyarrow.feather")
@@ -61,8 +60,7 @@ def check(source: Source, start: int, stop: int) -> None:
 @pytest.mark.parametrize("write", [write_stream, write_file, write_feather])
 def test_reads_what_is_stored(tmp_path: Path, write: Any, has_dictionary: bool) -> None:
     write(tmp_path / "a.arrow", table(has_dictionary=has_dictionary))
-    source = open_parquet(tmp_path / "a.arrow", labels="species")
-    assert isinstance(source, ArrowSource)
+    source = ArrowSource(tmp_path / "a.arrow", labels="species")
     assert source.classes == ("cat", "owl", "yak")
     assert source.num_samples == NUM_SAMPLES
     assert source.layout.edges is not None
@@ -73,14 +71,9 @@ def test_reads_what_is_stored(tmp_path: Path, write: Any, has_dictionary: bool) 
         source.drop(start, stop)
 
 
-def test_found_by_its_first_bytes(tmp_path: Path) -> None:
-    write_file(tmp_path / "a.data", table())
-    assert isinstance(open_parquet(tmp_path / "a.data", labels="species"), ArrowSource)
-
-
 def test_a_batch_read_in_parts_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_feather(tmp_path / "a.feather", table())
-    source = open_arrow(tmp_path / "a.feather", labels="species")
+    source = ArrowSource(tmp_path / "a.feather", labels="species")
     check(source, 0, 10)
     monkeypatch.setattr(type(source._file), "read_into", lambda *_: pytest.fail("the batch was read again"))
     check(source, 10, 100)
@@ -89,7 +82,7 @@ def test_a_batch_read_in_parts_is_read_once(tmp_path: Path, monkeypatch: pytest.
 def test_pickled_and_closed_sources_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_stream(tmp_path / "a.arrow", table())
     monkeypatch.chdir(tmp_path)
-    source = open_arrow("a.arrow", labels="species")
+    source = ArrowSource("a.arrow", labels="species")
     check(source, 0, 50)
     other = pickle.loads(pickle.dumps(source))
     monkeypatch.chdir("/")
@@ -103,7 +96,7 @@ def test_pickled_and_closed_sources_read_again(tmp_path: Path, monkeypatch: pyte
 
 def test_damaged_batch_is_named_with_its_offset(tmp_path: Path) -> None:
     write_feather(tmp_path / "a.feather", table())
-    source = open_arrow(tmp_path / "a.feather", labels="species")
+    source = ArrowSource(tmp_path / "a.feather", labels="species")
     offset, size = source._contents.places[1]
     with open(tmp_path / "a.feather", "r+b") as file:
         file.seek(offset + size // 2)
@@ -118,10 +111,10 @@ def test_damaged_batch_is_named_with_its_offset(tmp_path: Path) -> None:
 @pytest.mark.parametrize("write", [write_stream, write_file])
 def test_truncated_file(tmp_path: Path, write: Any) -> None:
     write(tmp_path / "a.arrow", table())
-    places = open_arrow(tmp_path / "a.arrow", labels="species")._contents.places
+    places = ArrowSource(tmp_path / "a.arrow", labels="species")._contents.places
     os.truncate(tmp_path / "a.arrow", sum(places[-1]) - 10)
     with pytest.raises(BadFile, match=rf"truncated or damaged: the batch of 50 rows at offset {places[-1][0]}"):
-        open_arrow(tmp_path / "a.arrow")
+        ArrowSource(tmp_path / "a.arrow")
 
 
 def test_other_files(tmp_path: Path) -> None:
@@ -132,7 +125,7 @@ def test_other_files(tmp_path: Path) -> None:
     ):
         (tmp_path / "a.arrow").write_bytes(content)
         with pytest.raises(BadFile, match=r"a\.arrow' is (not an Arrow or Feather file|damaged)"):
-            open_arrow(tmp_path / "a.arrow")
+            ArrowSource(tmp_path / "a.arrow")
 
 
 def test_dictionaries_that_change_on_the_way(tmp_path: Path) -> None:
@@ -141,22 +134,22 @@ def test_dictionaries_that_change_on_the_way(tmp_path: Path) -> None:
         for values in (["u", "v"], ["w", "u"]):
             writer.write_batch(pa.record_batch([pa.array([1, 2]), pa.array(values).dictionary_encode()], schema=schema))
     with pytest.raises(BadInput, match=r"changes the dictionary of a column on its way, at offset \d+"):
-        open_arrow(tmp_path / "a.arrow", labels="s")
+        ArrowSource(tmp_path / "a.arrow", labels="s")
 
 
 def test_table_without_rows(tmp_path: Path) -> None:
     write_stream(tmp_path / "a.arrow", table().slice(0, 0))
-    assert open_arrow(tmp_path / "a.arrow", columns=["a"]).num_samples == 0
+    assert ArrowSource(tmp_path / "a.arrow", columns=["a"]).num_samples == 0
 
 
 def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingDependency, match=r"pyarrow is needed: `pip install pyarrow`"):
-        open_arrow(tmp_path / "a.arrow")
+        ArrowSource(tmp_path / "a.arrow")
 
 
 def test_reads_remote_files(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     write_feather(tmp_path / "a.feather", table())
     fsspec.filesystem("memory").pipe_file("/arrow/a.feather", (tmp_path / "a.feather").read_bytes())
-    check(open_arrow("memory://arrow/a.feather", labels="species"), 90, 210)
+    check(ArrowSource("memory://arrow/a.feather", labels="species"), 90, 210)

@@ -12,7 +12,7 @@ import pytest
 
 from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.data.sources import hdf5
-from memfit.data.sources.hdf5 import Hdf5Source, PackedChunks, open_hdf5
+from memfit.data.sources.hdf5 import Handle, Hdf5Source
 from memfit.data.sources.hdf5_contents import describe
 
 h5py = pytest.importorskip("h5py")
@@ -47,7 +47,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_reads_what_is_stored(tmp_path: Path, layout: str) -> None:
-    source = open_hdf5(write(tmp_path / "a.h5", **LAYOUTS[layout]))
+    source = Hdf5Source(write(tmp_path / "a.h5", **LAYOUTS[layout]))
     assert [(field.name, field.shape, field.is_label) for field in source.fields] == [
         ("images", (6, 5), False),
         ("labels", (), True),
@@ -61,10 +61,10 @@ def test_reads_what_is_stored(tmp_path: Path, layout: str) -> None:
 
 
 def test_edges_are_those_of_the_chunks(tmp_path: Path) -> None:
-    chunked = open_hdf5(write(tmp_path / "a.h5", **LAYOUTS["cut"])).layout
+    chunked = Hdf5Source(write(tmp_path / "a.h5", **LAYOUTS["cut"])).layout
     assert chunked.edges is not None
     assert chunked.edges.tolist() == [*range(0, NUM_SAMPLES, 10), NUM_SAMPLES]
-    contiguous = open_hdf5(write(tmp_path / "b.h5")).layout
+    contiguous = Hdf5Source(write(tmp_path / "b.h5")).layout
     assert contiguous.edges is None
     assert 0 < contiguous.scratch_bytes < chunked.scratch_bytes
 
@@ -74,7 +74,7 @@ def test_converts_as_numpy_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"] = np.arange(300, dtype=">i4").reshape(30, 10)
     monkeypatch.setattr(hdf5, "PIECE_BYTES", 160)
-    source = open_hdf5(tmp_path / "a.h5")
+    source = Hdf5Source(tmp_path / "a.h5")
     assert source.fields[0].dtype == np.dtype("int32")
     # WHEN they are read as other types
     # THEN they wrap around as in NumPy
@@ -88,7 +88,7 @@ def test_booleans_and_enumerations(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"] = np.array([True, False, True])
         file.create_dataset("y", data=np.array([0, 1, 1]), dtype=kind)
-    x, y = read(open_hdf5(tmp_path / "a.h5"), 0, 3)
+    x, y = read(Hdf5Source(tmp_path / "a.h5"), 0, 3)
     assert x.tolist() == [True, False, True]
     assert y.tolist() == [0, 1, 1]
     assert y.dtype == np.int8
@@ -97,7 +97,7 @@ def test_booleans_and_enumerations(tmp_path: Path) -> None:
 def test_each_chunk_is_unpacked_once_when_read_in_parts(tmp_path: Path) -> None:
     # GIVEN chunks that cut through samples, and their bytes damaged after the first read
     path = write(tmp_path / "a.h5", chunks=(50, 2, 2), compression="gzip")
-    source = open_hdf5(path)
+    source = Hdf5Source(path)
     read(source, 0, 1)
     with h5py.File(path) as file:
         places = [(info.byte_offset, info.size) for info in chunk_infos(file["images"]) if info.chunk_offset[0] == 0]
@@ -117,7 +117,7 @@ def chunk_infos(dataset: Any) -> list[Any]:
 def test_pickled_and_closed_sources_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.h5", **LAYOUTS["gzip"])
     monkeypatch.chdir(tmp_path)
-    source = open_hdf5("a.h5")
+    source = Hdf5Source("a.h5")
     read(source, 0, 5)
     other = pickle.loads(pickle.dumps(source))
     monkeypatch.chdir("/")
@@ -135,7 +135,7 @@ def test_pickled_and_closed_sources_read_again(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_reads_after_a_fork(tmp_path: Path) -> None:
     # GIVEN an open file, and its lock held at the moment of the fork
-    source = open_hdf5(write(tmp_path / "a.h5", **LAYOUTS["gzip"]))
+    source = Hdf5Source(write(tmp_path / "a.h5", **LAYOUTS["gzip"]))
     read(source, 0, 5)
     with source._opened.get(source._open).lock:
         child = os.fork()
@@ -153,7 +153,7 @@ def test_reads_after_a_fork(tmp_path: Path) -> None:
 
 
 def test_closing_what_a_parent_opened_leaves_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_hdf5(write(tmp_path / "a.h5"))
+    source = Hdf5Source(write(tmp_path / "a.h5"))
     read(source, 0, 5)
     opened = source._opened.get(source._open)
     monkeypatch.setattr(os, "getpid", lambda: -1)
@@ -163,7 +163,7 @@ def test_closing_what_a_parent_opened_leaves_it_alone(tmp_path: Path, monkeypatc
 
 
 def test_threads_read_at_once(tmp_path: Path) -> None:
-    source = open_hdf5(write(tmp_path / "a.h5", **LAYOUTS["cut"]))
+    source = Hdf5Source(write(tmp_path / "a.h5", **LAYOUTS["cut"]))
     wrong: list[int] = []
 
     def work(seed: int) -> None:
@@ -186,7 +186,7 @@ def test_damaged_chunk_is_named_with_its_offset(tmp_path: Path) -> None:
     with open(path, "r+b") as file:
         file.seek(place.byte_offset + 10)
         file.write(b"\xff" * 40)
-    source = open_hdf5(path)
+    source = Hdf5Source(path)
     np.testing.assert_array_equal(read(source, 0, 32)[0], X[:32])
     with pytest.raises(BadFile) as raised:
         read(source, 20, 60)
@@ -200,12 +200,12 @@ def test_truncated_file(tmp_path: Path, layout: str) -> None:
     path = write(tmp_path / "a.h5", **LAYOUTS[layout])
     os.truncate(path, os.path.getsize(path) - 500)
     with pytest.raises(BadFile, match=r"a\.h5' is truncated: .*truncated file"):
-        open_hdf5(path)
+        Hdf5Source(path)
 
 
 def test_file_cut_off_while_it_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.h5")
-    source = open_hdf5(path)
+    source = Hdf5Source(path)
     read(source, 0, 1)
     os.truncate(path, 4000)
     # HDF5 itself would give zeros.
@@ -216,12 +216,12 @@ def test_file_cut_off_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_damage_without_chunks_is_named_with_its_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_hdf5(write(tmp_path / "a.h5"))
+    source = Hdf5Source(write(tmp_path / "a.h5"))
 
     def fail(*_: Any) -> None:
         raise OSError("input/output error")
 
-    monkeypatch.setattr(hdf5._Handle, "read_stored", fail)
+    monkeypatch.setattr(hdf5.Handle, "read_stored", fail)
     with pytest.raises(BadFile, match=r"'images' of .* is damaged among samples 50 to 60, from offset \d+ of the file"):
         read(source, 50, 60)
 
@@ -229,13 +229,13 @@ def test_damage_without_chunks_is_named_with_its_samples(tmp_path: Path, monkeyp
 def test_no_hdf5_file(tmp_path: Path) -> None:
     (tmp_path / "a.h5").write_bytes(b"something else" * 100)
     with pytest.raises(BadFile, match="is not an HDF5 file"):
-        open_hdf5(tmp_path / "a.h5")
+        Hdf5Source(tmp_path / "a.h5")
     with pytest.raises(BadFile, match=r"none\.h5"):
-        open_hdf5(tmp_path / "none.h5")
+        Hdf5Source(tmp_path / "none.h5")
 
 
 def test_file_that_changes_after_it_was_opened(tmp_path: Path) -> None:
-    source = open_hdf5(write(tmp_path / "a.h5"))
+    source = Hdf5Source(write(tmp_path / "a.h5"))
     before = source.fingerprint()
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["images"] = X[:50]
@@ -256,24 +256,24 @@ def test_names_of_classes(tmp_path: Path) -> None:
         file["kind"].attrs["memfit_label"] = True
         file["kind"].attrs["classes"] = ["cat", "dog"]
 
-    source = open_hdf5(path)
+    source = Hdf5Source(path)
 
     assert [(field.name, field.is_label) for field in source.fields] == [("anything", False), ("kind", True)]
     assert source.classes == ("cat", "dog")
     assert pickle.loads(pickle.dumps(source)).classes == ("cat", "dog")
-    assert open_hdf5(path, columns="anything").classes == ()
+    assert Hdf5Source(path, columns=["anything"]).classes == ()
 
 
 def test_lengths_must_agree(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = np.zeros((5, 2)), np.zeros(4)
     with pytest.raises(BadInput, match="differ in their number of samples: 'x' has 5, 'y' has 4"):
-        open_hdf5(tmp_path / "a.h5")
+        Hdf5Source(tmp_path / "a.h5")
 
 
 def test_pages_are_dropped_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.data.files._DROP_EVERY_BYTES", 2000)
-    source = open_hdf5(write(tmp_path / "a.h5", **LAYOUTS["gzip"]))
+    source = Hdf5Source(write(tmp_path / "a.h5", **LAYOUTS["gzip"]))
     dropped: list[tuple[int, int]] = []
     assert source._local is not None
     monkeypatch.setattr(type(source._local), "drop", lambda self, offset, size: dropped.append((offset, size)))
@@ -287,14 +287,14 @@ def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     path = write(tmp_path / "a.h5")
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(MissingDependency, match=r"h5py is needed: `pip install h5py`"):
-        open_hdf5(path)
+        Hdf5Source(path)
 
 
 def test_reads_remote_files(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     content = Path(write(tmp_path / "a.h5", **LAYOUTS["gzip"])).read_bytes()
     fsspec.filesystem("memory").pipe_file("/datasets/a.h5", content)
-    source = open_hdf5("memory://datasets/a.h5")
+    source = Hdf5Source("memory://datasets/a.h5")
     np.testing.assert_array_equal(read(source, 9, 31)[0], X[9:31])
     source.drop(0, 10)
     source.close()
@@ -308,7 +308,7 @@ def test_damaged_table_of_contents(tmp_path: Path) -> None:
     content[place : place + 4] = b"EERT"
     Path(path).write_bytes(content)
     with pytest.raises(BadFile, match=r"a\.h5'"):
-        read(open_hdf5(path), 0, 10)
+        read(Hdf5Source(path), 0, 10)
 
 
 def test_very_many_chunks_are_merged_into_fewer_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,15 +316,16 @@ def test_very_many_chunks_are_merged_into_fewer_blocks(tmp_path: Path, monkeypat
     monkeypatch.setattr(hdf5, "_MOST_BLOCKS", 20)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=np.arange(99), chunks=(2,))
-    edges = open_hdf5(tmp_path / "a.h5").layout.edges
+    edges = Hdf5Source(tmp_path / "a.h5").layout.edges
     # THEN each block is three chunks
     assert edges is not None
     assert edges.tolist() == [*range(0, 99, 6), 99]
 
 
-def packed_of(path: Path, name: str = "x") -> tuple[h5py.File, PackedChunks | None]:
-    file = h5py.File(path, "r")
-    return file, PackedChunks.of(describe(file[name], name, False, str(path)), file[name])
+def unpacked(path: Path, name: str, start: int, stop: int, out: Any) -> bool:
+    with h5py.File(path, "r") as file:
+        handle = Handle(file, describe(file[name], name, False, str(path)))
+        return handle.unpack(threading.RLock(), start, stop, out)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -335,15 +336,12 @@ def test_unpacks_what_hdf5_packed(tmp_path, shuffle, dtype, shape):
     values = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=values, chunks=(16, *shape[1:]), compression="gzip", shuffle=shuffle)
-    file, packed = packed_of(tmp_path / "a.h5")
-    assert packed is not None
 
     # WHEN runs of chunks are read, THEN they are what was stored
     for start, stop in ((0, 16), (32, 80), (96, 100), (0, 100)):
         out = np.empty((stop - start, *shape[1:]), dtype)
-        assert packed.read(threading.RLock(), start, stop, out)
+        assert unpacked(tmp_path / "a.h5", "x", start, stop, out)
         np.testing.assert_array_equal(out, values[start:stop])
-    file.close()
 
 
 def test_leaves_to_hdf5_what_it_can_not_do(tmp_path):
@@ -356,23 +354,15 @@ def test_leaves_to_hdf5_what_it_can_not_do(tmp_path):
         file.create_dataset("swapped", data=values.astype(">f4"), chunks=(4, 4), compression="gzip")
         file.create_dataset("x", data=values, chunks=(4, 4), compression="gzip")
         file.create_dataset("empty", (16, 4), "float32", chunks=(4, 4), compression="gzip")
-    for name in ("plain", "lzf", "checked", "divided"):
-        file, packed = packed_of(tmp_path / "a.h5", name)
-        assert packed is None, name
-        file.close()
-    file, packed = packed_of(tmp_path / "a.h5")
-    assert packed is not None
-    assert not packed.read(threading.RLock(), 2, 6, np.empty((4, 4), "float32"))
-    assert not packed.read(threading.RLock(), 0, 6, np.empty((6, 4), "float32"))
-    assert not packed.read(threading.RLock(), 0, 4, np.empty((4, 4), "float64"))
-    _, never_written = packed_of(tmp_path / "a.h5", "empty")
-    assert never_written is not None
-    assert not never_written.read(threading.RLock(), 0, 4, np.empty((4, 4), "float32"))
-    file.close()
+    for name in ("plain", "lzf", "checked", "divided", "swapped", "empty"):
+        assert not unpacked(tmp_path / "a.h5", name, 0, 4, np.empty((4, 4), "float32")), name
+    assert not unpacked(tmp_path / "a.h5", "x", 2, 6, np.empty((4, 4), "float32"))
+    assert not unpacked(tmp_path / "a.h5", "x", 0, 6, np.empty((6, 4), "float32"))
+    assert not unpacked(tmp_path / "a.h5", "x", 0, 4, np.empty((4, 4), "float64"))
 
     # Sources give the same, whoever unpacks.
     for name in ("plain", "lzf", "checked", "divided", "swapped", "x"):
-        source = open_hdf5(tmp_path / "a.h5", columns=[name])
+        source = Hdf5Source(tmp_path / "a.h5", columns=[name])
         out = np.empty((16, 4), source.fields[0].dtype)
         source.read(0, 16, [out])
         np.testing.assert_array_equal(out, values)

@@ -11,7 +11,7 @@ import memfit
 from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.data.source import Field
 from memfit.data.sources import hdf5_contents
-from memfit.data.sources.hdf5 import open_hdf5
+from memfit.data.sources.hdf5 import Hdf5Source
 from memfit.data.sources.hdf5_contents import Dataset, choose, describe, find
 
 h5py = pytest.importorskip("h5py")
@@ -33,10 +33,10 @@ def made(path: Path, *names: str) -> Any:
         (["Feature", "Target"], None, None, (["Feature"], ["Target"])),
         (["anything"], None, None, (["anything"], [])),
         (["a", "b", "c"], ["/b/", "a"], "/c", (["b", "a"], ["c"])),
-        (["a", "b"], ["a", "b"], ["b"], (["a"], ["b"])),
+        (["a", "b"], ["a", "b"], "b", (["a"], ["b"])),
         (["a", "b"], None, "b", (["a"], ["b"])),
         (["data", "b", "c"], None, "c", (["data"], ["c"])),
-        (["a", "b"], "a", None, (["a"], [])),
+        (["a", "b"], ["a"], None, (["a"], [])),
     ],
 )
 def test_choice(tmp_path: Path, names: Any, columns: Any, labels: Any, expected: Any) -> None:
@@ -51,10 +51,10 @@ def test_choice(tmp_path: Path, names: Any, columns: Any, labels: Any, expected:
             ["a", "b"],
             None,
             None,
-            "isn't obvious. Name them: columns= for features, labels= for labels. It has:\n  a  (3, 2)",
+            "is ambiguous. Name them: columns= for features, labels= for labels. It has:\n  a  (3, 2)",
         ),
         (["train/x", "train/y", "test/x", "test/y"], None, None, "  test/x  (3, 2) float64"),
-        (["a", "b", "c"], None, "c", "isn't obvious"),
+        (["a", "b", "c"], None, "c", "is ambiguous"),
         ([], None, None, "has no datasets"),
         (["a"], [], None, "is left for the features"),
         (["a"], [1], None, "1 is not a string"),
@@ -73,7 +73,7 @@ def test_no_choice(tmp_path: Path, names: Any, columns: Any, labels: Any, said: 
         (None, None, (["other", "x"], ["kind"])),
         (None, "kind", (["other", "x"], ["kind"])),
         (None, "other", (["x"], ["other"])),
-        ("x", None, (["x"], [])),
+        (["x"], None, (["x"], [])),
     ],
 )
 def test_marks_say_what_is_a_label(tmp_path: Path, columns: Any, labels: Any, expected: Any) -> None:
@@ -202,9 +202,6 @@ def test_datasets_that_promise_what_was_never_written(tmp_path: Path, chunks: An
         assert describe(file.create_dataset("y", (10**9,), "f4", chunks=(10**6,)), "y", False, "a.h5").num_samples
 
 
-h5py = pytest.importorskip("h5py")
-
-
 @pytest.fixture
 def place(tmp_path):
     """A folder for data, beside one with a file that is none of its business."""
@@ -262,7 +259,24 @@ def test_a_part_that_refers_to_others_is_refused_too(place):
         virtual(file, "middle.h5")
 
     with pytest.raises(BadFile, match=r"is a link into another file, '\.\./away/secret\.h5'"):
-        open_hdf5(place / "main.h5", columns="x")
+        Hdf5Source(place / "main.h5", columns=["x"])
+
+
+def test_parts_of_one_name_in_two_folders_are_both_looked_at(place):
+    # GIVEN a harmless part, and another of the same name in a folder below that leads outside
+    (place / "below").mkdir()
+    with h5py.File(place / "below" / "part.h5", "w") as file:
+        file["x"] = h5py.ExternalLink("../../away/secret.h5", "/x")
+    with h5py.File(place / "below" / "middle.h5", "w") as file:
+        virtual(file, "part.h5")
+    layout = h5py.VirtualLayout((20,), "f8")
+    layout[:10] = h5py.VirtualSource("part.h5", "x", (10,))
+    layout[10:] = h5py.VirtualSource("below/middle.h5", "x", (10,))
+    with h5py.File(place / "main.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+
+    with pytest.raises(BadFile, match=r"is a link into another file, '\.\./\.\./away/secret\.h5'"):
+        Hdf5Source(place / "main.h5", columns=["x"])
 
 
 @pytest.mark.parametrize("way", ["part", "inside", "soft link"])
@@ -283,4 +297,4 @@ def test_soft_links_in_a_circle_lead_nowhere(place):
         file["x"], file["y"] = h5py.SoftLink("/y"), h5py.SoftLink("/x")
 
     with pytest.raises(memfit.BadInput):
-        open_hdf5(place / "main.h5", columns="x")
+        Hdf5Source(place / "main.h5", columns=["x"])

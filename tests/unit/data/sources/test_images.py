@@ -16,7 +16,7 @@ from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.core.units import MIB
 from memfit.data.source import SampleSource
 from memfit.data.sources import images
-from memfit.data.sources.images import SkippedSamples, open_images
+from memfit.data.sources.images import ImageSource, SkippedSamples
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -39,7 +39,7 @@ def damage(path, text=b"no image"):
 def test_images_and_their_classes(tmp_path):
     for name in ["b/1.png", "a/2.png", "a/3.bmp"]:
         save(tmp_path / name)
-    source = open_images(tmp_path)
+    source = ImageSource(tmp_path)
     assert isinstance(source, SampleSource)
     assert source.classes == ("a", "b")
     image, label = source.fields
@@ -53,12 +53,12 @@ def test_images_and_their_classes(tmp_path):
         assert found == number and found.dtype == np.int64 and found.shape == ()
         assert source.stored_bytes(sample) == os.path.getsize(source.sample_name(sample))
     assert source.name == str(tmp_path)
-    assert source.fingerprint() == open_images(tmp_path).fingerprint()
+    assert source.fingerprint() == ImageSource(tmp_path).fingerprint()
 
 
 def test_a_flat_folder_gives_images_alone(tmp_path):
     save(tmp_path / "1.png")
-    source = open_images(tmp_path)
+    source = ImageSource(tmp_path)
     assert [field.name for field in source.fields] == ["image"]
     assert len(source.read_sample(0)) == 1
     assert source.notes == ("the images lie in no class folders, and have no labels",)
@@ -67,7 +67,7 @@ def test_a_flat_folder_gives_images_alone(tmp_path):
 def test_sizes_that_differ_are_said_to(tmp_path):
     save(tmp_path / "a" / "1.png")
     save(tmp_path / "a" / "2.png", Image.new("RGB", (9, 4)))
-    source = open_images(tmp_path)
+    source = ImageSource(tmp_path)
     assert source.fields[0].is_ragged and source.fields[0].shape == (6, 5, 3)
     assert source.read_sample(1)[0].shape == (4, 9, 3)
 
@@ -97,7 +97,7 @@ def with_alpha(image):
 )
 def test_all_modes_become_three_channels(tmp_path, image, ending, expected):
     save(tmp_path / f"x.{ending}", image)
-    (found,) = open_images(tmp_path).read_sample(0)
+    (found,) = ImageSource(tmp_path).read_sample(0)
     assert found.dtype == np.uint8
     np.testing.assert_array_equal(found, expected)
 
@@ -106,7 +106,7 @@ def test_a_palette_with_transparency(tmp_path):
     image = Image.fromarray(COLOURS // 128 * 255).quantize(8)
     image.info["transparency"] = bytes(range(0, 160, 20))
     save(tmp_path / "x.png", image, transparency=bytes(range(0, 160, 20)))
-    (found,) = open_images(tmp_path).read_sample(0)
+    (found,) = ImageSource(tmp_path).read_sample(0)
     np.testing.assert_array_equal(found, COLOURS // 128 * 255)
 
 
@@ -116,7 +116,7 @@ def test_lossy_formats_and_orientation(tmp_path):
     notes[0x0112] = 6
     save(tmp_path / "x.jpg", Image.fromarray(np.ascontiguousarray(smooth)), quality=95, exif=notes)
     save(tmp_path / "x.webp", Image.fromarray(np.ascontiguousarray(smooth)), quality=95)
-    source = open_images(tmp_path)
+    source = ImageSource(tmp_path)
     for sample in range(2):
         (found,) = source.read_sample(sample)
         assert found.shape == (64, 48, 3)
@@ -149,8 +149,8 @@ def test_unreadable_images_fail_or_are_skipped(tmp_path, data, reason):
     bad = damage(tmp_path / "a" / "2.png", data)
     message = rf"the image .*2\.png' can't be read: .*{reason}.*on_error=\"skip\""
     with pytest.raises(BadFile, match=message):
-        open_images(tmp_path).read_sample(1)
-    source = open_images(tmp_path, on_error="skip")
+        ImageSource(tmp_path).read_sample(1)
+    source = ImageSource(tmp_path, on_error="skip")
     assert source.num_skipped == 0
     for _ in range(2):
         assert source.read_sample(1) is None
@@ -165,8 +165,8 @@ def test_pipes_and_devices_are_never_read(tmp_path):
     os.mkfifo(tmp_path / "a" / "2.png")
     (tmp_path / "a" / "3.png").symlink_to("/dev/zero")
     with pytest.raises(BadFile, match=r"2\.png' can't be read: it is a pipe, a device or a folder, and no file"):
-        open_images(tmp_path)
-    source = open_images(tmp_path, on_error="skip")
+        ImageSource(tmp_path)
+    source = ImageSource(tmp_path, on_error="skip")
     assert [source.read_sample(sample) is None for sample in range(3)] == [False, True, True]
     assert source.num_skipped == 2
 
@@ -177,7 +177,7 @@ def test_files_too_large_for_an_image_are_not_read(tmp_path, monkeypatch):
         file.truncate(8 * 1000 + MIB + 1)
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(BadFile, match=r"2\.png' can't be read: its file has 1,056,577 bytes, more than 8 for each"):
-        open_images(tmp_path)
+        ImageSource(tmp_path)
 
 
 def test_workers_count_what_they_leave_out(tmp_path):
@@ -195,7 +195,7 @@ def test_only_the_first_names_are_kept(tmp_path):
     for number in range(30):
         damage(tmp_path / "a" / f"{number:02d}.png")
     save(tmp_path / "a" / "good.png")
-    source = open_images(tmp_path, on_error="skip")
+    source = ImageSource(tmp_path, on_error="skip")
     assert [source.read_sample(sample) for sample in range(30)] == [None] * 30
     assert source.num_skipped == 30
     assert [os.path.basename(name) for name in source.skipped] == [f"{number:02d}.png" for number in range(20)]
@@ -203,7 +203,7 @@ def test_only_the_first_names_are_kept(tmp_path):
 
 def test_a_file_that_is_gone(tmp_path):
     path = save(tmp_path / "a" / "1.png")
-    source = open_images(tmp_path)
+    source = ImageSource(tmp_path)
     path.unlink()
     with pytest.raises(BadFile, match="No such file or directory"):
         source.read_sample(0)
@@ -211,7 +211,7 @@ def test_a_file_that_is_gone(tmp_path):
 
 def test_too_many_pixels(tmp_path, monkeypatch):
     save(tmp_path / "a" / "1.png")
-    source = open_images(tmp_path)
+    source = ImageSource(tmp_path)
     # Pillow itself warns above its limit, and raises above twice that
     for limit in (20, 10):
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
@@ -234,24 +234,19 @@ def test_warnings_do_not_make_an_image_unreadable(tmp_path, monkeypatch):
         return opened(file)
 
     monkeypatch.setattr(Image, "open", with_warning)
-    np.testing.assert_array_equal(open_images(tmp_path).read_sample(0)[0], COLOURS)
+    np.testing.assert_array_equal(ImageSource(tmp_path).read_sample(0)[0], COLOURS)
 
 
 def test_a_folder_without_any_image_that_can_be_read(tmp_path):
     for number in range(30):
         damage(tmp_path / "a" / f"{number}.png")
     with pytest.raises(BadFile, match=r"the image .*0\.png' can't be read"):
-        open_images(tmp_path)
+        ImageSource(tmp_path)
     with pytest.raises(BadFile, match=r"none of 30 images in .* can be read; the first is .*0\.png'"):
-        open_images(tmp_path, on_error="skip")
+        ImageSource(tmp_path, on_error="skip")
     # One that can is found wherever it is
     save(tmp_path / "a" / "21.png")
-    assert open_images(tmp_path, on_error="skip").fields[0].shape == (6, 5, 3)
-
-
-def test_only_two_ways_about_errors(tmp_path):
-    with pytest.raises(BadInput, match=r"on_error='ignore' is not known. \"fail\" or \"skip\" was expected"):
-        open_images(tmp_path, on_error="ignore")
+    assert ImageSource(tmp_path, on_error="skip").fields[0].shape == (6, 5, 3)
 
 
 def test_without_pillow(tmp_path, monkeypatch):
@@ -259,7 +254,7 @@ def test_without_pillow(tmp_path, monkeypatch):
     images._pillow.cache_clear()
     try:
         with pytest.raises(MissingDependency, match=r"pip install pillow"):
-            open_images(tmp_path)
+            ImageSource(tmp_path)
     finally:
         images._pillow.cache_clear()
 
@@ -267,7 +262,7 @@ def test_without_pillow(tmp_path, monkeypatch):
 def test_runs_of_images_fill_arrays(tmp_path):
     for number in range(4):
         save(tmp_path / f"{'ab'[number // 2]}" / f"{number}.png", Image.fromarray(COLOURS + np.uint8(number)))
-    source = open_images(tmp_path)
+    source = ImageSource(tmp_path)
     out = [np.empty((2, 6, 5, 3), np.float32), np.empty(2, np.int64)]
     source.read(1, 3, out)
     source.drop(1, 3)
@@ -279,14 +274,14 @@ def test_runs_of_images_fill_arrays(tmp_path):
         source.read(1, 3, out)
     damage(tmp_path / "a" / "1.png")
     with pytest.raises(BadFile, match="no room for a gap"):
-        open_images(tmp_path, on_error="skip").read(1, 3, out)
+        ImageSource(tmp_path, on_error="skip").read(1, 3, out)
 
 
 def test_it_is_read_after_a_pickle_a_fork_and_by_threads(tmp_path):
     for number in range(8):
         save(tmp_path / "a" / f"{number}.png", Image.fromarray(COLOURS + np.uint8(number)))
     damage(tmp_path / "a" / "9.png")
-    source = open_images(tmp_path, on_error="skip")
+    source = ImageSource(tmp_path, on_error="skip")
     assert source.read_sample(8) is None
 
     def is_right(copy):
@@ -321,7 +316,7 @@ def test_images_behind_an_address(tmp_path):
     system = fsspec.filesystem("memory")
     with system.open("/photographs/a/1.png", "wb") as file:
         file.write(save(tmp_path / "1.png").read_bytes())
-    source = open_images("memory://photographs")
+    source = ImageSource("memory://photographs")
     np.testing.assert_array_equal(source.read_sample(0)[0], COLOURS)
     assert source.sample_name(0) == "memory://photographs/a/1.png"
     system.rm("/photographs", recursive=True)

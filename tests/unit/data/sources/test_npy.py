@@ -82,8 +82,8 @@ def test_an_array_of_its_dtype_is_filled_without_scratch(tmp_path, monkeypatch):
     source = NpySource(saved(tmp_path, numbers((10, 4))))
     out = np.empty((10, 4), np.float32)
     targets = []
-    original = source._file.read_into
-    monkeypatch.setattr(source._file, "read_into", lambda at, to: (targets.append(to), original(at, to)))
+    original = source._arrays[0].file.read_into
+    monkeypatch.setattr(source._arrays[0].file, "read_into", lambda at, to: (targets.append(to), original(at, to)))
 
     source.read(0, 10, [out])
 
@@ -109,7 +109,7 @@ def test_c_order_has_no_natural_blocks(tmp_path):
 def test_hints_are_for_the_bytes_of_the_samples(tmp_path, monkeypatch):
     source = NpySource(saved(tmp_path, numbers((100, 4))))
     said = []
-    monkeypatch.setattr(source._file, "drop", lambda *span: said.append(span))
+    monkeypatch.setattr(source._arrays[0].file, "drop", lambda *span: said.append(span))
 
     source.drop(10, 20)
 
@@ -158,7 +158,7 @@ def test_names_in_other_alphabets_are_kept(tmp_path):
 def test_columns_of_a_plain_array_are_refused(tmp_path):
     path = saved(tmp_path, numbers((4, 2)))
 
-    with pytest.raises(BadInput, match=r"has no columns, and 'a' was asked for\. Leave `columns` away"):
+    with pytest.raises(BadInput, match=r"has no columns, and 'a' was asked for\. Leave `columns` out"):
         NpySource(path, columns=["a"])
     with pytest.raises(BadInput, match="give the path of a file with as many labels"):
         NpySource(path, labels="y")
@@ -209,7 +209,7 @@ def test_other_refusals_say_why(tmp_path):
         tmp_path, contents=b"\x93NUMPY\x01\x00" + b"\xff\xff" + bytes(20)
     )
     assert "can't be understood" in refusal(tmp_path, contents=with_header("not a dict"))
-    assert "tells of the shape (-3,)" in refusal(
+    assert "declares the shape (-3,)" in refusal(
         tmp_path, contents=with_header("{'descr': '<f4', 'fortran_order': False, 'shape': (-3,), }")
     )
 

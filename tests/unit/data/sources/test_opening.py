@@ -200,11 +200,8 @@ def test_a_folder_of_an_obvious_pair(folder, pair):
 
 
 def test_a_folder_of_images_is_given_to_its_own_reader(folder, monkeypatch):
-    pytest.importorskip("PIL")
-    from memfit.data.sources import images
-
     asked = []
-    monkeypatch.setattr(images, "open_images", lambda *path, **options: asked.append((path, options)) or stand_in())
+    monkeypatch.setattr(opening, "ImageSource", lambda *path, **options: asked.append((path, options)) or stand_in())
     os.makedirs("pictures/cat")
     os.makedirs("flat")
     (folder / "flat" / "a.jpg").write_bytes(b"x")
@@ -216,7 +213,10 @@ def test_a_folder_of_images_is_given_to_its_own_reader(folder, monkeypatch):
     open_source("pictures", on_error="skip")
     open_source("flat")
 
-    assert asked == [(("pictures",), {"on_error": "skip"}), (("flat",), {"on_error": "fail"})]
+    assert asked == [
+        (("pictures",), {"on_error": "skip", "follow_links": False}),
+        (("flat",), {"on_error": "fail", "follow_links": False}),
+    ]
     assert "'pictures' has no columns to choose from" in refusal("pictures", labels="class")
 
 
@@ -502,15 +502,67 @@ def test_a_folder_that_says_several_labels_or_none(folder):
     assert names(open_source("said")) == [("a", False)]
 
 
-def test_names_of_classes_beside_an_obvious_pair(folder):
-    os.mkdir("pair")
-    np.save("pair/images.npy", X)
-    np.save("pair/labels.npy", Y)
-    (folder / "pair" / "classes.json").write_text('["cat", "dog", "emu"]')
-    assert open_source("pair").classes == ("cat", "dog", "emu")
+FIELDS = [
+    {"file": "y.npy", "name": "kind", "is_label": True},
+    {"file": "x.npy", "name": "features", "is_label": False},
+]
 
-    np.save("pair/labels.npy", Y.astype("f4"))
+
+def described(fields):
+    return json.dumps({"format": "memfit fields", "fields": fields})
+
+
+@pytest.fixture
+def pair(folder):
+    """A folder of features and labels that are told by their names."""
+    os.mkdir("pair")
+    np.save("pair/x.npy", X)
+    np.save("pair/y.npy", Y)
+    return folder / "pair"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[" * 100_000,
+        "[1]",
+        "{}",
+        json.dumps({"format": "another", "fields": FIELDS}),
+        b"\xed\xb3\xbf".decode("latin-1"),
+        described([1, 2]),
+        described([{"file": 1, "name": "a", "is_label": False}]),
+        described([*FIELDS, {"file": "../z.npy", "name": "z", "is_label": False}]),
+        described([FIELDS[1], FIELDS[1]]),
+        described(FIELDS[:1]),
+        described([FIELDS[0], {**FIELDS[1], "is_label": True}]),
+        described([FIELDS[0], {**FIELDS[1], "name": "kind"}]),
+    ],
+    ids=range(14),
+)
+def test_a_description_that_is_damaged_or_of_other_files_is_ignored(pair, content):
+    (pair / "memfit-fields.json").write_text(described(FIELDS))
+    assert names(open_source("pair")) == [("features", False), ("kind", True)]
+
+    (pair / "memfit-fields.json").write_text(content, encoding="latin-1")
+    assert names(open_source("pair")) == [("x", False), ("y", True)]
+
+
+def test_names_of_classes_beside_an_obvious_pair(pair):
+    (pair / "classes.json").write_text('["cat", "h\u00fctte", "emu"]', encoding="utf-8")
+    assert open_source("pair").classes == ("cat", "h\u00fctte", "emu")
+
+    np.save("pair/y.npy", Y.astype("f4"))
     assert open_source("pair").classes == ()
-    (folder / "pair" / "classes.json").write_text('["cat", "dog"')
-    np.save("pair/labels.npy", Y)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[1, 2]", b'{"cat": 0}', b'["a", "a"]', b"\xff\xfe", b"[" * 100_000, b'["%s"]' % (b"a" * (17 << 20))],
+    ids=range(7),
+)
+def test_damaged_names_of_classes_are_ignored(pair, content):
+    (pair / "classes.json").write_bytes(content)
+
     assert open_source("pair").classes == ()

@@ -16,7 +16,7 @@ from memfit.data.convert import convert_data
 from memfit.data.inspection import inspect_data
 from memfit.data.source import Source
 from memfit.data.sources import parquet
-from memfit.data.sources.parquet import ParquetSource, open_parquet
+from memfit.data.sources.parquet import ParquetSource
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -58,7 +58,7 @@ def check(source: Source, start: int, stop: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"compression": "none", "use_dictionary": False}, {"data_page_size": 200}])
 def test_reads_what_is_stored(tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "_BATCH_BYTES", 1000)
-    source = open_parquet(write(tmp_path / "a.parquet", **options), labels="species")
+    source = ParquetSource(write(tmp_path / "a.parquet", **options), labels="species")
     assert [(field.name, field.dtype.name, field.shape) for field in source.fields] == [
         ("features", "float64", (2,)),
         ("x", "float32", (2, 3)),
@@ -75,13 +75,15 @@ def test_reads_what_is_stored(tmp_path: Path, options: dict[str, Any], monkeypat
 
 
 def test_a_row_group_read_in_parts_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_parquet(write(tmp_path / "a.parquet"), labels="species")
-    assert isinstance(source, ParquetSource)
+    source = ParquetSource(write(tmp_path / "a.parquet"), labels="species")
     entered: list[int] = []
-    real = ParquetSource._enter
-    monkeypatch.setattr(
-        ParquetSource, "_enter", lambda self, cursor, group: (entered.append(group), real(self, cursor, group))
-    )
+    real = pq.ParquetFile.iter_batches
+
+    def iter_batches(file: Any, *, row_groups: list[int], **options: Any) -> Any:
+        entered.extend(row_groups)
+        return real(file, row_groups=row_groups, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
     for start in range(200, 400, 20):
         check(source, start, start + 20)
     assert entered == [2, 3]
@@ -93,31 +95,31 @@ def test_a_row_group_read_in_parts_is_decoded_once(tmp_path: Path, monkeypatch: 
 
 def test_columns_that_are_not_chosen_are_not_looked_at(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", table().append_column("when", pa.array([None] * NUM_SAMPLES, pa.date32())))
-    source = open_parquet(path, columns=["b"], labels=["a"])
+    source = ParquetSource(path, columns=["b"], labels="a")
     features, a = read(source, 90, 210)
     assert features.dtype == np.float32
     np.testing.assert_array_equal(features[:, 0], B[90:210])
     np.testing.assert_array_equal(a, A[90:210])
     with pytest.raises(BadInput, match=r"'when' \(date32\[day\]\) of .* can't be features"):
-        open_parquet(path, labels="species")
+        ParquetSource(path, labels="species")
 
 
 def test_gaps(tmp_path: Path) -> None:
     gaps = {"f": pa.array([1.5, None, 2.5, None]), "i": pa.array([1, 2, None, 4]), "s": pa.array(["u", "v", "u", None])}
     path = write(tmp_path / "a.parquet", pa.table(gaps), row_group_size=2)
     # A missing fraction is NaN.
-    np.testing.assert_array_equal(read(open_parquet(path, columns=["f"]), 0, 4)[0][:, 0], [1.5, np.nan, 2.5, np.nan])
-    whole = open_parquet(path, columns=["i"])
+    np.testing.assert_array_equal(read(ParquetSource(path, columns=["f"]), 0, 4)[0][:, 0], [1.5, np.nan, 2.5, np.nan])
+    whole = ParquetSource(path, columns=["i"])
     read(whole, 0, 2)
     with pytest.raises(BadInput, match=r"column 'i' of .*a\.parquet' lacks a number in row 2"):
         read(whole, 0, 4)
     with pytest.raises(BadInput, match=r"column 's' of .* lacks a label in row 3"):
-        read(open_parquet(path, columns=["f"], labels="s"), 0, 4)
+        read(ParquetSource(path, columns=["f"], labels="s"), 0, 4)
 
 
 def test_ragged_lists(tmp_path: Path) -> None:
     lists = pa.array([[1.0, 2.0]] * 150 + [[1.0, 2.0, 3.0]] + [[1.0, 2.0]] * 49)
-    source = open_parquet(write(tmp_path / "a.parquet", pa.table({"l": lists})))
+    source = ParquetSource(write(tmp_path / "a.parquet", pa.table({"l": lists})))
     read(source, 0, 150)
     with pytest.raises(BadInput, match=r"column 'l' of .* is ragged: row 150 has a list of 3, and row 0 one of 2"):
         read(source, 100, 200)
@@ -126,7 +128,7 @@ def test_ragged_lists(tmp_path: Path) -> None:
 def test_too_many_classes(tmp_path: Path) -> None:
     names = pa.table({"a": np.arange(66_000), "s": [str(number) for number in range(66_000)]})
     with pytest.raises(BadInput, match=r"column 's' of .* has more than 65,536 different strings"):
-        open_parquet(write(tmp_path / "a.parquet", names, row_group_size=66_000), labels="s")
+        ParquetSource(write(tmp_path / "a.parquet", names, row_group_size=66_000), labels="s")
 
 
 def test_damage_is_named_with_row_group_column_and_offset(tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_damage_is_named_with_row_group_column_and_offset(tmp_path: Path) -> Non
     with open(path, "r+b") as file:
         file.seek(offset + chunk.total_compressed_size - 40)
         file.write(b"\xaa" * 30)
-    source = open_parquet(path, labels="species")
+    source = ParquetSource(path, labels="species")
     check(source, 0, 300)
     with pytest.raises(BadFile) as raised:
         read(source, 250, 350)
@@ -151,16 +153,16 @@ def test_truncated_and_other_files(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet")
     os.truncate(path, os.path.getsize(path) - 100)
     with pytest.raises(BadFile, match=r"a\.parquet' can't be opened as Parquet"):
-        open_parquet(path)
+        ParquetSource(path)
     (tmp_path / "b.parquet").write_bytes(b"")
     with pytest.raises(BadFile, match=r"b\.parquet' can't be opened as Parquet"):
-        open_parquet(tmp_path / "b.parquet")
+        ParquetSource(tmp_path / "b.parquet")
     with pytest.raises(BadFile, match=r"none\.parquet"):
-        open_parquet(tmp_path / "none.parquet")
+        ParquetSource(tmp_path / "none.parquet")
 
 
 def test_file_that_changes_after_it_was_opened(tmp_path: Path) -> None:
-    source = open_parquet(write(tmp_path / "a.parquet"), columns=["a"])
+    source = ParquetSource(write(tmp_path / "a.parquet"), columns=["a"])
     before = source.fingerprint()
     write(tmp_path / "a.parquet", table().slice(0, 500))
     assert source.fingerprint() != before
@@ -171,7 +173,7 @@ def test_file_that_changes_after_it_was_opened(tmp_path: Path) -> None:
 def test_pickled_and_closed_sources_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.parquet")
     monkeypatch.chdir(tmp_path)
-    source = open_parquet("a.parquet", labels="species")
+    source = ParquetSource("a.parquet", labels="species")
     check(source, 0, 50)
     other = pickle.loads(pickle.dumps(source))
     monkeypatch.chdir("/")
@@ -186,7 +188,7 @@ def test_pickled_and_closed_sources_read_again(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_reads_after_a_fork(tmp_path: Path) -> None:
-    source = open_parquet(write(tmp_path / "a.parquet"), labels="species")
+    source = ParquetSource(write(tmp_path / "a.parquet"), labels="species")
     check(source, 0, 50)
     child = os.fork()
     if child == 0:
@@ -201,7 +203,7 @@ def test_reads_after_a_fork(tmp_path: Path) -> None:
 
 
 def test_threads_read_at_once(tmp_path: Path) -> None:
-    source = open_parquet(write(tmp_path / "a.parquet"), labels="species")
+    source = ParquetSource(write(tmp_path / "a.parquet"), labels="species")
     failed: list[Exception] = []
 
     def work(seed: int) -> None:
@@ -224,11 +226,11 @@ def test_row_groups_without_rows_are_passed_over(tmp_path: Path) -> None:
     with pq.ParquetWriter(tmp_path / "a.parquet", schema) as writer:
         for values in ([], [1, 2], [], [3]):
             writer.write_table(pa.table({"a": pa.array(values, pa.float32())}))
-    source = open_parquet(tmp_path / "a.parquet")
+    source = ParquetSource(tmp_path / "a.parquet")
     assert source.layout.edges is not None
     assert source.layout.edges.tolist() == [0, 2, 3]
     assert read(source, 0, 3)[0][:, 0].tolist() == [1, 2, 3]
-    empty = open_parquet(write(tmp_path / "b.parquet", pa.table({"a": pa.array([], pa.float32())})))
+    empty = ParquetSource(write(tmp_path / "b.parquet", pa.table({"a": pa.array([], pa.float32())})))
     assert empty.num_samples == 0
 
 
@@ -237,11 +239,11 @@ def test_scratch_follows_pages_not_row_groups(tmp_path: Path) -> None:
     options = {"row_group_size": 300_000, "use_dictionary": False, "max_rows_per_page": 10**6}
     small_pages = write(tmp_path / "a.parquet", large, data_page_size=10_000, **options)
     large_pages = write(tmp_path / "b.parquet", large, data_page_size=2**30, **options)
-    needed = [open_parquet(path).layout.scratch_bytes for path in (small_pages, large_pages)]
+    needed = [ParquetSource(path).layout.scratch_bytes for path in (small_pages, large_pages)]
     assert needed[1] - needed[0] > 2 * (300_000 * 8 - 20_000)
     # A dictionary that was given up says nothing about the pages that follow.
     options["use_dictionary"] = True
-    given_up = open_parquet(write(tmp_path / "c.parquet", large, **options)).layout.scratch_bytes
+    given_up = ParquetSource(write(tmp_path / "c.parquet", large, **options)).layout.scratch_bytes
     assert given_up > needed[0] + 2 * 2**20 - 20_000
 
 
@@ -256,7 +258,7 @@ def test_header_that_is_none_counts_as_a_usual_page(tmp_path: Path) -> None:
 def test_large_row_groups_are_released_and_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "_RELEASED_BYTES", 10)
     monkeypatch.setattr("memfit.data.files._DROP_EVERY_BYTES", 1000)
-    source = open_parquet(write(tmp_path / "a.parquet", use_dictionary=["a"]), columns=["a"])
+    source = ParquetSource(write(tmp_path / "a.parquet", use_dictionary=["a"]), columns=["a"])
     released: list[int] = []
     monkeypatch.setattr(parquet, "_release_pools", lambda: released.append(1))
     dropped: list[tuple[int, int]] = []
@@ -276,7 +278,7 @@ def test_large_row_groups_are_released_and_dropped(tmp_path: Path, monkeypatch: 
 
 def test_the_memory_of_readers_is_the_systems_and_others_keep_theirs(tmp_path: Path) -> None:
     usual = pa.default_memory_pool().backend_name
-    source = open_parquet(write(tmp_path / "a.parquet", data_page_size=100_000), columns=["a", "x"])
+    source = ParquetSource(write(tmp_path / "a.parquet", data_page_size=100_000), columns=["a", "x"])
     before = pa.system_memory_pool().bytes_allocated()
     read(source, 0, 50)
 
@@ -289,7 +291,7 @@ def test_the_memory_of_readers_is_the_systems_and_others_keep_theirs(tmp_path: P
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 def test_a_fork_while_a_file_is_opened_leaves_the_child_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_parquet(write(tmp_path / "a.parquet"), columns=["a"])
+    source = ParquetSource(write(tmp_path / "a.parquet"), columns=["a"])
     usual = pa.default_memory_pool().backend_name
     opening, go_on = threading.Event(), threading.Event()
     plain = pq.ParquetFile
@@ -333,13 +335,13 @@ def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     path = write(tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingDependency, match=r"pyarrow is needed: `pip install pyarrow`"):
-        open_parquet(path)
+        ParquetSource(path)
 
 
 def test_reads_remote_files(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     fsspec.filesystem("memory").pipe_file("/tables/a.parquet", Path(write(tmp_path / "a.parquet")).read_bytes())
-    source = open_parquet("memory://tables/a.parquet", labels="species")
+    source = ParquetSource("memory://tables/a.parquet", labels="species")
     check(source, 90, 310)
     source.drop(0, 10)
     source.close()
@@ -352,7 +354,7 @@ def test_names_that_are_no_utf8(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"caf\xe9.parquet")
     np.save(tmp_path / "x.npy", np.arange(6.0).reshape(3, 2))
     convert_data(tmp_path / "x.npy", path)
-    source = open_parquet(path)
+    source = ParquetSource(path)
     out = np.empty((3, 2))
     source.read(0, 3, [out])
     assert out.tolist() == [[0, 1], [2, 3], [4, 5]]
