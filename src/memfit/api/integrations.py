@@ -16,8 +16,7 @@ from memfit.catalogue.host import cgroup_limit_bytes
 from memfit.core.guarding import GuardOptions
 from memfit.processes.limits import has_devices
 
-LightningGuard: Any
-"""A callback that guards training steps; made when it is first asked for, see `_lightning_guard`."""
+LightningGuard: Any  # a callback that guards training steps; made when it is first asked for, see `_lightning_guard`
 
 _INSTEAD = dict.fromkeys(("scaler", "ema", "clip_value", "clip"), "the library has its own") | dict.fromkeys(
     ("state", "checkpoint_every", "keep"), "the library writes the checkpoints"

@@ -26,10 +26,8 @@ class LibraryGuard:
         options = options or GuardOptions()
         self._loop = torch_adapter().guarded_loop(model, optimizer, options=options, commits=False)
         self._driver = Driver(self._loop, Terms(plan=None, options=options))
-        self.model = model
-        """The model that is guarded."""
-        self.optimizer = self._loop.optimizer
-        """Its optimizer, without what a library has wrapped around it."""
+        self.model = model  # the model that is guarded
+        self.optimizer = self._loop.optimizer  # its optimizer, without what a library has wrapped around it
 
     def passes(
         self,

@@ -23,8 +23,7 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 _LISTS: dict[type, str] = {tuple: "__tuple__", set: "__set__", frozenset: "__frozenset__"}
 _DICTS: dict[type, str] = {dict: "__dict__", OrderedDict: "__ordered__", Counter: "__counter__"}
 _DICT_OF = {tag: kind for kind, tag in _DICTS.items()}
-LEFT_OUT = object()
-"""In the place of a function, which can't be stored: whatever the live object has stays."""
+LEFT_OUT = object()  # in the place of a function, which can't be stored: whatever the live object has stays
 
 
 class Encoder:
@@ -36,8 +35,7 @@ class Encoder:
 
     def __init__(self, *, skips_functions: bool = False) -> None:
         self._skips_functions = skips_functions
-        self.tensors: dict[str, Any] = {}
-        """Tensors and arrays, by the names that the tree has for them."""
+        self.tensors: dict[str, Any] = {}  # tensors and arrays, by the names that the tree has for them
 
     def encode(self, value: Any, path: str) -> Any:
         """The value as JSON can hold it."""

@@ -29,8 +29,7 @@ _ANY = 2**62
 class _Bounds:
     """What is known about micro-batches with the moves in use, in elements."""
 
-    most: float | None = None
-    """The bound in use; None: the whole batch."""
+    most: float | None = None  # the bound in use; None: the whole batch
     good: float = 0.0
     bad: float | None = None
 
@@ -58,11 +57,9 @@ class Attempts:
         self._is_trial = False
         self._before_trial: tuple[int, _Bounds] | None = None
         """The level and its bounds, where the trial is one of weaker moves."""
-        self._least = fallbacks.least_samples
-        """Samples that a micro-batch must have."""
+        self._least = fallbacks.least_samples  # samples that a micro-batch must have
         self._update_failures = 0
-        self.changed = False
-        """Whether something was found out that is worth remembering."""
+        self.changed = False  # whether something was found out that is worth remembering
 
     @property
     def moves(self) -> Settings:

@@ -52,10 +52,8 @@ class Best:
         self._before_load = before_load
         self._copies: Any = None
         self._higher: bool | None = None
-        self.score: float | None = None
-        """The best so far; None before the first."""
-        self.step: int | None = None
-        """The number of updates that had been made then."""
+        self.score: float | None = None  # the best so far; None before the first
+        self.step: int | None = None  # the number of updates that had been made then
         if folder is not None:
             self._resume(folder.latest())
 

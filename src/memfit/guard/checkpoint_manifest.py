@@ -54,21 +54,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds.
+    """What a checkpoint holds."""
 
-    Args:
-        number: counts the checkpoints of a folder in the order in which they were written.
-        step: updates of the parameters that had been made.
-        created: when, as an ISO 8601 time in UTC.
-        files: by path below the checkpoint, with forward slashes.
-        info: whatever the writer wanted to say, as JSON.
-    """
-
-    number: int
-    step: int
-    created: str
-    files: Mapping[str, Entry]
-    info: dict[str, Any] = field(default_factory=dict)
+    number: int  # counts the checkpoints of a folder in the order in which they were written
+    step: int  # updates of the parameters that had been made
+    created: str  # when, as an ISO 8601 time in UTC
+    files: Mapping[str, Entry]  # by path below the checkpoint, with forward slashes
+    info: dict[str, Any] = field(default_factory=dict)  # whatever the writer wanted to say, as JSON
 
     def to_bytes(self) -> bytes:
         """The content of manifest.json."""

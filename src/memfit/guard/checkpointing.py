@@ -23,8 +23,7 @@ _SHARE = 0.01
 _INTERVAL_SECONDS = 60.0
 _FIRST_INTERVAL_SECONDS = 5.0
 
-_finished: dict[str, int] = {}
-"""How many calls of `fit` with each folder have ended in this process."""
+_finished: dict[str, int] = {}  # how many calls of `fit` with each folder have ended in this process
 _last_saves: "set[weakref.WeakMethod[Callable[[], None]]]" = set()
 
 

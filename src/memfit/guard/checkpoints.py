@@ -63,21 +63,13 @@ _living: "weakref.WeakSet[Folder]" = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint.
+    """A whole checkpoint."""
 
-    Args:
-        path: its directory.
-        step: updates of the parameters that had been made.
-        info: what its writer said about it.
-        created: when it was written, as an ISO 8601 time in UTC.
-        number: its place in the order in which the folder's checkpoints were written.
-    """
-
-    path: Path
-    step: int
-    info: dict[str, Any]
-    created: str
-    number: int
+    path: Path  # its directory
+    step: int  # updates of the parameters that had been made
+    info: dict[str, Any]  # what its writer said about it
+    created: str  # when it was written, as an ISO 8601 time in UTC
+    number: int  # its place in the order in which the folder's checkpoints were written
 
 
 class Folder:
@@ -108,18 +100,13 @@ class Folder:
         self._announce = announce or (lambda text: warnings.warn(text, RuntimeWarning, stacklevel=3))
         self._thread: threading.Thread | None = None
         self._unsaid: list[str] = []
-        self._num_failed = 0
-        """Checkpoints in a row that couldn't be written."""
+        self._num_failed = 0  # checkpoints in a row that couldn't be written
         self._last_reason = ""
-        self._number: int | None = None
-        """The highest number of a checkpoint here; None before that is known."""
-        self._own: set[str] = set()
-        """Names of the temporary directories that are in use here."""
-        self._bad: set[str] = set()
-        """Names of checkpoints that were found damaged."""
+        self._number: int | None = None  # the highest number of a checkpoint here; None before that is known
+        self._own: set[str] = set()  # names of the temporary directories that are in use here
+        self._bad: set[str] = set()  # names of checkpoints that were found damaged
         self._possession = Possession(self.path, self, owner)
-        self.skipped: tuple[str, ...] = ()
-        """What `latest` passed over when it was called last, with reasons."""
+        self.skipped: tuple[str, ...] = ()  # what `latest` passed over when it was called last, with reasons
         _living.add(self)
 
     # Writing.

@@ -32,21 +32,13 @@ _log = logging.getLogger("memfit")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a guard was asked for, checked.
+    """What a guard was asked for, checked."""
 
-    Args:
-        plan: "auto", a `Plan`, settings, or None.
-        budget: "10GiB", bytes, or None.
-        checkpoint: folder, or None.
-        options: the rest.
-        make_plan: the planner.
-    """
-
-    plan: Plan | Settings | str | None = AUTO
-    budget: str | int | None = None
-    checkpoint: str | os.PathLike[str] | None = None
-    options: GuardOptions = field(default_factory=GuardOptions)
-    make_plan: Callable[..., Plan] | None = None
+    plan: Plan | Settings | str | None = AUTO  # "auto", a `Plan`, settings, or None
+    budget: str | int | None = None  # "10GiB", bytes, or None
+    checkpoint: str | os.PathLike[str] | None = None  # folder, or None
+    options: GuardOptions = field(default_factory=GuardOptions)  # the rest
+    make_plan: Callable[..., Plan] | None = None  # the planner
 
     def __post_init__(self) -> None:
         if self.plan is not None and self.plan != AUTO and not isinstance(self.plan, Plan | Settings):
@@ -111,15 +103,11 @@ class Driver:
         self._key: str | None = None
         self._attempts: Attempts | None = None
         self._splitting_known = self._first.micro_batches > 1
-        self._why_whole = ""
-        """Why batches aren't split, where they aren't."""
-        self._goes_on = False
-        """Whether what is tried first is what a checkpoint says."""
+        self._why_whole = ""  # why batches aren't split, where they aren't
+        self._goes_on = False  # whether what is tried first is what a checkpoint says
         self._told: set[str] = set()
-        self._mark: Any = None
-        """Where the loop was after the last update, where no checkpoint has been written of it."""
-        self.num_updates = 0
-        """Real updates so far, those before a resume included."""
+        self._mark: Any = None  # where the loop was after the last update, where no checkpoint has been written of it
+        self.num_updates = 0  # real updates so far, those before a resume included
         self.resumed_from: int | None = None
         """The update after which the checkpoint was made that this run goes on from; None: from the beginning."""
         options = terms.options

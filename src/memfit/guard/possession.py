@@ -50,8 +50,7 @@ class Possession:
         self._process = 0
         self._release: Callable[[], object] = bool
         self._handle: int | None = None
-        self.is_locked = False
-        """Whether no other process can have the folder now."""
+        self.is_locked = False  # whether no other process can have the folder now
 
     @property
     def is_held(self) -> bool:

@@ -201,25 +201,15 @@ class Search(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The search itself.
+    """The search itself."""
 
-    Args:
-        objective: takes a `Trial`, returns the score.
-        study: where trials go.
-        folder: where the parameters of the best trial go.
-        framework: what knows models.
-        seed: of the sampler, where it is the default one, and of the generators.
-        sampler: the user's own, or None.
-        on_error: "raise", or "skip" to go on after a trial that has failed.
-    """
-
-    objective: Callable[[Trial], Any]
-    study: optuna.Study
-    folder: Path
-    framework: Framework
-    seed: int = 0
-    sampler: optuna.samplers.BaseSampler | None = None
-    on_error: str = RAISE
+    objective: Callable[[Trial], Any]  # takes a `Trial`, returns the score
+    study: optuna.Study  # where trials go
+    folder: Path  # where the parameters of the best trial go
+    framework: Framework  # what knows models
+    seed: int = 0  # of the sampler, where it is the default one, and of the generators
+    sampler: optuna.samplers.BaseSampler | None = None  # the user's own, or None
+    on_error: str = RAISE  # "raise", or "skip" to go on after a trial that has failed
 
     def run(self, trials: int) -> Search:
         """Runs every trial that has not ended before."""

@@ -24,18 +24,12 @@ from memfit.frameworks.torch.guard.state_checks import check_generators, check_r
 from memfit.frameworks.torch.streaming import CountedLoader, StreamLoader, is_over_stream, is_stream
 
 # How a loader is brought to a position.
-STATEFUL = "stateful"
-"""It has `state_dict` and `load_state_dict`."""
-STATEFUL_DATASET = "stateful dataset"
-"""PyTorch's loader, without workers, over an iterable dataset that has both."""
-ORDERED = "ordered"
-"""PyTorch's loader over a map-style dataset."""
-SEQUENCE = "sequence"
-"""A list or tuple."""
-AGAIN = "again"
-"""Gives its batches again when it is iterated over again."""
-ONCE = "once"
-"""A generator or another iterator."""
+STATEFUL = "stateful"  # it has `state_dict` and `load_state_dict`
+STATEFUL_DATASET = "stateful dataset"  # PyTorch's loader, without workers, over an iterable dataset that has both
+ORDERED = "ordered"  # PyTorch's loader over a map-style dataset
+SEQUENCE = "sequence"  # a list or tuple
+AGAIN = "again"  # gives its batches again when it is iterated over again
+ONCE = "once"  # a generator or another iterator
 
 
 class _Position(TypedDict):
@@ -88,10 +82,8 @@ class Batches:
     def __init__(self, finish_window: Callable[[], None], say: Callable[[str], None] | None = None) -> None:
         self._finish_window = finish_window
         self._say = _warn if say is None else say
-        self.epoch = 0
-        """The epoch in progress, or the one that comes next, counted from 0."""
-        self.batch = 0
-        """Batches of it that were given out."""
+        self.epoch = 0  # the epoch in progress, or the one that comes next, counted from 0
+        self.batch = 0  # batches of it that were given out
         self._is_running = False
         self._num_to_skip = 0
         self._resumed: dict[str, Any] | None = None

@@ -100,8 +100,7 @@ class Encoder(state_tree.Encoder):
 
     def __init__(self, *, skips_functions: bool = False) -> None:
         super().__init__(skips_functions=skips_functions)
-        self.shards: dict[str, torch.Tensor] = {}
-        """Tensors that are spread over processes, by their names in the tree."""
+        self.shards: dict[str, torch.Tensor] = {}  # tensors that are spread over processes, by their names in the tree
         self._seen: dict[tuple[Any, ...], str] = {}
 
     def encode_special(self, value: Any, path: str) -> Any:

@@ -23,8 +23,7 @@ from memfit.frameworks.torch.shapes.batch import common_first_dimension
 from memfit.frameworks.torch.shapes.stand_in import map_tensors
 
 COMBINATIONS = ("mean", "sum", "vote", "stack")
-_PROBED = 32
-"""Elements of each tensor that tell one batch from another."""
+_PROBED = 32  # elements of each tensor that tell one batch from another
 _AGAIN = (
     "Each member reads all batches: give a list, or a loader that gives the same batches in the same order every time "
     "(shuffle=False, no random augmentation)."

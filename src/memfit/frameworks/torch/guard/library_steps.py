@@ -13,10 +13,8 @@ from memfit.frameworks.torch.shapes.stand_in import map_tensors
 _log = logging.getLogger("memfit")
 
 
-StepGuard = Any
-"""A `memfit.api.library_guard.LibraryGuard`, which is made above the frameworks and handed down."""
-MakeGuard = Callable[..., StepGuard]
-"""Takes model, optimizer and scaler."""
+StepGuard = Any  # a `memfit.api.library_guard.LibraryGuard`, which is made above the frameworks and handed down
+MakeGuard = Callable[..., StepGuard]  # takes model, optimizer and scaler
 
 
 def last_checkpoint(library: str, advice: str) -> str | None:

@@ -113,10 +113,8 @@ class TorchLoop(GuardedLoop):
             "ema": options.ema,
         }
         self._extra = options.state or {}
-        self.assumed_weighting = Weighting()
-        """How the losses of micro-batches add up where that can't be tried out."""
-        self.is_due = False
-        """Whether an update follows the passes."""
+        self.assumed_weighting = Weighting()  # how the losses of micro-batches add up where that can't be tried out
+        self.is_due = False  # whether an update follows the passes
         self._has_passed = False
 
     # One step.

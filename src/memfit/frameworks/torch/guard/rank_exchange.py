@@ -68,8 +68,7 @@ class Exchange:
         # A device such as MPS has no float64.
         precise = torch.float32 if place.type == "mps" else torch.float64
         self._weights = torch.zeros(1, dtype=precise, device=place)
-        self._is_decided = False
-        """Whether a check has told all processes that the next vote is lost."""
+        self._is_decided = False  # whether a check has told all processes that the next vote is lost
         self.num_ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 

@@ -18,8 +18,7 @@ class Ranks:
     """
 
     num_ranks = 1
-    is_first = True
-    """Whether this process is the one that speaks for all: prints, and writes what is written once."""
+    is_first = True  # whether this process is the one that speaks for all: prints, and writes what is written once
     communicates = False
     """Whether passes contain collective operations, so that no process can run one outside of `run`."""
 

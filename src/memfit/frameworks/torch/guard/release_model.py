@@ -24,8 +24,7 @@ from memfit.frameworks.torch.oom import release
 
 __all__ = ["clear_frames", "read", "recognise", "seed", "watch", "write"]
 
-_SMALL_BYTES = 64 * 1024
-"""Less than this isn't worth a word: a cached layer of a library, a metric."""
+_SMALL_BYTES = 64 * 1024  # less than this isn't worth a word: a cached layer of a library, a metric
 
 
 def watch() -> Callable[[], str]:

@@ -53,17 +53,13 @@ class Entry:
     random_state: RandomState
     passes: Passes | None = None
     """How a library with a training loop of its own runs it, and weighs it in its window; None: plain passes."""
-    value: torch.Tensor | None = None
-    """Its loss, detached, once it has been run; None where nothing counted."""
+    value: torch.Tensor | None = None  # its loss, detached, once it has been run; None where nothing counted
     weight: float | None = None
     """What its gradients have yet to be divided by, together with those of the others; None: nothing."""
     num_parts: int = 1
-    ended: RandomState | None = None
-    """The random state after its passes, where others may follow in its window."""
-    goes_on: frozenset[str] = frozenset()
-    """Generators that nobody drew from between the batch before and this one."""
-    versions: tuple[int, ...] = ()
-    """PyTorch's counts of writes to the tensors of the batch."""
+    ended: RandomState | None = None  # the random state after its passes, where others may follow in its window
+    goes_on: frozenset[str] = frozenset()  # generators that nobody drew from between the batch before and this one
+    versions: tuple[int, ...] = ()  # PyTorch's counts of writes to the tensors of the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +97,16 @@ class Transaction:
         self.optimizer = optimizer
         self.ranks = ranks
         self.scaler = scaler
-        self.extra_bytes = 0
-        """Memory that the last snapshot took."""
+        self.extra_bytes = 0  # memory that the last snapshot took
         self._clipping = clipping or Clipping()
         self._after_update = after_update
         self._snapshot = Snapshot(model)
         self._update = Update(optimizer)
         self._fitted: Fitted | None = None
         self._window_length = 1
-        self.entries: list[Entry] = []
-        """The batches of the window that is open; empty when none is."""
-        self.is_stale = False
-        """Whether the gradients of the window are gone, so that all its batches must be run again."""
-        self.last_run: Entry | None = None
-        """The batch whose passes were run last, whether they went well or not."""
+        self.entries: list[Entry] = []  # the batches of the window that is open; empty when none is
+        self.is_stale = False  # whether the gradients of the window are gone, so that all its batches must be run again
+        self.last_run: Entry | None = None  # the batch whose passes were run last, whether they went well or not
         self.kept: list[Any] = []
         """What else passes change: has `remember`, called when a window begins, and `restore` for a roll back."""
 

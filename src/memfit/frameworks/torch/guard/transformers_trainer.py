@@ -45,8 +45,7 @@ class TrainerGuard:
         self._make_guard = make_guard
         self._guard: StepGuard | None = None
         self._is_off = False
-        self._factor: float | None = None
-        """By which the loss of the part in work counts; None between two parts."""
+        self._factor: float | None = None  # by which the loss of the part in work counts; None between two parts
         self._was_weighed = False
         self._undo = ExitStack()
         self.is_training = False

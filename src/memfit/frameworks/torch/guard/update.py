@@ -193,8 +193,7 @@ class _Retrying(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._relieve = relieve
         self._waits_seconds = waits_seconds
-        self.written: set[int] = set()
-        """Addresses of the tensors that operators have written to."""
+        self.written: set[int] = set()  # addresses of the tensors that operators have written to
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

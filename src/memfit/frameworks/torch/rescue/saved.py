@@ -18,8 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.rescue.copies import Copy
 
-LEAST_BYTES = 256 * 1024
-"""Smaller storages are not worth a file each."""
+LEAST_BYTES = 256 * 1024  # smaller storages are not worth a file each
 
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -27,8 +26,7 @@ _MODIFIED = (
     "operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
 )
 
-CopyMaker = Callable[[torch.UntypedStorage], Copy]
-"""Copies a storage to where it can wait."""
+CopyMaker = Callable[[torch.UntypedStorage], Copy]  # copies a storage to where it can wait
 Rerun = Callable[[Callable[[], torch.UntypedStorage]], torch.UntypedStorage]
 """Runs something that needs memory, and makes room for it if there is none."""
 
@@ -43,8 +41,7 @@ class Block:
         self._reference = StorageWeakRef(storage)
         self.num_bytes = storage.nbytes()
         self.device = storage.device
-        self.tensors: dict[int, torch.Tensor] = {}
-        """Aliases that saved tensors keep, by their numbers."""
+        self.tensors: dict[int, torch.Tensor] = {}  # aliases that saved tensors keep, by their numbers
         self._copy: Copy | None = None
         self._layouts: dict[int, tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = {}
         """Type, shape, strides and offset of each tensor, when the elements are away."""
@@ -141,8 +138,7 @@ class Shelf:
         self._eager = eager
         self._blocks: dict[int, Block] = {}
         self._numbers = itertools.count()
-        self.moved_bytes = 0
-        """Bytes moved away so far, over all steps."""
+        self.moved_bytes = 0  # bytes moved away so far, over all steps
 
     def __len__(self) -> int:
         return len(self._blocks)

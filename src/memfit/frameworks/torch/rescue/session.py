@@ -33,8 +33,7 @@ from memfit.frameworks.torch.rescue.retry import Retrying, rerun
 from memfit.frameworks.torch.rescue.saved import Shelf
 from memfit.frameworks.torch.rescue.usage import peak_share
 
-CLOSE_SHARE = 0.8
-"""From this share of its memory on, a process is close to running out."""
+CLOSE_SHARE = 0.8  # from this share of its memory on, a process is close to running out
 
 _FIRST_STEPS = 3
 # Little steps would mean many failures for one large operation; larger ones, more moved than is needed.
@@ -75,8 +74,7 @@ class Rescue:
         self._ballast: bytearray | None = bytearray(_BALLAST_BYTES)
         self._has_released = False
         self._said: set[str] = set()
-        self.num_retried = 0
-        """Operations that ran out of memory and were run again."""
+        self.num_retried = 0  # operations that ran out of memory and were run again
         self._handle = register_optimizer_step_post_hook(self._after_step)
         # Transformations such as torch.func.grad refuse to run while there are hooks.
         self._disable_hooks = torch.autograd.graph.disable_saved_tensors_hooks
