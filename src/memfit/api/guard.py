@@ -1,6 +1,5 @@
 """`memfit.Guard`: training whose steps are transactions, driven by `memfit.guard.driver`."""
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,8 +16,6 @@ from memfit.guard.best import Best
 from memfit.guard.checkpointing import save_at_exit
 from memfit.guard.checkpoints import Folder
 from memfit.guard.driver import Driver, Terms
-
-_log = logging.getLogger("memfit")
 
 _OF_KERAS = {
     "optimizer": "the optimizer is the one that the model was compiled with: memfit.Guard(model)",
@@ -192,7 +189,7 @@ class Guard:
             loop, driver = self._loop, self._driver
             path = driver.checkpointing.path
             kept = path / "best" if path is not None and loop.is_first else None
-            folder = None if kept is None else Folder(kept, 1, _log.warning, loop.optimizer)
+            folder = None if kept is None else Folder(kept, 1, owner=loop.optimizer)
             self._best = Best(loop.kept_parameters(), lambda: driver.num_updates, folder, driver.save_last_alone)
         return self._best
 

@@ -5,35 +5,19 @@ They are in a checkpoint of their own, or in host memory where the run has no fo
 
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from memfit.core.errors import BadInput
 from memfit.core.guarding import BadCheckpoint
-from memfit.guard.checkpoints import Checkpoint, Folder
-
-
-class Parameters(Protocol):
-    """What can be kept of a model; the framework's part of `Best`."""
-
-    def write(self, directory: Path) -> None:
-        """Writes parameters and buffers into a directory."""
-
-    def read(self, directory: Path, model: Any = None) -> None:
-        """Puts what was written into a model, or into the run's own."""
-
-    def copy(self, into: Any = None) -> Any:
-        """Copies in host memory; into earlier ones, which they replace."""
-
-    def put(self, copies: Any, model: Any = None) -> None:
-        """Puts copies into a model, or into the run's own."""
+from memfit.guard.checkpoints import Folder
 
 
 class Best:
     """The parameters with the best score so far.
 
     Args:
-        parameters: the model's.
+        parameters: the model's: `write(directory)` and `read(directory, model)`, or, in host memory, `copy(into)` and
+            `put(copies, model)`; the run's own model where it is None.
         current_step: says how many updates of the parameters have been made.
         folder: where they are kept; None: in host memory.
         before_load: called before parameters are put into the run's own model.
@@ -41,7 +25,7 @@ class Best:
 
     def __init__(
         self,
-        parameters: Parameters,
+        parameters: Any,
         current_step: Callable[[], int],
         folder: Folder | None = None,
         before_load: Callable[[], None] = lambda: None,
@@ -54,8 +38,16 @@ class Best:
         self._higher: bool | None = None
         self.score: float | None = None  # the best so far; None before the first
         self.step: int | None = None  # the number of updates that had been made then
-        if folder is not None:
-            self._resume(folder.latest())
+        latest = None if folder is None else folder.latest()
+        if latest is None:
+            return
+        try:
+            self.score, self._higher = float(latest.info["score"]), bool(latest.info["higher_is_better"])
+        except (KeyError, TypeError, ValueError):
+            raise BadCheckpoint(
+                f"{latest.path} holds no best parameters: its manifest names no score. Give another folder."
+            ) from None
+        self.step = latest.step
 
     def offer(self, score: float, *, higher_is_better: bool) -> bool:
         """Keeps the parameters as they are now if their score is better than any before.
@@ -76,7 +68,8 @@ class Best:
                 f"higher_is_better={higher_is_better} was given, and the scores so far were kept with "
                 f"higher_is_better={self._higher}. Give the same in all calls, or another folder."
             )
-        if math.isnan(score) or not self._is_better(score, higher_is_better):
+        is_better = self.score is None or (score > self.score if higher_is_better else score < self.score)
+        if math.isnan(score) or not is_better:
             return False
         step = self._current_step()
         if self._folder is None:
@@ -101,28 +94,12 @@ class Best:
         if self._folder is None:
             self._parameters.put(self._copies, model)
             return
-        found = self._folder.latest()
-        if found is None:
+        latest = self._folder.latest()
+        if latest is None:
             raise BadCheckpoint(f"the best parameters, of step {self.step}, are gone from {self._folder.path}")
-        self._parameters.read(found.path, model)
+        self._parameters.read(latest.path, model)
 
     def close(self) -> None:
         """Gives up possession of the folder."""
         if self._folder is not None:
             self._folder.close()
-
-    def _is_better(self, score: float, higher: bool) -> bool:
-        if self.score is None:
-            return True
-        return score > self.score if higher else score < self.score
-
-    def _resume(self, found: Checkpoint | None) -> None:
-        if found is None:
-            return
-        try:
-            score, higher = float(found.info["score"]), bool(found.info["higher_is_better"])
-        except (KeyError, TypeError, ValueError):
-            raise BadCheckpoint(
-                f"{found.path} holds no best parameters: its manifest names no score. Give another folder."
-            ) from None
-        self.score, self.step, self._higher = score, found.step, higher

@@ -2,10 +2,10 @@
 
 import atexit
 import contextlib
-import logging
 import os
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,26 +16,19 @@ from memfit.core.errors import BadFile
 from memfit.core.guarding import BadCheckpoint
 from memfit.guard.checkpoints import Folder
 
-_log = logging.getLogger("memfit")
-
 # Of the time of training, what checkpoints may cost where no interval is given; and the least time between two.
 _SHARE = 0.01
 _INTERVAL_SECONDS = 60.0
 _FIRST_INTERVAL_SECONDS = 5.0
 
-_finished: dict[str, int] = {}  # how many calls of `fit` with each folder have ended in this process
+_finished: Counter[str] = Counter()  # how many calls of `fit` with each folder have ended in this process
 _last_saves: "set[weakref.WeakMethod[Callable[[], None]]]" = set()
 
 
 class Checkpointing:
-    """Checkpoints of one run.
+    """Checkpoints of one run: `keep` of them, one `every` so many updates, or by time where that is None.
 
-    Args:
-        folder: where they are; None: there are none.
-        keep: how many stay.
-        every: updates between two; None: by time.
-        owner: whose they are, as for `Folder`.
-        ranks: the processes that write them together; None: there is only this one.
+    Without a folder there are none; `owner` is as for `Folder`. `ranks` write them together.
 
     Raises:
         BadFile: the folder can't be written to, or belongs to another run.
@@ -54,7 +47,7 @@ class Checkpointing:
         self._every = every
         self._last = time.monotonic()
         self._save_seconds, self._num_saved = 0.0, 0
-        self._folder = None if folder is None else Folder(folder, keep, announce=_log.warning, owner=owner)
+        self._folder = None if folder is None else Folder(folder, keep, owner=owner)
         if self._folder is not None:
             self._of_first(self._folder.claim)
 
@@ -69,28 +62,22 @@ class Checkpointing:
         return None if self._folder is None else self._folder.path
 
     def is_due(self, update: int) -> bool:
-        """Whether it is time for one.
-
-        Args:
-            update: updates so far.
-        """
+        """Whether it is time for one, after so many updates."""
         if self._folder is None:
             return False
         if self._every is not None:
             return update % self._every == 0
-        return self._ranks.agreed(is_time(time.monotonic() - self._last, self._save_seconds, self._num_saved))
+        # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
+        seldom = min(_INTERVAL_SECONDS, _FIRST_INTERVAL_SECONDS * 2**self._num_saved)
+        is_time = time.monotonic() - self._last >= max(seldom, self._save_seconds / _SHARE)
+        return self._ranks.agreed(is_time)
 
     def wait_anew(self) -> None:
         """Nothing new has happened until now."""
         self._last = time.monotonic()
 
     def save(self, update: int, write: Callable[[Path], None]) -> None:
-        """Writes one; the last part of it goes on in the background.
-
-        Args:
-            update: updates so far.
-            write: writes the files of this process into a directory.
-        """
+        """Writes one, the files of this process by `write`; the last part of it goes on in the background."""
         if self._folder is None:
             return
         started = time.perf_counter()
@@ -131,35 +118,23 @@ class Checkpointing:
             self._folder.close()
 
 
-def is_time(passed_seconds: float, save_seconds: float, num_saved: int) -> bool:
-    """Whether another checkpoint is due, so long after the last one, by what that took and how many there were."""
-    # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
-    seldom = min(_INTERVAL_SECONDS, _FIRST_INTERVAL_SECONDS * 2**num_saved)
-    return bool(passed_seconds >= max(seldom, save_seconds / _SHARE))
-
-
 def folder_of_call(path: str | os.PathLike[str]) -> Path:
     """The folder for the next call of `fit`, or one inside of it where calls of this process have ended with it.
 
     A script may call `fit` several times with one folder, or know nothing of the folder that its supervisor names. A
     call that was broken off doesn't count: the same one goes on where it was.
     """
-    count = _finished.get(os.path.abspath(path), 0)
+    count = _finished[os.path.abspath(path)]
     return Path(path, f"fit-{count + 1}") if count else Path(path)
 
 
 def call_ended(path: str | os.PathLike[str]) -> None:
     """A call of `fit` with this folder has come to its end: the next one of this process is another."""
-    key = os.path.abspath(path)
-    _finished[key] = _finished.get(key, 0) + 1
+    _finished[os.path.abspath(path)] += 1
 
 
 def save_at_exit(save: Callable[[], Any]) -> None:
-    """Has a guard's method called when the script ends: it may do so without a word to its guards.
-
-    Args:
-        save: the method; the guard may go before.
-    """
+    """Has a guard's method called when the script ends, unless the guard goes before."""
     _last_saves.add(weakref.WeakMethod(save, _last_saves.discard))
 
 

@@ -23,8 +23,7 @@ from memfit.core.guarding import AUTO, BatchSize, Blame, BrokenUpdate, CannotFit
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.settings import Settings
 from memfit.core.units import format_size, parse_size
-from memfit.guard.attempts import Attempts
-from memfit.guard.ceilings import Ceilings, key_of
+from memfit.guard.attempts import Attempts, Ceilings, key_of
 from memfit.guard.checkpointing import Checkpointing
 
 _log = logging.getLogger("memfit")
@@ -51,9 +50,9 @@ class Terms:
     @property
     def settings(self) -> Settings:
         """The settings to begin with."""
-        found = self.plan.settings if isinstance(self.plan, Plan) else self.plan
+        settings = self.plan.settings if isinstance(self.plan, Plan) else self.plan
         # An update that happens inside of the backward pass can't be undone when that fails.
-        return replace(found, step_in_backward=False) if isinstance(found, Settings) else Settings()
+        return replace(settings, step_in_backward=False) if isinstance(settings, Settings) else Settings()
 
     @property
     def budget_bytes(self) -> int | None:
@@ -75,13 +74,9 @@ class Terms:
 
 
 class Driver:
-    """Guards one training run.
+    """Guards one training run, of which the loop is the framework's part.
 
-    Args:
-        loop: the framework's part.
-        terms: what the guard was asked for.
-        folder: of checkpoints; None: there are none.
-        ceilings: findings that guards of this process share; None: of this one alone.
+    Without a folder there are no checkpoints; `ceilings` are findings that guards of this process share.
     """
 
     def __init__(
@@ -105,11 +100,10 @@ class Driver:
         self._splitting_known = self._first.micro_batches > 1
         self._why_whole = ""  # why batches aren't split, where they aren't
         self._goes_on = False  # whether what is tried first is what a checkpoint says
-        self._told: set[str] = set()
+        self._said: set[str] = set()
         self._mark: Any = None  # where the loop was after the last update, where no checkpoint has been written of it
         self.num_updates = 0  # real updates so far, those before a resume included
-        self.resumed_from: int | None = None
-        """The update after which the checkpoint was made that this run goes on from; None: from the beginning."""
+        self.resumed_from: int | None = None  # the update of the checkpoint that this run goes on from
         options = terms.options
         self.checkpointing = Checkpointing(folder, options.keep, options.checkpoint_every, owner=loop.owner, ranks=loop)
         if loop.learns_from_start or self._first != Settings():
@@ -127,7 +121,7 @@ class Driver:
     def settings_of(self, batch: Any) -> Settings:
         """How to run a batch now."""
         if self._attempts is None:
-            return Settings()
+            return Settings()  # nobody looks at the batch
         settings = self._settings(self.loop.size_of(batch))
         return replace(settings, micro_batches=self._on_all(settings.micro_batches))
 
@@ -175,7 +169,6 @@ class Driver:
                 break
             failures.append(failure)
             self.recover(failure)
-        if failures:
             size = loop.size_of(batch)
         if self._attempts is not None:
             self._attempts.succeeded(size)
@@ -278,7 +271,7 @@ class Driver:
             # A resumed run that knew what fits goes on with it.
             is_known = self._goes_on and self._ceilings.get(key) is not None
             if self._attempts is not None and not is_known:
-                self._attempts.plan_with(lambda: self._replan(host))
+                self._attempts.replan = lambda: self._replan(host)
             # A supervisor that starts a run again has it planned anew: what the checkpoint says was too much.
             is_new = not self._goes_on or (self._request is not None and self._request.attempt > 1)
             if self._budget is not None and is_new:
@@ -331,6 +324,7 @@ class Driver:
             return self.loop.plan(self._terms.make_plan, budget_bytes)
 
     def _agree(self) -> None:
+        """All processes go on as the neediest of them."""
         if self._attempts is not None:
             self._attempts.settle(self.loop.agree(self._attempts.votes()))
 
@@ -346,8 +340,8 @@ class Driver:
 
     def save(self) -> None:
         """Writes a checkpoint now, the last part of it in the background."""
-        found = None if self._attempts is None else self._attempts.to_json()
-        progress = {"attempts": found, "asked": self._asked, "update": self.num_updates}
+        findings = None if self._attempts is None else self._attempts.to_json()
+        progress = {"attempts": findings, "asked": self._asked, "update": self.num_updates}
         self.checkpointing.save(self.num_updates, lambda directory: self.loop.write_state(directory, progress))
         self._mark = None
 
@@ -428,6 +422,6 @@ class Driver:
     def say(self, *texts: str) -> None:
         """Logs what has not been said before."""
         for text in texts:
-            if text not in self._told and self.loop.is_first:
-                self._told.add(text)
+            if text not in self._said and self.loop.is_first:
+                self._said.add(text)
                 _log.warning(text)

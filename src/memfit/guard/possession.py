@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 try:
     import fcntl
@@ -24,26 +24,16 @@ _LOCK = ".lock"
 UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF, errno.EPERM}
 
 
-class Holder(Protocol):
-    """Who has a folder."""
-
-    def wait(self) -> None:
-        """Finishes what it is writing."""
-
-    def close(self) -> None:
-        """The same, and lets the folder go."""
-
-
 class Possession:
     """The possession of a folder, for as long as its holder lives or until it is let go.
 
     Args:
         path: the folder.
-        holder: who has it.
+        holder: who has it: its `wait` finishes what it is writing, its `close` lets the folder go as well.
         owner: whose it is, such as the optimizer: another holder for the same one takes over.
     """
 
-    def __init__(self, path: Path, holder: Holder, owner: object = None) -> None:
+    def __init__(self, path: Path, holder: Any, owner: object = None) -> None:
         self._path = path
         self._holder = weakref.ref(holder)
         self.owner = owner
@@ -128,7 +118,7 @@ class Possession:
 _register: "dict[tuple[int, int], weakref.ref[Possession]]" = {}
 
 
-def _living(key: tuple[int, int]) -> tuple[Possession, Holder] | None:
+def _living(key: tuple[int, int]) -> tuple[Possession, Any] | None:
     """Who has a folder in this process."""
     reference = _register.get(key)
     possession = None if reference is None else reference()

@@ -24,7 +24,7 @@ from memfit.core.guarding import (
 from memfit.core.plan import PlanNotFound
 from memfit.core.settings import Settings
 from memfit.core.units import InvalidSize
-from memfit.guard.ceilings import Ceilings
+from memfit.guard.attempts import Ceilings
 from memfit.guard.driver import Driver, Terms
 
 FULL = OutOfMemory(Where.HOST, "test", 1000, text="full")
@@ -192,7 +192,7 @@ def test_settings_that_an_error_is_about_are_left_out(blame, said, caplog):
             train(driver, 4)
     else:
         train(driver, 4)
-        assert caplog.messages[0] == said
+        assert caplog.messages[0] == f"odd {said}"
 
 
 def test_a_step_that_can_not_be_undone_ends_the_run():

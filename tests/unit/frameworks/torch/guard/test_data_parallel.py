@@ -135,8 +135,8 @@ def test_parameters_without_a_gradient_anywhere_stay_without():
 def test_a_gradient_that_only_others_have_is_zero_here(monkeypatch, kind):
     model = DistributedDataParallel(nn.Embedding(5, 2, sparse=True))
     ranks = DataParallel(model)
-    exchange = ranks.exchange.least
-    monkeypatch.setattr(ranks.exchange, "least", lambda n: [0, -kind] if len(n) == 2 else exchange(n))
+    exchange = ranks.agree
+    monkeypatch.setattr(ranks, "agree", lambda n: [0, -kind] if len(n) == 2 else exchange(n))
 
     ranks.reduce_gradients()
 
@@ -160,8 +160,8 @@ def test_a_dense_gradient_becomes_sparse_where_others_have_it_so(monkeypatch):
     model = DistributedDataParallel(nn.Embedding(5, 2, sparse=True))
     ranks = DataParallel(model)
     model.module.weight.grad = torch.ones(5, 2)
-    exchange = ranks.exchange.least
-    monkeypatch.setattr(ranks.exchange, "least", lambda n: [1, -2] if len(n) == 2 else exchange(n))
+    exchange = ranks.agree
+    monkeypatch.setattr(ranks, "agree", lambda n: [1, -2] if len(n) == 2 else exchange(n))
 
     ranks.reduce_gradients()
 
