@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from memfit.catalogue.host import resident_bytes
 from memfit.core.errors import BadFile, BadInput, StepFailed
-from memfit.core.guarding import OutOfMemory
+from memfit.core.oom import clear_frames, recognise
 from memfit.core.printing import printable
 from memfit.core.shown import Shown
 from memfit.core.units import format_size
@@ -39,12 +39,6 @@ _OWN_FILE = re.compile(r"\.?trial-(\d{4,})\.safetensors(?:\.\d+\.tmp)?")
 
 class Framework(Protocol):
     """What a search needs of a framework."""
-
-    def recognise(self, error: BaseException, /) -> OutOfMemory | None:
-        """The OOM that an exception is about, or None."""
-
-    def clear_frames(self, error: BaseException, /) -> None:
-        """Drops what the frames of an exception hold."""
 
     def seed(self, value: int, /) -> None:
         """Seeds all generators of random numbers."""
@@ -265,7 +259,7 @@ class Loop:
         except Exception as raised:
             failure, error = raised, f"{type(raised).__name__}: {raised}".split("\n", 1)[0][:300]
             is_pruned = isinstance(raised, optuna.TrialPruned)
-            outcome = PRUNED if is_pruned else OUT_OF_MEMORY if self.framework.recognise(raised) else FAILED
+            outcome = PRUNED if is_pruned else OUT_OF_MEMORY if recognise(raised) else FAILED
         seconds = time.perf_counter() - started
         if failure is None and not math.isfinite(score):
             outcome, error = NO_SCORE, f"the score is {score}"
@@ -273,7 +267,7 @@ class Loop:
         trial.drop()
         ends_search = failure if outcome == FAILED and self.on_error == RAISE else None
         if failure is not None and ends_search is None:
-            self.framework.clear_frames(failure)
+            clear_frames(failure)
         failure = None
         held = "" if ends_search is not None else leftovers()
         attributes = {"seconds": seconds, "memory_bytes": resident_bytes(), "held": held, "error": error}

@@ -1,4 +1,4 @@
-"""What the guards of trainers share: where they go on, and attributes replaced for a while."""
+"""What the guards of other libraries' training loops share: what they replace for a while, and where they go on."""
 
 import logging
 from collections.abc import Callable
@@ -13,16 +13,51 @@ from memfit.frameworks.torch.shapes.stand_in import map_tensors
 _log = logging.getLogger("memfit")
 
 
-StepGuard = Any  # a `memfit.api.library_guard.LibraryGuard`, which is made above the frameworks and handed down
+StepGuard = Any  # a `memfit.api.integrations.LibraryGuard`, which is made above the frameworks and handed down
 MakeGuard = Callable[..., StepGuard]  # takes model, optimizer and scaler
+
+
+class LibraryLoop:
+    """Guards one trainer of a library, whose attributes are replaced until it is closed.
+
+    Args:
+        trainer: the library's.
+        make_guard: makes the guard of its model and optimizer, once there is one.
+    """
+
+    def __init__(self, trainer: Any, make_guard: MakeGuard) -> None:
+        self._trainer = trainer
+        self._make_guard = make_guard
+        self._guard: StepGuard | None = None
+        self._undo = ExitStack()
+
+    def close(self) -> None:
+        """Leaves the trainer as it was."""
+        self._undo.close()
+        if self._guard is not None:
+            self._guard.forget()
+            self._guard.close()
+            self._guard = None
+
+
+def unwrapped(optimizer: Any, scaler: Any) -> tuple[Any, Any]:
+    """The user's own optimizer, and the gradient scaler: the one that was given or else the accelerator's.
+
+    An optimizer that `accelerator.prepare` returned hides the user's, and leaves `step` and `zero_grad` out in the
+    middle of `accelerator.accumulate`; a guard has windows of its own. The accelerator's gradient scaler hangs on it.
+    A prepared model is what a guard takes, and a prepared scheduler steps once for each process, which its user has
+    counted on: both stay.
+    """
+    while type(optimizer).__module__.partition(".")[0] == "accelerate" and hasattr(optimizer, "optimizer"):
+        scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
+        optimizer = optimizer.optimizer
+    return optimizer, scaler
 
 
 def last_checkpoint(library: str, advice: str) -> str | None:
     """The checkpoint that a run goes on from where a supervisor has started it again; None: as the script says.
 
-    Args:
-        library: whose checkpoints they are.
-        advice: what to do where it has written none.
+    Where the library has written none, the advice is logged.
     """
     request = run_events.current()
     if request is None or request.attempt < 2:

@@ -11,13 +11,14 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from memfit.core import run_events
 from memfit.frameworks.torch.guard.library_steps import (
+    LibraryLoop,
     MakeGuard,
     StepGuard,
     copied,
@@ -32,20 +33,12 @@ _log = logging.getLogger("memfit")
 _ENGINES = ("DeepSpeed", "FSDP", "ModelParallel", "XLA")
 
 
-class LightningLoop:
-    """Guards the training of one Lightning trainer.
-
-    Args:
-        trainer: of `lightning.pytorch` or `pytorch_lightning`.
-        make_guard: makes the guard of its model and optimizer.
-    """
+class LightningLoop(LibraryLoop):
+    """Guards the training of one trainer of `lightning.pytorch` or `pytorch_lightning`."""
 
     def __init__(self, trainer: Any, make_guard: MakeGuard) -> None:
-        self._trainer = trainer
-        self._make_guard = make_guard
-        self._guard: StepGuard | None = None
+        super().__init__(trainer, make_guard)
         self._metrics = Metrics(trainer)
-        self._undo = ExitStack()
 
     def attach(self) -> None:
         """Training begins: model and optimizer are in place."""
@@ -75,14 +68,6 @@ class LightningLoop:
 
         replace_attribute(self._undo, plugin, "optimizer_step", guarded_step)
         replace_attribute(self._undo, trainer, "save_checkpoint", _told(trainer, trainer.save_checkpoint))
-
-    def detach(self) -> None:
-        """Leaves the trainer as it was."""
-        self._undo.close()
-        if self._guard is not None:
-            self._guard.forget()
-            self._guard.close()
-            self._guard = None
 
     def _run_closure(self, guard: StepGuard, automatic: Any, closure: Any, kwargs: Any, *_: Any, **__: Any) -> Any:
         """What `Closure.closure` does, with the parts of the batch."""
@@ -179,11 +164,7 @@ def resumed(ckpt_path: Any) -> Any:
 
 
 class Metrics:
-    """What `self.log` and the metrics of a LightningModule have gathered, to be put back where a step is undone.
-
-    Args:
-        trainer: whose they are.
-    """
+    """What `self.log` and the metrics of a LightningModule have gathered, to be put back where a step is undone."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -11,18 +11,19 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from memfit.core import run_events
 from memfit.core.errors import BadInput
 from memfit.core.settings import Weighting
 from memfit.frameworks.torch.guard.library_steps import (
+    LibraryLoop,
     MakeGuard,
     StepGuard,
     copied,
     last_checkpoint,
     replace_attribute,
+    unwrapped,
     weighed,
 )
 
@@ -32,22 +33,14 @@ _log = logging.getLogger("memfit")
 _ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TPU")
 
 
-class TrainerGuard:
-    """Guards one trainer.
-
-    Args:
-        trainer: a `transformers.Trainer`.
-        make_guard: makes the guard of its model and optimizer, once there is one.
-    """
+class TrainerGuard(LibraryLoop):
+    """Guards one `transformers.Trainer`."""
 
     def __init__(self, trainer: Any, make_guard: MakeGuard) -> None:
-        self._trainer = trainer
-        self._make_guard = make_guard
-        self._guard: StepGuard | None = None
+        super().__init__(trainer, make_guard)
         self._is_off = False
         self._factor: float | None = None  # by which the loss of the part in work counts; None between two parts
         self._was_weighed = False
-        self._undo = ExitStack()
         self.is_training = False
 
     # What the trainer calls.
@@ -111,7 +104,8 @@ class TrainerGuard:
             is_last=bool(self._trainer.accelerator.sync_gradients),
             weighting=_likely_weighting(self._trainer, model, inputs, num_items),
         )
-        return model_zero(model) if value is None else value
+        # A loss of nothing, where the model is.
+        return next(model.parameters()).detach().new_zeros(()) if value is None else value
 
     def saved(self, trial: Any = None) -> None:
         """The trainer has written a checkpoint."""
@@ -123,18 +117,12 @@ class TrainerGuard:
 
     def close(self) -> None:
         """Leaves the trainer as it was."""
-        self._undo.close()
+        super().close()
         self._is_off = False
-        if self._guard is not None:
-            self._guard.forget()
-            self._guard.close()
-            self._guard = None
-
-    # Parts.
 
     def _guard_of(self, model: Any) -> StepGuard | None:
         guard, optimizer = self._guard, self._trainer.optimizer
-        if guard is not None and guard.model is model and guard.optimizer is _plain(optimizer):
+        if guard is not None and guard.model is model and guard.optimizer is unwrapped(optimizer, None)[0]:
             return guard
         if guard is not None:
             # The trainer begins anew, with another model or optimizer.
@@ -162,8 +150,14 @@ class TrainerGuard:
             return backward(loss, **options)
 
         replace_attribute(self._undo, accelerator, "backward", weighed_backward)
+
+        def protected(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+            with guard.retrying():
+                return function(*arguments, **named)
+
         for name in ("clip_grad_norm_", "clip_grad_value_"):
-            replace_attribute(self._undo, accelerator, name, _within(guard, getattr(accelerator, name)))
+            clip = functools.partial(protected, getattr(accelerator, name))
+            replace_attribute(self._undo, accelerator, name, clip)
         step = optimizer.step
 
         @functools.wraps(step)
@@ -180,15 +174,6 @@ class TrainerGuard:
 _TRAIN_ARGUMENTS = ("resume_from_checkpoint", "trial", "ignore_keys_for_eval")
 
 
-def _within(guard: StepGuard, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def protected(*arguments: Any, **named: Any) -> Any:
-        with guard.retrying():
-            return function(*arguments, **named)
-
-    return protected
-
-
 def _why_not(trainer: Any) -> str:
     """Why this trainer can't be guarded, or ""."""
     kind = getattr(trainer.accelerator.distributed_type, "name", "NO")
@@ -197,12 +182,6 @@ def _why_not(trainer: Any) -> str:
     if "lomo" in str(getattr(trainer.args, "optim", "")).lower():
         return "LOMO updates parameters in the backward pass."
     return ""
-
-
-def _plain(optimizer: Any) -> Any:
-    while hasattr(optimizer, "gradient_state") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _likely_weighting(trainer: Any, model: Any, inputs: Any, num_items: Any) -> Weighting:
@@ -215,9 +194,3 @@ def _likely_weighting(trainer: Any, model: Any, inputs: Any, num_items: Any) -> 
         return Weighting()
     name = type(trainer.accelerator.unwrap_model(model)).__name__
     return Weighting("count", "['labels']", -100, 1 if "CausalLM" in name or "LMHead" in name else 0)
-
-
-def model_zero(model: Any) -> Any:
-    """A loss of nothing, where the model is."""
-    parameter = next(model.parameters())
-    return parameter.detach().new_zeros(())

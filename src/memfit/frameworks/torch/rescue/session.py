@@ -6,6 +6,12 @@ clearly less than it may have, and put on again when it comes close. Steps are c
 
 Hooks and modes are stacks of a thread, which a script may push on too. They are changed only in the thread that
 enabled the rescue, and only while nobody else's is on top.
+
+How much a process has needed is read once a step. Host memory: the greatest resident size so far (VmHWM) is known to
+the kernel, the greatest amount of private data, which RLIMIT_DATA limits, is not: it is taken as the present amount
+(VmData) plus what has been resident at most and isn't any more (VmHWM - VmRSS). The kernel's peak is not reset between
+steps, since that would spoil the peak that the script itself, or whoever waits for it, reads; so the share only ever
+grows. Devices: what the caching allocator has reserved, which stays at about its peak.
 """
 
 import atexit
@@ -23,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memfit.core import heap
 from memfit.core.errors import BadFile
 from memfit.core.guarding import OutOfMemory, Where
-from memfit.core.own_memory import limits
+from memfit.core.own_memory import STATUS, limits, read_sizes
 from memfit.core.progress import announce
 from memfit.core.run_events import note
 from memfit.core.units import format_size
@@ -31,7 +37,6 @@ from memfit.frameworks.torch import internals, oom
 from memfit.frameworks.torch.rescue import copies
 from memfit.frameworks.torch.rescue.retry import Retrying, rerun
 from memfit.frameworks.torch.rescue.saved import Shelf
-from memfit.frameworks.torch.rescue.usage import peak_share
 
 CLOSE_SHARE = 0.8  # from this share of its memory on, a process is close to running out
 
@@ -226,3 +231,22 @@ class Rescue:
         moved = format_size(self.moved_bytes)
         self._say("sum", f"{self.num_retried} operations ran again, {moved} of saved activations were moved away")
         note("rescued", retried=self.num_retried, moved_bytes=self.moved_bytes)
+
+
+def peak_share(limit_bytes: int, status: Path = STATUS) -> float:
+    """The greatest share of any memory, from 0 to 1, by a limit on resident memory; 1 where nothing is known."""
+    sizes = read_sizes(status)
+    if sizes is None:
+        return 1.0
+    address_space, peak, resident, data = sizes
+    data_limit, space_limit = limits()
+    shares = [peak / limit_bytes]
+    if data_limit:
+        shares.append((data + max(0, peak - resident)) / data_limit)
+    if space_limit:
+        shares.append(address_space / space_limit)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            total_bytes = torch.cuda.get_device_properties(index).total_memory
+            shares.append(torch.cuda.memory_reserved(index) / total_bytes)
+    return max(shares)

@@ -8,7 +8,7 @@ from benchmarks.guard_cases import Cnn, Transformer
 from memfit.core.errors import BadModel
 from memfit.core.guarding import GuardOptions, OutOfMemory, Where
 from memfit.core.settings import Settings, Weighting
-from memfit.frameworks.torch.guard.loop import TorchLoop
+from memfit.frameworks.torch.guard.loop import TorchLoop, blocks
 
 
 def make(model=None, **options):
@@ -22,9 +22,9 @@ def test_stronger_moves_recompute_the_blocks():
 
 
 def test_what_is_in_use_already_is_no_stronger_move():
-    blocks = ("layers.0", "layers.1", "layers.2")
+    paths = ("layers.0", "layers.1", "layers.2")
 
-    assert make(settings=Settings(checkpoint=blocks)).fallbacks().stronger == ()
+    assert make(settings=Settings(checkpoint=paths)).fallbacks().stronger == ()
     assert make(nn.Linear(2, 2)).fallbacks().stronger == ()
 
 
@@ -90,3 +90,44 @@ def test_state_of_other_objects_goes_along(tmp_path):
 def test_a_model_must_be_a_module():
     with pytest.raises(BadModel, match="Module, but str was given"):
         TorchLoop("model", None)
+
+
+# The repeated blocks of models.
+
+
+class Staged(nn.Module):
+    """Stages of blocks, as in a ResNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.stage1 = nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()) for _ in range(2)))
+        self.stage2 = nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()) for _ in range(3)))
+        self.head = nn.Linear(4, 2)
+
+
+def test_layers_of_a_transformer():
+    assert blocks(Transformer(0.1)) == ("encoder.layers.0", "encoder.layers.1")
+
+
+def test_blocks_of_a_convolutional_network():
+    assert blocks(Cnn(0.1)) == ("layers.0", "layers.1", "layers.2")
+    assert blocks(Staged()) == ("stage1.0", "stage1.1", "stage2.0", "stage2.1", "stage2.2")
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))])
+def test_models_without_blocks_have_none(model):
+    assert blocks(model) == ()
+
+
+def test_parts_that_are_not_trained_are_left_out():
+    model = Staged()
+    model.stage1.requires_grad_(False)
+
+    assert blocks(model) == ("stage2.0", "stage2.1", "stage2.2")
+
+
+def test_none_is_inside_of_another():
+    for model in (Transformer(0.1), Cnn(0.1), Staged(), nn.Transformer(16, 2, 2, 2, 32, batch_first=True)):
+        paths = blocks(model)
+        assert not [(a, b) for a in paths for b in paths if a != b and b.startswith(f"{a}.")]
