@@ -51,12 +51,7 @@ class GuardOptions:
         check_counts(**{name: value for name, value in optional.items() if value is not None})
 
     def refuse(self, whose: str, instead: dict[str, str]) -> None:
-        """Refuses options that are set and that a guard doesn't take.
-
-        Args:
-            whose: guard it is, for the message.
-            instead: what to use in place of them, by the option's name.
-        """
+        """Refuses options that a guard doesn't take, with what to use in place of each."""
         for name, text in instead.items():
             if getattr(self, name) != _DEFAULTS[name]:
                 raise BadInput(f"{whose} takes no {name}: {text}.")

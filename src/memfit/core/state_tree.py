@@ -27,11 +27,7 @@ LEFT_OUT = object()  # in the place of a function, which can't be stored: whatev
 
 
 class Encoder:
-    """Turns values into JSON and collects their tensors.
-
-    Args:
-        skips_functions: whether functions are left out rather than refused; the live object keeps its own.
-    """
+    """Turns values into JSON and collects their tensors; functions are refused, or left out for the live ones."""
 
     def __init__(self, *, skips_functions: bool = False) -> None:
         self._skips_functions = skips_functions
@@ -91,11 +87,7 @@ class Encoder:
 
 
 class Decoder:
-    """Turns JSON back into the values that it was made from.
-
-    Args:
-        file: holds their tensors.
-    """
+    """Turns JSON back into the values that it was made from, whose tensors are in a file."""
 
     def __init__(self, file: TensorFile) -> None:
         self._file = file

@@ -122,11 +122,7 @@ class _Stored:
 
 
 class TensorFile:
-    """A file of tensors, from which they can be read one at a time.
-
-    Args:
-        path: the file.
-    """
+    """A file of tensors, from which they can be read one at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

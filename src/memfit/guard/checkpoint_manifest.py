@@ -115,13 +115,7 @@ def describe(directory: Path) -> dict[str, Entry]:
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises:
-        NotOurs: there is none that is valid.
-        OtherVersion: it is of another version.
-        OSError: it can't be read.
-    """
+    """The manifest of a checkpoint; NotOurs, OtherVersion, or OSError where it can't be read."""
     if directory.is_symlink():
         raise NotOurs("it is a symbolic link, which is not followed")
     try:
@@ -136,12 +130,7 @@ def read(directory: Path) -> Manifest:
 
 
 def check(directory: Path, manifest: Manifest, *, checksums: bool) -> None:
-    """Compares the files with the manifest: their sizes, and with `checksums` every byte.
-
-    Raises:
-        Damaged: one is missing or differs.
-        OSError: one can't be read.
-    """
+    """Compares the sizes of files with the manifest, and with `checksums` every byte; Damaged, or OSError."""
     for name, entry in manifest.files.items():
         with _damage(name):
             size_bytes = _own_size(directory, name)

@@ -28,10 +28,7 @@ _last_saves: "set[weakref.WeakMethod[Callable[[], None]]]" = set()
 class Checkpointing:
     """Checkpoints of one run: `keep` of them, one `every` so many updates, or by time where that is None.
 
-    Without a folder there are none; `owner` is as for `Folder`. `ranks` write them together.
-
-    Raises:
-        BadFile: the folder can't be written to, or belongs to another run.
+    Without a folder there are none; `ranks` write them together. A folder that can't be had is refused.
     """
 
     def __init__(

@@ -95,11 +95,7 @@ class Folder:
     # Writing.
 
     def claim(self) -> None:
-        """Makes the folder and takes possession of it, to learn before the first checkpoint whether that works.
-
-        Raises:
-            BadFile: it can't be made or written to, or belongs to another run that is still alive.
-        """
+        """Takes possession of the folder, to learn before the first checkpoint whether that works; BadFile if not."""
         try:
             self._possession.take()
             probe = self.path / f".probe-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -124,13 +120,8 @@ class Folder:
     ) -> bool:
         """Writes a checkpoint; False, with an announcement, where the system didn't let it.
 
-        Args:
-            step: updates of the parameters so far.
-            fill: writes the files into the directory that it is given, before this returns.
-            info: anything that JSON can hold.
-            asynchronous: hash the files and force them to disk in a thread. True then means that the files are written;
-                whether the rest went well shows at the next call.
-            ranks: processes that write into one directory, which the first of them makes and finishes.
+        `fill` writes the files into the directory that it is given. The rest goes on in a thread where `asynchronous`,
+        and whether it went well shows at the next call. Of several ranks the first makes and finishes the directory.
         """
         ranks = ranks or SingleProcess()
         while True:
@@ -178,11 +169,7 @@ class Folder:
                 return False
 
     def begin(self, step: int) -> Path:
-        """A directory for the files of a new checkpoint; waits for one that is still being finished.
-
-        Raises:
-            OSError: the folder can't be written to.
-        """
+        """A directory for the files of a new checkpoint; waits for one that is still being finished."""
         self.wait()
         self._possession.take()
         # A step may be written again, and the old directory must stay until it is.
@@ -340,11 +327,7 @@ class Folder:
         return None, skipped
 
     def _finished(self) -> list[Path]:
-        """What has the name of a checkpoint.
-
-        Raises:
-            OSError: that can't be found out.
-        """
+        """What has the name of a checkpoint; an OSError where that can't be found out."""
         try:
             with os.scandir(self.path) as entries:
                 return sorted(
@@ -430,11 +413,7 @@ class Folder:
         return self._possession.is_locked or process == os.getpid() or not psutil.pid_exists(process)
 
     def _remove(self, path: Path) -> None:
-        """Removes a checkpoint so that a kill in between leaves no half of it under its name.
-
-        Raises:
-            NotOurs, BadCheckpoint: no valid manifest says that it is one.
-        """
+        """Removes what a valid manifest claims, so that a kill in between leaves no half of it under its name."""
         manifest = manifests.read(path)
         hidden = self.path / f".{path.name}.old-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         os.rename(path, hidden)

@@ -142,11 +142,7 @@ class Driver:
             raise BrokenUpdate(self.loop.broken)
 
     def step(self, batch: Any) -> list[OutOfMemory]:
-        """Runs the step of a batch that the loop has been given, as often as it takes; what ran out on the way.
-
-        Raises:
-            CannotFit: nothing is left to try; everything is as it was before the step.
-        """
+        """Runs the step of a batch that the loop has been given, as often as it takes; what ran out on the way."""
         if self._key is None:
             self._begin(batch)
         return self.run(batch)

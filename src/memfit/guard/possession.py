@@ -27,10 +27,8 @@ UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EB
 class Possession:
     """The possession of a folder, for as long as its holder lives or until it is let go.
 
-    Args:
-        path: the folder.
-        holder: who has it: its `wait` finishes what it is writing, its `close` lets the folder go as well.
-        owner: whose it is, such as the optimizer: another holder for the same one takes over.
+    The holder's `wait` finishes what it is writing, its `close` lets the folder go as well. Another holder for the same
+    owner, such as an optimizer, takes over.
     """
 
     def __init__(self, path: Path, holder: Any, owner: object = None) -> None:
@@ -48,11 +46,7 @@ class Possession:
         return self._process == os.getpid()
 
     def take(self) -> None:
-        """Makes the folder and takes it.
-
-        Raises:
-            OSError: it can't be made, or somebody else has it (EBUSY).
-        """
+        """Makes the folder and takes it; an OSError (EBUSY) where somebody else has it."""
         self._path.mkdir(parents=True, exist_ok=True)
         if self.is_held:
             # Whoever in this process opens and closes the lock's file, as a copy of the folder does, undoes the lock.

@@ -56,11 +56,7 @@ class Framework(Protocol):
 class Trial(optuna.trial.Trial):
     """An Optuna trial that also takes the model whose parameters are to be kept.
 
-    Args:
-        trial: Optuna's own, whose state this one shares.
-        seed: of the trial; all generators have been seeded with it.
-        best: the study's best score so far, or None.
-        write: writes a model's parameters to the trial's file.
+    All generators have been seeded with its `seed`; `best` is the study's best score so far, or None.
     """
 
     def __init__(self, trial: optuna.trial.Trial, seed: int, best: float | None, write: Callable[[Any], None]) -> None:
@@ -293,12 +289,7 @@ class _Skipped(Exception):
 
 
 def open_study(folder: Path, direction: str, pruner: optuna.pruners.BasePruner | None) -> optuna.Study:
-    """The study in a folder, which is made where it isn't there.
-
-    Raises:
-        BadFile: the folder or the journal in it can't be used.
-        BadInput: the folder holds a search in the other direction.
-    """
+    """The study in a folder, which is made where it isn't there."""
     path, wanted = folder / JOURNAL, StudyDirection[direction.upper()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

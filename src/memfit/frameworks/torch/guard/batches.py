@@ -72,12 +72,7 @@ class _Random(TypedDict):
 
 
 class Batches:
-    """Iterates over loaders, one epoch after the other, and knows where it is.
-
-    Args:
-        finish_window: called at the end of each epoch: the last batches may not fill an accumulation window.
-        say: called with one sentence where something is lost; a warning if not given.
-    """
+    """Iterates over loaders, one epoch after the other; at the end of each a window that isn't full is finished."""
 
     def __init__(self, finish_window: Callable[[], None], say: Callable[[str], None] | None = None) -> None:
         self._finish_window = finish_window
@@ -96,10 +91,7 @@ class Batches:
         self._of_streams: weakref.WeakKeyDictionary[Any, StreamLoader] = weakref.WeakKeyDictionary()
 
     def over(self, loader: Any) -> "Epochs":
-        """The batches of a loader. Each iteration over the result is an epoch.
-
-        After a resume, iterations that stand for epochs that were complete give nothing.
-        """
+        """The batches of a loader; each iteration is an epoch, and empty where that was complete before a resume."""
         return Epochs(self, loader)
 
     def epochs(self, total: int) -> Iterator[int]:

@@ -41,11 +41,7 @@ def tensor_entry(name: str, tensor: torch.Tensor) -> Entry:
 
 
 def copy_into(file: TensorFile, name: str, target: torch.Tensor) -> None:
-    """Gives a tensor of the same shape and type the values in the file; its device and layout stay.
-
-    Raises:
-        BadCheckpoint: the file ends too early.
-    """
+    """Gives a tensor of the same shape and type the values in the file; its device and layout stay."""
 
     def buffers() -> Iterator[memoryview]:
         """To be filled; their bytes are copied to their places when the next one is asked for."""
@@ -146,12 +142,7 @@ class Encoder(state_tree.Encoder):
 
 
 class Decoder(state_tree.Decoder):
-    """Turns JSON back into the values that it was made from.
-
-    Args:
-        file: holds their tensors.
-        home: the device for tensors that were not on the CPU.
-    """
+    """Turns JSON back into values; tensors that were not on the CPU are put on the device `home`."""
 
     def __init__(self, file: TensorFile, home: torch.device | None = None) -> None:
         super().__init__(file)

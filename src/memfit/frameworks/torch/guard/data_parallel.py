@@ -42,11 +42,7 @@ class DataParallel(ExchangingRanks):
         self.communicates = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
 
     def begin(self) -> None:
-        """Broadcasts the buffers, as DDP's forward pass would.
-
-        Raises:
-            ValueError: the model is used in a `Join`.
-        """
+        """Broadcasts the buffers, as DDP's forward pass would; refuses a model that is used in a `Join`."""
         if internals.is_joined(self._ddp):
             raise ValueError(
                 "the guard was given a DistributedDataParallel model within its `join` context, which expects each "
@@ -60,11 +56,7 @@ class DataParallel(ExchangingRanks):
             (self.run_collective if self.communicates else super().run)(num_passes, one, smallest)
 
     def reduce_gradients(self) -> None:
-        """Makes the gradients the sum of those of all processes; one that no process has stays without.
-
-        Raises:
-            torch.OutOfMemoryError: on all processes, where one has no memory for a gradient that it lacks.
-        """
+        """Makes the gradients the sum of those of all processes; fails on all where one has no memory for it."""
         parameters = [parameter for parameter in self._ddp.module.parameters() if parameter.requires_grad]
         used = self._used(parameters)
         dense = [parameter for parameter in used if not _is_sparse(parameter)]

@@ -34,15 +34,7 @@ SizeWithin = Callable[[Any, Any], int | None]
 
 
 class Ensemble:
-    """Members run one after another.
-
-    Args:
-        members: functions that build a model, or pairs of such a function and a file of parameters.
-        predict: takes a model and a batch, returns tensors.
-        batches: read once per member.
-        combined: takes the outputs.
-        size_within: called with a model and a batch, the largest so far.
-    """
+    """Members run one after another; `size_within` is called with a model and a batch, the largest so far."""
 
     def __init__(
         self,
@@ -137,13 +129,7 @@ class Ensemble:
 
 
 class Combined:
-    """The results of an ensemble, as they come together: of each batch the sum so far, or every member's output.
-
-    Args:
-        combine: one of `COMBINATIONS`, or a function of all members' outputs of a batch, stacked.
-        precise: whether sums and means are added up in float64; otherwise in the outputs' own precision, float32 at
-            least.
-    """
+    """The results of an ensemble: of each batch the sum so far, or every member's output."""
 
     def __init__(self, combine: Any, precise: bool = False) -> None:
         if not callable(combine) and combine not in COMBINATIONS:

@@ -16,11 +16,7 @@ from memfit.frameworks.torch.guard.rank_exchange import ExchangingRanks
 
 
 class FullySharded(ExchangingRanks):
-    """The processes of a model that `fully_shard` was applied to.
-
-    Raises:
-        ValueError: the model is split over processes in another way as well.
-    """
+    """The processes of a model that `fully_shard` was applied to, and nothing else."""
 
     communicates = True
 
@@ -56,11 +52,7 @@ class FullySharded(ExchangingRanks):
                         _local(gradient).mul_(factor)
 
     def clip_norm(self, parameters: list[torch.nn.Parameter], norm: float) -> None:
-        """Clips by the norm of all parts on all processes, with one exchange.
-
-        Raises:
-            torch.OutOfMemoryError: on all processes, where one has no memory for it.
-        """
+        """Clips by the norm of all parts, with one exchange; fails on all processes where one has no memory for it."""
         own = [0.0]
 
         def measure() -> None:

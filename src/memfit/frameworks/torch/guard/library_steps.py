@@ -18,12 +18,7 @@ MakeGuard = Callable[..., StepGuard]  # takes model, optimizer and scaler
 
 
 class LibraryLoop:
-    """Guards one trainer of a library, whose attributes are replaced until it is closed.
-
-    Args:
-        trainer: the library's.
-        make_guard: makes the guard of its model and optimizer, once there is one.
-    """
+    """Guards one trainer of a library, whose attributes are replaced until it is closed."""
 
     def __init__(self, trainer: Any, make_guard: MakeGuard) -> None:
         self._trainer = trainer
@@ -55,10 +50,7 @@ def unwrapped(optimizer: Any, scaler: Any) -> tuple[Any, Any]:
 
 
 def last_checkpoint(library: str, advice: str) -> str | None:
-    """The checkpoint that a run goes on from where a supervisor has started it again; None: as the script says.
-
-    Where the library has written none, the advice is logged.
-    """
+    """What a run goes on from where a supervisor has started it again; None, with advice: from the beginning."""
     request = run_events.current()
     if request is None or request.attempt < 2:
         return None

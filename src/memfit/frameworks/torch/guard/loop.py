@@ -52,19 +52,7 @@ _INTERRUPTED = (
 
 
 class TorchLoop(GuardedLoop):
-    """Model, optimizer and what goes with them.
-
-    Args:
-        model: the module.
-        optimizer: over its parameters.
-        scheduler: stepped after every real update.
-        clip_norm: greatest norm of the gradients.
-        accumulate: batches of one update.
-        settings: the settings to begin with.
-        options: of the guard.
-        finish_window: called at the end of an epoch.
-        commits: whether the loop makes its updates, and no library does.
-    """
+    """Model, optimizer and what goes with them; `commits`: whether the loop makes its updates, and no library does."""
 
     def __init__(
         self,
@@ -120,13 +108,7 @@ class TorchLoop(GuardedLoop):
 
     @contextmanager
     def window(self, loss: Loss, batch: Any, passes: Passes | None = None) -> Iterator[Entry]:
-        """Takes a batch into the window, which is opened where none is; a batch that ends in an exception is dropped.
-
-        Args:
-            loss: of the batch.
-            batch: any nesting of tensors.
-            passes: how a library runs a part of it; None: plain passes.
-        """
+        """Takes a batch into the window, a new one where none is open; one that ends in an exception is dropped."""
         transaction = self.transaction
         if not transaction.entries:
             transaction.open(self._accumulate)
@@ -376,12 +358,7 @@ class TorchLoop(GuardedLoop):
         run_state.save(directory, **self._parts, progress=progress)
 
     def read_state(self, directory: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Takes over what `write_state` wrote; returns the progress it was given.
-
-        Args:
-            directory: of the checkpoint.
-            check: may refuse the progress, before anything is changed.
-        """
+        """Takes over what `write_state` wrote, once `check` has not refused its progress, which is returned."""
 
         def checked(progress: dict[str, Any]) -> None:
             self.batches.check(progress.get("batches"))

@@ -88,12 +88,7 @@ def compare(subject: str, what: str, saved: Mapping[str, Description], live: Map
 
 
 def write(model: Any, path: Path) -> None:
-    """Writes the values of a model's parameters and buffers; the file appears whole or not at all.
-
-    Raises:
-        BadModel: it isn't one, or it holds something that isn't a plain tensor.
-        BadFile: the file can't be written.
-    """
+    """Writes the values of a model's parameters and buffers; the file appears whole or not at all."""
     encoder = Encoder()
     tags = {name: encoder.tensor(value, name)["__tensor__"] for name, value in _plain_state(model).items()}
     tensors: dict[str, Any] = dict(encoder.tensors)
@@ -115,11 +110,7 @@ def write(model: Any, path: Path) -> None:
 
 
 def read(model: Any, path: Path) -> None:
-    """Gives a model the values in a file, one tensor at a time.
-
-    Raises:
-        BadCheckpoint: the file is damaged or of another model; nothing has changed then.
-    """
+    """Gives a model the values in a file, one tensor at a time; what isn't of this model changes nothing."""
     state = _plain_state(model)
     file = TensorFile(path)
     sources = {name: name for name in file.names() if name != _SHARED}
@@ -176,11 +167,7 @@ class Loading:
     """Modules with what they must take over by themselves, as it is no tensor of theirs."""
 
     def add_module(self, part: str, saved: dict[str, Any], model: torch.nn.Module) -> None:
-        """Compares a module with its part of the checkpoint.
-
-        Raises:
-            BadCheckpoint: they don't fit together.
-        """
+        """Compares a module with its part of the checkpoint, and refuses what doesn't fit."""
         file = TensorFile(self.directory / f"{part}.safetensors")
         live, tags = entries_of(model), dict(saved["entries"])
         tensors = {

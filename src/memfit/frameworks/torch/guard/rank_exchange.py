@@ -121,10 +121,7 @@ def _make_finite(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 class ExchangingRanks(Ranks):
     """Several processes that train one model together; each method is called by all of them.
 
-    Args:
-        model: what is run.
-        group: the processes; None: all.
-        most: how many numbers are exchanged at once, at most.
+    A group of None is all processes; `most` numbers are exchanged at once.
     """
 
     def __init__(self, model: torch.nn.Module, group: Any = None, most: int = 64) -> None:

@@ -94,12 +94,7 @@ class Sources:
 class Indices:
     """In the place of a loader's batch sampler while an iterator is made: begins later, and notes what it gives.
 
-    Args:
-        sampler: the loader's own.
-        skip: batches to leave out.
-        sources: of the loader.
-        rewinds: whether to draw as a loader does that has its workers already, though it starts them now.
-        draws_seed: whether to draw as a loader does that starts its workers, though it has them already.
+    It draws as a loader that has its workers already, though it starts them now (`rewinds`), or the other way round.
     """
 
     def __init__(self, sampler: Any, skip: int, sources: Sources, *, rewinds: bool, draws_seed: bool) -> None:
@@ -180,14 +175,7 @@ def is_warm(loader: Any) -> bool:
 
 
 def open_at(loader: "DataLoader[Any]", skip: int, *, warm: bool, sources: Sources) -> tuple[Any, Indices]:
-    """An iterator over a map-style loader that leaves out its first batches, and what notes its order.
-
-    Args:
-        loader: its `__iter__` is PyTorch's own.
-        skip: batches to leave out.
-        warm: whether the loader had workers already in the run that is continued.
-        sources: of the loader.
-    """
+    """An iterator over a map-style loader without its first batches, and what notes its order."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     plain = loader.__dict__[name]
     has_workers = is_warm(loader)

@@ -27,11 +27,7 @@ def num_ranks() -> int:
 
 
 def write(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes tensors by name, each process its own parts; all processes call this.
-
-    Raises:
-        OSError: the files can't be written; on all processes.
-    """
+    """Writes tensors by name, each process its own parts; all call this, and an OSError is raised on all."""
     try:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 

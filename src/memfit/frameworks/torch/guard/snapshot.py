@@ -93,11 +93,7 @@ class Buffers:
         return sum(copy.numel() * copy.element_size() for _, copy in self._copies.values())
 
     def restore(self) -> None:
-        """Gives all buffers the values they had when the step began.
-
-        Raises:
-            BrokenUpdate: one changed that never did before, so that there is no copy of it.
-        """
+        """Gives all buffers their values of then; one that changed and never did before is a BrokenUpdate."""
         present = dict(self._model.named_buffers())
         with torch.no_grad():
             for name, (buffer, copy) in self._copies.items():

@@ -58,15 +58,10 @@ def save(
     progress: dict[str, Any] | None = None,
     **others: Any,
 ) -> None:
-    """Writes the state of a run into a directory that all processes see; each of them calls this.
+    """Writes the state of a run into an empty directory that all processes see; each of them calls this.
 
-    Args:
-        directory: is there, and empty.
-        model: may be wrapped for several processes, sharded or compiled.
-        optimizer: over its parameters.
-        progress: anything else, made of plain data and tensors; each process may have its own.
-        others: "scheduler", "scaler" and "ema", or None: anything with `state_dict`, of whose state functions are left
-            out. The moving average may be a module such as `AveragedModel`.
+    `progress` is anything else, plain data and tensors, of this process. The others are "scheduler", "scaler" and
+    "ema": anything with `state_dict`, of whose state functions are left out; the average may also be a module.
 
     Raises:
         BadCheckpoint: something isn't plain data; the message says where it is.
@@ -119,15 +114,8 @@ def load(
     """Gives all objects the values that they had when `save` wrote them; returns `progress`.
 
     Each process has its own random states and progress back if as many processes read as wrote. Otherwise all take the
-    progress of the first, and keep the random states that they have.
-
-    Args:
-        directory: that `save` has written.
-        model: and the others are those that `save` was given, or such as they were.
-        optimizer: the same.
-        extra: further objects by name, whose states are in `progress["extra"]`.
-        check: called with `progress` before anything is changed; may refuse it.
-        others: as for `save`.
+    progress of the first, and keep the random states that they have. `extra` are objects whose states are in
+    `progress["extra"]`; `check` may refuse the progress before anything is changed.
 
     Raises:
         BadCheckpoint: the files are of other objects, or damaged. Nothing has changed then.
@@ -185,11 +173,7 @@ class Parameters:
         _write_tree(directory, {"model": part})
 
     def read(self, directory: Path, model: torch.nn.Module | None = None) -> None:
-        """Puts what `write` wrote into a model, the own one if none is given.
-
-        Raises:
-            BadCheckpoint: it is of another model, or damaged.
-        """
+        """Puts what `write` wrote into a model, the own one if none is given; refuses what is of another model."""
         tree, loading = _read_tree(directory), Loading(directory)
         with _refusing(directory):
             loading.add_module("model", tree["model"], self._model if model is None else model)
@@ -209,11 +193,7 @@ class Parameters:
         return copies
 
     def put(self, copies: dict[str, torch.Tensor], model: torch.nn.Module | None = None) -> None:
-        """Puts copies into a model, the own one if none is given.
-
-        Raises:
-            BadCheckpoint: they are of another model.
-        """
+        """Puts copies into a model, the own one if none is given; refuses those of another model."""
         live = self._tensors(self._model if model is None else model)
         saved = {name: (copy.dtype, tuple(copy.shape)) for name, copy in copies.items()}
         compare("the best parameters kept in memory are", "model", saved, live)

@@ -157,10 +157,6 @@ class Transaction:
     def run(self, settings_of: Callable[[Any], Settings], *, again: bool) -> OutOfMemory | None:
         """Runs the last batch of the window, or all of them `again`; what ran out, on this or another process.
 
-        Args:
-            settings_of: how to run a batch.
-            again: whether the window was rolled back.
-
         Raises:
             CannotFit: a batch that must be run again was changed in place.
         """
@@ -360,10 +356,7 @@ def _versions(batch: Any) -> tuple[int, ...]:
 
 
 class _Passes:
-    """Forward and backward passes of the parts of one batch.
-
-    Afterwards the gradients are those of the batch's loss, times the weight of its entry.
-    """
+    """Passes of the parts of a batch; afterwards gradients are those of its loss, times the weight of its entry."""
 
     def __init__(self, entry: Entry, fitted: Fitted, scaler: Any, ranks: Ranks, window_length: int) -> None:
         self._entry = entry

@@ -36,15 +36,7 @@ _OF_SCALER = ("grad_scale", "found_inf")
 
 
 class Update:
-    """Runs the updates of one optimizer so that running out of memory can't leave them half done.
-
-    Args:
-        optimizer: the user's; may be replaced.
-        waits_seconds: how long to wait before each further try of an operator; as many tries as there are waits.
-
-    Attributes:
-        retries: how many calls of operators were repeated so far.
-    """
+    """Runs the updates of one optimizer so that running out of memory can't leave them half done."""
 
     def __init__(self, optimizer: Any, waits_seconds: Sequence[float] = WAITS_SECONDS) -> None:
         self.optimizer = optimizer
@@ -68,11 +60,7 @@ class Update:
             rerun(room.probe, make_room)
 
     def step(self, scaler: Any = None, run: Callable[[], object] | None = None) -> bool:
-        """Updates the parameters; False where the scaler left the update out because of infinite gradients.
-
-        Args:
-            scaler: the user's gradient scaler; it is updated as well.
-            run: called in place of the optimizer's own step, and has it run.
+        """Updates the parameters, or has `run` do it; False where the scaler left that out because of infinities.
 
         Raises:
             BrokenUpdate: memory ran out for good after something had changed. Any other exception for want of memory
@@ -97,11 +85,7 @@ class Update:
 
     @contextmanager
     def retrying(self) -> Iterator[None]:
-        """The same protection for other code that changes tensors in place, such as a moving average.
-
-        Raises:
-            BrokenUpdate: memory ran out for good after something was written.
-        """
+        """Protects other code that changes tensors in place; a BrokenUpdate if memory runs out after it wrote."""
         mode = _Retrying(self.relieve, self._waits_seconds)
         try:
             with mode:

@@ -131,14 +131,7 @@ def _write(file: IO[bytes], storage: torch.UntypedStorage) -> None:
 
 
 def choose_folder(folder: str | None = None) -> Path:
-    """A folder on a real disk that can be written to: the one given, else that for temporary files, else this one.
-
-    Args:
-        folder: where to put the files; None to choose.
-
-    Raises:
-        BadFile: there is none.
-    """
+    """A folder on a real disk that can be written to: the one given, else that for temporary files, else this one."""
     candidates = [folder] if folder is not None else [tempfile.gettempdir(), os.getcwd()]
     problems = []
     for candidate in dict.fromkeys(candidates):

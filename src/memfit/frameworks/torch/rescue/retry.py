@@ -41,12 +41,7 @@ def rerun(
 ) -> Result:
     """What `call` gives; when it runs out of memory, room is made and it is called again, until nothing more is free.
 
-    Args:
-        call: has no effect if it fails, other than what `undo` takes back.
-        make_room: makes room.
-        name: of the operation.
-        count: called when an operation has worked at last.
-        undo: takes back what a failed call may have done.
+    A failed call has no effect but what `undo` takes back; `count` is called when one has worked at last.
     """
     first: BaseException | None = None
     failures = 0

@@ -105,11 +105,7 @@ class Saved:
             self._alias = None
 
     def tensor(self) -> torch.Tensor:
-        """The tensor as it was saved.
-
-        Raises:
-            RuntimeError: it has been written to since, as autograd itself says it.
-        """
+        """The tensor as it was saved; refused, as by autograd itself, if it has been written to since."""
         alias = self._alias if self._block is None else self._block.tensors[self._number]
         assert alias is not None
         if alias._version != self._version:
@@ -124,13 +120,7 @@ class Saved:
 
 
 class Shelf:
-    """All that is saved for backward passes to come, oldest first.
-
-    Args:
-        make_copy: copies a storage to where it can wait.
-        rerun: runs something that needs memory, with room made for it.
-        eager: whether everything that can is moved as soon as the next tensor is saved.
-    """
+    """All that is saved for backward passes to come, oldest first; `eager`: moved away as soon as it can be."""
 
     def __init__(self, make_copy: CopyMaker, rerun: Rerun, *, eager: bool = False) -> None:
         self._make_copy = make_copy
@@ -168,12 +158,7 @@ class Shelf:
             return saved.tensor()
 
     def free(self, num_bytes: int | None, *, on_host: bool | None = None) -> int:
-        """Moves blocks away until `num_bytes` are free, oldest first; gives the number of bytes that were freed.
-
-        Args:
-            num_bytes: how much to free; None for all that can be.
-            on_host: whether host memory is needed, or that of devices; None for both.
-        """
+        """Moves blocks away until enough is free, oldest first; the bytes freed. None: all that can be, on all devices."""
         freed = 0
         with internals.disable_torch_dispatch(), torch.no_grad():
             for block in list(self._blocks.values()):

@@ -48,17 +48,7 @@ _BALLAST_BYTES = 4 * 1024**2
 
 
 class Rescue:
-    """Rescues this thread's training loop from running out of memory, from now on until `close`, or for a block.
-
-    Args:
-        eager: whether all that is saved moves away as soon as it can, not only when memory runs out: for limits that
-            kill without an exception.
-        limit_bytes: host memory that the process may have; None for what its limits and the machine say.
-        folder: where the files of activations go; None to choose.
-
-    Raises:
-        BadFile: no folder on a disk can be written to.
-    """
+    """Rescues this thread's loop from running out of memory until `close`, or for a block; see `memfit.rescue`."""
 
     def __init__(self, *, eager: bool = False, limit_bytes: int | None = None, folder: str | None = None) -> None:
         self._folder: Path | None = None
