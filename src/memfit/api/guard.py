@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 from memfit.api import plan as planning
@@ -12,8 +11,7 @@ from memfit.core.errors import BadInput
 from memfit.core.guarding import AUTO, CannotFit, GuardOptions, StepResult, check_counts
 from memfit.core.plan import Plan
 from memfit.core.settings import Settings
-from memfit.guard.best import Best
-from memfit.guard.checkpointing import save_at_exit
+from memfit.guard.checkpointing import Best, save_at_exit
 from memfit.guard.checkpoints import Folder
 from memfit.guard.driver import Driver, Terms
 
@@ -267,9 +265,7 @@ class Guard:
     def __enter__(self) -> "Guard":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -19,7 +19,6 @@ from memfit.core.guarding import BadCheckpoint
 from memfit.core.typed_data import Count, mismatch
 from memfit.frameworks.torch.guard.sample_order import Indices, Sources, is_warm, open_at
 from memfit.frameworks.torch.guard.snapshot import RandomState
-from memfit.frameworks.torch.guard.state import random_from_tree
 from memfit.frameworks.torch.guard.state_checks import check_generators, check_random
 from memfit.frameworks.torch.streaming import CountedLoader, StreamLoader, is_over_stream, is_stream
 
@@ -63,7 +62,7 @@ class _States(TypedDict):
 
 
 class _Random(TypedDict):
-    """As `random_tree` makes it."""
+    """As `RandomState.to_tree` makes it."""
 
     python: Any
     torch_cpu: Any
@@ -131,7 +130,7 @@ class Batches:
             raise BadCheckpoint(f"the saved position in the data is invalid: {problem}")
         check_generators(state["now"])
         if state["is_running"]:
-            check_random(random_from_tree(state["begin"]["sources"]["random"]))
+            check_random(RandomState.from_tree(state["begin"]["sources"]["random"]))
             check_generators(state["begin"]["sources"]["own"])
 
     def load(self, state: dict[str, Any]) -> None:

@@ -24,20 +24,22 @@ from memfit.core.guarding import (
     Where,
 )
 from memfit.core.oom import clear_frames, recognise
+from memfit.core.own_memory import limits, read_sizes
 from memfit.core.plan import Plan
 from memfit.core.settings import Settings, Weighting
 from memfit.core.units import format_size
 from memfit.frameworks.torch import internals, oom
 from memfit.frameworks.torch.apply.fitted import check_unfitted
 from memfit.frameworks.torch.apply.loss_function import as_loss
-from memfit.frameworks.torch.apply.micro_batches import split
-from memfit.frameworks.torch.guard import available_memory as room
+from memfit.frameworks.torch.apply.micro_batches import places, split
 from memfit.frameworks.torch.guard import state as run_state
 from memfit.frameworks.torch.guard.batches import Batches
 from memfit.frameworks.torch.guard.library_steps import unwrapped
+from memfit.frameworks.torch.guard.parameters import device_of, storage_bytes
 from memfit.frameworks.torch.guard.ranks import ranks_of
-from memfit.frameworks.torch.guard.transaction import Clipping, Entry, Loss, Passes, Transaction
-from memfit.frameworks.torch.shapes.batch import may_be_samples
+from memfit.frameworks.torch.guard.transaction import Entry, Loss, Passes, Transaction
+from memfit.frameworks.torch.shapes.batch import common_first_dimension, may_be_samples
+from memfit.frameworks.torch.shapes.stand_in import tensors_in
 from memfit.frameworks.torch.trace import loss_probe as probe
 from memfit.frameworks.torch.trace.loss_probe import part_of
 
@@ -80,6 +82,7 @@ class TorchLoop(GuardedLoop):
         self._scheduler = scheduler
         self._options = options
         self._accumulate = accumulate
+        self._clip_norm = clip_norm
         self._commits = commits
         self.ranks = ranks_of(model)
         self.num_ranks, self.is_first = self.ranks.num_ranks, self.ranks.is_first
@@ -88,7 +91,7 @@ class TorchLoop(GuardedLoop):
             optimizer,
             self.ranks,
             scaler=scaler,
-            clipping=Clipping(clip_norm, options.clip_value, options.clip),
+            clip=self._clip,
             after_update=self._after_update,
         )
         self.batches = Batches(finish_window, _log.warning)
@@ -161,6 +164,14 @@ class TorchLoop(GuardedLoop):
         self.happened = outcome
         return None
 
+    def _clip(self, model: torch.nn.Module) -> None:
+        if self._options.clip is not None:
+            self._options.clip(model)
+        if self._clip_norm is not None:
+            self.ranks.clip_norm(list(model.parameters()), self._clip_norm)
+        if self._options.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), self._options.clip_value)
+
     def _after_update(self) -> None:
         if self._options.ema is not None:
             self._options.ema.update_parameters(self.plain_model)
@@ -195,7 +206,8 @@ class TorchLoop(GuardedLoop):
         """Recomputation of the blocks, and on devices offloading of what they keep."""
         mixes = any(isinstance(module, internals.NormBase) and module.training for module in self.model.modules())
         moves: list[dict[str, Any]] = []
-        paths = tuple(path for path in blocks(self.model) if not _is_inside(path, self._settings.offload))
+        offloaded = tuple(f"{path}." for path in self._settings.offload)
+        paths = tuple(path for path in blocks(self.model) if not f"{path}.".startswith(offloaded))
         if paths and not set(paths) <= set(self._settings.checkpoint):
             moves.append({"checkpoint": paths})
             if oom.where_of(self.model) is Where.DEVICE:
@@ -210,18 +222,49 @@ class TorchLoop(GuardedLoop):
 
     def size_of(self, batch: Any) -> BatchSize:
         """Samples and elements of a batch."""
-        return room.size_of(batch)
+        num_samples = common_first_dimension(batch)
+        elements = sum(tensor.numel() for tensor in tensors_in(batch))
+        return BatchSize(num_samples or None, max(1.0, elements / max(1, num_samples or 1)))
 
     def identity(self, batch: Any, host_bytes: int | None) -> list[object]:
-        """Everything that a finding about memory depends on."""
-        own = room.identity(self.model, self.optimizer, batch, host_bytes)
-        return [*own, self.num_ranks, self._accumulate]
+        """Everything that a finding about memory depends on: model, optimizer, shapes of one sample, device, memory."""
+        device = device_of(self.model)
+        name, memory = "cpu", min(filter(None, (data_limit_bytes(), host_bytes)), default=None)
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            name, memory = properties.name, properties.total_memory
+        return [
+            *((path, tuple(p.shape), p.dtype, p.requires_grad) for path, p in self.model.named_parameters()),
+            type(self.optimizer).__qualname__,
+            *((place, tuple(tensor.shape[1:]), tensor.dtype) for place, tensor in places(batch)),
+            *(device.type, name, memory, self.num_ranks, self._accumulate),
+        ]
 
     def room_bytes(self, host_bytes: int | None, budget_bytes: int | None) -> int | None:
-        """The budget, or what the machine has; processes that plan for themselves may come to different plans."""
+        """The budget, or what model, gradients, optimizer state, activations and batch may take together here."""
         if self.num_ranks > 1:
+            return None  # processes that plan for themselves may come to different plans
+        if budget_bytes:
+            return budget_bytes
+        device = device_of(self.model)
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            return int(free + torch.cuda.memory_reserved(device))
+        known = [size for size in (data_limit_bytes(), host_bytes) if size is not None]
+        sizes = read_sizes()
+        if not known or sizes is None:
             return None
-        return budget_bytes or room.room_bytes(self.model, self.optimizer, host_bytes)
+        # Private writable memory of this process, as RLIMIT_DATA counts it.
+        return max(0, min(known) - sizes[-1] + self.held_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """What parameters, gradients, buffers and the optimizer's state take now."""
+        gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
+        kept = getattr(self.optimizer, "state", {}).values()
+        states = (value for state in kept for value in state.values())
+        tensors = (value for value in states if isinstance(value, torch.Tensor))
+        return storage_bytes((*self.model.parameters(), *gradients, *self.model.buffers(), *tensors))
 
     def plan(self, make_plan: Callable[..., Plan], budget_bytes: int) -> Settings:
         """The planner's settings for the last batch."""
@@ -309,16 +352,15 @@ class TorchLoop(GuardedLoop):
 
     def explain(self, failure: OutOfMemory, settings: Settings, why_whole: str) -> str:
         """What was tried, what would be needed, what to do."""
-        held = room.held_bytes(self.model, self.optimizer)
         parameters = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         size = f" for {format_size(failure.requested_bytes)}" if failure.requested_bytes else ""
         tried = f"micro-batches of {settings.micro_batch_size}" if settings.micro_batch_size else "whole batches"
         if settings.checkpoint:
             tried += f" with {len(settings.checkpoint)} modules recomputed"
-        limit = room.data_limit_bytes() if failure.where == "host" else None
+        limit = data_limit_bytes() if failure.where == "host" else None
         lines = [
             f"memory ran out on the {failure.where}{size}, and nothing is left to try after {tried}.",
-            f"  parameters, buffers and optimizer state   {format_size(held)}",
+            f"  parameters, buffers and optimizer state   {format_size(self.held_bytes)}",
             f"  gradients                                 {format_size(parameters)}",
         ]
         if not self.optimizer.state:
@@ -403,8 +445,9 @@ class TorchLoop(GuardedLoop):
         self.transaction.close()
 
 
-def _is_inside(path: str, paths: tuple[str, ...]) -> bool:
-    return any(path == outer or path.startswith(f"{outer}.") for outer in paths)
+def data_limit_bytes() -> int | None:
+    """The soft limit of this process's data segment, RLIMIT_DATA or the address space's; None where there is none."""
+    return min((limit for limit in limits() if limit is not None), default=None)
 
 
 def _check(model: Any, optimizer: Any) -> None:

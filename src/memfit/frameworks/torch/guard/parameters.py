@@ -7,7 +7,7 @@ memory are written once.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,15 @@ from memfit.core.errors import BadFile, BadModel
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.tensor_file import TensorFile
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.guard import shards
 from memfit.frameworks.torch.guard.checkpoint_tensors import (
+    SHARDS,
     Decoder,
     Encoder,
     copy_into,
     described,
     is_shard,
     named_dtype,
+    read_shards,
     write_tensors,
 )
 
@@ -63,6 +64,13 @@ def entries_of(model: torch.nn.Module) -> dict[str, tuple[str, Any]]:
 def device_of(model: torch.nn.Module) -> torch.device:
     """Where the model is."""
     return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """What dense tensors take together; what they share counts once."""
+    dense = (tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta)
+    storages = (tensor.untyped_storage() for tensor in dense)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def compare(subject: str, what: str, saved: Mapping[str, Description], live: Mapping[str, Any]) -> None:
@@ -208,7 +216,7 @@ class Loading:
     def copy(self) -> None:
         """Gives all tensors the values in the files."""
         if self.shards:
-            shards.read(self.directory / shards.FOLDER, self.shards)
+            read_shards(self.directory / SHARDS, self.shards)
         for file, name, tensor in self.copies:
             copy_into(file, name, tensor)
 

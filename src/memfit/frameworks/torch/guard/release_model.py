@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from memfit.core.units import format_size
-from memfit.frameworks.torch.guard.available_memory import storage_bytes
-from memfit.frameworks.torch.guard.parameters import read, write
+from memfit.frameworks.torch.guard.parameters import read, storage_bytes, write
 from memfit.frameworks.torch.oom import release
 
 __all__ = ["read", "seed", "watch", "write"]

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.guard.snapshot import RandomState
-from memfit.frameworks.torch.guard.state import random_from_tree, random_tree
 
 _END = object()
 
@@ -33,11 +32,11 @@ class Sources:
 
     def read(self) -> dict[str, Any]:
         """All states at this moment, as plain data and tensors."""
-        return {"random": random_tree(RandomState.now()), "own": self.read_own()}
+        return {"random": RandomState.now().to_tree(), "own": self.read_own()}
 
     def write(self, states: dict[str, Any]) -> None:
         """Sets everything back to what `read` gave."""
-        random_from_tree(states["random"]).restore()
+        RandomState.from_tree(states["random"]).restore()
         self.write_own(states["own"])
 
     def read_own(self) -> dict[str, Any]:

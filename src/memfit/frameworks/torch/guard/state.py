@@ -6,7 +6,7 @@ of another model leaves this one as it was. Values are copied into the tensors t
 and layout; only the state of a fresh optimizer is made anew.
 
 Of several processes the first writes what all have in common. Tensors that are spread over them (FSDP2) are written by
-all (`shards`), and random states and positions in the data, which differ, by each process in a file of its own.
+all, and random states and positions in the data, which differ, by each process in a file of its own.
 """
 
 import copy
@@ -23,8 +23,17 @@ from memfit.core.guarding import BadCheckpoint
 from memfit.core.plain_files import read_plain
 from memfit.core.tensor_file import TensorFile
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.guard import shards
-from memfit.frameworks.torch.guard.checkpoint_tensors import Decoder, Encoder, described, is_shard, write_tensors
+from memfit.frameworks.torch.guard.checkpoint_tensors import (
+    SHARDS,
+    Decoder,
+    Encoder,
+    described,
+    is_shard,
+    num_ranks,
+    rank,
+    write_shards,
+    write_tensors,
+)
 from memfit.frameworks.torch.guard.parameters import (
     ADVICE,
     Loading,
@@ -86,20 +95,20 @@ def save(
         elif value is not None:
             content = encoders.get(name, rest).encode(_state_of(value, name), name)
             parts[name] = {"class": _class_of(value), "state": content}
-    values = {"random": random_tree(RandomState.now()), "progress": progress or {}}
+    values = {"random": RandomState.now().to_tree(), "progress": progress or {}}
     encoded = {name: {"state": own.encode(value, name)} for name, value in values.items()}
     spread = {f"{part}.{name}": t for part, encoder in encoders.items() for name, t in encoder.shards.items()}
     if spread:
-        shards.write(directory / shards.FOLDER, spread)
-    if shards.rank():
-        path = _own_file(directory, shards.rank())
+        write_shards(directory / SHARDS, spread)
+    if rank():
+        path = _own_file(directory)
         write_tensors(path.with_suffix(".safetensors"), own.tensors)
         path.write_text(json.dumps(encoded, allow_nan=False), encoding="utf-8")
         return
     for name in encoders.keys() & parts.keys():
         write_tensors(directory / f"{name}.safetensors", encoders[name].tensors)
     write_tensors(directory / "rest.safetensors", {**rest.tensors, **own.tensors})
-    _write_tree(directory, {"num_processes": shards.num_ranks(), "is_sharded": bool(spread), **parts, **encoded})
+    _write_tree(directory, {"num_processes": num_ranks(), "is_sharded": bool(spread), **parts, **encoded})
 
 
 def load(
@@ -140,15 +149,17 @@ def load(
             if name == "ema" and isinstance(value, torch.nn.Module):
                 loading.add_module(name, tree[name], value)
             elif value is not None and name != "optimizer":
-                decoder = (
-                    Decoder(TensorFile(directory / "ema.safetensors"), device_of(model)) if name == "ema" else rest
-                )
-                states.append((value, decoder.decode(tree[name]["state"]), name))
+                file = TensorFile(directory / ("ema.safetensors" if name == "ema" else "rest.safetensors"))
+                states.append((value, Decoder(file, device_of(model)).decode(tree[name]["state"]), name))
         if optimizer is not None:
             update = _OptimizerState(loading, tree, model, optimizer)
         check(progress)
+        if extra:
+            saved = progress.get("extra")
+            if not isinstance(saved, dict):
+                raise BadCheckpoint("the checkpoint holds no states of further objects")
+            states += [(value, saved[name], name) for name, value in extra.items() if name in saved]
         # An average is too large for a copy to go back to, so it comes last.
-        states += _extra_states(extra, progress)
         _put_all(sorted(states, key=lambda state: state[2] == "ema"), loading)
     loading.copy()
     # After the scheduler: some set learning rates when they are loaded, and those of the optimizer are the true ones.
@@ -208,17 +219,6 @@ class Parameters:
             if isinstance(value, torch.Tensor):
                 encoder.tensor(value, name)
         return encoder.tensors
-
-
-def random_tree(state: RandomState) -> dict[str, Any]:
-    """Random states as plain data and tensors."""
-    return {"python": state.python, "torch_cpu": state.torch_cpu, "cuda": [*state.cuda], "numpy": state.numpy}
-
-
-def random_from_tree(tree: dict[str, Any]) -> RandomState:
-    """The random states that `random_tree` was given; of devices that aren't here any more, none."""
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return RandomState(tree["python"], tree["torch_cpu"], tuple(tree["cuda"][:num_devices]), tree["numpy"])
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -378,33 +378,23 @@ def _state_of(value: Any, part: str) -> Any:
     return value.state_dict()
 
 
-def _own_file(directory: Path, rank: int) -> Path:
-    return directory / f"process-{rank:05d}.json"
+def _own_file(directory: Path) -> Path:
+    return directory / f"process-{rank():05d}.json"
 
 
 def _own_values(directory: Path, tree: dict[str, Any], rest: Decoder) -> tuple[RandomState | None, dict[str, Any]]:
     """(random states of this process, None where as many processes don't read as wrote; progress)."""
-    is_same = tree["num_processes"] == shards.num_ranks()
-    if is_same and shards.rank():
-        path = _own_file(directory, shards.rank())
+    is_same = tree["num_processes"] == num_ranks()
+    if is_same and rank():
+        path = _own_file(directory)
         tree, rest = _read_json(path), Decoder(TensorFile(path.with_suffix(".safetensors")))
-    random_state = random_from_tree(rest.decode(tree["random"]["state"])) if is_same else None
+    random_state = RandomState.from_tree(rest.decode(tree["random"]["state"])) if is_same else None
     if random_state is not None:
         check_random(random_state)
     progress = rest.decode(tree["progress"]["state"])
     if not isinstance(progress, dict):
         raise BadCheckpoint(f"{directory / _TREE} holds no progress")
     return random_state, progress
-
-
-def _extra_states(objects: dict[str, Any] | None, progress: dict[str, Any]) -> list[tuple[Any, Any, str]]:
-    """Further objects with their states, for `_put_all`."""
-    if not objects:
-        return []
-    states = progress.get("extra")
-    if not isinstance(states, dict):
-        raise BadCheckpoint("the checkpoint holds no states of further objects")
-    return [(value, states[name], name) for name, value in objects.items() if name in states]
 
 
 def _put_all(states: list[tuple[Any, Any, str]], loading: Loading) -> None:

@@ -18,14 +18,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from memfit.core import heap
 from memfit.core.guarding import CannotFit, OutOfMemory, Where
-from memfit.core.oom import clear_frames, recognise
+from memfit.core.oom import caught
 from memfit.core.settings import Settings
 from memfit.frameworks.torch import internals, oom
 from memfit.frameworks.torch.apply.fitted import Fitted
@@ -67,24 +66,6 @@ class Entry:
     versions: tuple[int, ...] = ()  # PyTorch's counts of writes to the tensors of the batch
 
 
-@dataclass(frozen=True, slots=True)
-class Clipping:
-    """How gradients are clipped before the update."""
-
-    norm: float | None = None  # greatest norm of all together
-    value: float | None = None  # greatest value of an element
-    function: Callable[[Any], Any] | None = None  # called with the model instead of both
-
-    def apply(self, model: torch.nn.Module, ranks: Ranks) -> None:
-        """Clips the gradients that are there."""
-        if self.function is not None:
-            self.function(model)
-        if self.norm is not None:
-            ranks.clip_norm(list(model.parameters()), self.norm)
-        if self.value is not None:
-            torch.nn.utils.clip_grad_value_(model.parameters(), self.value)
-
-
 class Transaction:
     """Runs the updates of one model."""
 
@@ -95,7 +76,7 @@ class Transaction:
         ranks: Ranks,
         *,
         scaler: Any = None,
-        clipping: Clipping | None = None,
+        clip: Callable[[torch.nn.Module], object] = lambda model: None,
         after_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
@@ -103,7 +84,7 @@ class Transaction:
         self.ranks = ranks
         self.scaler = scaler
         self.extra_bytes = 0  # memory that the last snapshot took
-        self._clipping = clipping or Clipping()
+        self._clip = clip
         self._after_update = after_update
         self._snapshot = Snapshot(model)
         self._update = Update(optimizer)
@@ -134,7 +115,7 @@ class Transaction:
         self._window_length, self.entries, self.is_stale = length, [], False
         self.ranks.begin()
         self._clear_gradients()
-        if self._caught(self._snapshot.begin) is not None:
+        if caught(self._snapshot.begin) is not None:
             # Nothing has happened yet; what is left over from before goes first.
             oom.release()
             self._snapshot.begin()
@@ -169,7 +150,7 @@ class Transaction:
                 entry.random_state.restore(but=entry.goes_on)
             settings = settings_of(entry.batch)
             self.last_run = entry
-            failure = self._voted(self._caught(partial(self._run, entry, settings)))
+            failure = self._voted(caught(partial(self._run, entry, settings)))
             if failure is not None:
                 break
             if self._window_length > 1:
@@ -179,7 +160,7 @@ class Transaction:
 
     def finish(self) -> OutOfMemory | None:
         """Makes the gradients those of the window and prepares the update; what ran out, on this or another process."""
-        return self._voted(self._caught(self._prepare))
+        return self._voted(caught(self._prepare))
 
     def commit(self) -> bool | OutOfMemory:
         """Updates the parameters; False where the update was left out. Nothing can be undone afterwards.
@@ -196,7 +177,7 @@ class Transaction:
         if self._weight() != 0:
             if self.ranks.num_ranks > 1:
                 step()
-            elif (failure := self._caught(step)) is not None:
+            elif (failure := caught(step)) is not None:
                 return failure
         if happened:
             with self._update.retrying():
@@ -212,9 +193,9 @@ class Transaction:
 
     def update_by(self, update: Callable[[], object]) -> OutOfMemory | None:
         """Has `update`, another library's, change the parameters; what ran out before anything had changed."""
-        failure = self._caught(self._update.prepare)
+        failure = caught(self._update.prepare)
         if failure is None:
-            failure = self._caught(partial(self._update.step, run=update))
+            failure = caught(partial(self._update.step, run=update))
         if failure is None:
             self._end()
         return failure
@@ -266,18 +247,6 @@ class Transaction:
 
     # Parts.
 
-    def _caught(self, action: Callable[[], object]) -> OutOfMemory | None:
-        try:
-            action()
-            return None
-        except Exception as error:
-            failure = recognise(error)
-            if failure is None:
-                raise
-            # The frames of the exception hold the tensors of the failed pass.
-            clear_frames(error)
-        return failure
-
     def _voted(self, failure: OutOfMemory | None) -> OutOfMemory | None:
         if self.ranks.vote(failure is not None) and failure is None:
             return OutOfMemory(oom.where_of(self.model), "another rank", text="another process ran out of memory")
@@ -327,7 +296,7 @@ class Transaction:
             self.scaler.unscale_(self._update.optimizer)
         if weight not in (None, 1.0):
             self._scale_gradients(1 / weight)
-        self._clipping.apply(self.model, self.ranks)
+        self._clip(self.model)
         self._update.prepare()
 
     def _undo(self) -> None:
@@ -456,11 +425,9 @@ class PooledStatistics:
             layer.begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         for layer in self._layers:
-            layer.end(keep=error is None)
+            layer.end(keep=kind is None)
 
 
 class _Layer:

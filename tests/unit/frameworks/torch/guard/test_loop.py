@@ -1,5 +1,7 @@
 """The objects of a training loop, as its guard handles them."""
 
+import resource
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from benchmarks.guard_cases import Cnn, Transformer
 from memfit.core.errors import BadModel
 from memfit.core.guarding import GuardOptions, OutOfMemory, Where
 from memfit.core.settings import Settings, Weighting
-from memfit.frameworks.torch.guard.loop import TorchLoop, blocks
+from memfit.frameworks.torch.guard.loop import TorchLoop, blocks, data_limit_bytes
 
 
 def make(model=None, **options):
@@ -90,6 +92,66 @@ def test_state_of_other_objects_goes_along(tmp_path):
 def test_a_model_must_be_a_module():
     with pytest.raises(BadModel, match="Module, but str was given"):
         TorchLoop("model", None)
+
+
+# How much memory a step has, and what a finding depends on.
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples", "elements"),
+    [
+        (torch.zeros(4, 3), 4, 3.0),
+        ((torch.zeros(4, 3), torch.zeros(4)), 4, 4.0),
+        ({"a": torch.zeros(2, 5), "b": torch.zeros(())}, 2, 5.5),
+        ((torch.zeros(4, 3), torch.zeros(5)), None, 17.0),
+        ([], None, 1.0),
+    ],
+)
+def test_size_of_a_batch(batch, samples, elements):
+    size = make().size_of(batch)
+
+    assert (size.num_samples, size.elements_per_sample) == (samples, elements)
+
+
+def test_what_is_held_counts_shared_storage_once():
+    model = nn.Linear(10, 10, bias=False)
+    model.other = model.weight
+    loop = make(model)
+    assert loop.held_bytes == 400
+
+    model(torch.zeros(1, 10)).sum().backward()
+    loop.optimizer.step()
+
+    # Weight, gradient, two moments, and a count of steps.
+    assert loop.held_bytes == 1604
+
+
+def test_the_room_is_what_the_limit_leaves_and_what_is_held():
+    loop = make(nn.Linear(1000, 1000, bias=False))
+    wide, narrow = (loop.room_bytes(size, None) for size in (2**45, 2**44))
+
+    assert wide - narrow == pytest.approx(2**44, abs=2**28)
+    assert loop.room_bytes(1, None) == 0
+
+
+def test_limits_of_this_process_count():
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    assert data_limit_bytes() is None
+    resource.setrlimit(resource.RLIMIT_DATA, (2**46, hard))
+    try:
+        assert data_limit_bytes() == 2**46
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_a_finding_depends_on_model_optimizer_shapes_and_memory():
+    def identity(width=4, kind=torch.optim.SGD, shape=(8, 4), host_bytes=100):
+        model = nn.Linear(4, width)
+        return TorchLoop(model, kind(model.parameters())).identity(torch.zeros(shape), host_bytes)
+
+    assert identity() == identity(shape=(2, 4))
+    for other in (identity(5), identity(kind=torch.optim.Adam), identity(shape=(8, 5)), identity(host_bytes=200)):
+        assert other != identity()
 
 
 # The repeated blocks of models.

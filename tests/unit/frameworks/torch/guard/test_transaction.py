@@ -11,7 +11,7 @@ from benchmarks.guard_cases import MESSAGE
 from memfit.core.settings import Settings
 from memfit.frameworks.torch.apply.recomputation import recompute
 from memfit.frameworks.torch.guard.ranks import Ranks
-from memfit.frameworks.torch.guard.transaction import Clipping, PooledStatistics, Transaction
+from memfit.frameworks.torch.guard.transaction import PooledStatistics, Transaction
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -122,7 +122,7 @@ def test_a_failure_in_clipping_is_rolled_back():
         if left.pop():
             raise MemoryError
 
-    transaction = make(clipping=Clipping(function=clip))
+    transaction = make(clip=clip)
     before = state(transaction)
     transaction.open(1)
     transaction.add(loss, BATCH)
@@ -142,7 +142,7 @@ def test_a_scaler_can_unscale_again_after_a_roll_back():
         if left.pop(0):
             raise MemoryError
 
-    transaction = make(scaler=scaler, clipping=Clipping(function=clip))
+    transaction = make(scaler=scaler, clip=clip)
     transaction.open(1)
     transaction.add(loss, BATCH)
     assert transaction.run(whole, again=False) is None
