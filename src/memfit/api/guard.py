@@ -186,7 +186,7 @@ class Guard:
         if self._best is None:
             loop, driver = self._loop, self._driver
             path = driver.checkpointing.path
-            kept = path / "best" if path is not None and loop.is_first else None
+            kept = path / "best" if path is not None and loop.ranks.is_first else None
             folder = None if kept is None else Folder(kept, 1, owner=loop.optimizer)
             self._best = Best(loop.kept_parameters(), lambda: driver.num_updates, folder, driver.save_last_alone)
         return self._best

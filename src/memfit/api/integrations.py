@@ -66,7 +66,7 @@ class LibraryGuard:
             self._loop.assumed_weighting = weighting
         with self._loop.window(loss, batch, run) as entry:
             # Processes that train together add up their gradients before the update, and that can fail, too.
-            self._loop.is_due = is_last and self._loop.num_ranks > 1
+            self._loop.is_due = is_last and self._loop.ranks.num_ranks > 1
             self._driver.step(batch)
         return entry.value
 
@@ -97,7 +97,7 @@ class LibraryGuard:
     def _recover_update(self, failure: OutOfMemory, replay: bool) -> None:
         loop, driver = self._loop, self._driver
         loop.in_update = True
-        if replay and loop.num_ranks == 1:
+        if replay and loop.ranks.num_ranks == 1:
             driver.recover(failure)
             while (again := loop.attempt(driver.settings_of, again=True)) is not None:
                 driver.recover(again)

@@ -105,7 +105,9 @@ class Driver:
         self.num_updates = 0  # real updates so far, those before a resume included
         self.resumed_from: int | None = None  # the update of the checkpoint that this run goes on from
         options = terms.options
-        self.checkpointing = Checkpointing(folder, options.keep, options.checkpoint_every, owner=loop.owner, ranks=loop)
+        self.checkpointing = Checkpointing(
+            folder, options.keep, options.checkpoint_every, owner=loop.owner, ranks=loop.ranks
+        )
         if loop.learns_from_start or self._first != Settings():
             _ = self.attempts
         self._resume()
@@ -132,7 +134,7 @@ class Driver:
 
     def _on_all(self, num_parts: int) -> int:
         """The number of micro-batches of the process that needs most."""
-        return -self.loop.agree([-num_parts])[0]
+        return -self.loop.ranks.agree([-num_parts])[0]
 
     # One step.
 
@@ -322,7 +324,7 @@ class Driver:
     def _agree(self) -> None:
         """All processes go on as the neediest of them."""
         if self._attempts is not None:
-            self._attempts.settle(self.loop.agree(self._attempts.votes()))
+            self._attempts.settle(self.loop.ranks.agree(self._attempts.votes()))
 
     # Checkpoints.
 
@@ -348,14 +350,14 @@ class Driver:
         where the user's code has changed the parameters since.
         """
         mark, self._mark = self._mark, None
-        if self.loop.num_ranks > 1 and (sys.exc_info()[0] is not None or not self.loop.is_connected):
+        if self.loop.ranks.num_ranks > 1 and (sys.exc_info()[0] is not None or not self.loop.is_connected):
             return  # the other processes, which would have to take part, know nothing of an exception here
-        if self.loop.agreed(mark is not None and not self.loop.broken and self.loop.is_at(mark)):
+        if self.loop.ranks.agreed(mark is not None and not self.loop.broken and self.loop.is_at(mark)):
             self.save()
 
     def save_last_alone(self) -> None:
         """The same where no other process would have to take part, which may not come by here."""
-        if self.loop.num_ranks == 1:
+        if self.loop.ranks.num_ranks == 1:
             self.save_last()
 
     def _resume(self) -> None:
@@ -375,7 +377,7 @@ class Driver:
         run_events.note("resume", update=self.num_updates, path=str(latest))
 
     def _remember(self) -> None:
-        if self._key is not None and self._attempts is not None and self._attempts.changed and self.loop.is_first:
+        if self._key is not None and self._attempts is not None and self._attempts.changed and self.loop.ranks.is_first:
             self._attempts.changed = False
             self._ceilings.put(self._key, self._attempts.to_json())
 
@@ -418,6 +420,6 @@ class Driver:
     def say(self, *texts: str) -> None:
         """Logs what has not been said before."""
         for text in texts:
-            if text not in self._said and self.loop.is_first:
+            if text not in self._said and self.loop.ranks.is_first:
                 self._said.add(text)
                 _log.warning(text)

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from memfit.core import env, run_events
-from memfit.core.adapter import GuardedLoop
+from memfit.core.adapter import GuardedLoop, SingleProcess
 from memfit.core.errors import BadInput
 from memfit.core.guarding import (
     AUTO,
@@ -369,10 +369,11 @@ def test_terms_that_can_not_be_used_are_refused(terms, error, text):
 def test_other_processes_do_not_wait_for_one_that_is_ending(tmp_path):
     loop, driver = guarded(Loop(), tmp_path, options=GuardOptions(remember=False, checkpoint_every=100))
     train(driver, 4)
-    loop.num_ranks = 2
+    loop.ranks = SingleProcess()
+    loop.ranks.num_ranks = 2
     driver.save_last()
     driver.save_last_alone()
-    loop.num_ranks = 1
+    loop.ranks.num_ranks = 1
     driver.close()
     assert not list(tmp_path.glob("step-*"))
 

@@ -23,7 +23,7 @@ from memfit.core.guarding import (
     Splitting,
     Where,
 )
-from memfit.core.oom import clear_frames, recognise
+from memfit.core.oom import caught, recognise
 from memfit.core.own_memory import limits, read_sizes
 from memfit.core.plan import Plan
 from memfit.core.settings import Settings, Weighting
@@ -36,7 +36,7 @@ from memfit.frameworks.torch.guard import state as run_state
 from memfit.frameworks.torch.guard.batches import Batches
 from memfit.frameworks.torch.guard.library_steps import unwrapped
 from memfit.frameworks.torch.guard.parameters import device_of, storage_bytes
-from memfit.frameworks.torch.guard.ranks import ranks_of
+from memfit.frameworks.torch.guard.ranks import Ranks, ranks_of
 from memfit.frameworks.torch.guard.transaction import Entry, Loss, Passes, Transaction
 from memfit.frameworks.torch.shapes.batch import common_first_dimension, may_be_samples
 from memfit.frameworks.torch.shapes.stand_in import tensors_in
@@ -84,8 +84,7 @@ class TorchLoop(GuardedLoop):
         self._accumulate = accumulate
         self._clip_norm = clip_norm
         self._commits = commits
-        self.ranks = ranks_of(model)
-        self.num_ranks, self.is_first = self.ranks.num_ranks, self.ranks.is_first
+        self.ranks: Ranks = ranks_of(model)
         self.transaction = Transaction(
             model,
             optimizer,
@@ -217,7 +216,7 @@ class TorchLoop(GuardedLoop):
             whole_first=mixes,
             grow_after=self._options.grow_after,
             # A norm that is given one sample fails on one process only, and the others would wait for it.
-            least_samples=2 if mixes and self.num_ranks > 1 else 1,
+            least_samples=2 if mixes and self.ranks.num_ranks > 1 else 1,
         )
 
     def size_of(self, batch: Any) -> BatchSize:
@@ -237,12 +236,12 @@ class TorchLoop(GuardedLoop):
             *((path, tuple(p.shape), p.dtype, p.requires_grad) for path, p in self.model.named_parameters()),
             type(self.optimizer).__qualname__,
             *((place, tuple(tensor.shape[1:]), tensor.dtype) for place, tensor in places(batch)),
-            *(device.type, name, memory, self.num_ranks, self._accumulate),
+            *(device.type, name, memory, self.ranks.num_ranks, self._accumulate),
         ]
 
     def room_bytes(self, host_bytes: int | None, budget_bytes: int | None) -> int | None:
         """The budget, or what model, gradients, optimizer state, activations and batch may take together here."""
-        if self.num_ranks > 1:
+        if self.ranks.num_ranks > 1:
             return None  # processes that plan for themselves may come to different plans
         if budget_bytes:
             return budget_bytes
@@ -306,10 +305,10 @@ class TorchLoop(GuardedLoop):
             # How many passes it takes to find out depends on the batch and on time, and all would have to run as many.
             return self.assumed_weighting, "the passes of a sharded model can't be tried out by one process"
         weighting, reason = self._found_weighting(loss, batch)
-        if self.num_ranks == 1:
+        if self.ranks.num_ranks == 1:
             return weighting, reason
         # Other batches may say something else; all processes go by what the first one has found.
-        shared = json.loads(self.share(json.dumps([None if weighting is None else asdict(weighting), reason])))
+        shared = json.loads(self.ranks.share(json.dumps([None if weighting is None else asdict(weighting), reason])))
         return None if shared[0] is None else Weighting(**shared[0]), shared[1]
 
     def _found_weighting(self, loss: Loss, batch: Any) -> tuple[Weighting | None, str]:
@@ -326,7 +325,7 @@ class TorchLoop(GuardedLoop):
 
     def _probed(self, loss: Loss, batch: Any) -> probe.Found | None:
         """What a probe finds out; None where memory runs out in it."""
-        ran_out = False
+        ran_out, results = False, []
 
         def watched(model: Any, part: Any) -> Any:
             nonlocal ran_out
@@ -336,15 +335,11 @@ class TorchLoop(GuardedLoop):
                 ran_out = ran_out or recognise(error) is not None
                 raise
 
-        try:
+        def run() -> None:
             self.transaction.close()
-            found = probe.find_weighting(self.plain_model, watched, batch)
-        except Exception as error:
-            if recognise(error) is None:
-                raise
-            clear_frames(error)
-            return None
-        return None if ran_out else found
+            results.append(probe.find_weighting(self.plain_model, watched, batch))
+
+        return results[0] if caught(run) is None and not ran_out else None
 
     def differences(self, settings: Settings) -> str:
         """What parts of a batch compute in another way than the whole."""
@@ -416,29 +411,7 @@ class TorchLoop(GuardedLoop):
 
     def kept_parameters(self) -> Any:
         """What `guard.best` keeps of the model."""
-        from memfit.frameworks.torch.guard.state import Parameters
-
-        return Parameters(self.plain_model)
-
-    def share(self, text: str) -> str:
-        """The text of the first process."""
-        if self.num_ranks == 1:
-            return text
-        shared = [text]
-        torch.distributed.broadcast_object_list(shared, src=0)
-        return shared[0]
-
-    def any(self, value: bool) -> bool:
-        """True if true on any process."""
-        return self.ranks.vote(value)
-
-    def agreed(self, value: bool) -> bool:
-        """What the first process says."""
-        return value if self.num_ranks == 1 else bool(self.ranks.agree([int(value)])[0])
-
-    def agree(self, numbers: list[int]) -> list[int]:
-        """The least of each number over all processes."""
-        return self.ranks.agree(numbers)
+        return run_state.Parameters(self.plain_model)
 
     def close(self) -> None:
         """Takes all settings off the model."""

@@ -153,9 +153,9 @@ class ExchangingRanks(Ranks):
         self._is_decided = someone_failed
         return someone_failed, someone_has_more
 
-    def vote(self, failed: bool) -> bool:
-        """True if any process failed since the last vote."""
-        someone_failed = self._is_decided or self.check(failed)[0]
+    def any(self, value: bool) -> bool:
+        """A vote: True if true on any process since the last one, such as that it failed."""
+        someone_failed = self._is_decided or self.check(value)[0]
         self._is_decided = False
         return someone_failed
 
@@ -175,6 +175,17 @@ class ExchangingRanks(Ranks):
     def agree(self, numbers: list[int]) -> list[int]:
         """The least of each number over all processes."""
         return self._exchange(numbers, dist.ReduceOp.MIN)
+
+    def agreed(self, value: bool) -> bool:
+        """True if true on all processes."""
+        return bool(self.agree([int(value)])[0])
+
+    def share(self, text: str) -> str:
+        """The text of the first process."""
+        shared = [text]
+        if self.num_ranks > 1:
+            dist.broadcast_object_list(shared, src=0)
+        return shared[0]
 
     def total(self, weight: float) -> float:
         """The sum of a number over all processes."""

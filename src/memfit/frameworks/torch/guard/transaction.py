@@ -248,7 +248,7 @@ class Transaction:
     # Parts.
 
     def _voted(self, failure: OutOfMemory | None) -> OutOfMemory | None:
-        if self.ranks.vote(failure is not None) and failure is None:
+        if self.ranks.any(failure is not None) and failure is None:
             return OutOfMemory(oom.where_of(self.model), "another rank", text="another process ran out of memory")
         return failure
 

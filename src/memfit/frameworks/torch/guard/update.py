@@ -33,6 +33,7 @@ from memfit.frameworks.torch import internals, oom
 from memfit.frameworks.torch.apply.single_updates import plain_step
 from memfit.frameworks.torch.internals import TorchDispatchMode
 from memfit.frameworks.torch.rescue.retry import generator_states, rerun
+from memfit.frameworks.torch.shapes.recorder import Recorder
 
 # Memory may come back by itself: another thread or process gives some up, or the system writes pages out.
 WAITS_SECONDS = (0.0, 0.05, 0.5)
@@ -417,11 +418,14 @@ def rooms_of_update(optimizer: Any) -> tuple[UpdateRoom, ...]:
 def _pieces_at_peak(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[int, ...]:
     with internals.disable_current_modes(), internals.disable_torch_function():
         twin = _twin(optimizer, device)
-        live = _Live()
-        with live:
+        recorder = Recorder(lambda: ("", ""))
+        with _Recording(recorder):
             plain_step(twin)(twin)
+        timeline = recorder.timeline()
         # A fused kernel has no temporaries: only what stays was new.
-        return live.held if all(group.get("fused") for group in optimizer.param_groups) else live.at_peak
+        is_fused = all(group.get("fused") for group in optimizer.param_groups)
+        tick = timeline.num_ticks - 1 if is_fused else timeline.peak()[0]
+        return tuple(block.size_bytes for block in timeline.live_at(tick))
 
 
 def _twin(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
@@ -487,47 +491,23 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
 
 
-class _Live(TorchDispatchMode):
-    """Follows the storages that operators make, on tensors without numbers."""
+class _Recording(TorchDispatchMode):
+    """Records the storages that operators make, on tensors without numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sizes: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[Any]] = {}
-        self._total = 0
-        self._peak = 0
-        self.at_peak: tuple[int, ...] = ()
+        self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is internals.local_scalar_dense and args[0].is_meta:
             # Any number will do: it decides about values, not about memory.
             return 1.0 if args[0].is_floating_point() else 1
         known = {_key(tensor) for tensor in internals.tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
-        made = func(*args, **(kwargs or {}))
-        for tensor in internals.tree_leaves(made):
+        results = func(*args, **(kwargs or {}))
+        for tensor in internals.tree_leaves(results):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta and _key(tensor) not in known:
-                self._add(tensor)
-        if self._total > self._peak:
-            self._peak = self._total
-            self.at_peak = self.held
-        return made
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """Sizes of what is alive now."""
-        return tuple(self._sizes.values())
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        storage, key = tensor.untyped_storage(), _key(tensor)
-        if key in self._sizes or not storage.nbytes():
-            return
-        self._sizes[key] = storage.nbytes()
-        self._total += storage.nbytes()
-        self._references[key] = weakref.ref(storage, lambda _, key=key: self._freed(key))  # type: ignore[misc]
-
-    def _freed(self, key: int) -> None:
-        del self._references[key]
-        self._total -= self._sizes.pop(key)
+                self._recorder.add(tensor, "")
+        return results
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -174,8 +174,8 @@ def test_small_numbers_pass_through():
 
     assert ranks.agree([3, 4]) == [3, 4]
     assert ranks.total(2.5) == 2.5
-    assert ranks.vote(True)
-    assert not ranks.vote(False)
+    assert ranks.any(True)
+    assert not ranks.any(False)
 
 
 def test_every_process_clips_for_itself():

@@ -175,8 +175,8 @@ def test_small_numbers_pass_through():
 
     assert ranks.agree([3, 4]) == [3, 4]
     assert ranks.total(2.5) == 2.5
-    assert ranks.vote(True)
-    assert not ranks.vote(False)
+    assert ranks.any(True)
+    assert not ranks.any(False)
 
 
 def test_a_model_that_is_split_in_another_way_is_refused():

@@ -58,11 +58,11 @@ def test_the_least_number_of_all_counts(others):
 
 def test_a_vote_is_lost_where_one_process_failed(others):
     numbers = exchange()
-    assert not numbers.vote(False)
+    assert not numbers.any(False)
 
     others["numbers"] = [1, 0]
 
-    assert numbers.vote(False)
+    assert numbers.any(False)
 
 
 def test_a_check_that_finds_a_failure_decides_the_next_vote_and_no_other(others):
@@ -75,8 +75,8 @@ def test_a_check_that_finds_a_failure_decides_the_next_vote_and_no_other(others)
     others["numbers"] = []
 
     # THEN the vote is lost, without an exchange, and the next one is open again
-    assert numbers.vote(False)
-    assert not numbers.vote(False)
+    assert numbers.any(False)
+    assert not numbers.any(False)
 
 
 def test_what_fails_elsewhere_fails_here(others):
