@@ -7,7 +7,6 @@ what `accelerator.prepare` returns.
 import functools
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -39,6 +38,11 @@ class LibraryGuard:
         self._driver = Driver(self._loop, Terms(plan=None, options=options))
         self.model = model  # the model that is guarded
         self.optimizer = self._loop.optimizer  # its optimizer, without what a library has wrapped around it
+        transaction = self._loop.transaction
+        self.retrying = transaction.retrying  # entered around what changes gradients in place, such as clipping
+        self.put_back = transaction.kept.append  # takes what has `remember` and `restore`, for windows that are undone
+        self.forget = transaction.forget  # the batches so far will see no update
+        self.close = self._driver.close
 
     def passes(
         self,
@@ -51,15 +55,8 @@ class LibraryGuard:
     ) -> Any:
         """Forward and backward pass of a batch; its loss, detached, or None where nothing of it counted.
 
-        Args:
-            loss: takes the model and a batch, returns the loss: by it is found out how losses of parts add up.
-            batch: any nesting of tensors.
-            run: runs forward and backward pass of a part, whose loss counts by a factor; returns the loss, detached.
-            is_last: whether an update follows.
-            weighting: how the losses of parts add up where that can't be found out; None: by their samples.
-
-        Raises:
-            CannotFit: memory ran out and nothing is left to try.
+        By `loss` is found out how losses of parts add up; where it can't be, by the weighting. `run` runs both passes
+        of a part, whose loss counts by a factor, and returns the loss, detached. An update follows the last batch.
         """
         self._driver.check()
         if weighting is not None:
@@ -71,15 +68,9 @@ class LibraryGuard:
         return entry.value
 
     def update(self, update: Callable[[], object], *, replay: bool) -> None:
-        """Has the library update the parameters.
+        """Has the library update the parameters, again where that ran out of memory before anything had changed.
 
-        Args:
-            update: does it; may be called again after it ran out of memory.
-            replay: whether it clips gradients as well, so that they must be made anew before it is called again.
-
-        Raises:
-            CannotFit: memory ran out before anything had changed, and nothing is left to try.
-            BrokenUpdate: memory ran out in the middle of it.
+        With `replay` it clips gradients as well, so that they must be made anew before.
         """
         transaction = self._loop.transaction
         if not transaction.entries:
@@ -110,23 +101,6 @@ class LibraryGuard:
         if not left:
             raise CannotFit(loop.explain(failure, settings, ""), failure)
         loop.transaction.refit(settings)
-
-    def retrying(self) -> AbstractContextManager[None]:
-        """Entered around what changes gradients in place: an operator that finds no memory is called again."""
-        context: AbstractContextManager[None] = self._loop.transaction.retrying()
-        return context
-
-    def put_back(self, kept: Any) -> None:
-        """Has `kept.remember()` and `kept.restore()` called where a window begins and where it is undone."""
-        self._loop.transaction.kept.append(kept)
-
-    def forget(self) -> None:
-        """The batches so far will see no update."""
-        self._loop.transaction.forget()
-
-    def close(self) -> None:
-        """Takes all settings off the model."""
-        self._driver.close()
 
 
 class GuardedTrainerMixin:
@@ -169,13 +143,13 @@ def guard_trainer(trainer: Any, options: GuardOptions | None = None) -> Any:
 
 
 def _trainer_guard(trainer: Any) -> Any:
-    found = vars(trainer).get("_memfit_guard")
-    if found is None:
+    guard = vars(trainer).get("_memfit_guard")
+    if guard is None:
         torch_adapter()
         from memfit.frameworks.torch.guard.transformers_trainer import TrainerGuard
 
-        found = trainer._memfit_guard = TrainerGuard(trainer, _maker(trainer.memfit_options))
-    return found
+        guard = trainer._memfit_guard = TrainerGuard(trainer, _maker(trainer.memfit_options))
+    return guard
 
 
 def _maker(options: GuardOptions) -> Any:
@@ -235,18 +209,13 @@ def _lightning_guard(lightning: ModuleType) -> Any:
             self._loop = LightningLoop(trainer, self._make_guard)
             self._loop.attach()
 
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        def on_train_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             """Leaves the trainer as it was."""
-            self._detach()
-
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            """Leaves the trainer as it was."""
-            self._detach()
-
-        def _detach(self) -> None:
             if self._loop is not None:
                 self._loop.close()
                 self._loop = None
+
+        on_exception = on_train_end
 
     return LightningGuard
 

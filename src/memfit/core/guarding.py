@@ -53,11 +53,8 @@ class GuardOptions:
     def refuse(self, whose: str, instead: dict[str, str]) -> None:
         """Refuses options that a guard doesn't take, with what to use in place of each."""
         for name, text in instead.items():
-            if getattr(self, name) != _DEFAULTS[name]:
+            if getattr(self, name) != getattr(GuardOptions(), name):
                 raise BadInput(f"{whose} takes no {name}: {text}.")
-
-
-_DEFAULTS = {name: field.default for name, field in GuardOptions.__dataclass_fields__.items()}
 
 
 def check_counts(**counts: object) -> None:

@@ -7,7 +7,6 @@ loaded; anything else that can be iterated over again is, and batches are droppe
 """
 
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypedDict
@@ -73,9 +72,9 @@ class _Random(TypedDict):
 class Batches:
     """Iterates over loaders, one epoch after the other; at the end of each a window that isn't full is finished."""
 
-    def __init__(self, finish_window: Callable[[], None], say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, finish_window: Callable[[], None], say: Callable[[str], None]) -> None:
         self._finish_window = finish_window
-        self._say = _warn if say is None else say
+        self._say = say
         self.epoch = 0  # the epoch in progress, or the one that comes next, counted from 0
         self.batch = 0  # batches of it that were given out
         self._is_running = False
@@ -326,7 +325,3 @@ def _length(loader: Any) -> int | None:
 
 def _batches(length: int | None) -> str:
     return "an unknown number of batches" if length is None else f"{length} batches"
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=3)
