@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memfit.core import run_events
+from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 from memfit.frameworks.torch.shapes.stand_in import map_tensors
 
 _log = logging.getLogger("memfit")
@@ -25,6 +26,10 @@ class LibraryLoop:
         self._make_guard = make_guard
         self._guard: StepGuard | None = None
         self._undo = ExitStack()
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Gives an object another attribute until this is closed."""
+        self._undo.enter_context(replaced([Replacement(owner, name, value)]))
 
     def close(self) -> None:
         """Leaves the trainer as it was."""
@@ -61,16 +66,6 @@ def last_checkpoint(library: str, advice: str) -> str | None:
     _log.warning("resuming %s from %s", library, path)
     run_events.note("resume", path=path)
     return path
-
-
-def replace_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Gives an object another attribute until `undo` is closed."""
-    own = vars(owner)
-    if name in own:
-        undo.callback(setattr, owner, name, own[name])
-    else:
-        undo.callback(delattr, owner, name)
-    setattr(owner, name, value)
 
 
 def copied(batch: Any) -> Any:

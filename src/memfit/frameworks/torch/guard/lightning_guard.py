@@ -23,7 +23,6 @@ from memfit.frameworks.torch.guard.library_steps import (
     StepGuard,
     copied,
     last_checkpoint,
-    replace_attribute,
     weighed,
 )
 
@@ -60,14 +59,14 @@ class LightningLoop(LibraryLoop):
                 closure.closure = functools.partial(self._run_closure, guard, automatic, closure, kwargs)
             return closure
 
-        replace_attribute(self._undo, automatic, "_make_closure", make_guarded)
+        self.replace(automatic, "_make_closure", make_guarded)
         optimizer_step = plugin.optimizer_step
 
         def guarded_step(optimizer: Any, model: Any, closure: Callable[[], Any], **named: Any) -> Any:
             return _step(guard, functools.partial(optimizer_step, optimizer, model=model, **named), closure)
 
-        replace_attribute(self._undo, plugin, "optimizer_step", guarded_step)
-        replace_attribute(self._undo, trainer, "save_checkpoint", _told(trainer, trainer.save_checkpoint))
+        self.replace(plugin, "optimizer_step", guarded_step)
+        self.replace(trainer, "save_checkpoint", _told(trainer, trainer.save_checkpoint))
 
     def _run_closure(self, guard: StepGuard, automatic: Any, closure: Any, kwargs: Any, *_: Any, **__: Any) -> Any:
         """What `Closure.closure` does, with the parts of the batch."""

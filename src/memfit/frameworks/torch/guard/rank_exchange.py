@@ -13,12 +13,11 @@ processes are told before their next pass, roll back, and run the step again.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from memfit.core.oom import clear_frames, recognise
 from memfit.frameworks.torch import internals, oom
 from memfit.frameworks.torch.guard.ranks import Ranks
+from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 
 # Functions of `torch.distributed` that are counted; releases before 2.13 lack the `single` ones.
 _COLLECTIVES = (
@@ -81,15 +81,10 @@ class Counter:
     num_skipped: int = 0
     num_done: int = 0
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """In this context operations are counted, on whatever thread they are."""
-        with ExitStack() as stack:
-            for name in _COLLECTIVES:
-                function = getattr(dist, name, None)
-                if function is not None:
-                    stack.enter_context(mock.patch.object(dist, name, self._counted(function)))
-            yield
+    def counting(self) -> AbstractContextManager[None]:
+        """A context in which operations are counted, on whatever thread they are."""
+        present = [name for name in _COLLECTIVES if hasattr(dist, name)]
+        return replaced([Replacement(dist, name, self._counted(getattr(dist, name))) for name in present])
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:

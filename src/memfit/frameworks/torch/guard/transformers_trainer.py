@@ -22,7 +22,6 @@ from memfit.frameworks.torch.guard.library_steps import (
     StepGuard,
     copied,
     last_checkpoint,
-    replace_attribute,
     unwrapped,
     weighed,
 )
@@ -149,7 +148,7 @@ class TrainerGuard(LibraryLoop):
                 loss = weighed(loss, self._factor)
             return backward(loss, **options)
 
-        replace_attribute(self._undo, accelerator, "backward", weighed_backward)
+        self.replace(accelerator, "backward", weighed_backward)
 
         def protected(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
             with guard.retrying():
@@ -157,7 +156,7 @@ class TrainerGuard(LibraryLoop):
 
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             clip = functools.partial(protected, getattr(accelerator, name))
-            replace_attribute(self._undo, accelerator, name, clip)
+            self.replace(accelerator, name, clip)
         step = optimizer.step
 
         @functools.wraps(step)
@@ -168,7 +167,7 @@ class TrainerGuard(LibraryLoop):
             guard.update(lambda: results.append(step(*arguments, **named)), replay=False)
             return results[-1]
 
-        replace_attribute(self._undo, optimizer, "step", guarded_step)
+        self.replace(optimizer, "step", guarded_step)
 
 
 _TRAIN_ARGUMENTS = ("resume_from_checkpoint", "trial", "ignore_keys_for_eval")

@@ -1,11 +1,9 @@
 """What the guards of trainers share."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 
-from memfit.frameworks.torch.guard.library_steps import copied, replace_attribute, unwrapped, weighed
+from memfit.frameworks.torch.guard.library_steps import LibraryLoop, copied, unwrapped, weighed
 
 
 class Owner:
@@ -20,9 +18,10 @@ def test_an_attribute_is_replaced_for_a_while(is_set_before):
         owner.method = lambda: "set"
     before, own = owner.method(), dict(vars(owner))
 
-    with ExitStack() as undo:
-        replace_attribute(undo, owner, "method", lambda: "other")
-        assert owner.method() == "other"
+    loop = LibraryLoop(None, None)
+    loop.replace(owner, "method", lambda: "other")
+    assert owner.method() == "other"
+    loop.close()
 
     assert owner.method() == before
     assert vars(owner) == own
