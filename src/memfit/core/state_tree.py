@@ -8,7 +8,6 @@ tag in their place says which it is. The types come back as they were, to the bi
 import base64
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -45,8 +44,13 @@ class Encoder:
         if kind in _LISTS:
             parts = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
             return {_LISTS[kind]: self.encode_each(parts, path)}
+        if kind is dict and all(type(key) is str and not key.startswith("__") for key in value):
+            return {key: self.encode(part, f"{path}.{key}") for key, part in value.items()}
         if kind in _DICTS:
-            return self._dictionary(value, path)
+            pairs = [
+                [self.encode(key, f"{path}.<key>"), self.encode(part, f"{path}.{key}")] for key, part in value.items()
+            ]
+            return {_DICTS[kind]: pairs}
         if kind is deque:
             return {"__deque__": [self.encode([*value], path), value.maxlen]}
         if kind in (bytes, bytearray):
@@ -75,15 +79,6 @@ class Encoder:
     def encode_special(self, value: Any, path: str) -> Any:
         """A framework's own value, tagged; None for what it has no tag for."""
         return None
-
-    def _dictionary(self, value: Mapping[Any, Any], path: str) -> Any:
-        if type(value) is dict and all(type(key) is str and not key.startswith("__") for key in value):
-            return {key: self.encode(part, f"{path}.{key}") for key, part in value.items()}
-        return {
-            _DICTS[type(value)]: [
-                [self.encode(key, f"{path}.<key>"), self.encode(part, f"{path}.{key}")] for key, part in value.items()
-            ]
-        }
 
 
 class Decoder:

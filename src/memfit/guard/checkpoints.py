@@ -402,15 +402,15 @@ class Folder:
                     swept |= not os.path.lexists(path)
         for path in self.path.iterdir():
             temporary = _TEMPORARY.fullmatch(path.name)
-            if temporary and path.name not in self._own and self._is_stale(int(temporary[1])):
+            if temporary is None or path.name in self._own:
+                continue
+            # Whoever holds the lock is the only one that writes here, whatever process has that number by now.
+            process = int(temporary[1])
+            if self._possession.is_locked or process == os.getpid() or not psutil.pid_exists(process):
                 with contextlib.suppress(OSError, NotOurs, BadCheckpoint):
                     self._remove_left(path)
                     swept |= not os.path.lexists(path)
         return swept
-
-    def _is_stale(self, process: int) -> bool:
-        # Whoever holds the lock is the only one that writes here, whatever process has that number by now.
-        return self._possession.is_locked or process == os.getpid() or not psutil.pid_exists(process)
 
     def _remove(self, path: Path) -> None:
         """Removes what a valid manifest claims, so that a kill in between leaves no half of it under its name."""

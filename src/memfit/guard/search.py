@@ -28,7 +28,6 @@ from memfit.core.printing import printable
 from memfit.core.shown import Shown
 from memfit.core.units import format_size
 
-RAISE, SKIP = "raise", "skip"
 JOURNAL = "journal.log"
 STUDY = "memfit.search"
 
@@ -199,7 +198,7 @@ class Loop:
     framework: Framework  # what knows models
     seed: int = 0  # of the sampler, where it is the default one, and of the generators
     sampler: optuna.samplers.BaseSampler | None = None  # the user's own, or None
-    on_error: str = RAISE  # "raise", or "skip" to go on after a trial that has failed
+    on_error: str = "raise"  # "raise", or "skip" to go on after a trial that has failed
 
     def run(self, trials: int) -> Search:
         """Runs every trial that has not ended before."""
@@ -261,7 +260,7 @@ class Loop:
             outcome, error = NO_SCORE, f"the score is {score}"
         # Everything of the trial must go before anyone looks for what is left of it.
         trial.drop()
-        ends_search = failure if outcome == FAILED and self.on_error == RAISE else None
+        ends_search = failure if outcome == FAILED and self.on_error == "raise" else None
         if failure is not None and ends_search is None:
             clear_frames(failure)
         failure = None

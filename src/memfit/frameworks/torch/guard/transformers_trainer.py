@@ -134,11 +134,7 @@ class TrainerGuard(LibraryLoop):
             _log.warning("the trainer is not guarded: %s", reason)
             return None
         accelerator = self._trainer.accelerator
-        self._guard = self._make_guard(model, optimizer, scaler=getattr(accelerator, "scaler", None))
-        self._protect(self._guard, accelerator, optimizer)
-        return self._guard
-
-    def _protect(self, guard: StepGuard, accelerator: Any, optimizer: Any) -> None:
+        self._guard = guard = self._make_guard(model, optimizer, scaler=getattr(accelerator, "scaler", None))
         backward = accelerator.backward
 
         @functools.wraps(backward)
@@ -168,6 +164,7 @@ class TrainerGuard(LibraryLoop):
             return results[-1]
 
         self.replace(optimizer, "step", guarded_step)
+        return guard
 
 
 _TRAIN_ARGUMENTS = ("resume_from_checkpoint", "trial", "ignore_keys_for_eval")

@@ -18,7 +18,8 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ class Rescue:
             if folder is not None or not torch.cuda.is_available():
                 raise
         self._limit_bytes = limit_bytes or psutil.virtual_memory().total
-        self._shelf = Shelf(self._make_copy, self._bring_back, eager=eager)
+        bring_back = partial(rerun, make_room=self._make_room, name="saved activation", count=self._count)
+        self._shelf = Shelf(self._make_copy, bring_back, eager=eager)
         self._mode = Retrying(self._make_room, self._count)
         self._eager = eager
         self._owner = (os.getpid(), threading.get_ident())
@@ -185,9 +187,6 @@ class Rescue:
             self._has_released = True
             oom.release()
         return True
-
-    def _bring_back(self, call: Callable[[], torch.UntypedStorage]) -> torch.UntypedStorage:
-        return rerun(call, self._make_room, "saved activation", self._count)
 
     def _count(self) -> None:
         self.num_retried += 1

@@ -15,6 +15,8 @@ from memfit.frameworks.torch.guard.rank_exchange import (
 )
 from tests.unit.frameworks.torch.guard.faults import allocation_error
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 
 @pytest.fixture(autouse=True)
 def one_process():
