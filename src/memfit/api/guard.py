@@ -163,7 +163,7 @@ class Guard:
         try:
             self._driver.run(transaction.entries[-1].batch)
         except CannotFit:
-            transaction.forget()
+            transaction.entries.clear()
             raise
 
     def epochs(self, total: int) -> Iterator[int]:

@@ -41,7 +41,7 @@ class LibraryGuard:
         transaction = self._loop.transaction
         self.retrying = transaction.retrying  # entered around what changes gradients in place, such as clipping
         self.put_back = transaction.kept.append  # takes what has `remember` and `restore`, for windows that are undone
-        self.forget = transaction.forget  # the batches so far will see no update
+        self.forget = transaction.entries.clear  # the batches so far will see no update
         self.close = self._driver.close
 
     def passes(

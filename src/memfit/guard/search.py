@@ -233,18 +233,18 @@ class Loop:
             if own and int(own[1]) < len(trials) and (best is None or path.name != _file_name(best.number)):
                 path.unlink(missing_ok=True)
 
-    def _trial(self, given: optuna.trial.Trial) -> float:
+    def _trial(self, plain: optuna.trial.Trial) -> float:
         """What Optuna calls as the objective."""
-        position = given.user_attrs.get("position", len(_by_position(self.study)))
-        given.set_user_attr("position", position)
+        position = plain.user_attrs.get("position", len(_by_position(self.study)))
+        plain.set_user_attr("position", position)
         seed, best = (self.seed * 1_000_003 + position) % 2**32, _best(self.study)
         # One sampler for all trials would draw the same random numbers again in the process that resumes the search.
         if self.sampler is None:
             self.study.sampler = optuna.samplers.TPESampler(seed=seed)
         leftovers = self.framework.watch()
-        path = self.folder / _file_name(given.number)
+        path = self.folder / _file_name(plain.number)
         to_beat = None if best is None else best.value
-        trial = Trial(given, seed, to_beat, lambda model: self.framework.write(model, path))
+        trial = Trial(plain, seed, to_beat, lambda model: self.framework.write(model, path))
         self.framework.seed(seed)
         started = time.perf_counter()
         failure: BaseException | None = None
@@ -267,15 +267,15 @@ class Loop:
         held = "" if ends_search is not None else leftovers()
         attributes = {"seconds": seconds, "memory_bytes": resident_bytes(), "held": held, "error": error}
         for name, value in {**attributes, "outcome": outcome}.items():
-            given.set_user_attr(name, value)
+            plain.set_user_attr(name, value)
         if ends_search is not None:
             raise StepFailed(
-                f"trial {given.number} of the search failed with {given.params}: {error}. The trials before it are "
+                f"trial {plain.number} of the search failed with {plain.params}: {error}. The trials before it are "
                 "kept; run the same search again to go on from here, or give on_error='skip' to leave out trials that "
                 "fail."
             ) from ends_search
         if held:
-            warnings.warn(f"trial {given.number} of the search has ended, but {held}", UserWarning, stacklevel=2)
+            warnings.warn(f"trial {plain.number} of the search has ended, but {held}", UserWarning, stacklevel=2)
         if outcome == PRUNED:
             raise optuna.TrialPruned(error)
         if outcome != FINISHED:

@@ -50,10 +50,10 @@ class DataParallel(ExchangingRanks):
             )
         internals.share_buffers(self._ddp)
 
-    def run(self, num_passes: int, one: Callable[[int], None], smallest: Callable[[], None]) -> None:
+    def run(self, num_passes: int, run_part: Callable[[int], None], smallest: Callable[[], None]) -> None:
         """One pass after another, with no communication except by synchronized batch norm."""
         with internals.without_first_exchanges(self._ddp), self._ddp.no_sync():
-            (self.run_collective if self.communicates else super().run)(num_passes, one, smallest)
+            (self.run_collective if self.communicates else super().run)(num_passes, run_part, smallest)
 
     def reduce_gradients(self) -> None:
         """Makes the gradients the sum of those of all processes; fails on all where one has no memory for it."""

@@ -32,9 +32,9 @@ class FullySharded(ExchangingRanks):
             )
         super().__init__(model)
 
-    def run(self, num_passes: int, one: Callable[[int], None], smallest: Callable[[], None]) -> None:
+    def run(self, num_passes: int, run_part: Callable[[int], None], smallest: Callable[[], None]) -> None:
         """Runs the passes; what fails here is made up for, so that no other process waits."""
-        self.run_collective(num_passes, one, smallest)
+        self.run_collective(num_passes, run_part, smallest)
 
     def total(self, weight: float) -> float:
         """The sum of the weights of all processes; raises on all of them where one has failed since the passes."""

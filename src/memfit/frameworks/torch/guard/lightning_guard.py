@@ -66,7 +66,7 @@ class LightningLoop(LibraryLoop):
             return _step(guard, functools.partial(optimizer_step, optimizer, model=model, **named), closure)
 
         self.replace(plugin, "optimizer_step", guarded_step)
-        self.replace(trainer, "save_checkpoint", _told(trainer, trainer.save_checkpoint))
+        self.replace(trainer, "save_checkpoint", _noting(trainer, trainer.save_checkpoint))
 
     def _run_closure(self, guard: StepGuard, automatic: Any, closure: Any, kwargs: Any, *_: Any, **__: Any) -> Any:
         """What `Closure.closure` does, with the parts of the batch."""
@@ -114,7 +114,7 @@ def _step(guard: StepGuard, step: Callable[..., Any], closure: Callable[[], Any]
     outcome: list[Any] = []
     calls = 0
 
-    def given() -> Any:
+    def result_of_closure() -> Any:
         nonlocal calls
         calls += 1
         # Optimizers that want the loss at another point compute it there, as without a guard.
@@ -123,22 +123,22 @@ def _step(guard: StepGuard, step: Callable[..., Any], closure: Callable[[], Any]
     def update() -> None:
         nonlocal calls
         calls = 0
-        outcome[:] = [step(closure=given)]
+        outcome[:] = [step(closure=result_of_closure)]
 
     guard.update(update, replay=True)
     return outcome[0]
 
 
-def _told(trainer: Any, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(trainer: Any, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save_checkpoint)
-    def told(filepath: Any, weights_only: Any = False, *arguments: Any, **named: Any) -> Any:
+    def save_and_note(filepath: Any, weights_only: Any = False, *arguments: Any, **named: Any) -> Any:
         result = save_checkpoint(filepath, weights_only, *arguments, **named)
         if not weights_only:
             step = trainer.global_step
             run_events.note("checkpoint", step=step, update=step, path=os.path.abspath(filepath))
         return result
 
-    return told
+    return save_and_note
 
 
 def _why_not(trainer: Any) -> str:

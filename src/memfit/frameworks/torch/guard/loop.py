@@ -13,16 +13,7 @@ import torch
 from memfit.core.adapter import GuardedLoop
 from memfit.core.device import Origin
 from memfit.core.errors import BadBatch, BadInput, BadModel, BadOptimizer
-from memfit.core.guarding import (
-    BatchSize,
-    Blame,
-    BrokenUpdate,
-    Fallbacks,
-    GuardOptions,
-    OutOfMemory,
-    Splitting,
-    Where,
-)
+from memfit.core.guarding import BatchSize, Blame, BrokenUpdate, Fallbacks, GuardOptions, OutOfMemory, Splitting, Where
 from memfit.core.oom import caught, recognise
 from memfit.core.own_memory import limits, read_sizes
 from memfit.core.plan import Plan
@@ -86,12 +77,7 @@ class TorchLoop(GuardedLoop):
         self._commits = commits
         self.ranks: Ranks = ranks_of(model)
         self.transaction = Transaction(
-            model,
-            optimizer,
-            self.ranks,
-            scaler=scaler,
-            clip=self._clip,
-            after_update=self._after_update,
+            model, optimizer, self.ranks, scaler=scaler, clip=self._clip, after_update=self._after_update
         )
         self.batches = Batches(finish_window, _log.warning)
         self._parts = {
@@ -304,20 +290,20 @@ class TorchLoop(GuardedLoop):
                 return None, probe.UNKNOWN_LISTS
             # How many passes it takes to find out depends on the batch and on time, and all would have to run as many.
             return self.assumed_weighting, "the passes of a sharded model can't be tried out by one process"
-        weighting, reason = self._found_weighting(loss, batch)
+        weighting, reason = self._probed_weighting(loss, batch)
         if self.ranks.num_ranks == 1:
             return weighting, reason
         # Other batches may say something else; all processes go by what the first one has found.
         shared = json.loads(self.ranks.share(json.dumps([None if weighting is None else asdict(weighting), reason])))
         return None if shared[0] is None else Weighting(**shared[0]), shared[1]
 
-    def _found_weighting(self, loss: Loss, batch: Any) -> tuple[Weighting | None, str]:
+    def _probed_weighting(self, loss: Loss, batch: Any) -> tuple[Weighting | None, str]:
         # What was left over from the failed step may have been in the way.
         for tried in (batch, batch, part_of(batch, 0, 2)):
-            found = self._probed(loss, tried)
-            if found is not None:
-                is_assumed = found.origin is Origin.ASSUMED and found.weighting is not None
-                return self.assumed_weighting if is_assumed else found.weighting, found.reason
+            finding = self._probed(loss, tried)
+            if finding is not None:
+                is_assumed = finding.origin is Origin.ASSUMED and finding.weighting is not None
+                return self.assumed_weighting if is_assumed else finding.weighting, finding.reason
             oom.release()
         if may_be_samples(batch):
             return None, probe.UNKNOWN_LISTS

@@ -210,7 +210,7 @@ class ExchangingRanks(Ranks):
     def reset(self) -> None:
         """The same after a pass that failed."""
 
-    def run_collective(self, num_passes: int, one: Callable[[int], None], smallest: Callable[[], None]) -> None:
+    def run_collective(self, num_passes: int, run_part: Callable[[int], None], smallest: Callable[[], None]) -> None:
         """Runs passes, of which one process may fail without leaving the others waiting.
 
         Processes that have fewer passes than others run `smallest` instead.
@@ -229,7 +229,7 @@ class ExchangingRanks(Ranks):
             try:
                 with counter.counting():
                     if index < num_passes:
-                        one(index)
+                        run_part(index)
                     else:
                         self._run_smallest(smallest)
             except Exception as error:

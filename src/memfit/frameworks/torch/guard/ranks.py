@@ -25,8 +25,8 @@ class Ranks(adapter.Ranks):
     def begin(self) -> None:
         """A step begins: what the processes share before a forward pass is brought together, such as buffers."""
 
-    def run(self, num_passes: int, one: Callable[[int], None], smallest: Callable[[], None]) -> None:
-        """Runs `one(0)` to `one(num_passes - 1)`, each a forward and a backward pass of a part of a batch.
+    def run(self, num_passes: int, run_part: Callable[[int], None], smallest: Callable[[], None]) -> None:
+        """Runs `run_part(0)` to `run_part(num_passes - 1)`, each a forward and a backward pass of a part of a batch.
 
         `smallest` is a forward and a backward pass of the smallest part that there is, whose gradients are zero. It
         takes the place of a pass that failed here, or that this process has not and others have, where passes contain
@@ -34,7 +34,7 @@ class Ranks(adapter.Ranks):
         an exception, passes may be left out, because another process failed: `any` follows in any case.
         """
         for index in range(num_passes):
-            one(index)
+            run_part(index)
 
     def clip_norm(self, parameters: list[torch.nn.Parameter], norm: float) -> None:
         """Clips the gradients, after `reduce_gradients`, to this norm of all of them together."""

@@ -7,7 +7,8 @@ lists of numbers, before any data is loaded.
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy
@@ -41,15 +42,15 @@ class Sources:
 
     def read_own(self) -> dict[str, Any]:
         """The states of the loader's own generators, and the epochs that its samplers count."""
-        states: dict[str, Any] = {name: _generator_state(generator) for name, generator in self._generators()}
+        states: dict[str, Any] = {name: read() for name, read, _ in self._generators()}
         states |= {f"{name}.epoch": owner.epoch for name, owner in self._counting()}
         return states
 
     def write_own(self, states: dict[str, Any], *, epochs: bool = True) -> None:
         """Sets the loader's own generators back; with `epochs` also what its samplers count."""
-        for name, generator in self._generators():
+        for name, _, write in self._generators():
             if name in states:
-                _set_generator_state(generator, states[name])
+                write(states[name])
         for name, owner in self._counting():
             epoch, can_be_set = states.get(f"{name}.epoch"), hasattr(owner, "set_epoch")
             if epoch is not None and can_be_set and epochs:
@@ -76,13 +77,19 @@ class Sources:
         """The epochs that the loader's samplers count."""
         return {name: owner.epoch for name, owner in self._counting()}
 
-    def _generators(self) -> Iterator[tuple[str, Any]]:
+    def _generators(self) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
+        """(name, what reads the state, what writes it)."""
         for name, owner in self._owners.items():
             for attribute, value in getattr(owner, "__dict__", {}).items():
-                if value is torch.default_generator:
-                    continue  # one of the program's states
-                if isinstance(value, torch.Generator | numpy.random.Generator | random.Random):
-                    yield f"{name}.{attribute}", value
+                path = f"{name}.{attribute}"
+                # PyTorch's default one is among the program's states.
+                if isinstance(value, torch.Generator) and value is not torch.default_generator:
+                    yield path, value.get_state, value.set_state
+                elif isinstance(value, random.Random):
+                    yield path, value.getstate, value.setstate
+                elif isinstance(value, numpy.random.Generator):
+                    bits = value.bit_generator
+                    yield path, partial(getattr, bits, "state"), partial(setattr, bits, "state")
 
     def _counting(self) -> Iterator[tuple[str, Any]]:
         for name, owner in self._owners.items():
@@ -188,16 +195,3 @@ def open_at(loader: "DataLoader[Any]", skip: int, *, warm: bool, sources: Source
         loader.__dict__[name] = plain
         internals.set_index_sampler(internals.kept_iterator(loader), plain)
     return iterator, indices
-
-
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, numpy.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
-
-
-def _set_generator_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, numpy.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        (generator.set_state if isinstance(generator, torch.Generator) else generator.setstate)(state)

@@ -23,6 +23,7 @@ from memfit.core.guarding import BadCheckpoint
 from memfit.core.plain_files import read_plain
 from memfit.core.tensor_file import TensorFile
 from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.guard import state_checks as checks
 from memfit.frameworks.torch.guard.checkpoint_tensors import (
     SHARDS,
     Decoder,
@@ -45,14 +46,6 @@ from memfit.frameworks.torch.guard.parameters import (
     unwrapped,
 )
 from memfit.frameworks.torch.guard.snapshot import RandomState
-from memfit.frameworks.torch.guard.state_checks import (
-    check_entries,
-    check_groups,
-    check_like,
-    check_random,
-    check_scaler,
-    check_scheduler,
-)
 
 FORMAT = "memfit.state"
 VERSION = 1
@@ -130,7 +123,7 @@ def load(
         BadCheckpoint: the files are of other objects, or damaged. Nothing has changed then.
     """
     tree = _read_tree(directory)
-    given = {"optimizer": optimizer, "scheduler": None, "scaler": None, "ema": None, **others}
+    objects = {"optimizer": optimizer, "scheduler": None, "scaler": None, "ema": None, **others}
     loading, update = Loading(directory), None
     # What needs memory or may be refused comes before the first change.
     with _refusing(directory):
@@ -139,13 +132,13 @@ def load(
                 f"the checkpoint {directory} is of a model that was not sharded, and this one is. Go on with it "
                 "without `fully_shard`, or give another folder for checkpoints."
             )
-        for name, value in given.items():
+        for name, value in objects.items():
             _check_class(directory, name, tree.get(name), value)
         rest = Decoder(TensorFile(directory / "rest.safetensors"), device_of(model))
         random_state, progress = _own_values(directory, tree, rest)
         loading.add_module("model", tree["model"], model)
         states: list[tuple[Any, Any, str]] = []
-        for name, value in given.items():
+        for name, value in objects.items():
             if name == "ema" and isinstance(value, torch.nn.Module):
                 loading.add_module(name, tree[name], value)
             elif value is not None and name != "optimizer":
@@ -244,7 +237,7 @@ class _OptimizerState:
             return
         self._groups = decoder.decode(saved["state"]["param_groups"])
         self._check_groups(saved["names"], _names(model, optimizer.param_groups))
-        check_groups(self._groups, optimizer, "the optimizer's parameter group")
+        checks.check_groups(self._groups, optimizer, "the optimizer's parameter group")
         # Live tensors that can take over values are noted for that; all others are made and filled.
         by_number = {
             number: (parameter, group, kept)
@@ -261,11 +254,11 @@ class _OptimizerState:
                 continue
             parameter, group, kept = by_number[number]
             if "__dict__" in entries:
-                made = Decoder(self._file, parameter.device).decode(entries)
+                state = Decoder(self._file, parameter.device).decode(entries)
             else:
-                made = {key: self._entry(key, tag, parameter, group) for key, tag in entries.items()}
-            check_entries(made, parameter, optimizer, kept, f"the optimizer's state of parameter {number}")
-            self._states.append((parameter, made))
+                state = {key: self._entry(key, tag, parameter, group) for key, tag in entries.items()}
+            checks.check_entries(state, parameter, optimizer, kept, f"the optimizer's state of parameter {number}")
+            self._states.append((parameter, state))
 
     def apply(self) -> None:
         """Gives the optimizer its state, the tensors of which have their values already."""
@@ -390,7 +383,7 @@ def _own_values(directory: Path, tree: dict[str, Any], rest: Decoder) -> tuple[R
         tree, rest = _read_json(path), Decoder(TensorFile(path.with_suffix(".safetensors")))
     random_state = RandomState.from_tree(rest.decode(tree["random"]["state"])) if is_same else None
     if random_state is not None:
-        check_random(random_state)
+        checks.check_random(random_state)
     progress = rest.decode(tree["progress"]["state"])
     if not isinstance(progress, dict):
         raise BadCheckpoint(f"{directory / _TREE} holds no progress")
@@ -399,18 +392,18 @@ def _own_values(directory: Path, tree: dict[str, Any], rest: Decoder) -> tuple[R
 
 def _put_all(states: list[tuple[Any, Any, str]], loading: Loading) -> None:
     """Has objects take over their states, and modules what is no tensor of theirs: all of them, or none."""
-    given = [(value, state, part) for value, state, part in states if state is not None]
-    for value, state, part in given:
+    states = [state for state in states if state[1] is not None]
+    for value, state, part in states:
         where = f"the state of the {part}"
         if type(value).__module__.startswith("torch."):
-            check_like(state, value.state_dict(), where)
+            checks.check_like(state, value.state_dict(), where)
         if part == "scaler" and isinstance(state, dict):
-            check_scaler(state, where)
+            checks.check_scaler(state, where)
         if part == "scheduler" and isinstance(state, dict):
-            check_scheduler(state, value, where)
-    before = [(value, copy.deepcopy(value.state_dict())) for value, _, part in given if part != "ema"]
+            checks.check_scheduler(state, value, where)
+    before = [(value, copy.deepcopy(value.state_dict())) for value, _, part in states if part != "ema"]
     try:
-        for value, state, part in given:
+        for value, state, part in states:
             try:
                 value.load_state_dict(state)
             except Exception as error:

@@ -15,7 +15,7 @@ and the variance of all that passed through it, put together from those of the p
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -88,6 +88,7 @@ class Transaction:
         self._after_update = after_update
         self._snapshot = Snapshot(model)
         self._update = Update(optimizer)
+        self.retrying = self._update.retrying  # entered around what changes gradients in place, such as clipping
         self._fitted: Fitted | None = None
         self._window_length = 1
         self.entries: list[Entry] = []  # the batches of the window that is open; empty when none is
@@ -112,7 +113,8 @@ class Transaction:
 
     def open(self, length: int) -> None:
         """A window of so many batches begins."""
-        self._window_length, self.entries, self.is_stale = length, [], False
+        self._window_length, self.is_stale = length, False
+        self.entries.clear()
         self.ranks.begin()
         self._clear_gradients()
         if caught(self._snapshot.begin) is not None:
@@ -200,10 +202,6 @@ class Transaction:
             self._end()
         return failure
 
-    def retrying(self) -> AbstractContextManager[None]:
-        """Entered around what changes gradients in place, such as clipping."""
-        return self._update.retrying()
-
     def roll_back(self) -> None:
         """Everything is as it was when the window began; its batches can be run again."""
         self._undo()
@@ -222,10 +220,6 @@ class Transaction:
             return
         self.entries.pop()
         self._undo()
-
-    def forget(self) -> None:
-        """Drops the batches of the window."""
-        self.entries.clear()
 
     def differences(self, num_parts: int) -> str:
         """What differs from the step with the whole batch at once, or ""."""
@@ -255,7 +249,7 @@ class Transaction:
     def _run(self, entry: Entry, settings: Settings) -> None:
         passes = _Passes(entry, self.refit(settings), self.scaler, self.ranks, self._window_length)
         with passes.statistics or nullcontext():
-            self.ranks.run(entry.num_parts, passes.one, passes.smallest)
+            self.ranks.run(entry.num_parts, passes.run_part, passes.smallest)
         passes.end()
 
     def refit(self, settings: Settings) -> Fitted:
@@ -354,7 +348,7 @@ class _Passes:
         self._total: torch.Tensor | None = None
         self.statistics = PooledStatistics(fitted.model) if entry.num_parts > 1 else None
 
-    def one(self, index: int) -> None:
+    def run_part(self, index: int) -> None:
         """The passes of one part."""
         part, self._parts[index] = self._parts[index], None
         if self.statistics is not None:
@@ -367,12 +361,12 @@ class _Passes:
                 if factor:
                     self._add(value, factor)
             return
-        value, given = self._fitted.forward(self._entry.loss, part)
+        value, weight = self._fitted.forward(self._entry.loss, part)
         del part
-        if given is not None:
+        if weight is not None:
             self._is_weighed = self._is_alone and self._entry.num_parts == 1
-            factor = 1.0 if self._is_weighed and given else given
-        self._weight += factor / self._entry.num_parts if self._adds_up and given is None else factor
+            factor = 1.0 if self._is_weighed and weight else weight
+        self._weight += factor / self._entry.num_parts if self._adds_up and weight is None else factor
         if not factor and self._ranks.num_ranks == 1:
             # A mean over nothing is no number, and must not spoil the others.
             return

@@ -48,8 +48,8 @@ class TrainerGuard(LibraryLoop):
         """Runs the trainer's own `train`, from the last checkpoint where a supervisor has started it again."""
         if self.is_training:
             return train(*arguments, **named)
-        given = arguments[0] if arguments else named.get("resume_from_checkpoint")
-        if given in (None, False):
+        resumes_from = arguments[0] if arguments else named.get("resume_from_checkpoint")
+        if resumes_from in (None, False):
             path = last_checkpoint("the trainer", "Set save_steps in its TrainingArguments to lose less.")
             if path is not None:
                 by_place = dict(zip(_TRAIN_ARGUMENTS, arguments, strict=False))
@@ -62,12 +62,7 @@ class TrainerGuard(LibraryLoop):
             self.close()
 
     def training_step(
-        self,
-        step: Callable[..., Any],
-        model: Any,
-        inputs: Any,
-        arguments: tuple[Any, ...],
-        named: dict[str, Any],
+        self, step: Callable[..., Any], model: Any, inputs: Any, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
         """Forward and backward pass of one batch, by the trainer's own `training_step` of its parts."""
         if self._factor is not None:

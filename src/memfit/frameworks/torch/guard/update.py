@@ -228,9 +228,9 @@ class _Retrying(TorchDispatchMode):
             # Tensors of one type are one kernel, which was started or not. Of these some may have been written.
             self._note(written)
             return func(*args, **kwargs)
-        made = rerun(lambda: func(*args, **kwargs), self._make_room, undo=undo)
+        result = rerun(lambda: func(*args, **kwargs), self._make_room, undo=undo)
         self._note(written)
-        return made
+        return result
 
     def _make_room(self, failure: OutOfMemory, num_failures: int, name: str) -> bool:
         if num_failures == len(self._waits_seconds):
