@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from memfit.core.oom import caught, recognise
 from memfit.frameworks.torch import internals, oom
 from memfit.frameworks.torch.apply.single_updates import plain_step
 from memfit.frameworks.torch.internals import TorchDispatchMode
-from memfit.frameworks.torch.rescue.retry import generator_states, rerun
+from memfit.frameworks.torch.rescue.retry import Operator, generator_states, operator_of, rerun
 from memfit.frameworks.torch.shapes.recorder import Recorder
 
 # Memory may come back by itself: another thread or process gives some up, or the system writes pages out.
@@ -144,38 +145,6 @@ class Update:
         return is_of_torch(self.optimizer) or (self._seen is not None and self._seen() is self.optimizer)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What the mode has to know about an operator."""
-
-    positions: tuple[int, ...]
-    names: tuple[str, ...]
-    list_position: int | None
-    is_random: bool
-
-
-def _kind_of(operator: Any) -> _Kind | None:
-    """None for the many operators that only make new tensors or look at old ones."""
-    schema = internals.schema_of(operator)
-    if schema is None:
-        return None
-    written = [
-        (position, argument)
-        for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    positions = tuple(position for position, argument in written if not argument.kwarg_only)
-    lists = (position for position in positions if str(schema.arguments[position].type).startswith("List["))
-    is_random = torch.Tag.nondeterministic_seeded in operator.tags
-    if not written and not is_random:
-        return None
-    return _Kind(positions, tuple(argument.name for _, argument in written), next(lists, None), is_random)
-
-
-_KINDS: dict[Any, _Kind | None] = {}
-_IS_PLAIN: dict[Any, bool] = {}
-
-
 class _Retrying(TorchDispatchMode):
     """Calls an operator again that found no memory, after each of these waits, with memory freed by `relieve`."""
 
@@ -199,31 +168,29 @@ class _Retrying(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             # A subclass, such as a sharded tensor, calls operators on what it holds, and they come here one by one.
             return NotImplemented
-        try:
-            kind = _KINDS[func]
-        except KeyError:
-            kind = _KINDS[func] = _kind_of(func)
-        if kind is not None:
-            return self._call_of_kind(kind, func, args, kwargs or {})
+        operator = operator_of(func)
+        if operator.writes or operator.draws:
+            return self._call_writing(operator, func, args, kwargs or {})
+        # One of the many that only make new tensors or look at old ones.
         return rerun(lambda: func(*args, **(kwargs or {})), self._make_room)
 
-    def _call_of_kind(self, kind: _Kind, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [] if kind.list_position is None else args[kind.list_position]
+    def _call_writing(self, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [] if operator.list_position is None else args[operator.list_position]
         if len(tensors) > 1 and any(tensor.device.type == "cpu" for tensor in tensors):
             # What the operator does on a CPU anyway, but each tensor in a call of its own.
             for index in range(len(tensors)):
                 named = {name: _part(value, index, len(tensors)) for name, value in kwargs.items()}
-                self._call_of_kind(kind, func, [_part(value, index, len(tensors)) for value in args], named)
+                self._call_writing(operator, func, [_part(value, index, len(tensors)) for value in args], named)
             return None
-        random_states = generator_states([*args, *kwargs.values()]) if kind.is_random else ()
+        random_states = generator_states([*args, *kwargs.values()]) if operator.draws else ()
 
         def undo() -> None:
             for generator, state in random_states:
                 generator.set_state(state)
 
-        written = [args[position] for position in kind.positions if position < len(args)]
+        written = [args[position] for position, _ in operator.writes if position < len(args)]
         # Arguments such as `out=` are no input: some operators fill one before they ask for the next.
-        self._note([kwargs.get(name) for name in kind.names] if kwargs else ())
+        self._note([kwargs.get(name) for _, name in operator.writes] if kwargs else ())
         if len({tensor.dtype for tensor in tensors}) > 1:
             # Tensors of one type are one kernel, which was started or not. Of these some may have been written.
             self._note(written)
@@ -253,12 +220,9 @@ def _part(value: Any, index: int, length: int) -> Any:
     return value[index : index + 1] if isinstance(value, list | tuple) and len(value) == length else value
 
 
+@cache
 def _are_plain(types: Any) -> bool:
-    known = _IS_PLAIN.get(types)
-    if known is None:
-        disabled = internals.disabled_torch_dispatch
-        known = _IS_PLAIN[types] = all(kind.__torch_dispatch__ == disabled for kind in types)
-    return known
+    return all(kind.__torch_dispatch__ == internals.disabled_torch_dispatch for kind in types)
 
 
 class _Before:

@@ -9,12 +9,7 @@ from memfit.frameworks.torch.guard.data_parallel import DataParallel
 from memfit.frameworks.torch.guard.rank_exchange import num_begun
 from memfit.frameworks.torch.guard.ranks import ranks_of
 
-
-@pytest.fixture(autouse=True)
-def one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def make(**options):
@@ -167,15 +162,6 @@ def test_a_dense_gradient_becomes_sparse_where_others_have_it_so(monkeypatch):
 
     assert model.module.weight.grad.is_sparse
     assert torch.equal(model.module.weight.grad.to_dense(), torch.ones(5, 2))
-
-
-def test_small_numbers_pass_through():
-    ranks = DataParallel(make())
-
-    assert ranks.agree([3, 4]) == [3, 4]
-    assert ranks.total(2.5) == 2.5
-    assert ranks.any(True)
-    assert not ranks.any(False)
 
 
 def test_every_process_clips_for_itself():

@@ -15,14 +15,7 @@ from memfit.frameworks.torch.guard.rank_exchange import (
 )
 from tests.unit.frameworks.torch.guard.faults import allocation_error
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
-
-@pytest.fixture(autouse=True)
-def one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process", "quick_collections")
 
 
 @pytest.fixture
