@@ -105,3 +105,11 @@ def browser_path() -> str:
     if path is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on PATH")
     return path
+
+
+@pytest.fixture
+def quick_collections():
+    """Collections leave out what was there before: tests of OOM would look at a million objects again and again."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

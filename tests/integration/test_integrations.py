@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from benchmarks.guard_cases import Faults, Schedule, Transformer, largest_difference
 from memfit.api.guard import Guard
-from memfit.api.library_guard import LibraryGuard
+from memfit.api.integrations import LibraryGuard
 from memfit.core.guarding import GuardOptions
 from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
 from memfit.guard.driver import Driver

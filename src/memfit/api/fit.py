@@ -20,7 +20,7 @@ from memfit.core.errors import BadInput
 from memfit.core.guarding import AUTO, GuardOptions
 from memfit.core.plan import Plan
 from memfit.core.settings import Settings
-from memfit.guard.ceilings import Ceilings
+from memfit.guard.attempts import Ceilings
 from memfit.guard.checkpointing import call_ended, folder_of_call, save_at_exit
 from memfit.guard.driver import Driver, Terms
 

@@ -1,10 +1,8 @@
 """`memfit.Guard`: training whose steps are transactions, driven by `memfit.guard.driver`."""
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 from memfit.api import plan as planning
@@ -13,12 +11,9 @@ from memfit.core.errors import BadInput
 from memfit.core.guarding import AUTO, CannotFit, GuardOptions, StepResult, check_counts
 from memfit.core.plan import Plan
 from memfit.core.settings import Settings
-from memfit.guard.best import Best
-from memfit.guard.checkpointing import save_at_exit
+from memfit.guard.checkpointing import Best, save_at_exit
 from memfit.guard.checkpoints import Folder
 from memfit.guard.driver import Driver, Terms
-
-_log = logging.getLogger("memfit")
 
 _OF_KERAS = {
     "optimizer": "the optimizer is the one that the model was compiled with: memfit.Guard(model)",
@@ -168,7 +163,7 @@ class Guard:
         try:
             self._driver.run(transaction.entries[-1].batch)
         except CannotFit:
-            transaction.forget()
+            transaction.entries.clear()
             raise
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -191,8 +186,8 @@ class Guard:
         if self._best is None:
             loop, driver = self._loop, self._driver
             path = driver.checkpointing.path
-            kept = path / "best" if path is not None and loop.is_first else None
-            folder = None if kept is None else Folder(kept, 1, _log.warning, loop.optimizer)
+            kept = path / "best" if path is not None and loop.ranks.is_first else None
+            folder = None if kept is None else Folder(kept, 1, owner=loop.optimizer)
             self._best = Best(loop.kept_parameters(), lambda: driver.num_updates, folder, driver.save_last_alone)
         return self._best
 
@@ -270,9 +265,7 @@ class Guard:
     def __enter__(self) -> "Guard":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

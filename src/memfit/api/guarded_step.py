@@ -25,8 +25,7 @@ class GuardedStep:
         self._driver = Driver(self._loop, Terms(first, options=GuardOptions(remember=False)))
         self._first = first
         self._size: BatchSize | None = None
-        self.num_retries = 0
-        """How often a batch was run again."""
+        self.num_retries = 0  # how often a batch was run again
 
     def init(self, params: Any) -> Any:
         """The optimizer's state for these parameters."""

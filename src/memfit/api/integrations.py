@@ -6,23 +6,101 @@ what `accelerator.prepare` returns.
 
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 from memfit.api.jobs import torch_adapter
-from memfit.api.library_guard import LibraryGuard
 from memfit.catalogue.host import cgroup_limit_bytes
-from memfit.core.guarding import GuardOptions
+from memfit.core.guarding import BrokenUpdate, CannotFit, GuardOptions, OutOfMemory
+from memfit.guard.driver import Driver, Terms
 from memfit.processes.limits import has_devices
 
-LightningGuard: Any
-"""A callback that guards training steps; made when it is first asked for, see `_lightning_guard`."""
+LightningGuard: Any  # a callback that guards training steps; made when it is first asked for, see `_lightning_guard`
 
 _INSTEAD = dict.fromkeys(("scaler", "ema", "clip_value", "clip"), "the library has its own") | dict.fromkeys(
     ("state", "checkpoint_every", "keep"), "the library writes the checkpoints"
 )
 """Options that a guard inside of a library doesn't take."""
+
+
+class LibraryGuard:
+    """Guards a training loop that belongs to another library, which runs its own passes, clipping and updates.
+
+    What the library hands over is how to run one part of a batch, and its update. What to try next, the roll back and
+    the findings are the driver's. Checkpoints stay the library's.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, options: GuardOptions | None = None) -> None:
+        options = options or GuardOptions()
+        self._loop = torch_adapter().guarded_loop(model, optimizer, options=options, commits=False)
+        self._driver = Driver(self._loop, Terms(plan=None, options=options))
+        self.model = model  # the model that is guarded
+        self.optimizer = self._loop.optimizer  # its optimizer, without what a library has wrapped around it
+        transaction = self._loop.transaction
+        self.retrying = transaction.retrying  # entered around what changes gradients in place, such as clipping
+        self.put_back = transaction.kept.append  # takes what has `remember` and `restore`, for windows that are undone
+        self.forget = transaction.entries.clear  # the batches so far will see no update
+        self.close = self._driver.close
+
+    def passes(
+        self,
+        loss: Callable[[Any, Any], Any],
+        batch: Any,
+        run: Callable[[Any, float], Any],
+        *,
+        is_last: bool,
+        weighting: Any = None,
+    ) -> Any:
+        """Forward and backward pass of a batch; its loss, detached, or None where nothing of it counted.
+
+        By `loss` is found out how losses of parts add up; where it can't be, by the weighting. `run` runs both passes
+        of a part, whose loss counts by a factor, and returns the loss, detached. An update follows the last batch.
+        """
+        self._driver.check()
+        if weighting is not None:
+            self._loop.assumed_weighting = weighting
+        with self._loop.window(loss, batch, run) as entry:
+            # Processes that train together add up their gradients before the update, and that can fail, too.
+            self._loop.is_due = is_last and self._loop.ranks.num_ranks > 1
+            self._driver.step(batch)
+        return entry.value
+
+    def update(self, update: Callable[[], object], *, replay: bool) -> None:
+        """Has the library update the parameters, again where that ran out of memory before anything had changed.
+
+        With `replay` it clips gradients as well, so that they must be made anew before.
+        """
+        transaction = self._loop.transaction
+        if not transaction.entries:
+            update()
+            return
+        try:
+            while (failure := transaction.update_by(update)) is not None:
+                self._recover_update(failure, replay)
+        except BrokenUpdate as error:
+            self._loop.broken = str(error)
+            raise
+        self._loop.happened = True
+        self._driver.updated()
+
+    def _recover_update(self, failure: OutOfMemory, replay: bool) -> None:
+        loop, driver = self._loop, self._driver
+        loop.in_update = True
+        if replay and loop.ranks.num_ranks == 1:
+            driver.recover(failure)
+            while (again := loop.attempt(driver.settings_of, again=True)) is not None:
+                driver.recover(again)
+            return
+        driver.note_failure(failure)
+        size = loop.size_of(loop.batch)
+        # The other processes know nothing of it, so that nothing can be replayed together.
+        left = not replay and driver.attempts.failed(size, failure, in_update=True)
+        settings = driver.attempts.settings(size)
+        if not left:
+            raise CannotFit(loop.explain(failure, settings, ""), failure)
+        loop.transaction.refit(settings)
 
 
 class GuardedTrainerMixin:
@@ -65,13 +143,13 @@ def guard_trainer(trainer: Any, options: GuardOptions | None = None) -> Any:
 
 
 def _trainer_guard(trainer: Any) -> Any:
-    found = vars(trainer).get("_memfit_guard")
-    if found is None:
+    guard = vars(trainer).get("_memfit_guard")
+    if guard is None:
         torch_adapter()
         from memfit.frameworks.torch.guard.transformers_trainer import TrainerGuard
 
-        found = trainer._memfit_guard = TrainerGuard(trainer, _maker(trainer.memfit_options))
-    return found
+        guard = trainer._memfit_guard = TrainerGuard(trainer, _maker(trainer.memfit_options))
+    return guard
 
 
 def _maker(options: GuardOptions) -> Any:
@@ -131,18 +209,13 @@ def _lightning_guard(lightning: ModuleType) -> Any:
             self._loop = LightningLoop(trainer, self._make_guard)
             self._loop.attach()
 
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        def on_train_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             """Leaves the trainer as it was."""
-            self._detach()
-
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            """Leaves the trainer as it was."""
-            self._detach()
-
-        def _detach(self) -> None:
             if self._loop is not None:
-                self._loop.detach()
+                self._loop.close()
                 self._loop = None
+
+        on_exception = on_train_end
 
     return LightningGuard
 

@@ -89,9 +89,11 @@ class SingleProcess(Ranks):
     """A process on its own."""
 
 
-class GuardedLoop(Ranks, Protocol):
+class GuardedLoop(Protocol):
     """A training loop whose steps can be undone, as `memfit.guard.driver` drives it."""
 
+    ranks: Ranks = SingleProcess()
+    """The processes that train the model."""
     model_name: str
     """The class of the model."""
     owner: object

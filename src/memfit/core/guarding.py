@@ -11,8 +11,7 @@ from memfit.core.shown import Shown
 from memfit.core.units import format_size
 
 AUTO = "auto"
-NEVER = 2**62
-"""More steps than any run has."""
+NEVER = 2**62  # more steps than any run has
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +51,10 @@ class GuardOptions:
         check_counts(**{name: value for name, value in optional.items() if value is not None})
 
     def refuse(self, whose: str, instead: dict[str, str]) -> None:
-        """Refuses options that are set and that a guard doesn't take.
-
-        Args:
-            whose: guard it is, for the message.
-            instead: what to use in place of them, by the option's name.
-        """
+        """Refuses options that a guard doesn't take, with what to use in place of each."""
         for name, text in instead.items():
-            if getattr(self, name) != _DEFAULTS[name]:
+            if getattr(self, name) != getattr(GuardOptions(), name):
                 raise BadInput(f"{whose} takes no {name}: {text}.")
-
-
-_DEFAULTS = {name: field.default for name, field in GuardOptions.__dataclass_fields__.items()}
 
 
 def check_counts(**counts: object) -> None:
@@ -82,81 +73,52 @@ class Where(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """One failure to get memory.
+    """One failure to get memory."""
 
-    Args:
-        where: whose memory it was.
-        source: who said so: "torch", "cuda", "tensorflow", "xla", "numpy", "python", "worker", "shared memory", ...
-        requested_bytes: what was asked for; None where the message doesn't say.
-        free_bytes: what was left; None where the message doesn't say.
-        total_bytes: what the device has or may use; None where the message doesn't say.
-        text: the line of the message that says so.
-    """
-
-    where: Where
-    source: str
-    requested_bytes: int | None = None
-    free_bytes: int | None = None
-    total_bytes: int | None = None
-    text: str = ""
+    where: Where  # whose memory it was
+    source: str  # who said so: "torch", "cuda", "tensorflow", "xla", "numpy", "python", "worker", "shared memory"
+    requested_bytes: int | None = None  # what was asked for; None where the message doesn't say
+    free_bytes: int | None = None  # what was left; None where the message doesn't say
+    total_bytes: int | None = None  # what the device has or may use; None where the message doesn't say
+    text: str = ""  # the line of the message that says so
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """The size of a batch.
+    """The size of a batch."""
 
-    Args:
-        num_samples: None where it can't be split.
-        elements_per_sample: elements of its tensors, over its samples.
-    """
-
-    num_samples: int | None
-    elements_per_sample: float = 1.0
+    num_samples: int | None  # None where it can't be split
+    elements_per_sample: float = 1.0  # elements of its tensors, over its samples
 
 
 @dataclass(frozen=True, slots=True)
 class Fallbacks:
-    """What a loop can do where memory runs out.
+    """What a loop can do where memory runs out."""
 
-    Args:
-        stronger: settings to put on one after the other, each in place of the last one's fields.
-        whole_first: whether these come before smaller micro-batches.
-        grow_after: good steps after which a larger micro-batch is tried.
-        least_samples: that a micro-batch must have.
-        one_size: whether settings must serve batches of all sizes, for others mean a step that is compiled again.
-    """
-
+    # settings to put on one after the other, each in place of the last one's fields
     stronger: tuple[dict[str, Any], ...] = ()
-    whole_first: bool = False
-    grow_after: int = 100
-    least_samples: int = 1
+    whole_first: bool = False  # whether these come before smaller micro-batches
+    grow_after: int = 100  # good steps after which a larger micro-batch is tried
+    least_samples: int = 1  # that a micro-batch must have
+    # whether settings must serve batches of all sizes, for others mean a step that is compiled again
     one_size: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How batches can be split.
+    """How batches can be split."""
 
-    Args:
-        weighting: how the losses of micro-batches add up; None: as the settings say.
-        refused: why batches aren't split, or "".
-        remark: what is approximate, or "".
-    """
-
-    weighting: Weighting | None = None
-    refused: str = ""
-    remark: str = ""
+    weighting: Weighting | None = None  # how the losses of micro-batches add up; None: as the settings say
+    refused: str = ""  # why batches aren't split, or ""
+    remark: str = ""  # what is approximate, or ""
 
 
 class Blame(StrEnum):
     """What an error that isn't about memory says about the settings in use."""
 
-    MOVES = "moves"
-    """The model can't have the stronger moves."""
-    PARTS = "parts"
-    """Its batches can't be split."""
-    SINGLE_SAMPLES = "single samples"
-    """Micro-batches need two samples."""
+    MOVES = "moves"  # the model can't have the stronger moves
+    PARTS = "parts"  # its batches can't be split
+    SINGLE_SAMPLES = "single samples"  # Micro-batches need two samples
 
 
 @dataclass(frozen=True, slots=True, repr=False)

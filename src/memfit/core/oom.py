@@ -219,6 +219,19 @@ def recognise(error: BaseException) -> OutOfMemory | None:
     return None
 
 
+def caught(action: Callable[[], object]) -> OutOfMemory | None:
+    """What ran out in an action, whose frames no longer hold anything then; any other exception goes on."""
+    try:
+        action()
+    except Exception as error:
+        failure = recognise(error)
+        if failure is None:
+            raise
+        clear_frames(error)
+        return failure
+    return None
+
+
 def clear_frames(error: BaseException) -> None:
     """Lets go of the tensors that `error` keeps: its tracebacks, and the variables of functions that it ended.
 

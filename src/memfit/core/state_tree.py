@@ -8,7 +8,6 @@ tag in their place says which it is. The types come back as they were, to the bi
 import base64
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -23,21 +22,15 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 _LISTS: dict[type, str] = {tuple: "__tuple__", set: "__set__", frozenset: "__frozenset__"}
 _DICTS: dict[type, str] = {dict: "__dict__", OrderedDict: "__ordered__", Counter: "__counter__"}
 _DICT_OF = {tag: kind for kind, tag in _DICTS.items()}
-LEFT_OUT = object()
-"""In the place of a function, which can't be stored: whatever the live object has stays."""
+LEFT_OUT = object()  # in the place of a function, which can't be stored: whatever the live object has stays
 
 
 class Encoder:
-    """Turns values into JSON and collects their tensors.
-
-    Args:
-        skips_functions: whether functions are left out rather than refused; the live object keeps its own.
-    """
+    """Turns values into JSON and collects their tensors; functions are refused, or left out for the live ones."""
 
     def __init__(self, *, skips_functions: bool = False) -> None:
         self._skips_functions = skips_functions
-        self.tensors: dict[str, Any] = {}
-        """Tensors and arrays, by the names that the tree has for them."""
+        self.tensors: dict[str, Any] = {}  # tensors and arrays, by the names that the tree has for them
 
     def encode(self, value: Any, path: str) -> Any:
         """The value as JSON can hold it."""
@@ -51,8 +44,13 @@ class Encoder:
         if kind in _LISTS:
             parts = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
             return {_LISTS[kind]: self.encode_each(parts, path)}
+        if kind is dict and all(type(key) is str and not key.startswith("__") for key in value):
+            return {key: self.encode(part, f"{path}.{key}") for key, part in value.items()}
         if kind in _DICTS:
-            return self._dictionary(value, path)
+            pairs = [
+                [self.encode(key, f"{path}.<key>"), self.encode(part, f"{path}.{key}")] for key, part in value.items()
+            ]
+            return {_DICTS[kind]: pairs}
         if kind is deque:
             return {"__deque__": [self.encode([*value], path), value.maxlen]}
         if kind in (bytes, bytearray):
@@ -82,22 +80,9 @@ class Encoder:
         """A framework's own value, tagged; None for what it has no tag for."""
         return None
 
-    def _dictionary(self, value: Mapping[Any, Any], path: str) -> Any:
-        if type(value) is dict and all(type(key) is str and not key.startswith("__") for key in value):
-            return {key: self.encode(part, f"{path}.{key}") for key, part in value.items()}
-        return {
-            _DICTS[type(value)]: [
-                [self.encode(key, f"{path}.<key>"), self.encode(part, f"{path}.{key}")] for key, part in value.items()
-            ]
-        }
-
 
 class Decoder:
-    """Turns JSON back into the values that it was made from.
-
-    Args:
-        file: holds their tensors.
-    """
+    """Turns JSON back into the values that it was made from, whose tensors are in a file."""
 
     def __init__(self, file: TensorFile) -> None:
         self._file = file

@@ -49,21 +49,13 @@ _NAMES = {short: (name, item_bytes) for name, (short, item_bytes) in FORMAT.item
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor to be written.
+    """A tensor to be written."""
 
-    Args:
-        name: in the file.
-        dtype: "float32", "bfloat16". One that the format lacks is written as bytes, in one more dimension.
-        shape: its own.
-        item_bytes: of an element.
-        pieces: gives its values as bytes, row by row, when it is its turn.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    item_bytes: int
-    pieces: Callable[[], Iterable[Any]]
+    name: str  # in the file
+    dtype: str  # "float32", "bfloat16". One that the format lacks is written as bytes, in one more dimension
+    shape: tuple[int, ...]  # its own
+    item_bytes: int  # of an element
+    pieces: Callable[[], Iterable[Any]]  # gives its values as bytes, row by row, when it is its turn
 
 
 def array_entry(name: str, array: Any) -> Entry:
@@ -130,11 +122,7 @@ class _Stored:
 
 
 class TensorFile:
-    """A file of tensors, from which they can be read one at a time.
-
-    Args:
-        path: the file.
-    """
+    """A file of tensors, from which they can be read one at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

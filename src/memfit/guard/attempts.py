@@ -5,13 +5,17 @@ other shapes: the greatest number of elements that went well and the least that 
 halves the micro-batch; when it can't be smaller, the next stronger moves are put on. Where parts of a batch don't
 compute what the whole does (batch norm), the stronger moves come first. After many good steps a larger micro-batch is
 tried once more, and where whole batches fit, the weaker moves, at longer and longer intervals where that fails: a
-replay is all that it costs.
+replay is all that it costs. What was found out is kept for the next run of the same model, shapes and device.
 """
 
+import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from memfit.core.errors import MemfitError
@@ -23,25 +27,21 @@ from memfit.core.typed_data import Count, mismatch
 _NEAR = 0.9
 # More than any number of samples or elements.
 _ANY = 2**62
+_MAX_ENTRIES = 256
+_FILE_VERSION = 1
 
 
 @dataclass(slots=True)
 class _Bounds:
     """What is known about micro-batches with the moves in use, in elements."""
 
-    most: float | None = None
-    """The bound in use; None: the whole batch."""
+    most: float | None = None  # the bound in use; None: the whole batch
     good: float = 0.0
     bad: float | None = None
 
 
 class Attempts:
-    """Chooses the settings of each step.
-
-    Args:
-        first: the settings to begin with.
-        fallbacks: what there is to try.
-    """
+    """Chooses the settings of each step, from the first ones and the fallbacks that there are."""
 
     def __init__(self, first: Settings, fallbacks: Fallbacks | None = None) -> None:
         fallbacks = fallbacks or Fallbacks()
@@ -49,20 +49,19 @@ class Attempts:
         self._stronger = list(fallbacks.stronger)
         self._whole_first = fallbacks.whole_first
         self._one_size = fallbacks.one_size
-        self._replan: Callable[[], Settings | None] | None = None
+        # Called at the first failure, and only then: settings that are expected to fit, or None.
+        self.replan: Callable[[], Settings | None] | None = None
         self._level = 0
         self._bounds = _Bounds()
         self._planned_size = first.micro_batch_size
         self._good_steps = 0
         self._grow_after = fallbacks.grow_after
         self._is_trial = False
+        # The level and its bounds, where the trial is one of weaker moves.
         self._before_trial: tuple[int, _Bounds] | None = None
-        """The level and its bounds, where the trial is one of weaker moves."""
-        self._least = fallbacks.least_samples
-        """Samples that a micro-batch must have."""
+        self._least = fallbacks.least_samples  # samples that a micro-batch must have
         self._update_failures = 0
-        self.changed = False
-        """Whether something was found out that is worth remembering."""
+        self.changed = False  # whether something was found out that is worth remembering
 
     @property
     def moves(self) -> Settings:
@@ -105,22 +104,26 @@ class Attempts:
             self._weaken()
         elif self._bounds.most is not None:
             self._good_steps = 0
-            self._bounds.most = self._larger(self._bounds.most, self._bounds.bad)
             self._is_trial = True
+            most, bad = self._bounds.most, self._bounds.bad
+            # Near to what failed all is known; that is tried once more, for memory may have been given back.
+            is_between = bad is not None and most < bad * _NEAR and most * 2 >= bad
+            self._bounds.most = (most + bad) / 2 if bad is not None and is_between else most * 2
 
     def failed(self, size: BatchSize, failure: OutOfMemory, *, in_update: bool, num_halvings: int = 1) -> bool:
         """A step ran out of memory; whether there is something else to try, which `settings` then gives.
 
-        Args:
-            size: of the batch.
-            failure: what ran out.
-            in_update: whether it did so in the update, where smaller micro-batches don't help.
-            num_halvings: of the micro-batch that it takes at least.
+        In the update smaller micro-batches don't help; elsewhere it takes at least so many halvings of them.
         """
         self.changed = True
         self._good_steps = 0
         if in_update:
-            return self._for_update()
+            self._update_failures += 1
+            # At first the same again: what ran out may be there again, and the same kernels give the same bits.
+            is_single = self.moves.kernels is OptimizerKernels.SINGLE
+            if self._update_failures > 1:
+                self._base = replace(self._base, kernels=OptimizerKernels.SINGLE)
+            return self._update_failures == 1 or not is_single
         used = self._used(size)
         if used is not None:
             self._bounds.bad = min(used, self._bounds.bad or used)
@@ -133,8 +136,8 @@ class Attempts:
             else:
                 self._bounds.most = self._bounds.good or self._bounds.most
             return True
-        if self._replan is not None:
-            planned, self._replan = self._replan(), None
+        if self.replan is not None:
+            planned, self.replan = self.replan(), None
             if planned is not None and self.adopt(planned, size):
                 return True
         if self._whole_first and self._strengthen():
@@ -156,10 +159,6 @@ class Attempts:
             parts = self._base.micro_batches
             return -(-size.num_samples // parts) if parts > 1 and size.num_samples else None
         return max(self._least, int(self._bounds.most / size.elements_per_sample + 1e-6))
-
-    def plan_with(self, replan: Callable[[], Settings | None]) -> None:
-        """At the first failure, and only then, `replan` gives settings that are expected to fit, or None."""
-        self._replan = replan
 
     def need_samples(self, least: int) -> bool:
         """Micro-batches must have so many samples; False where that was known."""
@@ -217,23 +216,6 @@ class Attempts:
         self._bounds = _Bounds(self._bounds.most)
         self._is_trial = True
 
-    def _for_update(self) -> bool:
-        self._update_failures += 1
-        if self._update_failures == 1:
-            # What ran out may be there again, and the same kernels give the same bits.
-            return True
-        if self.moves.kernels is OptimizerKernels.SINGLE:
-            return False
-        self._base = replace(self._base, kernels=OptimizerKernels.SINGLE)
-        return True
-
-    @staticmethod
-    def _larger(most: float, bad: float | None) -> float:
-        # Near to what failed all is known; that is tried once more, for memory may have been given back.
-        if bad is None or most * 2 < bad or most >= bad * _NEAR:
-            return most * 2
-        return (most + bad) / 2
-
     # What lasts.
 
     def to_json(self) -> dict[str, Any]:
@@ -255,12 +237,7 @@ class Attempts:
         }
 
     def load(self, data: dict[str, Any], *, resumes: bool = False) -> None:
-        """Begins with what an earlier run found out.
-
-        Args:
-            data: from `to_json`.
-            resumes: whether this is the same run, which goes on as it would have done.
-        """
+        """Begins with what an earlier run found out, or goes on as the same run would have done where it `resumes`."""
         _check(data)
         self._base = replace(Settings.from_json(data["base"]), weighting=self._base.weighting)
         self._level = min(int(data["level"]), len(self._stronger))
@@ -270,11 +247,17 @@ class Attempts:
         )
         self._planned_size = int(data.get("planned_size", 0))
         self._least = int(data.get("least", 1))
-        self._replan = None
-        if resumes:
-            self._grow_after = int(data.get("grow_after", self._grow_after))
-            self._good_steps = int(data.get("good_steps", 0))
-            self._go_on_with(data.get("trial"))
+        self.replan = None
+        if not resumes:
+            return
+        self._grow_after = int(data.get("grow_after", self._grow_after))
+        self._good_steps = int(data.get("good_steps", 0))
+        trial = data.get("trial")
+        self._is_trial = trial is not None
+        if trial is not None and int(trial[0]) < self._level:
+            self._weaken()
+        elif trial is not None:
+            self._bounds.most = float(trial[1])
 
     @staticmethod
     def check_progress(progress: dict[str, Any]) -> None:
@@ -286,15 +269,6 @@ class Attempts:
             raise BadCheckpoint("the checkpoint's progress has no attempts")
         if progress["attempts"] is not None:
             _check(progress["attempts"])
-
-    def _go_on_with(self, trial: list[Any] | None) -> None:
-        self._is_trial = trial is not None
-        if trial is None:
-            return
-        if int(trial[0]) < self._level:
-            self._weaken()
-        else:
-            self._bounds.most = float(trial[1])
 
     def bound(self, size: BatchSize, samples: int) -> None:
         """No micro-batch may have more samples than this, as a supervisor says."""
@@ -348,3 +322,58 @@ def _check(findings: Any) -> None:
         problem = str(error)
     if problem:
         raise BadCheckpoint(f"what was found out about memory can't be read: {problem}")
+
+
+def key_of(parts: Iterable[object]) -> str:
+    """One short name for everything that a finding depends on."""
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+class Ceilings:
+    """The findings of earlier runs, in a small JSON file in a folder; without one nothing is kept.
+
+    It only ever saves time: whatever is wrong with the file, it counts as empty.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+        self._path = None if folder is None else Path(folder, "ceilings.json")
+        self._own: dict[str, dict[str, Any]] = {}
+
+    def get(self, key: str, *, only_own: bool = False) -> dict[str, Any] | None:
+        """What was found for this key, by `only_own` this object and not earlier runs; None: nothing."""
+        finding = self._own.get(key)
+        if finding is None and not only_own:
+            finding = self._read().get(key)
+        return dict(finding) if isinstance(finding, dict) else None
+
+    def put(self, key: str, finding: dict[str, Any]) -> None:
+        """Keeps a finding; the oldest go when there are many. Where it can't be written, later runs don't have it."""
+        self._own[key] = finding
+        if self._path is None:
+            return
+        entries = self._read()
+        entries.pop(key, None)
+        entries[key] = finding
+        kept = dict(list(entries.items())[-_MAX_ENTRIES:])
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".ceilings-")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump({"version": _FILE_VERSION, "entries": kept}, file)
+                os.replace(temporary, self._path)
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except OSError:
+            return
+
+    def _read(self) -> dict[str, Any]:
+        if self._path is None:
+            return {}
+        try:
+            data = json.loads(self._path.read_text(encoding="utf-8"))
+            entries = data["entries"]
+            return dict(entries) if data["version"] == _FILE_VERSION else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}

@@ -12,11 +12,10 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.plain_files import NotPlain, open_plain, plain_size, read_plain
@@ -28,8 +27,6 @@ FORMAT = "memfit.checkpoint"
 VERSION = 1
 # Thousands of files need less; what is longer wasn't written here and isn't worth reading into memory.
 MAX_BYTES = 64 * 2**20
-
-_Result = TypeVar("_Result")
 
 
 class Damaged(Exception):
@@ -54,21 +51,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds.
+    """What a checkpoint holds."""
 
-    Args:
-        number: counts the checkpoints of a folder in the order in which they were written.
-        step: updates of the parameters that had been made.
-        created: when, as an ISO 8601 time in UTC.
-        files: by path below the checkpoint, with forward slashes.
-        info: whatever the writer wanted to say, as JSON.
-    """
-
-    number: int
-    step: int
-    created: str
-    files: Mapping[str, Entry]
-    info: dict[str, Any] = field(default_factory=dict)
+    number: int  # counts the checkpoints of a folder in the order in which they were written
+    step: int  # updates of the parameters that had been made
+    created: str  # when, as an ISO 8601 time in UTC
+    files: Mapping[str, Entry]  # by path below the checkpoint, with forward slashes
+    info: dict[str, Any] = field(default_factory=dict)  # whatever the writer wanted to say, as JSON
 
     def to_bytes(self) -> bytes:
         """The content of manifest.json."""
@@ -85,12 +74,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
-        """Reads the content of manifest.json.
-
-        Raises:
-            NotOurs: it isn't one, or has changed since it was written.
-            OtherVersion: it is one of another version.
-        """
+        """Reads the content of manifest.json; refuses what isn't one, has changed, or is of another version."""
         try:
             content = json.loads(data)
         except (ValueError, RecursionError):
@@ -121,23 +105,17 @@ class Manifest:
 
 def describe(directory: Path) -> dict[str, Entry]:
     """All files below a directory, as a manifest lists them."""
-    found = {}
+    files = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file() and path.name not in (NAME, UNFINISHED):
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-                found[path.relative_to(directory).as_posix()] = Entry(file.tell(), digest)
-    return found
+                files[path.relative_to(directory).as_posix()] = Entry(file.tell(), digest)
+    return files
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises:
-        NotOurs: there is none that is valid.
-        OtherVersion: it is of another version.
-        OSError: it can't be read.
-    """
+    """The manifest of a checkpoint; NotOurs, OtherVersion, or OSError where it can't be read."""
     if directory.is_symlink():
         raise NotOurs("it is a symbolic link, which is not followed")
     try:
@@ -152,23 +130,19 @@ def read(directory: Path) -> Manifest:
 
 
 def check(directory: Path, manifest: Manifest, *, checksums: bool) -> None:
-    """Compares the files with the manifest: their sizes, and with `checksums` every byte.
-
-    Raises:
-        Damaged: one is missing or differs.
-        OSError: one can't be read.
-    """
+    """Compares the sizes of files with the manifest, and with `checksums` every byte; Damaged, or OSError."""
     for name, entry in manifest.files.items():
-        size_bytes = _reading(name, partial(_own_size, directory, name))
+        with _damage(name):
+            size_bytes = _own_size(directory, name)
         if size_bytes != entry.size_bytes:
             difference = abs(size_bytes - entry.size_bytes)
             way = "shorter" if size_bytes < entry.size_bytes else "longer"
             unit = "byte" if difference == 1 else "bytes"
             raise Damaged(f"{name} is {difference} {unit} {way} than its manifest says")
-    if not checksums:
-        return
-    for name, entry in manifest.files.items():
-        if _reading(name, partial(_digest, directory / name)) != entry.sha256:
+    for name, entry in manifest.files.items() if checksums else ():
+        with _damage(name), open_plain(directory / name) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != entry.sha256:
             raise Damaged(f"{name} has changed since it was written: its SHA-256 isn't what its manifest says")
 
 
@@ -203,10 +177,11 @@ def discard(directory: Path, manifest: Manifest) -> list[str]:
     return sorted({PurePosixPath(name).parts[0] for name in entries - ours})
 
 
-def _reading(name: str, action: Callable[[], _Result]) -> _Result:
-    """What a file says; that it isn't there, or is something else than a file, is damage, any other error is none."""
+@contextlib.contextmanager
+def _damage(name: str) -> Iterator[None]:
+    """That a file isn't there, or is something else than a file, is damage; any other error is none."""
     try:
-        return action()
+        yield
     except (FileNotFoundError, NotADirectoryError, NotPlain) as error:
         raise Damaged(f"{name} can't be read: {error.strerror}") from None
     except ValueError as error:
@@ -220,11 +195,6 @@ def _own_size(directory: Path, name: str) -> int:
         if not stat.S_ISDIR(mode):
             raise NotPlain(mode)
     return plain_size(directory / name)
-
-
-def _digest(path: Path) -> str:
-    with open_plain(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _dump(content: dict[str, Any]) -> bytes:

@@ -1,45 +1,39 @@
-"""The checkpoints of a guarded run: when one is due, written by all processes together, and the last one at exit."""
+"""The checkpoints of a guarded run: when one is due, written by all processes together, and the last one at exit.
+
+The best parameters of a run are in a checkpoint of their own, or in host memory where the run has no folder. They are
+not the best model, of which a copy would hold as much again on the device.
+"""
 
 import atexit
 import contextlib
-import logging
+import math
 import os
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from memfit.core import run_events
 from memfit.core.adapter import Ranks, SingleProcess
-from memfit.core.errors import BadFile
+from memfit.core.errors import BadFile, BadInput
 from memfit.core.guarding import BadCheckpoint
 from memfit.guard.checkpoints import Folder
-
-_log = logging.getLogger("memfit")
 
 # Of the time of training, what checkpoints may cost where no interval is given; and the least time between two.
 _SHARE = 0.01
 _INTERVAL_SECONDS = 60.0
 _FIRST_INTERVAL_SECONDS = 5.0
 
-_finished: dict[str, int] = {}
-"""How many calls of `fit` with each folder have ended in this process."""
+_finished: Counter[str] = Counter()  # how many calls of `fit` with each folder have ended in this process
 _last_saves: "set[weakref.WeakMethod[Callable[[], None]]]" = set()
 
 
 class Checkpointing:
-    """Checkpoints of one run.
+    """Checkpoints of one run: `keep` of them, one `every` so many updates, or by time where that is None.
 
-    Args:
-        folder: where they are; None: there are none.
-        keep: how many stay.
-        every: updates between two; None: by time.
-        owner: whose they are, as for `Folder`.
-        ranks: the processes that write them together; None: there is only this one.
-
-    Raises:
-        BadFile: the folder can't be written to, or belongs to another run.
+    Without a folder there are none; `ranks` write them together. A folder that can't be had is refused.
     """
 
     def __init__(
@@ -55,7 +49,7 @@ class Checkpointing:
         self._every = every
         self._last = time.monotonic()
         self._save_seconds, self._num_saved = 0.0, 0
-        self._folder = None if folder is None else Folder(folder, keep, announce=_log.warning, owner=owner)
+        self._folder = None if folder is None else Folder(folder, keep, owner=owner)
         if self._folder is not None:
             self._of_first(self._folder.claim)
 
@@ -70,28 +64,22 @@ class Checkpointing:
         return None if self._folder is None else self._folder.path
 
     def is_due(self, update: int) -> bool:
-        """Whether it is time for one.
-
-        Args:
-            update: updates so far.
-        """
+        """Whether it is time for one, after so many updates."""
         if self._folder is None:
             return False
         if self._every is not None:
             return update % self._every == 0
-        return self._ranks.agreed(is_time(time.monotonic() - self._last, self._save_seconds, self._num_saved))
+        # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
+        seldom = min(_INTERVAL_SECONDS, _FIRST_INTERVAL_SECONDS * 2**self._num_saved)
+        is_time = time.monotonic() - self._last >= max(seldom, self._save_seconds / _SHARE)
+        return self._ranks.agreed(is_time)
 
     def wait_anew(self) -> None:
         """Nothing new has happened until now."""
         self._last = time.monotonic()
 
     def save(self, update: int, write: Callable[[Path], None]) -> None:
-        """Writes one; the last part of it goes on in the background.
-
-        Args:
-            update: updates so far.
-            write: writes the files of this process into a directory.
-        """
+        """Writes one, the files of this process by `write`; the last part of it goes on in the background."""
         if self._folder is None:
             return
         started = time.perf_counter()
@@ -132,11 +120,97 @@ class Checkpointing:
             self._folder.close()
 
 
-def is_time(passed_seconds: float, save_seconds: float, num_saved: int) -> bool:
-    """Whether another checkpoint is due, so long after the last one, by what that took and how many there were."""
-    # Sooner at first: a run that ends early has more to lose than the time that a checkpoint takes.
-    seldom = min(_INTERVAL_SECONDS, _FIRST_INTERVAL_SECONDS * 2**num_saved)
-    return bool(passed_seconds >= max(seldom, save_seconds / _SHARE))
+class Best:
+    """The parameters with the best score so far.
+
+    Args:
+        parameters: the model's: `write(directory)` and `read(directory, model)`, or, in host memory, `copy(into)` and
+            `put(copies, model)`; the run's own model where it is None.
+        current_step: says how many updates of the parameters have been made.
+        folder: where they are kept; None: in host memory.
+        before_load: called before parameters are put into the run's own model.
+    """
+
+    def __init__(
+        self,
+        parameters: Any,
+        current_step: Callable[[], int],
+        folder: Folder | None = None,
+        before_load: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._parameters = parameters
+        self._current_step = current_step
+        self._folder = folder
+        self._before_load = before_load
+        self._copies: Any = None
+        self._higher: bool | None = None
+        self.score: float | None = None  # the best so far; None before the first
+        self.step: int | None = None  # the number of updates that had been made then
+        latest = None if folder is None else folder.latest()
+        if latest is None:
+            return
+        try:
+            self.score, self._higher = float(latest.info["score"]), bool(latest.info["higher_is_better"])
+        except (KeyError, TypeError, ValueError):
+            raise BadCheckpoint(
+                f"{latest.path} holds no best parameters: its manifest names no score. Give another folder."
+            ) from None
+        self.step = latest.step
+
+    def offer(self, score: float, *, higher_is_better: bool) -> bool:
+        """Keeps the parameters as they are now if their score is better than any before.
+
+        Args:
+            score: what they reach; one that is no number is never the best.
+            higher_is_better: True for an accuracy, False for a loss; the same in all calls.
+
+        Returns:
+            Whether they are kept. False too where they couldn't be written, which is announced.
+
+        Raises:
+            BadInput: `higher_is_better` isn't what it was before.
+        """
+        score = float(score)
+        if self._higher is not None and self._higher != higher_is_better:
+            raise BadInput(
+                f"higher_is_better={higher_is_better} was given, and the scores so far were kept with "
+                f"higher_is_better={self._higher}. Give the same in all calls, or another folder."
+            )
+        is_better = self.score is None or (score > self.score if higher_is_better else score < self.score)
+        if math.isnan(score) or not is_better:
+            return False
+        step = self._current_step()
+        if self._folder is None:
+            self._copies = self._parameters.copy(self._copies)
+        else:
+            info = {"score": score, "higher_is_better": higher_is_better}
+            if not self._folder.write(step, self._parameters.write, info=info):
+                return False
+        self.score, self.step, self._higher = score, step, higher_is_better
+        return True
+
+    def load_into(self, model: Any = None) -> None:
+        """Puts the best parameters into a model, or into the run's own.
+
+        Raises:
+            BadInput: no score has been offered yet.
+            BadCheckpoint: they are of another model, or their files have been damaged.
+        """
+        if self.score is None:
+            raise BadInput("there are no best parameters yet: offer a score first")
+        self._before_load()
+        if self._folder is None:
+            self._parameters.put(self._copies, model)
+            return
+        latest = self._folder.latest()
+        if latest is None:
+            raise BadCheckpoint(f"the best parameters, of step {self.step}, are gone from {self._folder.path}")
+        self._parameters.read(latest.path, model)
+
+    def close(self) -> None:
+        """Gives up possession of the folder."""
+        if self._folder is not None:
+            self._folder.close()
 
 
 def folder_of_call(path: str | os.PathLike[str]) -> Path:
@@ -145,22 +219,17 @@ def folder_of_call(path: str | os.PathLike[str]) -> Path:
     A script may call `fit` several times with one folder, or know nothing of the folder that its supervisor names. A
     call that was broken off doesn't count: the same one goes on where it was.
     """
-    count = _finished.get(os.path.abspath(path), 0)
+    count = _finished[os.path.abspath(path)]
     return Path(path, f"fit-{count + 1}") if count else Path(path)
 
 
 def call_ended(path: str | os.PathLike[str]) -> None:
     """A call of `fit` with this folder has come to its end: the next one of this process is another."""
-    key = os.path.abspath(path)
-    _finished[key] = _finished.get(key, 0) + 1
+    _finished[os.path.abspath(path)] += 1
 
 
 def save_at_exit(save: Callable[[], Any]) -> None:
-    """Has a guard's method called when the script ends: it may do so without a word to its guards.
-
-    Args:
-        save: the method; the guard may go before.
-    """
+    """Has a guard's method called when the script ends, unless the guard goes before."""
     _last_saves.add(weakref.WeakMethod(save, _last_saves.discard))
 
 

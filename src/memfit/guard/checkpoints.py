@@ -14,40 +14,30 @@ the training goes on.
 import atexit
 import contextlib
 import errno
+import logging
 import os
 import re
 import shutil
 import threading
 import time
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
 from memfit.core.adapter import Ranks, SingleProcess
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.oom import clear_frames, recognise
 from memfit.core.plain_files import plain_size
 from memfit.core.units import format_size
-from memfit.guard.checkpoint_manifest import (
-    NAME,
-    UNFINISHED,
-    Damaged,
-    Manifest,
-    NotOurs,
-    OtherVersion,
-    check,
-    describe,
-    discard,
-    read,
-)
+from memfit.guard import checkpoint_manifest as manifests
+from memfit.guard.checkpoint_manifest import NAME, UNFINISHED, Damaged, Manifest, NotOurs, OtherVersion
 from memfit.guard.possession import UNSUPPORTED, Possession
 
 _FINISHED = re.compile(r"step-(\d+)(?:-(\d+))?")
@@ -56,28 +46,18 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 # Network file systems fail for moments; what they hold is as it was afterwards.
 _RETRY_SECONDS = (0.1, 0.4, 1.0)
 
-_Result = TypeVar("_Result")
-
+_log = logging.getLogger("memfit")
 _living: "weakref.WeakSet[Folder]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint.
-
-    Args:
-        path: its directory.
-        step: updates of the parameters that had been made.
-        info: what its writer said about it.
-        created: when it was written, as an ISO 8601 time in UTC.
-        number: its place in the order in which the folder's checkpoints were written.
-    """
+    """A whole checkpoint."""
 
     path: Path
-    step: int
-    info: dict[str, Any]
-    created: str
-    number: int
+    step: int  # updates of the parameters that had been made
+    info: dict[str, Any]  # what its writer said about it
+    number: int  # its place in the order in which the folder's checkpoints were written
 
 
 class Folder:
@@ -85,51 +65,37 @@ class Folder:
 
     Args:
         path: the folder; made when it is first needed.
-        keep: how many checkpoints stay.
-        announce: called with one sentence where a checkpoint couldn't be written or used; a warning if not given.
+        keep: how many checkpoints stay, at least 1.
+        announce: called with one sentence where a checkpoint couldn't be written or used; logged if not given.
         owner: whose checkpoints they are, such as the optimizer: another folder object of the same owner takes over,
             and one of another owner is refused as long as this one is in use.
-
-    Raises:
-        BadInput: `keep` is less than 1.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         keep: int = 3,
-        announce: Callable[[str], None] | None = None,
+        announce: Callable[[str], None] = _log.warning,
         owner: object = None,
     ) -> None:
-        if keep < 1:
-            raise BadInput(f"at least 1 checkpoint must be kept, and keep = {keep} was given")
         self.path = Path(path)
         self.keep = keep
-        self._announce = announce or (lambda text: warnings.warn(text, RuntimeWarning, stacklevel=3))
+        self._announce = announce
         self._thread: threading.Thread | None = None
         self._unsaid: list[str] = []
-        self._num_failed = 0
-        """Checkpoints in a row that couldn't be written."""
+        self._num_failed = 0  # checkpoints in a row that couldn't be written
         self._last_reason = ""
-        self._number: int | None = None
-        """The highest number of a checkpoint here; None before that is known."""
-        self._own: set[str] = set()
-        """Names of the temporary directories that are in use here."""
-        self._bad: set[str] = set()
-        """Names of checkpoints that were found damaged."""
+        self._number: int | None = None  # the highest number of a checkpoint here; None before that is known
+        self._own: set[str] = set()  # names of the temporary directories that are in use here
+        self._bad: set[str] = set()  # names of checkpoints that were found damaged
         self._possession = Possession(self.path, self, owner)
-        self.skipped: tuple[str, ...] = ()
-        """What `latest` passed over when it was called last, with reasons."""
+        self.skipped: tuple[str, ...] = ()  # what `latest` passed over when it was called last, with reasons
         _living.add(self)
 
     # Writing.
 
     def claim(self) -> None:
-        """Makes the folder and takes possession of it, to learn before the first checkpoint whether that works.
-
-        Raises:
-            BadFile: it can't be made or written to, or belongs to another run that is still alive.
-        """
+        """Takes possession of the folder, to learn before the first checkpoint whether that works; BadFile if not."""
         try:
             self._possession.take()
             probe = self.path / f".probe-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -138,12 +104,10 @@ class Folder:
             finally:
                 probe.unlink(missing_ok=True)
         except OSError as error:
-            if error.errno == errno.EBUSY:
-                raise BadFile(f"checkpoints can't be written to {str(self.path)!r}: {error.strerror}.") from error
-            raise BadFile(
-                f"checkpoints can't be written to {str(self.path)!r}: {_reason(error)}. "
-                "Give a folder that can be written to, or make room."
-            ) from error
+            is_taken = error.errno == errno.EBUSY
+            advice = "" if is_taken else " Give a folder that can be written to, or make room."
+            reason = error.strerror if is_taken else _reason(error)
+            raise BadFile(f"checkpoints can't be written to {str(self.path)!r}: {reason}.{advice}") from error
 
     def write(
         self,
@@ -156,24 +120,19 @@ class Folder:
     ) -> bool:
         """Writes a checkpoint; False, with an announcement, where the system didn't let it.
 
-        Args:
-            step: updates of the parameters so far.
-            fill: writes the files into the directory that it is given, before this returns.
-            info: anything that JSON can hold.
-            asynchronous: hash the files and force them to disk in a thread. True then means that the files are written;
-                whether the rest went well shows at the next call.
-            ranks: processes that write into one directory, which the first of them makes and finishes.
+        `fill` writes the files into the directory that it is given. The rest goes on in a thread where `asynchronous`,
+        and whether it went well shows at the next call. Of several ranks the first makes and finishes the directory.
         """
         ranks = ranks or SingleProcess()
         while True:
-            writer: Writer | None = None
+            own: Path | None = None
             problem: OSError | None = None
             try:
                 try:
-                    writer = self.begin(step) if ranks.is_first else None
+                    own = self.begin(step) if ranks.is_first else None
                 except OSError as error:
                     problem = error
-                directory = ranks.share("" if writer is None else str(writer.directory))
+                directory = ranks.share("" if own is None else str(own))
                 try:
                     if directory:
                         fill(Path(directory))
@@ -188,85 +147,116 @@ class Folder:
                     problem = OSError(errno.ENOMEM, f"memory ran out: {failure.text or type(error).__name__}")
                 failed = ranks.any(problem is not None)
                 is_full = failed and ranks.any(problem is not None and problem.errno in FULL)
-                if writer is not None and not failed:
+                if own is not None and not failed:
                     try:
-                        writer.finish(info, asynchronous=asynchronous)
+                        self._finish(own, step, info or {}, asynchronous=asynchronous)
                     except OSError as error:
                         problem, failed = error, True
                 if not ranks.any(failed):
                     return True
             except BaseException:
-                if writer is not None:
-                    writer.abandon()
+                self.abandon(own)
                 raise
             again = False
             if ranks.is_first:
-                if writer is not None:
-                    writer.abandon()
+                self.abandon(own)
                 problem = problem or OSError(errno.ENOSPC if is_full else errno.EIO, "another process can't write")
-                again = self.make_room(problem)
+                again = self._make_room(problem)
                 if not again:
                     self._note_failure(step, problem)
                     self._say()
             if not ranks.share("again" if again else ""):
                 return False
 
-    def make_room(self, error: OSError) -> bool:
-        """Removes the oldest checkpoint where the disk is full; whether there is more room now.
-
-        The newest whole one stays, and all do where their room together wouldn't be enough for another.
-        """
-        if error.errno not in FULL:
-            return False
-        if self._sweep():
-            return True
-        whole = sorted(self._whole())
-        while whole:
-            path = whole[-1][1]
-            try:
-                manifest = read(path)
-                check(path, manifest, checksums=True)
-                break
-            except Damaged:
-                self._bad.add(path.name)
-                whole.pop()
-            except (OSError, BadCheckpoint):
-                return False
-        if len(whole) < 2:
-            return False
-        try:
-            sizes = [sum(entry.size_bytes for entry in read(path).files.values()) for _, path in whole]
-            if shutil.disk_usage(self.path).free + sum(sizes[:-1]) < sizes[-1]:
-                return False
-            self._remove(whole[0][1])
-        except (OSError, Damaged, BadCheckpoint):
-            return False
-        self._unsaid.append(
-            f"{_reason(error)}: the oldest checkpoint, {whole[0][1].name}, was removed to make room for the next "
-            f"({self.path}); {len(whole) - 1} stay"
-        )
-        return True
-
-    def begin(self, step: int) -> "Writer":
-        """A directory for the files of a new checkpoint; waits for one that is still being finished.
-
-        Raises:
-            OSError: the folder can't be written to.
-        """
+    def begin(self, step: int) -> Path:
+        """A directory for the files of a new checkpoint; waits for one that is still being finished."""
         self.wait()
         self._possession.take()
-        name = self._free_name(step)
-        temporary = f".{name}.tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._own.add(temporary)
+        # A step may be written again, and the old directory must stay until it is.
+        name, copy = f"step-{step:09d}", 1
+        while os.path.lexists(self.path / name):
+            copy += 1
+            name = f"step-{step:09d}-{copy}"
+        directory = self.path / f".{name}.tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._own.add(directory.name)
         try:
-            (self.path / temporary).mkdir()
-            (self.path / temporary / UNFINISHED).touch()
+            directory.mkdir()
+            (directory / UNFINISHED).touch()
         except OSError:
             with contextlib.suppress(OSError):
-                (self.path / temporary).rmdir()
-            self._own.discard(temporary)
+                directory.rmdir()
+            self._own.discard(directory.name)
             raise
-        return Writer(self, step, self.path / temporary, name)
+        return directory
+
+    def abandon(self, directory: Path | None) -> None:
+        """Removes what has been written to a directory that `begin` made."""
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+            self._own.discard(directory.name)
+
+    def _finish(self, directory: Path, step: int, info: dict[str, Any], *, asynchronous: bool) -> None:
+        """All files are written: the rest, in a thread where that is asked for, whose failure `wait` announces."""
+
+        def finish_quietly() -> None:
+            try:
+                self._complete(directory, step, info)
+            except Exception as error:
+                self.abandon(directory)
+                problem = error if isinstance(error, OSError) else OSError(f"{error!r}")
+                self._make_room(problem)
+                self._note_failure(step, problem)
+
+        if asynchronous:
+            thread = threading.Thread(target=finish_quietly, name="memfit-checkpoint", daemon=False)
+            # Without memory for a thread, or with an interpreter on its way out, it is done here.
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
+                return
+        self._complete(directory, step, info)
+
+    def _complete(self, directory: Path, step: int, info: dict[str, Any]) -> None:
+        """Hashes the files, forces them to disk, gives the checkpoint its name, removes old ones."""
+        files = manifests.describe(directory)
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        manifest = Manifest(self._next_number(), step, created, files, info)
+        content = manifest.to_bytes()
+        for name in files:
+            _force(directory / name)
+        with (directory / NAME).open("xb") as file:
+            file.write(content)
+        _force(directory / NAME)
+        (directory / UNFINISHED).unlink()
+        for path in (*(path for path in directory.rglob("*") if path.is_dir()), directory):
+            _force(path)
+        final = self.path / _final_name(directory)
+        os.rename(directory, final)
+        _force(self.path)
+        self._own.discard(directory.name)
+        if self._num_failed:
+            self._unsaid.append(f"checkpoints are written again: {final.name} is whole ({self.path})")
+        self._num_failed = 0
+        # What has just been written is whole, and never goes.
+        with contextlib.suppress(OSError):
+            self._sweep(final.name)
+            older = sorted((m.number, path) for m, path, is_whole in self._claimed() if is_whole and path != final)
+            for _, path in older[: max(0, len(older) - self.keep + 1)]:
+                with contextlib.suppress(OSError, Damaged, BadCheckpoint):
+                    self._remove(path)
+
+    def _next_number(self) -> int:
+        highest = self._number or 0
+        for path in self._finished():
+            try:
+                highest = max(highest, manifests.read(path).number)
+            except (Damaged, OtherVersion):
+                continue
+            except OSError:
+                if self._number is None:
+                    raise
+        self._number = highest + 1
+        return self._number
 
     def wait(self) -> None:
         """Waits until a checkpoint that is being finished in a thread is on disk or has failed, and announces that."""
@@ -291,14 +281,20 @@ class Folder:
                 newest isn't known.
         """
         self.wait()
-        try:
-            latest, skipped = _patiently(self._find_latest)
-        except OSError as error:
-            raise BadCheckpoint(
-                f"the checkpoints in {str(self.path)!r} can't be read: {error.strerror or error}"
-                f"{f' ({error.filename})' if error.filename else ''}. Nothing was removed. Start again when they can "
-                "be, or give another folder for checkpoints."
-            ) from error
+        waits = iter(_RETRY_SECONDS)
+        while True:
+            try:
+                latest, skipped = self._find_latest()
+                break
+            except OSError as error:
+                seconds = next(waits, None)
+                if seconds is None:
+                    raise BadCheckpoint(
+                        f"the checkpoints in {str(self.path)!r} can't be read: {error.strerror or error}"
+                        f"{f' ({error.filename})' if error.filename else ''}. Nothing was removed. Start again when "
+                        "they can be, or give another folder for checkpoints."
+                    ) from error
+                time.sleep(seconds)
         self._bad |= set(skipped)
         self.skipped = tuple(f"{name}: {reason}" for name, reason in sorted(skipped.items()))
         for text in self.skipped:
@@ -312,7 +308,7 @@ class Folder:
         skipped: dict[str, str] = {}
         for path in self._finished():
             try:
-                claimed.append((read(path), path))
+                claimed.append((manifests.read(path), path))
             except Damaged as damage:
                 skipped[path.name] = str(damage)
             except OtherVersion as error:
@@ -323,21 +319,15 @@ class Folder:
         self._number = max([self._number or 0, *(manifest.number for manifest, _ in claimed)])
         for manifest, path in sorted(claimed, key=lambda pair: (pair[0].number, pair[0].step), reverse=True):
             try:
-                check(path, manifest, checksums=True)
+                manifests.check(path, manifest, checksums=True)
             except Damaged as damage:
                 skipped[path.name] = str(damage)
                 continue
-            return Checkpoint(path, manifest.step, manifest.info, manifest.created, manifest.number), skipped
+            return Checkpoint(path, manifest.step, manifest.info, manifest.number), skipped
         return None, skipped
 
-    # Parts.
-
     def _finished(self) -> list[Path]:
-        """What has the name of a checkpoint.
-
-        Raises:
-            OSError: that can't be found out.
-        """
+        """What has the name of a checkpoint; an OSError where that can't be found out."""
         try:
             with os.scandir(self.path) as entries:
                 return sorted(
@@ -348,74 +338,56 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def _free_name(self, step: int) -> str:
-        """A name that isn't taken: a step may be written again, and the old directory must stay until it is."""
-        name = plain = f"step-{step:09d}"
-        copy = 1
-        while os.path.lexists(self.path / name):
-            copy += 1
-            name = f"{plain}-{copy}"
-        return name
-
-    def _next_number(self) -> int:
-        highest = self._number or 0
+    def _claimed(self) -> list[tuple[Manifest, Path, bool]]:
+        """What valid manifests claim, and whether it is whole as far as the sizes say; never what is unknown."""
+        claimed = []
         for path in self._finished():
-            try:
-                highest = max(highest, read(path).number)
-            except (Damaged, OtherVersion):
-                continue
-            except OSError:
-                if self._number is None:
-                    raise
-        self._number = highest + 1
-        return self._number
+            with contextlib.suppress(OSError, NotOurs, BadCheckpoint):
+                manifest, is_whole = manifests.read(path), path.name not in self._bad
+                try:
+                    manifests.check(path, manifest, checksums=False)
+                except Damaged:
+                    is_whole = False
+                claimed.append((manifest, path, is_whole))
+        return claimed
 
-    def _finish(self, writer: "Writer", info: dict[str, Any]) -> None:
-        """Everything after the files are written."""
-        directory = writer.directory
-        files = describe(directory)
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        manifest = Manifest(self._next_number(), writer.step, created, files, info)
-        content = manifest.to_bytes()
-        for name in files:
-            _force(directory / name)
-        with (directory / NAME).open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        (directory / UNFINISHED).unlink()
-        for path in (*(path for path in directory.rglob("*") if path.is_dir()), directory):
-            _force_directory(path)
-        os.rename(directory, self.path / writer.name)
-        _force_directory(self.path)
-        self._own.discard(directory.name)
-        if self._num_failed:
-            self._unsaid.append(f"checkpoints are written again: {writer.name} is whole ({self.path})")
-        self._num_failed = 0
-        with contextlib.suppress(OSError):
-            self._prune(writer.name)
+    # Removing.
 
-    def _prune(self, written: str) -> None:
-        """Removes what is older than the newest `keep`, what was found damaged, and what dead writers left.
+    def _make_room(self, error: OSError) -> bool:
+        """Removes the oldest checkpoint where the disk is full; whether there is more room now.
 
-        What has just been written is whole, and never goes.
+        The newest whole one stays, and all do where their room together wouldn't be enough for another.
         """
-        self._sweep(written)
-        older = sorted(pair for pair in self._whole() if pair[1].name != written)
-        for _, path in older[: max(0, len(older) - self.keep + 1)]:
-            with contextlib.suppress(OSError, Damaged, BadCheckpoint):
-                self._remove(path)
-
-    def _whole(self) -> list[tuple[int, Path]]:
-        """Checkpoints that have all their files, as far as their sizes say, with their numbers."""
-        whole = []
-        for path in self._finished():
-            with contextlib.suppress(OSError, Damaged, BadCheckpoint):
-                manifest = read(path)
-                check(path, manifest, checksums=False)
-                if path.name not in self._bad:
-                    whole.append((manifest.number, path))
-        return whole
+        if error.errno not in FULL:
+            return False
+        if self._sweep():
+            return True
+        whole = sorted((m.number, path, m) for m, path, is_whole in self._claimed() if is_whole)
+        while whole:
+            _, path, manifest = whole[-1]
+            try:
+                manifests.check(path, manifest, checksums=True)
+                break
+            except Damaged:
+                self._bad.add(path.name)
+                whole.pop()
+            except OSError:
+                return False
+        if len(whole) < 2:
+            return False
+        oldest = whole[0][1]
+        sizes = [sum(entry.size_bytes for entry in manifest.files.values()) for _, _, manifest in whole]
+        try:
+            if shutil.disk_usage(self.path).free + sum(sizes[:-1]) < sizes[-1]:
+                return False
+            self._remove(oldest)
+        except (OSError, Damaged, BadCheckpoint):
+            return False
+        self._unsaid.append(
+            f"{_reason(error)}: the oldest checkpoint, {oldest.name}, was removed to make room for the next "
+            f"({self.path}); {len(whole) - 1} stay"
+        )
+        return True
 
     def _sweep(self, written: str = "") -> bool:
         """Removes damaged checkpoints and what dead writers left; whether there were any. What isn't known stays.
@@ -423,46 +395,30 @@ class Folder:
         What has just been written stays too, whatever a file system that is shared shows of it so soon.
         """
         swept = False
-        for path in self._finished():
-            if path.name == written:
-                continue
-            with contextlib.suppress(OSError, NotOurs, BadCheckpoint):
-                manifest = read(path)
-                try:
-                    check(path, manifest, checksums=False)
-                    is_damaged = path.name in self._bad
-                except Damaged:
-                    is_damaged = True
-                if is_damaged:
+        for _, path, is_whole in self._claimed():
+            if not is_whole and path.name != written:
+                with contextlib.suppress(OSError, NotOurs, BadCheckpoint):
                     self._remove(path)
                     swept |= not os.path.lexists(path)
         for path in self.path.iterdir():
             temporary = _TEMPORARY.fullmatch(path.name)
-            if temporary and path.name not in self._own and self._is_stale(int(temporary[1])):
+            if temporary is None or path.name in self._own:
+                continue
+            # Whoever holds the lock is the only one that writes here, whatever process has that number by now.
+            process = int(temporary[1])
+            if self._possession.is_locked or process == os.getpid() or not psutil.pid_exists(process):
                 with contextlib.suppress(OSError, NotOurs, BadCheckpoint):
                     self._remove_left(path)
                     swept |= not os.path.lexists(path)
         return swept
 
     def _remove(self, path: Path) -> None:
-        """Removes a checkpoint so that a kill in between leaves no half of it under its name.
-
-        Raises:
-            NotOurs, BadCheckpoint: no valid manifest says that it is one.
-        """
-        manifest = read(path)
+        """Removes what a valid manifest claims, so that a kill in between leaves no half of it under its name."""
+        manifest = manifests.read(path)
         hidden = self.path / f".{path.name}.old-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         os.rename(path, hidden)
         self._bad.discard(path.name)
-        self._discard(hidden, manifest, path)
-
-    def _discard(self, hidden: Path, manifest: Manifest, path: Path) -> None:
-        """Removes what a manifest claims; what stays gets its name back, where people look for it."""
-        left = discard(hidden, manifest)
-        if os.path.lexists(hidden) and not os.path.lexists(path):
-            os.rename(hidden, path)
-        if left:
-            self._unsaid.append(f"what memfit didn't write stays in {path}: {', '.join(left[:5])}")
+        self._discard(hidden, manifest)
 
     def _remove_left(self, path: Path) -> None:
         """Removes a hidden directory that a dead writer left, if it is one."""
@@ -472,13 +428,20 @@ class Folder:
         try:
             plain_size(path / UNFINISHED)
         except FileNotFoundError:
-            self._discard(path, read(path), self.path / path.name[1:].partition(".old-")[0])
+            self._discard(path, manifests.read(path))
             return
         shutil.rmtree(path)
 
-    def _is_stale(self, process: int) -> bool:
-        # Whoever holds the lock is the only one that writes here, whatever process has that number by now.
-        return self._possession.is_locked or process == os.getpid() or not psutil.pid_exists(process)
+    def _discard(self, hidden: Path, manifest: Manifest) -> None:
+        """Removes what a manifest claims; what stays gets its name back, where people look for it."""
+        path = self.path / _final_name(hidden)
+        left = manifests.discard(hidden, manifest)
+        if os.path.lexists(hidden) and not os.path.lexists(path):
+            os.rename(hidden, path)
+        if left:
+            self._unsaid.append(f"what memfit didn't write stays in {path}: {', '.join(left[:5])}")
+
+    # Words.
 
     def _note_failure(self, step: int, error: OSError) -> None:
         """Announces the first failure of a kind, and then the second, fourth, eighth, ... in a row."""
@@ -502,77 +465,24 @@ class Folder:
             self._announce(self._unsaid.pop(0))
 
 
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """A checkpoint that is being written: its folder and step, where its files go until then, its name when it is."""
-
-    folder: Folder
-    step: int
-    directory: Path
-    name: str
-
-    def finish(self, info: dict[str, Any] | None = None, *, asynchronous: bool = False) -> None:
-        """All files are written: hashes them, forces them to disk, gives the checkpoint its name, removes old ones.
-
-        Raises:
-            OSError: not with `asynchronous`, where `Folder.wait` announces it.
-        """
-        info = dict(info or {})
-        if asynchronous:
-            thread = threading.Thread(target=self._finish_quietly, args=(info,), name="memfit-checkpoint", daemon=False)
-            try:
-                thread.start()
-            except RuntimeError:
-                # Memory for a thread is lacking, or the interpreter is on its way out.
-                self.folder._finish(self, info)
-            else:
-                self.folder._thread = thread
-            return
-        self.folder._finish(self, info)
-
-    def abandon(self) -> None:
-        """Removes what has been written."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.folder._own.discard(self.directory.name)
-
-    def _finish_quietly(self, info: dict[str, Any]) -> None:
-        try:
-            self.folder._finish(self, info)
-        except Exception as error:
-            self.abandon()
-            problem = error if isinstance(error, OSError) else OSError(f"{error!r}")
-            self.folder.make_room(problem)
-            self.folder._note_failure(self.step, problem)
-
-
-def _patiently(action: Callable[[], _Result]) -> _Result:
-    """Tries again for a moment where something can't be read."""
-    for seconds in _RETRY_SECONDS:
-        try:
-            return action()
-        except OSError:
-            time.sleep(seconds)
-    return action()
+def _final_name(hidden: Path) -> str:
+    """The name of a checkpoint whose directory is hidden: ".step-000000009.tmp-123-00ff"."""
+    return hidden.name[1:].partition(".")[0]
 
 
 def _force(path: Path) -> None:
-    handle = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+    """Makes content last, or names in a directory: where the system can't, a crash of it may lose the newest."""
+    is_directory = path.is_dir()
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _force_directory(path: Path) -> None:
-    """Makes names in a directory last; where the system can't, a crash of the machine may lose the newest."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY if is_directory else os.O_RDWR | getattr(os, "O_BINARY", 0))
     except PermissionError:
-        return  # Windows opens no directories
+        if is_directory:
+            return  # Windows opens no directories
+        raise
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in UNSUPPORTED:
+        if not is_directory or error.errno not in UNSUPPORTED:
             raise
     finally:
         os.close(handle)

@@ -23,8 +23,7 @@ from memfit.core.guarding import AUTO, BatchSize, Blame, BrokenUpdate, CannotFit
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.settings import Settings
 from memfit.core.units import format_size, parse_size
-from memfit.guard.attempts import Attempts
-from memfit.guard.ceilings import Ceilings, key_of
+from memfit.guard.attempts import Attempts, Ceilings, key_of
 from memfit.guard.checkpointing import Checkpointing
 
 _log = logging.getLogger("memfit")
@@ -32,21 +31,13 @@ _log = logging.getLogger("memfit")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a guard was asked for, checked.
+    """What a guard was asked for, checked."""
 
-    Args:
-        plan: "auto", a `Plan`, settings, or None.
-        budget: "10GiB", bytes, or None.
-        checkpoint: folder, or None.
-        options: the rest.
-        make_plan: the planner.
-    """
-
-    plan: Plan | Settings | str | None = AUTO
-    budget: str | int | None = None
-    checkpoint: str | os.PathLike[str] | None = None
-    options: GuardOptions = field(default_factory=GuardOptions)
-    make_plan: Callable[..., Plan] | None = None
+    plan: Plan | Settings | str | None = AUTO  # "auto", a `Plan`, settings, or None
+    budget: str | int | None = None  # "10GiB", bytes, or None
+    checkpoint: str | os.PathLike[str] | None = None  # folder, or None
+    options: GuardOptions = field(default_factory=GuardOptions)  # the rest
+    make_plan: Callable[..., Plan] | None = None  # the planner
 
     def __post_init__(self) -> None:
         if self.plan is not None and self.plan != AUTO and not isinstance(self.plan, Plan | Settings):
@@ -59,9 +50,9 @@ class Terms:
     @property
     def settings(self) -> Settings:
         """The settings to begin with."""
-        found = self.plan.settings if isinstance(self.plan, Plan) else self.plan
+        settings = self.plan.settings if isinstance(self.plan, Plan) else self.plan
         # An update that happens inside of the backward pass can't be undone when that fails.
-        return replace(found, step_in_backward=False) if isinstance(found, Settings) else Settings()
+        return replace(settings, step_in_backward=False) if isinstance(settings, Settings) else Settings()
 
     @property
     def budget_bytes(self) -> int | None:
@@ -83,13 +74,9 @@ class Terms:
 
 
 class Driver:
-    """Guards one training run.
+    """Guards one training run, of which the loop is the framework's part.
 
-    Args:
-        loop: the framework's part.
-        terms: what the guard was asked for.
-        folder: of checkpoints; None: there are none.
-        ceilings: findings that guards of this process share; None: of this one alone.
+    Without a folder there are no checkpoints; `ceilings` are findings that guards of this process share.
     """
 
     def __init__(
@@ -111,19 +98,16 @@ class Driver:
         self._key: str | None = None
         self._attempts: Attempts | None = None
         self._splitting_known = self._first.micro_batches > 1
-        self._why_whole = ""
-        """Why batches aren't split, where they aren't."""
-        self._goes_on = False
-        """Whether what is tried first is what a checkpoint says."""
-        self._told: set[str] = set()
-        self._mark: Any = None
-        """Where the loop was after the last update, where no checkpoint has been written of it."""
-        self.num_updates = 0
-        """Real updates so far, those before a resume included."""
-        self.resumed_from: int | None = None
-        """The update after which the checkpoint was made that this run goes on from; None: from the beginning."""
+        self._why_whole = ""  # why batches aren't split, where they aren't
+        self._goes_on = False  # whether what is tried first is what a checkpoint says
+        self._said: set[str] = set()
+        self._mark: Any = None  # where the loop was after the last update, where no checkpoint has been written of it
+        self.num_updates = 0  # real updates so far, those before a resume included
+        self.resumed_from: int | None = None  # the update of the checkpoint that this run goes on from
         options = terms.options
-        self.checkpointing = Checkpointing(folder, options.keep, options.checkpoint_every, owner=loop.owner, ranks=loop)
+        self.checkpointing = Checkpointing(
+            folder, options.keep, options.checkpoint_every, owner=loop.owner, ranks=loop.ranks
+        )
         if loop.learns_from_start or self._first != Settings():
             _ = self.attempts
         self._resume()
@@ -139,7 +123,7 @@ class Driver:
     def settings_of(self, batch: Any) -> Settings:
         """How to run a batch now."""
         if self._attempts is None:
-            return Settings()
+            return Settings()  # nobody looks at the batch
         settings = self._settings(self.loop.size_of(batch))
         return replace(settings, micro_batches=self._on_all(settings.micro_batches))
 
@@ -150,7 +134,7 @@ class Driver:
 
     def _on_all(self, num_parts: int) -> int:
         """The number of micro-batches of the process that needs most."""
-        return -self.loop.agree([-num_parts])[0]
+        return -self.loop.ranks.agree([-num_parts])[0]
 
     # One step.
 
@@ -160,11 +144,7 @@ class Driver:
             raise BrokenUpdate(self.loop.broken)
 
     def step(self, batch: Any) -> list[OutOfMemory]:
-        """Runs the step of a batch that the loop has been given, as often as it takes; what ran out on the way.
-
-        Raises:
-            CannotFit: nothing is left to try; everything is as it was before the step.
-        """
+        """Runs the step of a batch that the loop has been given, as often as it takes; what ran out on the way."""
         if self._key is None:
             self._begin(batch)
         return self.run(batch)
@@ -187,7 +167,6 @@ class Driver:
                 break
             failures.append(failure)
             self.recover(failure)
-        if failures:
             size = loop.size_of(batch)
         if self._attempts is not None:
             self._attempts.succeeded(size)
@@ -290,7 +269,7 @@ class Driver:
             # A resumed run that knew what fits goes on with it.
             is_known = self._goes_on and self._ceilings.get(key) is not None
             if self._attempts is not None and not is_known:
-                self._attempts.plan_with(lambda: self._replan(host))
+                self._attempts.replan = lambda: self._replan(host)
             # A supervisor that starts a run again has it planned anew: what the checkpoint says was too much.
             is_new = not self._goes_on or (self._request is not None and self._request.attempt > 1)
             if self._budget is not None and is_new:
@@ -343,8 +322,9 @@ class Driver:
             return self.loop.plan(self._terms.make_plan, budget_bytes)
 
     def _agree(self) -> None:
+        """All processes go on as the neediest of them."""
         if self._attempts is not None:
-            self._attempts.settle(self.loop.agree(self._attempts.votes()))
+            self._attempts.settle(self.loop.ranks.agree(self._attempts.votes()))
 
     # Checkpoints.
 
@@ -358,8 +338,8 @@ class Driver:
 
     def save(self) -> None:
         """Writes a checkpoint now, the last part of it in the background."""
-        found = None if self._attempts is None else self._attempts.to_json()
-        progress = {"attempts": found, "asked": self._asked, "update": self.num_updates}
+        findings = None if self._attempts is None else self._attempts.to_json()
+        progress = {"attempts": findings, "asked": self._asked, "update": self.num_updates}
         self.checkpointing.save(self.num_updates, lambda directory: self.loop.write_state(directory, progress))
         self._mark = None
 
@@ -370,14 +350,14 @@ class Driver:
         where the user's code has changed the parameters since.
         """
         mark, self._mark = self._mark, None
-        if self.loop.num_ranks > 1 and (sys.exc_info()[0] is not None or not self.loop.is_connected):
+        if self.loop.ranks.num_ranks > 1 and (sys.exc_info()[0] is not None or not self.loop.is_connected):
             return  # the other processes, which would have to take part, know nothing of an exception here
-        if self.loop.agreed(mark is not None and not self.loop.broken and self.loop.is_at(mark)):
+        if self.loop.ranks.agreed(mark is not None and not self.loop.broken and self.loop.is_at(mark)):
             self.save()
 
     def save_last_alone(self) -> None:
         """The same where no other process would have to take part, which may not come by here."""
-        if self.loop.num_ranks == 1:
+        if self.loop.ranks.num_ranks == 1:
             self.save_last()
 
     def _resume(self) -> None:
@@ -397,7 +377,7 @@ class Driver:
         run_events.note("resume", update=self.num_updates, path=str(latest))
 
     def _remember(self) -> None:
-        if self._key is not None and self._attempts is not None and self._attempts.changed and self.loop.is_first:
+        if self._key is not None and self._attempts is not None and self._attempts.changed and self.loop.ranks.is_first:
             self._attempts.changed = False
             self._ceilings.put(self._key, self._attempts.to_json())
 
@@ -440,6 +420,6 @@ class Driver:
     def say(self, *texts: str) -> None:
         """Logs what has not been said before."""
         for text in texts:
-            if text not in self._told and self.loop.is_first:
-                self._told.add(text)
+            if text not in self._said and self.loop.ranks.is_first:
+                self._said.add(text)
                 _log.warning(text)

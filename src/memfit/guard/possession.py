@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 try:
     import fcntl
@@ -24,34 +24,21 @@ _LOCK = ".lock"
 UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF, errno.EPERM}
 
 
-class Holder(Protocol):
-    """Who has a folder."""
-
-    def wait(self) -> None:
-        """Finishes what it is writing."""
-
-    def close(self) -> None:
-        """The same, and lets the folder go."""
-
-
 class Possession:
     """The possession of a folder, for as long as its holder lives or until it is let go.
 
-    Args:
-        path: the folder.
-        holder: who has it.
-        owner: whose it is, such as the optimizer: another holder for the same one takes over.
+    The holder's `wait` finishes what it is writing, its `close` lets the folder go as well. Another holder for the same
+    owner, such as an optimizer, takes over.
     """
 
-    def __init__(self, path: Path, holder: Holder, owner: object = None) -> None:
+    def __init__(self, path: Path, holder: Any, owner: object = None) -> None:
         self._path = path
         self._holder = weakref.ref(holder)
         self.owner = owner
         self._process = 0
         self._release: Callable[[], object] = bool
         self._handle: int | None = None
-        self.is_locked = False
-        """Whether no other process can have the folder now."""
+        self.is_locked = False  # whether no other process can have the folder now
 
     @property
     def is_held(self) -> bool:
@@ -59,11 +46,7 @@ class Possession:
         return self._process == os.getpid()
 
     def take(self) -> None:
-        """Makes the folder and takes it.
-
-        Raises:
-            OSError: it can't be made, or somebody else has it (EBUSY).
-        """
+        """Makes the folder and takes it; an OSError (EBUSY) where somebody else has it."""
         self._path.mkdir(parents=True, exist_ok=True)
         if self.is_held:
             # Whoever in this process opens and closes the lock's file, as a copy of the folder does, undoes the lock.
@@ -129,7 +112,7 @@ class Possession:
 _register: "dict[tuple[int, int], weakref.ref[Possession]]" = {}
 
 
-def _living(key: tuple[int, int]) -> tuple[Possession, Holder] | None:
+def _living(key: tuple[int, int]) -> tuple[Possession, Any] | None:
     """Who has a folder in this process."""
     reference = _register.get(key)
     possession = None if reference is None else reference()

@@ -23,12 +23,11 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from memfit.catalogue.host import resident_bytes
 from memfit.core.errors import BadFile, BadInput, StepFailed
-from memfit.core.guarding import OutOfMemory
+from memfit.core.oom import clear_frames, recognise
 from memfit.core.printing import printable
 from memfit.core.shown import Shown
 from memfit.core.units import format_size
 
-RAISE, SKIP = "raise", "skip"
 JOURNAL = "journal.log"
 STUDY = "memfit.search"
 
@@ -39,12 +38,6 @@ _OWN_FILE = re.compile(r"\.?trial-(\d{4,})\.safetensors(?:\.\d+\.tmp)?")
 
 class Framework(Protocol):
     """What a search needs of a framework."""
-
-    def recognise(self, error: BaseException, /) -> OutOfMemory | None:
-        """The OOM that an exception is about, or None."""
-
-    def clear_frames(self, error: BaseException, /) -> None:
-        """Drops what the frames of an exception hold."""
 
     def seed(self, value: int, /) -> None:
         """Seeds all generators of random numbers."""
@@ -62,11 +55,7 @@ class Framework(Protocol):
 class Trial(optuna.trial.Trial):
     """An Optuna trial that also takes the model whose parameters are to be kept.
 
-    Args:
-        trial: Optuna's own, whose state this one shares.
-        seed: of the trial; all generators have been seeded with it.
-        best: the study's best score so far, or None.
-        write: writes a model's parameters to the trial's file.
+    All generators have been seeded with its `seed`; `best` is the study's best score so far, or None.
     """
 
     def __init__(self, trial: optuna.trial.Trial, seed: int, best: float | None, write: Callable[[Any], None]) -> None:
@@ -201,25 +190,15 @@ class Search(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The search itself.
+    """The search itself."""
 
-    Args:
-        objective: takes a `Trial`, returns the score.
-        study: where trials go.
-        folder: where the parameters of the best trial go.
-        framework: what knows models.
-        seed: of the sampler, where it is the default one, and of the generators.
-        sampler: the user's own, or None.
-        on_error: "raise", or "skip" to go on after a trial that has failed.
-    """
-
-    objective: Callable[[Trial], Any]
-    study: optuna.Study
-    folder: Path
-    framework: Framework
-    seed: int = 0
-    sampler: optuna.samplers.BaseSampler | None = None
-    on_error: str = RAISE
+    objective: Callable[[Trial], Any]  # takes a `Trial`, returns the score
+    study: optuna.Study  # where trials go
+    folder: Path  # where the parameters of the best trial go
+    framework: Framework  # what knows models
+    seed: int = 0  # of the sampler, where it is the default one, and of the generators
+    sampler: optuna.samplers.BaseSampler | None = None  # the user's own, or None
+    on_error: str = "raise"  # "raise", or "skip" to go on after a trial that has failed
 
     def run(self, trials: int) -> Search:
         """Runs every trial that has not ended before."""
@@ -254,18 +233,18 @@ class Loop:
             if own and int(own[1]) < len(trials) and (best is None or path.name != _file_name(best.number)):
                 path.unlink(missing_ok=True)
 
-    def _trial(self, given: optuna.trial.Trial) -> float:
+    def _trial(self, plain: optuna.trial.Trial) -> float:
         """What Optuna calls as the objective."""
-        position = given.user_attrs.get("position", len(_by_position(self.study)))
-        given.set_user_attr("position", position)
+        position = plain.user_attrs.get("position", len(_by_position(self.study)))
+        plain.set_user_attr("position", position)
         seed, best = (self.seed * 1_000_003 + position) % 2**32, _best(self.study)
         # One sampler for all trials would draw the same random numbers again in the process that resumes the search.
         if self.sampler is None:
             self.study.sampler = optuna.samplers.TPESampler(seed=seed)
         leftovers = self.framework.watch()
-        path = self.folder / _file_name(given.number)
+        path = self.folder / _file_name(plain.number)
         to_beat = None if best is None else best.value
-        trial = Trial(given, seed, to_beat, lambda model: self.framework.write(model, path))
+        trial = Trial(plain, seed, to_beat, lambda model: self.framework.write(model, path))
         self.framework.seed(seed)
         started = time.perf_counter()
         failure: BaseException | None = None
@@ -275,28 +254,28 @@ class Loop:
         except Exception as raised:
             failure, error = raised, f"{type(raised).__name__}: {raised}".split("\n", 1)[0][:300]
             is_pruned = isinstance(raised, optuna.TrialPruned)
-            outcome = PRUNED if is_pruned else OUT_OF_MEMORY if self.framework.recognise(raised) else FAILED
+            outcome = PRUNED if is_pruned else OUT_OF_MEMORY if recognise(raised) else FAILED
         seconds = time.perf_counter() - started
         if failure is None and not math.isfinite(score):
             outcome, error = NO_SCORE, f"the score is {score}"
         # Everything of the trial must go before anyone looks for what is left of it.
         trial.drop()
-        ends_search = failure if outcome == FAILED and self.on_error == RAISE else None
+        ends_search = failure if outcome == FAILED and self.on_error == "raise" else None
         if failure is not None and ends_search is None:
-            self.framework.clear_frames(failure)
+            clear_frames(failure)
         failure = None
         held = "" if ends_search is not None else leftovers()
         attributes = {"seconds": seconds, "memory_bytes": resident_bytes(), "held": held, "error": error}
         for name, value in {**attributes, "outcome": outcome}.items():
-            given.set_user_attr(name, value)
+            plain.set_user_attr(name, value)
         if ends_search is not None:
             raise StepFailed(
-                f"trial {given.number} of the search failed with {given.params}: {error}. The trials before it are "
+                f"trial {plain.number} of the search failed with {plain.params}: {error}. The trials before it are "
                 "kept; run the same search again to go on from here, or give on_error='skip' to leave out trials that "
                 "fail."
             ) from ends_search
         if held:
-            warnings.warn(f"trial {given.number} of the search has ended, but {held}", UserWarning, stacklevel=2)
+            warnings.warn(f"trial {plain.number} of the search has ended, but {held}", UserWarning, stacklevel=2)
         if outcome == PRUNED:
             raise optuna.TrialPruned(error)
         if outcome != FINISHED:
@@ -309,12 +288,7 @@ class _Skipped(Exception):
 
 
 def open_study(folder: Path, direction: str, pruner: optuna.pruners.BasePruner | None) -> optuna.Study:
-    """The study in a folder, which is made where it isn't there.
-
-    Raises:
-        BadFile: the folder or the journal in it can't be used.
-        BadInput: the folder holds a search in the other direction.
-    """
+    """The study in a folder, which is made where it isn't there."""
     path, wanted = folder / JOURNAL, StudyDirection[direction.upper()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memfit
 from memfit.frameworks.torch.guard.ranks import ranks_of
-from memfit.frameworks.torch.guard.transaction import Clipping, Transaction
+from memfit.frameworks.torch.guard.transaction import Transaction
 from tests.unit.frameworks.torch.guard.faults import Faults
 
 WIDTH = 12
@@ -138,7 +138,10 @@ def undisturbed(kind, rank, settings):
     """The model of a run with these settings, step by step, in which nothing fails."""
     model = make_model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    transaction = Transaction(model, optimizer, ranks_of(model), clipping=Clipping(norm=0.5))
+    ranks = ranks_of(model)
+    transaction = Transaction(
+        model, optimizer, ranks, clip=lambda model: ranks.clip_norm(list(model.parameters()), 0.5)
+    )
     torch.manual_seed(50 + rank)
     for batch, setting in zip(make_batches(rank, len(settings)), settings, strict=True):
         transaction.open(1)

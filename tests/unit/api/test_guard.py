@@ -19,7 +19,8 @@ from memfit.core.errors import BadOptimizer
 from memfit.core.guarding import BadCheckpoint, BrokenUpdate
 from memfit.core.settings import OptimizerKernels, Settings
 from memfit.frameworks.torch.apply.recomputation import ReplacedForward
-from memfit.frameworks.torch.guard.transaction import Clipping
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def small(**options):
@@ -274,7 +275,7 @@ def test_an_update_that_runs_out_gets_smaller_kernels():
             left[0] -= 1
             raise MemoryError
 
-    guard._loop.transaction._clipping = Clipping(function=clip)
+    guard._loop.transaction._clip = clip
     result = guard.step(mean, BATCH)
 
     assert result.retries == 2

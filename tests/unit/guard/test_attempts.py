@@ -6,7 +6,7 @@ import pytest
 
 from memfit.core.guarding import BadCheckpoint, BatchSize, Fallbacks, OutOfMemory, Where
 from memfit.core.settings import OptimizerKernels, Settings, Weighting
-from memfit.guard.attempts import Attempts
+from memfit.guard.attempts import Attempts, Ceilings, key_of
 
 FAILURE = OutOfMemory(Where.HOST, "torch")
 BLOCKS = {"checkpoint": ("layers.0", "layers.1")}
@@ -48,7 +48,7 @@ def test_halving_wastes_as_many_steps_as_there_are_halves(times):
 
 def test_a_plan_wastes_one_step():
     attempts = Attempts(Settings())
-    attempts.plan_with(lambda: Settings(8, micro_batch_size=8))
+    attempts.replan = lambda: Settings(8, micro_batch_size=8)
 
     assert [settings.micro_batches for settings in play(attempts, BatchSize(64), 8)] == [1, 8]
 
@@ -56,7 +56,7 @@ def test_a_plan_wastes_one_step():
 def test_a_plan_that_fails_is_followed_by_halving_and_not_asked_for_again():
     asked = []
     attempts = Attempts(Settings())
-    attempts.plan_with(lambda: asked.append(1) or Settings(2, micro_batch_size=32))
+    attempts.replan = lambda: asked.append(1) or Settings(2, micro_batch_size=32)
 
     assert [settings.micro_batch_size for settings in play(attempts, BatchSize(64), 8)] == [0, 32, 16, 8]
     assert asked == [1]
@@ -288,3 +288,54 @@ def test_sizes_that_are_no_whole_numbers_of_elements_are_kept():
 def test_progress_without_attempts_is_refused():
     with pytest.raises(BadCheckpoint, match="has no attempts"):
         Attempts.check_progress({"update": 3})
+
+
+# Findings that last from run to run.
+
+
+def test_what_is_kept_is_found_again(tmp_path):
+    key = key_of(("model", (3, 4), "cpu"))
+    Ceilings(tmp_path).put(key, {"most": 8.0})
+
+    assert Ceilings(tmp_path).get(key) == {"most": 8.0}
+    assert Ceilings(tmp_path).get(key_of(("model", (3, 5), "cpu"))) is None
+
+
+def test_without_a_folder_nothing_is_kept():
+    ceilings = Ceilings(None)
+    ceilings.put("key", {"most": 8.0})
+
+    assert Ceilings(None).get("key") is None
+    # But for those who share it.
+    assert ceilings.get("key", only_own=True) == {"most": 8.0}
+
+
+def test_findings_of_earlier_runs_can_be_left_out(tmp_path):
+    Ceilings(tmp_path).put("key", {"most": 8.0})
+
+    assert Ceilings(tmp_path).get("key", only_own=True) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 99, "entries": {"key": {}}}', '{"version": 1}', "\x00"])
+def test_a_damaged_file_counts_as_empty(tmp_path, text):
+    (tmp_path / "ceilings.json").write_text(text, encoding="utf-8")
+
+    assert Ceilings(tmp_path).get("key") is None
+    Ceilings(tmp_path).put("key", {"most": 1.0})
+    assert Ceilings(tmp_path).get("key") == {"most": 1.0}
+
+
+def test_the_oldest_go_when_there_are_many(tmp_path):
+    ceilings = Ceilings(tmp_path)
+    for number in range(300):
+        ceilings.put(f"key {number}", {"most": number})
+
+    assert Ceilings(tmp_path).get("key 0") is None
+    assert Ceilings(tmp_path).get("key 299") == {"most": 299}
+    assert [path.name for path in tmp_path.iterdir()] == ["ceilings.json"]
+
+
+def test_a_folder_that_can_not_be_made_is_no_reason_to_fail(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    Ceilings(tmp_path / "file" / "folder").put("key", {"most": 1.0})

@@ -6,7 +6,7 @@ import pytest
 
 from memfit.core.errors import BadInput
 from memfit.core.guarding import BadCheckpoint
-from memfit.guard.best import Best
+from memfit.guard.checkpointing import Best
 from memfit.guard.checkpoints import Folder
 
 

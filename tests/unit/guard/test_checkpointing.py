@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections import Counter
 
 import pytest
 
@@ -40,7 +41,7 @@ class State:
 
 @pytest.fixture(autouse=True)
 def no_folder_was_used(monkeypatch):
-    monkeypatch.setattr(module, "_finished", {})
+    monkeypatch.setattr(module, "_finished", Counter())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

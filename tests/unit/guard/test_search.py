@@ -13,7 +13,6 @@ import optuna
 import pytest
 
 from memfit.core.errors import BadFile, BadInput, StepFailed
-from memfit.core.guarding import OutOfMemory, Where
 from memfit.guard.search import Loop, open_study
 
 SOURCE = Path(__file__).parents[3] / "src"
@@ -26,12 +25,6 @@ class Notes:
 
     def __init__(self):
         self.seeds, self.written, self.left = [], [], ""
-
-    def recognise(self, error):
-        return OutOfMemory(Where.HOST, "python") if isinstance(error, MemoryError) else None
-
-    def clear_frames(self, error):
-        error.__traceback__ = None
 
     def seed(self, value):
         self.seeds.append(value)

@@ -7,7 +7,6 @@ loaded; anything else that can be iterated over again is, and batches are droppe
 """
 
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypedDict
@@ -19,23 +18,16 @@ from memfit.core.guarding import BadCheckpoint
 from memfit.core.typed_data import Count, mismatch
 from memfit.frameworks.torch.guard.sample_order import Indices, Sources, is_warm, open_at
 from memfit.frameworks.torch.guard.snapshot import RandomState
-from memfit.frameworks.torch.guard.state import random_from_tree
 from memfit.frameworks.torch.guard.state_checks import check_generators, check_random
 from memfit.frameworks.torch.streaming import CountedLoader, StreamLoader, is_over_stream, is_stream
 
 # How a loader is brought to a position.
-STATEFUL = "stateful"
-"""It has `state_dict` and `load_state_dict`."""
-STATEFUL_DATASET = "stateful dataset"
-"""PyTorch's loader, without workers, over an iterable dataset that has both."""
-ORDERED = "ordered"
-"""PyTorch's loader over a map-style dataset."""
-SEQUENCE = "sequence"
-"""A list or tuple."""
-AGAIN = "again"
-"""Gives its batches again when it is iterated over again."""
-ONCE = "once"
-"""A generator or another iterator."""
+STATEFUL = "stateful"  # it has `state_dict` and `load_state_dict`
+STATEFUL_DATASET = "stateful dataset"  # PyTorch's loader, without workers, over an iterable dataset that has both
+ORDERED = "ordered"  # PyTorch's loader over a map-style dataset
+SEQUENCE = "sequence"  # a list or tuple
+AGAIN = "again"  # gives its batches again when it is iterated over again
+ONCE = "once"  # a generator or another iterator
 
 
 class _Position(TypedDict):
@@ -69,7 +61,7 @@ class _States(TypedDict):
 
 
 class _Random(TypedDict):
-    """As `random_tree` makes it."""
+    """As `RandomState.to_tree` makes it."""
 
     python: Any
     torch_cpu: Any
@@ -78,20 +70,13 @@ class _Random(TypedDict):
 
 
 class Batches:
-    """Iterates over loaders, one epoch after the other, and knows where it is.
+    """Iterates over loaders, one epoch after the other; at the end of each a window that isn't full is finished."""
 
-    Args:
-        finish_window: called at the end of each epoch: the last batches may not fill an accumulation window.
-        say: called with one sentence where something is lost; a warning if not given.
-    """
-
-    def __init__(self, finish_window: Callable[[], None], say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, finish_window: Callable[[], None], say: Callable[[str], None]) -> None:
         self._finish_window = finish_window
-        self._say = _warn if say is None else say
-        self.epoch = 0
-        """The epoch in progress, or the one that comes next, counted from 0."""
-        self.batch = 0
-        """Batches of it that were given out."""
+        self._say = say
+        self.epoch = 0  # the epoch in progress, or the one that comes next, counted from 0
+        self.batch = 0  # batches of it that were given out
         self._is_running = False
         self._num_to_skip = 0
         self._resumed: dict[str, Any] | None = None
@@ -104,10 +89,7 @@ class Batches:
         self._of_streams: weakref.WeakKeyDictionary[Any, StreamLoader] = weakref.WeakKeyDictionary()
 
     def over(self, loader: Any) -> "Epochs":
-        """The batches of a loader. Each iteration over the result is an epoch.
-
-        After a resume, iterations that stand for epochs that were complete give nothing.
-        """
+        """The batches of a loader; each iteration is an epoch, and empty where that was complete before a resume."""
         return Epochs(self, loader)
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -147,7 +129,7 @@ class Batches:
             raise BadCheckpoint(f"the saved position in the data is invalid: {problem}")
         check_generators(state["now"])
         if state["is_running"]:
-            check_random(random_from_tree(state["begin"]["sources"]["random"]))
+            check_random(RandomState.from_tree(state["begin"]["sources"]["random"]))
             check_generators(state["begin"]["sources"]["own"])
 
     def load(self, state: dict[str, Any]) -> None:
@@ -343,7 +325,3 @@ def _length(loader: Any) -> int | None:
 
 def _batches(length: int | None) -> str:
     return "an unknown number of batches" if length is None else f"{length} batches"
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -1,19 +1,24 @@
 """PyTorch's tensors in the files of a checkpoint: values in safetensors files, tags in the tree of JSON.
 
 Values are written and read a few megabytes at a time, whatever a tensor's device and layout. Of a tensor that is spread
-over several processes (DTensor), the tree holds a description, and its parts go to files of their own (`shards`).
+over several processes (DTensor), the tree holds a description, and its parts go to files of their own: PyTorch's
+distributed checkpoint in the safetensors format, which finds the parts that each process needs, however many processes
+wrote and read. PyTorch's own format isn't used: it begins with a pickled file.
 """
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from memfit.core import state_tree, tensor_file
+from memfit.core.errors import BadInput
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.tensor_file import Entry, TensorFile, array_entry
 
@@ -41,11 +46,7 @@ def tensor_entry(name: str, tensor: torch.Tensor) -> Entry:
 
 
 def copy_into(file: TensorFile, name: str, target: torch.Tensor) -> None:
-    """Gives a tensor of the same shape and type the values in the file; its device and layout stay.
-
-    Raises:
-        BadCheckpoint: the file ends too early.
-    """
+    """Gives a tensor of the same shape and type the values in the file; its device and layout stay."""
 
     def buffers() -> Iterator[memoryview]:
         """To be filled; their bytes are copied to their places when the next one is asked for."""
@@ -100,8 +101,7 @@ class Encoder(state_tree.Encoder):
 
     def __init__(self, *, skips_functions: bool = False) -> None:
         super().__init__(skips_functions=skips_functions)
-        self.shards: dict[str, torch.Tensor] = {}
-        """Tensors that are spread over processes, by their names in the tree."""
+        self.shards: dict[str, torch.Tensor] = {}  # tensors that are spread over processes, by their names in the tree
         self._seen: dict[tuple[Any, ...], str] = {}
 
     def encode_special(self, value: Any, path: str) -> Any:
@@ -147,12 +147,7 @@ class Encoder(state_tree.Encoder):
 
 
 class Decoder(state_tree.Decoder):
-    """Turns JSON back into the values that it was made from.
-
-    Args:
-        file: holds their tensors.
-        home: the device for tensors that were not on the CPU.
-    """
+    """Turns JSON back into values; tensors that were not on the CPU are put on the device `home`."""
 
     def __init__(self, file: TensorFile, home: torch.device | None = None) -> None:
         super().__init__(file)
@@ -193,3 +188,60 @@ def described(file: TensorFile, tag: dict[str, Any]) -> tuple[torch.dtype, tuple
     if "__shard__" in tag:
         return dtype, tuple(tag["shape"])
     return dtype, file.shape_as(tag["__tensor__"], dtype_name(dtype), dtype.itemsize)
+
+
+# Tensors that are spread over processes.
+
+SHARDS = "shards"  # folder of their files
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """Which process this is; 0 where there is only one."""
+    return dist.get_rank() if _is_distributed() else 0
+
+
+def num_ranks() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if _is_distributed() else 1
+
+
+def write_shards(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes tensors by name, each process its own parts; all call this, and an OSError is raised on all."""
+    try:
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+        writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    except (ImportError, TypeError):
+        raise BadInput(
+            "checkpoints of sharded models need a PyTorch that writes parts of tensors as safetensors, and "
+            f"{torch.__version__} doesn't. Install a newer one, or train without checkpoints."
+        ) from None
+    _run_distributed("save", tensors, storage_writer=writer)
+
+
+def read_shards(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Gives tensors, whole or spread over processes, the values in the files; all processes call this."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    _run_distributed("load", tensors, storage_reader=HuggingFaceStorageReader(str(directory)))
+
+
+def _run_distributed(verb: str, tensors: dict[str, torch.Tensor], **options: Any) -> None:
+    import torch.distributed.checkpoint as distributed_checkpoint
+
+    try:
+        with warnings.catch_warnings():
+            # It says that there is only one process where that is so.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            getattr(distributed_checkpoint, verb)(tensors, no_dist=not _is_distributed(), **options)
+    except distributed_checkpoint.api.CheckpointException as error:
+        # It is raised on all processes, with what happened on each.
+        causes = [cause for cause, _ in error.failures.values()]
+        failed = next((cause for cause in causes if isinstance(cause, OSError)), None)
+        if failed is not None:
+            raise OSError(failed.errno, f"{failed.strerror or failed}, on process {min(error.failures)}") from error
+        raise

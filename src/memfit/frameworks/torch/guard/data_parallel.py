@@ -7,8 +7,7 @@ is that the sum no longer overlaps with the backward pass. Communication hooks o
 run: a sum is a sum.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.guard.collective_passes import CollectivePasses
 from memfit.frameworks.torch.guard.rank_exchange import ExchangingRanks, surely
 
 BUCKET_BYTES = 4 << 20
@@ -29,10 +27,9 @@ class DataParallel(ExchangingRanks):
     """The processes of a `DistributedDataParallel` model. Each has all gradients, so each clips its own."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
         parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-        device = parameters[0].device if parameters else torch.device("cpu")
-        super().__init__(model.process_group, device, most=max(64, 2 * len(parameters)))
+        super().__init__(model, model.process_group, most=max(64, 2 * len(parameters)))
+        self._ddp = model
         # Memory may be short when gradients are summed, so what that needs is held from the beginning.
         lengths = {(parameter.device, parameter.dtype): 0 for parameter in parameters}
         for parameter in filter(_is_small, parameters):
@@ -43,40 +40,24 @@ class DataParallel(ExchangingRanks):
         }
         # Only synchronized batch norm communicates within a pass.
         self.communicates = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
-        self._collective = CollectivePasses(self.exchange, model) if self.communicates else None
 
     def begin(self) -> None:
-        """Broadcasts the buffers, as DDP's forward pass would.
-
-        Raises:
-            ValueError: the model is used in a `Join`.
-        """
-        if internals.is_joined(self._model):
+        """Broadcasts the buffers, as DDP's forward pass would; refuses a model that is used in a `Join`."""
+        if internals.is_joined(self._ddp):
             raise ValueError(
                 "the guard was given a DistributedDataParallel model within its `join` context, which expects each "
                 "forward pass to communicate. Leave `join` out: give each process as many batches as the others."
             )
-        internals.share_buffers(self._model)
+        internals.share_buffers(self._ddp)
 
-    @contextmanager
-    def passes(self) -> Iterator[None]:
-        """In this context the model's passes don't communicate."""
-        with internals.without_first_exchanges(self._model), self._model.no_sync():
-            yield
-
-    def run(self, num_passes: int, one: Callable[[int], None], smallest: Callable[[], None]) -> None:
+    def run(self, num_passes: int, run_part: Callable[[int], None], smallest: Callable[[], None]) -> None:
         """One pass after another, with no communication except by synchronized batch norm."""
-        with self.passes():
-            run = super().run if self._collective is None else self._collective.run
-            run(num_passes, one, smallest)
+        with internals.without_first_exchanges(self._ddp), self._ddp.no_sync():
+            (self.run_collective if self.communicates else super().run)(num_passes, run_part, smallest)
 
     def reduce_gradients(self) -> None:
-        """Makes the gradients the sum of those of all processes; one that no process has stays without.
-
-        Raises:
-            torch.OutOfMemoryError: on all processes, where one has no memory for a gradient that it lacks.
-        """
-        parameters = [parameter for parameter in self._model.module.parameters() if parameter.requires_grad]
+        """Makes the gradients the sum of those of all processes; fails on all where one has no memory for it."""
+        parameters = [parameter for parameter in self._ddp.module.parameters() if parameter.requires_grad]
         used = self._used(parameters)
         dense = [parameter for parameter in used if not _is_sparse(parameter)]
         with torch.no_grad():
@@ -92,14 +73,14 @@ class DataParallel(ExchangingRanks):
     def _used(self, parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         """Parameters that have a gradient somewhere, and by now everywhere."""
         kinds = [0 if p.grad is None else (_SPARSE if p.grad.is_sparse else 1) for p in parameters]
-        both = self.exchange.least(kinds + [-kind for kind in kinds])
+        both = self.agree(kinds + [-kind for kind in kinds])
         least, greatest = both[: len(kinds)], [-kind for kind in both[len(kinds) :]]
         if least != greatest:
-            self.exchange.together(lambda: _complete(parameters, greatest))
+            self.together(lambda: _complete(parameters, greatest))
         return [parameter for parameter, kind in zip(parameters, greatest, strict=True) if kind]
 
     def _all_reduce(self, tensor: torch.Tensor) -> None:
-        surely(partial(dist.all_reduce, tensor, group=self.exchange.group), self.exchange.group)
+        surely(partial(dist.all_reduce, tensor, group=self.group), self.group)
 
     def _sum(self, tensor: torch.Tensor | None) -> None:
         assert tensor is not None
@@ -152,19 +133,19 @@ class DataParallel(ExchangingRanks):
             summed = torch.sparse_coo_tensor(indices.t(), values, parameter.shape, check_invariants=False)
             parameter.grad = summed.coalesce()
 
-        self.exchange.together(coalesce)
+        self.together(coalesce)
         assert parameter.grad is not None
         counts = [0] * self.num_ranks
-        counts[self.exchange.rank] = -len(parameter.grad.values())
-        counts = [-count for count in self.exchange.least(counts)]
+        counts[self.rank] = -len(parameter.grad.values())
+        counts = [-count for count in self.agree(counts)]
         most = max(counts)
         if most:
-            self.exchange.together(allocate)
+            self.together(allocate)
             # Its name since 2.13, where the older one warns.
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             for part, whole in zip(own, gathered, strict=True):
-                surely(partial(gather, whole, part, group=self.exchange.group), self.exchange.group)
-            self.exchange.together(add_up)
+                surely(partial(gather, whole, part, group=self.group), self.group)
+            self.together(add_up)
 
 
 def _complete(parameters: list[torch.nn.Parameter], kinds: list[int]) -> None:

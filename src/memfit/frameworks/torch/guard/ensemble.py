@@ -7,7 +7,6 @@ quarters, and so on; the parts' outputs are joined before they are added.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ from memfit.frameworks.torch.shapes.batch import common_first_dimension
 from memfit.frameworks.torch.shapes.stand_in import map_tensors
 
 COMBINATIONS = ("mean", "sum", "vote", "stack")
-_PROBED = 32
-"""Elements of each tensor that tell one batch from another."""
+_PROBED = 32  # elements of each tensor that tell one batch from another
 _AGAIN = (
     "Each member reads all batches: give a list, or a loader that gives the same batches in the same order every time "
     "(shuffle=False, no random augmentation)."
@@ -35,15 +33,7 @@ SizeWithin = Callable[[Any, Any], int | None]
 
 
 class Ensemble:
-    """Members run one after another.
-
-    Args:
-        members: functions that build a model, or pairs of such a function and a file of parameters.
-        predict: takes a model and a batch, returns tensors.
-        batches: read once per member.
-        combined: takes the outputs.
-        size_within: called with a model and a batch, the largest so far.
-    """
+    """Members run one after another; `size_within` is called with a model and a batch, the largest so far."""
 
     def __init__(
         self,
@@ -64,16 +54,18 @@ class Ensemble:
 
     def run(self) -> list[Any]:
         """The result of each batch."""
-        for number, (name, build) in enumerate(self._members.items()):
+        for number, (name, member) in enumerate(self._members.items()):
             leftovers = release_model.watch()
-            self._run_member(name, build, is_first=number == 0)
+            self._run_member(name, *member, is_first=number == 0)
             held = leftovers()
             if held:
                 warnings.warn(f"{name} of the ensemble has been run, but {held}", UserWarning, stacklevel=3)
         return [self._combined.finished(index, len(self._members)) for index in range(len(self._fingerprints))]
 
-    def _run_member(self, name: str, build: Callable[[], Any], *, is_first: bool) -> None:
+    def _run_member(self, name: str, build: Callable[[], Any], path: Path | None, *, is_first: bool) -> None:
         model = build()
+        if path is not None:
+            parameters.read(model, path)
         if not isinstance(model, torch.nn.Module):
             raise BadInput(f"{name} of the ensemble is built as {type(model).__name__}, not as a torch.nn.Module.")
         model.eval()
@@ -138,13 +130,7 @@ class Ensemble:
 
 
 class Combined:
-    """The results of an ensemble, as they come together: of each batch the sum so far, or every member's output.
-
-    Args:
-        combine: one of `COMBINATIONS`, or a function of all members' outputs of a batch, stacked.
-        precise: whether sums and means are added up in float64; otherwise in the outputs' own precision, float32 at
-            least.
-    """
+    """The results of an ensemble: of each batch the sum so far, or every member's output."""
 
     def __init__(self, combine: Any, precise: bool = False) -> None:
         if not callable(combine) and combine not in COMBINATIONS:
@@ -241,19 +227,17 @@ def fingerprint_of(batch: Any) -> object:
     return tuple((place, tuple(tensor.shape), *probe(tensor)) for place, tensor in places(batch))
 
 
-def _named(members: Any) -> dict[str, Callable[[], Any]]:
-    """What builds each member, by its name in messages."""
-    try:
-        given = list(members)
-    except TypeError:
-        given = []
-    if not given or isinstance(members, str | dict):
+def _named(members: Any) -> dict[str, tuple[Callable[[], Any], Path | None]]:
+    """What builds each member and the file of its parameters, by its name in messages."""
+    is_list = isinstance(members, Iterable) and not isinstance(members, str | dict)
+    builders = list(members) if is_list else []
+    if not builders:
         raise BadInput(
             "members must be a list of functions that build a model, or of pairs (function, file of parameters), "
             f"but {members!r} was given."
         )
-    named: dict[str, Callable[[], Any]] = {}
-    for index, member in enumerate(given):
+    named: dict[str, tuple[Callable[[], Any], Path | None]] = {}
+    for index, member in enumerate(builders):
         name = f"member {index}"
         build, *files = member if isinstance(member, tuple) and len(member) == 2 else (member,)
         if isinstance(build, torch.nn.Module):
@@ -268,14 +252,8 @@ def _named(members: Any) -> dict[str, Callable[[], Any]]:
             )
         if files and not Path(files[0]).is_file():
             raise BadInput(f"there is no file {str(files[0])!r}; give a file of parameters (safetensors).")
-        named[f"{name} ({files[0]})" if files else name] = partial(_loaded, build, Path(files[0])) if files else build
+        named[f"{name} ({files[0]})" if files else name] = build, Path(files[0]) if files else None
     return named
-
-
-def _loaded(build: Callable[[], Any], path: Path) -> Any:
-    model = build()
-    parameters.read(model, path)
-    return model
 
 
 def _merged(function: Callable[[list[torch.Tensor]], torch.Tensor], outputs: list[Any]) -> Any:

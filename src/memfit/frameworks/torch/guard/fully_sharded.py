@@ -1,7 +1,7 @@
 """Processes that hold a part of each parameter: `torch.distributed.fsdp.fully_shard` (FSDP2).
 
 Its forward and backward passes gather parameters and scatter gradients, so a process that runs out of memory in one
-makes a stand-in pass to let the others through (`collective_passes`). PyTorch's modules are in the middle of something
+makes a stand-in pass to let the others through (`rank_exchange`). PyTorch's modules are in the middle of something
 then, and are set back to the state between two steps first.
 """
 
@@ -12,16 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.guard.collective_passes import CollectivePasses
 from memfit.frameworks.torch.guard.rank_exchange import ExchangingRanks
 
 
 class FullySharded(ExchangingRanks):
-    """The processes of a model that `fully_shard` was applied to.
-
-    Raises:
-        ValueError: the model is split over processes in another way as well.
-    """
+    """The processes of a model that `fully_shard` was applied to, and nothing else."""
 
     communicates = True
 
@@ -35,16 +30,15 @@ class FullySharded(ExchangingRanks):
                 "in tensor parallelism; it can follow the communication of `fully_shard` alone. Shard the model with "
                 "`fully_shard` only, or train it without the guard."
             )
-        super().__init__(None, next((p.device for p in model.parameters()), torch.device("cpu")))
-        self._collective = CollectivePasses(self.exchange, model, self.ready, self.reset)
+        super().__init__(model)
 
-    def run(self, num_passes: int, one: Callable[[int], None], smallest: Callable[[], None]) -> None:
+    def run(self, num_passes: int, run_part: Callable[[int], None], smallest: Callable[[], None]) -> None:
         """Runs the passes; what fails here is made up for, so that no other process waits."""
-        self._collective.run(num_passes, one, smallest)
+        self.run_collective(num_passes, run_part, smallest)
 
     def total(self, weight: float) -> float:
         """The sum of the weights of all processes; raises on all of them where one has failed since the passes."""
-        self.exchange.together(lambda: None)
+        self.together(lambda: None)
         return super().total(weight)
 
     def reduce_gradients(self) -> None:
@@ -58,18 +52,14 @@ class FullySharded(ExchangingRanks):
                         _local(gradient).mul_(factor)
 
     def clip_norm(self, parameters: list[torch.nn.Parameter], norm: float) -> None:
-        """Clips by the norm of all parts on all processes, with one exchange.
-
-        Raises:
-            torch.OutOfMemoryError: on all processes, where one has no memory for it.
-        """
+        """Clips by the norm of all parts, with one exchange; fails on all processes where one has no memory for it."""
         own = [0.0]
 
         def measure() -> None:
             own[0] = self._sum_of_squares(parameters)
 
-        self.exchange.together(measure)
-        factor = norm / (math.sqrt(self.exchange.sum(own[0])) + 1e-6)
+        self.together(measure)
+        factor = norm / (math.sqrt(super().total(own[0])) + 1e-6)
         # A norm that is no number makes all gradients none, as PyTorch's own clipping does.
         if not factor >= 1.0:
             with torch.no_grad():

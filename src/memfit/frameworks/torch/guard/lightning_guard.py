@@ -11,18 +11,18 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from memfit.core import run_events
 from memfit.frameworks.torch.guard.library_steps import (
+    LibraryLoop,
     MakeGuard,
     StepGuard,
     copied,
     last_checkpoint,
-    replace_attribute,
     weighed,
 )
 
@@ -32,20 +32,12 @@ _log = logging.getLogger("memfit")
 _ENGINES = ("DeepSpeed", "FSDP", "ModelParallel", "XLA")
 
 
-class LightningLoop:
-    """Guards the training of one Lightning trainer.
-
-    Args:
-        trainer: of `lightning.pytorch` or `pytorch_lightning`.
-        make_guard: makes the guard of its model and optimizer.
-    """
+class LightningLoop(LibraryLoop):
+    """Guards the training of one trainer of `lightning.pytorch` or `pytorch_lightning`."""
 
     def __init__(self, trainer: Any, make_guard: MakeGuard) -> None:
-        self._trainer = trainer
-        self._make_guard = make_guard
-        self._guard: StepGuard | None = None
+        super().__init__(trainer, make_guard)
         self._metrics = Metrics(trainer)
-        self._undo = ExitStack()
 
     def attach(self) -> None:
         """Training begins: model and optimizer are in place."""
@@ -67,22 +59,14 @@ class LightningLoop:
                 closure.closure = functools.partial(self._run_closure, guard, automatic, closure, kwargs)
             return closure
 
-        replace_attribute(self._undo, automatic, "_make_closure", make_guarded)
+        self.replace(automatic, "_make_closure", make_guarded)
         optimizer_step = plugin.optimizer_step
 
         def guarded_step(optimizer: Any, model: Any, closure: Callable[[], Any], **named: Any) -> Any:
             return _step(guard, functools.partial(optimizer_step, optimizer, model=model, **named), closure)
 
-        replace_attribute(self._undo, plugin, "optimizer_step", guarded_step)
-        replace_attribute(self._undo, trainer, "save_checkpoint", _told(trainer, trainer.save_checkpoint))
-
-    def detach(self) -> None:
-        """Leaves the trainer as it was."""
-        self._undo.close()
-        if self._guard is not None:
-            self._guard.forget()
-            self._guard.close()
-            self._guard = None
+        self.replace(plugin, "optimizer_step", guarded_step)
+        self.replace(trainer, "save_checkpoint", _noting(trainer, trainer.save_checkpoint))
 
     def _run_closure(self, guard: StepGuard, automatic: Any, closure: Any, kwargs: Any, *_: Any, **__: Any) -> Any:
         """What `Closure.closure` does, with the parts of the batch."""
@@ -130,7 +114,7 @@ def _step(guard: StepGuard, step: Callable[..., Any], closure: Callable[[], Any]
     outcome: list[Any] = []
     calls = 0
 
-    def given() -> Any:
+    def result_of_closure() -> Any:
         nonlocal calls
         calls += 1
         # Optimizers that want the loss at another point compute it there, as without a guard.
@@ -139,22 +123,22 @@ def _step(guard: StepGuard, step: Callable[..., Any], closure: Callable[[], Any]
     def update() -> None:
         nonlocal calls
         calls = 0
-        outcome[:] = [step(closure=given)]
+        outcome[:] = [step(closure=result_of_closure)]
 
     guard.update(update, replay=True)
     return outcome[0]
 
 
-def _told(trainer: Any, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(trainer: Any, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save_checkpoint)
-    def told(filepath: Any, weights_only: Any = False, *arguments: Any, **named: Any) -> Any:
+    def save_and_note(filepath: Any, weights_only: Any = False, *arguments: Any, **named: Any) -> Any:
         result = save_checkpoint(filepath, weights_only, *arguments, **named)
         if not weights_only:
             step = trainer.global_step
             run_events.note("checkpoint", step=step, update=step, path=os.path.abspath(filepath))
         return result
 
-    return told
+    return save_and_note
 
 
 def _why_not(trainer: Any) -> str:
@@ -179,11 +163,7 @@ def resumed(ckpt_path: Any) -> Any:
 
 
 class Metrics:
-    """What `self.log` and the metrics of a LightningModule have gathered, to be put back where a step is undone.
-
-    Args:
-        trainer: whose they are.
-    """
+    """What `self.log` and the metrics of a LightningModule have gathered, to be put back where a step is undone."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -13,32 +13,24 @@ import torch
 from memfit.core.adapter import GuardedLoop
 from memfit.core.device import Origin
 from memfit.core.errors import BadBatch, BadInput, BadModel, BadOptimizer
-from memfit.core.guarding import (
-    BatchSize,
-    Blame,
-    BrokenUpdate,
-    Fallbacks,
-    GuardOptions,
-    OutOfMemory,
-    Splitting,
-    Where,
-)
-from memfit.core.oom import clear_frames, recognise
+from memfit.core.guarding import BatchSize, Blame, BrokenUpdate, Fallbacks, GuardOptions, OutOfMemory, Splitting, Where
+from memfit.core.oom import caught, recognise
+from memfit.core.own_memory import limits, read_sizes
 from memfit.core.plan import Plan
 from memfit.core.settings import Settings, Weighting
 from memfit.core.units import format_size
 from memfit.frameworks.torch import internals, oom
 from memfit.frameworks.torch.apply.fitted import check_unfitted
 from memfit.frameworks.torch.apply.loss_function import as_loss
-from memfit.frameworks.torch.apply.micro_batches import split
-from memfit.frameworks.torch.guard import available_memory as room
+from memfit.frameworks.torch.apply.micro_batches import places, split
 from memfit.frameworks.torch.guard import state as run_state
-from memfit.frameworks.torch.guard.accelerate_loop import unwrapped
 from memfit.frameworks.torch.guard.batches import Batches
-from memfit.frameworks.torch.guard.blocks import blocks
-from memfit.frameworks.torch.guard.ranks import ranks_of
-from memfit.frameworks.torch.guard.transaction import Clipping, Entry, Loss, Passes, Transaction
-from memfit.frameworks.torch.shapes.batch import may_be_samples
+from memfit.frameworks.torch.guard.library_steps import unwrapped
+from memfit.frameworks.torch.guard.parameters import device_of, storage_bytes
+from memfit.frameworks.torch.guard.ranks import Ranks, ranks_of
+from memfit.frameworks.torch.guard.transaction import Entry, Loss, Passes, Transaction
+from memfit.frameworks.torch.shapes.batch import common_first_dimension, may_be_samples
+from memfit.frameworks.torch.shapes.stand_in import tensors_in
 from memfit.frameworks.torch.trace import loss_probe as probe
 from memfit.frameworks.torch.trace.loss_probe import part_of
 
@@ -53,19 +45,7 @@ _INTERRUPTED = (
 
 
 class TorchLoop(GuardedLoop):
-    """Model, optimizer and what goes with them.
-
-    Args:
-        model: the module.
-        optimizer: over its parameters.
-        scheduler: stepped after every real update.
-        clip_norm: greatest norm of the gradients.
-        accumulate: batches of one update.
-        settings: the settings to begin with.
-        options: of the guard.
-        finish_window: called at the end of an epoch.
-        commits: whether the loop makes its updates, and no library does.
-    """
+    """Model, optimizer and what goes with them; `commits`: whether the loop makes its updates, and no library does."""
 
     def __init__(
         self,
@@ -93,16 +73,11 @@ class TorchLoop(GuardedLoop):
         self._scheduler = scheduler
         self._options = options
         self._accumulate = accumulate
+        self._clip_norm = clip_norm
         self._commits = commits
-        self.ranks = ranks_of(model)
-        self.num_ranks, self.is_first = self.ranks.num_ranks, self.ranks.is_first
+        self.ranks: Ranks = ranks_of(model)
         self.transaction = Transaction(
-            model,
-            optimizer,
-            self.ranks,
-            scaler=scaler,
-            clipping=Clipping(clip_norm, options.clip_value, options.clip),
-            after_update=self._after_update,
+            model, optimizer, self.ranks, scaler=scaler, clip=self._clip, after_update=self._after_update
         )
         self.batches = Batches(finish_window, _log.warning)
         self._parts = {
@@ -113,23 +88,15 @@ class TorchLoop(GuardedLoop):
             "ema": options.ema,
         }
         self._extra = options.state or {}
-        self.assumed_weighting = Weighting()
-        """How the losses of micro-batches add up where that can't be tried out."""
-        self.is_due = False
-        """Whether an update follows the passes."""
+        self.assumed_weighting = Weighting()  # how the losses of micro-batches add up where that can't be tried out
+        self.is_due = False  # whether an update follows the passes
         self._has_passed = False
 
     # One step.
 
     @contextmanager
     def window(self, loss: Loss, batch: Any, passes: Passes | None = None) -> Iterator[Entry]:
-        """Takes a batch into the window, which is opened where none is; a batch that ends in an exception is dropped.
-
-        Args:
-            loss: of the batch.
-            batch: any nesting of tensors.
-            passes: how a library runs a part of it; None: plain passes.
-        """
+        """Takes a batch into the window, a new one where none is open; one that ends in an exception is dropped."""
         transaction = self.transaction
         if not transaction.entries:
             transaction.open(self._accumulate)
@@ -182,6 +149,14 @@ class TorchLoop(GuardedLoop):
         self.happened = outcome
         return None
 
+    def _clip(self, model: torch.nn.Module) -> None:
+        if self._options.clip is not None:
+            self._options.clip(model)
+        if self._clip_norm is not None:
+            self.ranks.clip_norm(list(model.parameters()), self._clip_norm)
+        if self._options.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), self._options.clip_value)
+
     def _after_update(self) -> None:
         if self._options.ema is not None:
             self._options.ema.update_parameters(self.plain_model)
@@ -216,7 +191,8 @@ class TorchLoop(GuardedLoop):
         """Recomputation of the blocks, and on devices offloading of what they keep."""
         mixes = any(isinstance(module, internals.NormBase) and module.training for module in self.model.modules())
         moves: list[dict[str, Any]] = []
-        paths = tuple(path for path in blocks(self.model) if not _is_inside(path, self._settings.offload))
+        offloaded = tuple(f"{path}." for path in self._settings.offload)
+        paths = tuple(path for path in blocks(self.model) if not f"{path}.".startswith(offloaded))
         if paths and not set(paths) <= set(self._settings.checkpoint):
             moves.append({"checkpoint": paths})
             if oom.where_of(self.model) is Where.DEVICE:
@@ -226,23 +202,54 @@ class TorchLoop(GuardedLoop):
             whole_first=mixes,
             grow_after=self._options.grow_after,
             # A norm that is given one sample fails on one process only, and the others would wait for it.
-            least_samples=2 if mixes and self.num_ranks > 1 else 1,
+            least_samples=2 if mixes and self.ranks.num_ranks > 1 else 1,
         )
 
     def size_of(self, batch: Any) -> BatchSize:
         """Samples and elements of a batch."""
-        return room.size_of(batch)
+        num_samples = common_first_dimension(batch)
+        elements = sum(tensor.numel() for tensor in tensors_in(batch))
+        return BatchSize(num_samples or None, max(1.0, elements / max(1, num_samples or 1)))
 
     def identity(self, batch: Any, host_bytes: int | None) -> list[object]:
-        """Everything that a finding about memory depends on."""
-        own = room.identity(self.model, self.optimizer, batch, host_bytes)
-        return [*own, self.num_ranks, self._accumulate]
+        """Everything that a finding about memory depends on: model, optimizer, shapes of one sample, device, memory."""
+        device = device_of(self.model)
+        name, memory = "cpu", min(filter(None, (data_limit_bytes(), host_bytes)), default=None)
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            name, memory = properties.name, properties.total_memory
+        return [
+            *((path, tuple(p.shape), p.dtype, p.requires_grad) for path, p in self.model.named_parameters()),
+            type(self.optimizer).__qualname__,
+            *((place, tuple(tensor.shape[1:]), tensor.dtype) for place, tensor in places(batch)),
+            *(device.type, name, memory, self.ranks.num_ranks, self._accumulate),
+        ]
 
     def room_bytes(self, host_bytes: int | None, budget_bytes: int | None) -> int | None:
-        """The budget, or what the machine has; processes that plan for themselves may come to different plans."""
-        if self.num_ranks > 1:
+        """The budget, or what model, gradients, optimizer state, activations and batch may take together here."""
+        if self.ranks.num_ranks > 1:
+            return None  # processes that plan for themselves may come to different plans
+        if budget_bytes:
+            return budget_bytes
+        device = device_of(self.model)
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            return int(free + torch.cuda.memory_reserved(device))
+        known = [size for size in (data_limit_bytes(), host_bytes) if size is not None]
+        sizes = read_sizes()
+        if not known or sizes is None:
             return None
-        return budget_bytes or room.room_bytes(self.model, self.optimizer, host_bytes)
+        # Private writable memory of this process, as RLIMIT_DATA counts it.
+        return max(0, min(known) - sizes[-1] + self.held_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """What parameters, gradients, buffers and the optimizer's state take now."""
+        gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
+        kept = getattr(self.optimizer, "state", {}).values()
+        states = (value for state in kept for value in state.values())
+        tensors = (value for value in states if isinstance(value, torch.Tensor))
+        return storage_bytes((*self.model.parameters(), *gradients, *self.model.buffers(), *tensors))
 
     def plan(self, make_plan: Callable[..., Plan], budget_bytes: int) -> Settings:
         """The planner's settings for the last batch."""
@@ -283,20 +290,20 @@ class TorchLoop(GuardedLoop):
                 return None, probe.UNKNOWN_LISTS
             # How many passes it takes to find out depends on the batch and on time, and all would have to run as many.
             return self.assumed_weighting, "the passes of a sharded model can't be tried out by one process"
-        weighting, reason = self._found_weighting(loss, batch)
-        if self.num_ranks == 1:
+        weighting, reason = self._probed_weighting(loss, batch)
+        if self.ranks.num_ranks == 1:
             return weighting, reason
         # Other batches may say something else; all processes go by what the first one has found.
-        shared = json.loads(self.share(json.dumps([None if weighting is None else asdict(weighting), reason])))
+        shared = json.loads(self.ranks.share(json.dumps([None if weighting is None else asdict(weighting), reason])))
         return None if shared[0] is None else Weighting(**shared[0]), shared[1]
 
-    def _found_weighting(self, loss: Loss, batch: Any) -> tuple[Weighting | None, str]:
+    def _probed_weighting(self, loss: Loss, batch: Any) -> tuple[Weighting | None, str]:
         # What was left over from the failed step may have been in the way.
         for tried in (batch, batch, part_of(batch, 0, 2)):
-            found = self._probed(loss, tried)
-            if found is not None:
-                is_assumed = found.origin is Origin.ASSUMED and found.weighting is not None
-                return self.assumed_weighting if is_assumed else found.weighting, found.reason
+            finding = self._probed(loss, tried)
+            if finding is not None:
+                is_assumed = finding.origin is Origin.ASSUMED and finding.weighting is not None
+                return self.assumed_weighting if is_assumed else finding.weighting, finding.reason
             oom.release()
         if may_be_samples(batch):
             return None, probe.UNKNOWN_LISTS
@@ -304,7 +311,7 @@ class TorchLoop(GuardedLoop):
 
     def _probed(self, loss: Loss, batch: Any) -> probe.Found | None:
         """What a probe finds out; None where memory runs out in it."""
-        ran_out = False
+        ran_out, results = False, []
 
         def watched(model: Any, part: Any) -> Any:
             nonlocal ran_out
@@ -314,15 +321,11 @@ class TorchLoop(GuardedLoop):
                 ran_out = ran_out or recognise(error) is not None
                 raise
 
-        try:
+        def run() -> None:
             self.transaction.close()
-            found = probe.find_weighting(self.plain_model, watched, batch)
-        except Exception as error:
-            if recognise(error) is None:
-                raise
-            clear_frames(error)
-            return None
-        return None if ran_out else found
+            results.append(probe.find_weighting(self.plain_model, watched, batch))
+
+        return results[0] if caught(run) is None and not ran_out else None
 
     def differences(self, settings: Settings) -> str:
         """What parts of a batch compute in another way than the whole."""
@@ -330,16 +333,15 @@ class TorchLoop(GuardedLoop):
 
     def explain(self, failure: OutOfMemory, settings: Settings, why_whole: str) -> str:
         """What was tried, what would be needed, what to do."""
-        held = room.held_bytes(self.model, self.optimizer)
         parameters = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         size = f" for {format_size(failure.requested_bytes)}" if failure.requested_bytes else ""
         tried = f"micro-batches of {settings.micro_batch_size}" if settings.micro_batch_size else "whole batches"
         if settings.checkpoint:
             tried += f" with {len(settings.checkpoint)} modules recomputed"
-        limit = room.data_limit_bytes() if failure.where == "host" else None
+        limit = data_limit_bytes() if failure.where == "host" else None
         lines = [
             f"memory ran out on the {failure.where}{size}, and nothing is left to try after {tried}.",
-            f"  parameters, buffers and optimizer state   {format_size(held)}",
+            f"  parameters, buffers and optimizer state   {format_size(self.held_bytes)}",
             f"  gradients                                 {format_size(parameters)}",
         ]
         if not self.optimizer.state:
@@ -379,12 +381,7 @@ class TorchLoop(GuardedLoop):
         run_state.save(directory, **self._parts, progress=progress)
 
     def read_state(self, directory: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Takes over what `write_state` wrote; returns the progress it was given.
-
-        Args:
-            directory: of the checkpoint.
-            check: may refuse the progress, before anything is changed.
-        """
+        """Takes over what `write_state` wrote, once `check` has not refused its progress, which is returned."""
 
         def checked(progress: dict[str, Any]) -> None:
             self.batches.check(progress.get("batches"))
@@ -400,37 +397,16 @@ class TorchLoop(GuardedLoop):
 
     def kept_parameters(self) -> Any:
         """What `guard.best` keeps of the model."""
-        from memfit.frameworks.torch.guard.state import Parameters
-
-        return Parameters(self.plain_model)
-
-    def share(self, text: str) -> str:
-        """The text of the first process."""
-        if self.num_ranks == 1:
-            return text
-        shared = [text]
-        torch.distributed.broadcast_object_list(shared, src=0)
-        return shared[0]
-
-    def any(self, value: bool) -> bool:
-        """True if true on any process."""
-        return self.ranks.vote(value)
-
-    def agreed(self, value: bool) -> bool:
-        """What the first process says."""
-        return value if self.num_ranks == 1 else bool(self.ranks.agree([int(value)])[0])
-
-    def agree(self, numbers: list[int]) -> list[int]:
-        """The least of each number over all processes."""
-        return self.ranks.agree(numbers)
+        return run_state.Parameters(self.plain_model)
 
     def close(self) -> None:
         """Takes all settings off the model."""
         self.transaction.close()
 
 
-def _is_inside(path: str, paths: tuple[str, ...]) -> bool:
-    return any(path == outer or path.startswith(f"{outer}.") for outer in paths)
+def data_limit_bytes() -> int | None:
+    """The soft limit of this process's data segment, RLIMIT_DATA or the address space's; None where there is none."""
+    return min((limit for limit in limits() if limit is not None), default=None)
 
 
 def _check(model: Any, optimizer: Any) -> None:
@@ -450,3 +426,30 @@ def _check(model: Any, optimizer: Any) -> None:
             "the optimizer has none of the model's parameters. Make it from model.parameters(), after the model was "
             "moved or wrapped."
         )
+
+
+def blocks(model: torch.nn.Module) -> tuple[str, ...]:
+    """Paths of the model's repeated blocks, or else of its large parts; none inside of another.
+
+    A list or sequence of several modules that have parts of their own is what models repeat: layers of a transformer,
+    blocks of the stages of a convolutional network.
+    """
+    paths = _repeated(model, "") or [path for path, _ in _with_parts(model, "")]
+    return tuple(paths) if len(paths) > 1 else ()
+
+
+def _repeated(module: torch.nn.Module, prefix: str) -> list[str]:
+    """Paths of the repeated blocks inside of a module."""
+    parts = _with_parts(module, prefix)
+    if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) and len(parts) > 1:
+        return [inner for path, child in parts for inner in (_repeated(child, f"{path}.") or [path])]
+    return [inner for path, child in parts for inner in _repeated(child, f"{path}.")]
+
+
+def _with_parts(module: torch.nn.Module, prefix: str) -> list[tuple[str, torch.nn.Module]]:
+    """The children that are trained and have children of their own."""
+    return [
+        (f"{prefix}{name}", child)
+        for name, child in module.named_children()
+        if next(child.children(), None) is not None and any(p.requires_grad for p in child.parameters())
+    ]

@@ -7,7 +7,7 @@ memory are written once.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,15 @@ from memfit.core.errors import BadFile, BadModel
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.tensor_file import TensorFile
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.guard import shards
 from memfit.frameworks.torch.guard.checkpoint_tensors import (
+    SHARDS,
     Decoder,
     Encoder,
     copy_into,
     described,
     is_shard,
     named_dtype,
+    read_shards,
     write_tensors,
 )
 
@@ -65,6 +66,13 @@ def device_of(model: torch.nn.Module) -> torch.device:
     return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
 
 
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """What dense tensors take together; what they share counts once."""
+    dense = (tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta)
+    storages = (tensor.untyped_storage() for tensor in dense)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def compare(subject: str, what: str, saved: Mapping[str, Description], live: Mapping[str, Any]) -> None:
     """Refuses tensors of another model, with the first that differs; what is live and no tensor isn't compared."""
 
@@ -88,12 +96,7 @@ def compare(subject: str, what: str, saved: Mapping[str, Description], live: Map
 
 
 def write(model: Any, path: Path) -> None:
-    """Writes the values of a model's parameters and buffers; the file appears whole or not at all.
-
-    Raises:
-        BadModel: it isn't one, or it holds something that isn't a plain tensor.
-        BadFile: the file can't be written.
-    """
+    """Writes the values of a model's parameters and buffers; the file appears whole or not at all."""
     encoder = Encoder()
     tags = {name: encoder.tensor(value, name)["__tensor__"] for name, value in _plain_state(model).items()}
     tensors: dict[str, Any] = dict(encoder.tensors)
@@ -115,11 +118,7 @@ def write(model: Any, path: Path) -> None:
 
 
 def read(model: Any, path: Path) -> None:
-    """Gives a model the values in a file, one tensor at a time.
-
-    Raises:
-        BadCheckpoint: the file is damaged or of another model; nothing has changed then.
-    """
+    """Gives a model the values in a file, one tensor at a time; what isn't of this model changes nothing."""
     state = _plain_state(model)
     file = TensorFile(path)
     sources = {name: name for name in file.names() if name != _SHARED}
@@ -176,11 +175,7 @@ class Loading:
     """Modules with what they must take over by themselves, as it is no tensor of theirs."""
 
     def add_module(self, part: str, saved: dict[str, Any], model: torch.nn.Module) -> None:
-        """Compares a module with its part of the checkpoint.
-
-        Raises:
-            BadCheckpoint: they don't fit together.
-        """
+        """Compares a module with its part of the checkpoint, and refuses what doesn't fit."""
         file = TensorFile(self.directory / f"{part}.safetensors")
         live, tags = entries_of(model), dict(saved["entries"])
         tensors = {
@@ -221,7 +216,7 @@ class Loading:
     def copy(self) -> None:
         """Gives all tensors the values in the files."""
         if self.shards:
-            shards.read(self.directory / shards.FOLDER, self.shards)
+            read_shards(self.directory / SHARDS, self.shards)
         for file, name, tensor in self.copies:
             copy_into(file, name, tensor)
 

@@ -9,45 +9,36 @@ from collections.abc import Callable
 
 import torch
 
+from memfit.core import adapter
 
-class Ranks:
+
+class Ranks(adapter.Ranks):
     """What the transaction of a step asks of the other processes; this class is a process on its own.
 
-    Every method is called by all processes in one order. A failed pass is followed by `vote`, never by another
+    Every method is called by all processes in one order. A failed pass is followed by `any`, never by another
     collective operation. `reduce_gradients`, `total` and `clip_norm` raise on all processes or on none.
     """
 
-    num_ranks = 1
-    is_first = True
-    """Whether this process is the one that speaks for all: prints, and writes what is written once."""
     communicates = False
     """Whether passes contain collective operations, so that no process can run one outside of `run`."""
 
     def begin(self) -> None:
         """A step begins: what the processes share before a forward pass is brought together, such as buffers."""
 
-    def run(self, num_passes: int, one: Callable[[int], None], smallest: Callable[[], None]) -> None:
-        """Runs `one(0)` to `one(num_passes - 1)`, each a forward and a backward pass of a part of a batch.
+    def run(self, num_passes: int, run_part: Callable[[int], None], smallest: Callable[[], None]) -> None:
+        """Runs `run_part(0)` to `run_part(num_passes - 1)`, each a forward and a backward pass of a part of a batch.
 
         `smallest` is a forward and a backward pass of the smallest part that there is, whose gradients are zero. It
         takes the place of a pass that failed here, or that this process has not and others have, where passes contain
         collective operations. What a pass raises is raised once no other process waits for this one any more; without
-        an exception, passes may be left out, because another process failed: `vote` follows in any case.
+        an exception, passes may be left out, because another process failed: `any` follows in any case.
         """
         for index in range(num_passes):
-            one(index)
+            run_part(index)
 
     def clip_norm(self, parameters: list[torch.nn.Parameter], norm: float) -> None:
         """Clips the gradients, after `reduce_gradients`, to this norm of all of them together."""
         torch.nn.utils.clip_grad_norm_(parameters, norm)
-
-    def vote(self, failed: bool) -> bool:
-        """True if any process failed."""
-        return failed
-
-    def agree(self, numbers: list[int]) -> list[int]:
-        """The least of each number over all processes: the smallest micro-batch that one of them needs."""
-        return numbers
 
     def reduce_gradients(self) -> None:
         """Makes the gradients here the sum of those of all processes."""

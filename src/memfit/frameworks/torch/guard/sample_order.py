@@ -7,7 +7,8 @@ lists of numbers, before any data is loaded.
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy
@@ -16,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.guard.snapshot import RandomState
-from memfit.frameworks.torch.guard.state import random_from_tree, random_tree
 
 _END = object()
 
@@ -33,24 +33,24 @@ class Sources:
 
     def read(self) -> dict[str, Any]:
         """All states at this moment, as plain data and tensors."""
-        return {"random": random_tree(RandomState.now()), "own": self.read_own()}
+        return {"random": RandomState.now().to_tree(), "own": self.read_own()}
 
     def write(self, states: dict[str, Any]) -> None:
         """Sets everything back to what `read` gave."""
-        random_from_tree(states["random"]).restore()
+        RandomState.from_tree(states["random"]).restore()
         self.write_own(states["own"])
 
     def read_own(self) -> dict[str, Any]:
         """The states of the loader's own generators, and the epochs that its samplers count."""
-        states: dict[str, Any] = {name: _generator_state(generator) for name, generator in self._generators()}
+        states: dict[str, Any] = {name: read() for name, read, _ in self._generators()}
         states |= {f"{name}.epoch": owner.epoch for name, owner in self._counting()}
         return states
 
     def write_own(self, states: dict[str, Any], *, epochs: bool = True) -> None:
         """Sets the loader's own generators back; with `epochs` also what its samplers count."""
-        for name, generator in self._generators():
+        for name, _, write in self._generators():
             if name in states:
-                _set_generator_state(generator, states[name])
+                write(states[name])
         for name, owner in self._counting():
             epoch, can_be_set = states.get(f"{name}.epoch"), hasattr(owner, "set_epoch")
             if epoch is not None and can_be_set and epochs:
@@ -77,13 +77,19 @@ class Sources:
         """The epochs that the loader's samplers count."""
         return {name: owner.epoch for name, owner in self._counting()}
 
-    def _generators(self) -> Iterator[tuple[str, Any]]:
+    def _generators(self) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
+        """(name, what reads the state, what writes it)."""
         for name, owner in self._owners.items():
             for attribute, value in getattr(owner, "__dict__", {}).items():
-                if value is torch.default_generator:
-                    continue  # one of the program's states
-                if isinstance(value, torch.Generator | numpy.random.Generator | random.Random):
-                    yield f"{name}.{attribute}", value
+                path = f"{name}.{attribute}"
+                # PyTorch's default one is among the program's states.
+                if isinstance(value, torch.Generator) and value is not torch.default_generator:
+                    yield path, value.get_state, value.set_state
+                elif isinstance(value, random.Random):
+                    yield path, value.getstate, value.setstate
+                elif isinstance(value, numpy.random.Generator):
+                    bits = value.bit_generator
+                    yield path, partial(getattr, bits, "state"), partial(setattr, bits, "state")
 
     def _counting(self) -> Iterator[tuple[str, Any]]:
         for name, owner in self._owners.items():
@@ -94,12 +100,7 @@ class Sources:
 class Indices:
     """In the place of a loader's batch sampler while an iterator is made: begins later, and notes what it gives.
 
-    Args:
-        sampler: the loader's own.
-        skip: batches to leave out.
-        sources: of the loader.
-        rewinds: whether to draw as a loader does that has its workers already, though it starts them now.
-        draws_seed: whether to draw as a loader does that starts its workers, though it has them already.
+    It draws as a loader that has its workers already, though it starts them now (`rewinds`), or the other way round.
     """
 
     def __init__(self, sampler: Any, skip: int, sources: Sources, *, rewinds: bool, draws_seed: bool) -> None:
@@ -180,14 +181,7 @@ def is_warm(loader: Any) -> bool:
 
 
 def open_at(loader: "DataLoader[Any]", skip: int, *, warm: bool, sources: Sources) -> tuple[Any, Indices]:
-    """An iterator over a map-style loader that leaves out its first batches, and what notes its order.
-
-    Args:
-        loader: its `__iter__` is PyTorch's own.
-        skip: batches to leave out.
-        warm: whether the loader had workers already in the run that is continued.
-        sources: of the loader.
-    """
+    """An iterator over a map-style loader without its first batches, and what notes its order."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     plain = loader.__dict__[name]
     has_workers = is_warm(loader)
@@ -201,16 +195,3 @@ def open_at(loader: "DataLoader[Any]", skip: int, *, warm: bool, sources: Source
         loader.__dict__[name] = plain
         internals.set_index_sampler(internals.kept_iterator(loader), plain)
     return iterator, indices
-
-
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, numpy.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
-
-
-def _set_generator_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, numpy.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        (generator.set_state if isinstance(generator, torch.Generator) else generator.setstate)(state)

@@ -42,6 +42,16 @@ class RandomState:
         cuda = tuple(torch.cuda.get_rng_state_all()) if has_cuda else ()
         return cls(random.getstate(), torch.get_rng_state(), cuda, numpy.random.get_state())
 
+    def to_tree(self) -> dict[str, Any]:
+        """The states as plain data and tensors."""
+        return {"python": self.python, "torch_cpu": self.torch_cpu, "cuda": [*self.cuda], "numpy": self.numpy}
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any]) -> "RandomState":
+        """What `to_tree` was made of; of devices that aren't here any more, none."""
+        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return cls(tree["python"], tree["torch_cpu"], tuple(tree["cuda"][:num_devices]), tree["numpy"])
+
     def restore(self, but: frozenset[str] = frozenset()) -> None:
         """Sets all generators back, but for those named."""
         if "python" not in but:
@@ -93,11 +103,7 @@ class Buffers:
         return sum(copy.numel() * copy.element_size() for _, copy in self._copies.values())
 
     def restore(self) -> None:
-        """Gives all buffers the values they had when the step began.
-
-        Raises:
-            BrokenUpdate: one changed that never did before, so that there is no copy of it.
-        """
+        """Gives all buffers their values of then; one that changed and never did before is a BrokenUpdate."""
         present = dict(self._model.named_buffers())
         with torch.no_grad():
             for name, (buffer, copy) in self._copies.items():

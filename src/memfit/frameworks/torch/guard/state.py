@@ -6,7 +6,7 @@ of another model leaves this one as it was. Values are copied into the tensors t
 and layout; only the state of a fresh optimizer is made anew.
 
 Of several processes the first writes what all have in common. Tensors that are spread over them (FSDP2) are written by
-all (`shards`), and random states and positions in the data, which differ, by each process in a file of its own.
+all, and random states and positions in the data, which differ, by each process in a file of its own.
 """
 
 import copy
@@ -23,8 +23,18 @@ from memfit.core.guarding import BadCheckpoint
 from memfit.core.plain_files import read_plain
 from memfit.core.tensor_file import TensorFile
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.guard import shards
-from memfit.frameworks.torch.guard.checkpoint_tensors import Decoder, Encoder, described, is_shard, write_tensors
+from memfit.frameworks.torch.guard import state_checks as checks
+from memfit.frameworks.torch.guard.checkpoint_tensors import (
+    SHARDS,
+    Decoder,
+    Encoder,
+    described,
+    is_shard,
+    num_ranks,
+    rank,
+    write_shards,
+    write_tensors,
+)
 from memfit.frameworks.torch.guard.parameters import (
     ADVICE,
     Loading,
@@ -36,14 +46,6 @@ from memfit.frameworks.torch.guard.parameters import (
     unwrapped,
 )
 from memfit.frameworks.torch.guard.snapshot import RandomState
-from memfit.frameworks.torch.guard.state_checks import (
-    check_entries,
-    check_groups,
-    check_like,
-    check_random,
-    check_scaler,
-    check_scheduler,
-)
 
 FORMAT = "memfit.state"
 VERSION = 1
@@ -58,15 +60,10 @@ def save(
     progress: dict[str, Any] | None = None,
     **others: Any,
 ) -> None:
-    """Writes the state of a run into a directory that all processes see; each of them calls this.
+    """Writes the state of a run into an empty directory that all processes see; each of them calls this.
 
-    Args:
-        directory: is there, and empty.
-        model: may be wrapped for several processes, sharded or compiled.
-        optimizer: over its parameters.
-        progress: anything else, made of plain data and tensors; each process may have its own.
-        others: "scheduler", "scaler" and "ema", or None: anything with `state_dict`, of whose state functions are left
-            out. The moving average may be a module such as `AveragedModel`.
+    `progress` is anything else, plain data and tensors, of this process. The others are "scheduler", "scaler" and
+    "ema": anything with `state_dict`, of whose state functions are left out; the average may also be a module.
 
     Raises:
         BadCheckpoint: something isn't plain data; the message says where it is.
@@ -91,20 +88,20 @@ def save(
         elif value is not None:
             content = encoders.get(name, rest).encode(_state_of(value, name), name)
             parts[name] = {"class": _class_of(value), "state": content}
-    values = {"random": random_tree(RandomState.now()), "progress": progress or {}}
+    values = {"random": RandomState.now().to_tree(), "progress": progress or {}}
     encoded = {name: {"state": own.encode(value, name)} for name, value in values.items()}
     spread = {f"{part}.{name}": t for part, encoder in encoders.items() for name, t in encoder.shards.items()}
     if spread:
-        shards.write(directory / shards.FOLDER, spread)
-    if shards.rank():
-        path = _own_file(directory, shards.rank())
+        write_shards(directory / SHARDS, spread)
+    if rank():
+        path = _own_file(directory)
         write_tensors(path.with_suffix(".safetensors"), own.tensors)
         path.write_text(json.dumps(encoded, allow_nan=False), encoding="utf-8")
         return
     for name in encoders.keys() & parts.keys():
         write_tensors(directory / f"{name}.safetensors", encoders[name].tensors)
     write_tensors(directory / "rest.safetensors", {**rest.tensors, **own.tensors})
-    _write_tree(directory, {"num_processes": shards.num_ranks(), "is_sharded": bool(spread), **parts, **encoded})
+    _write_tree(directory, {"num_processes": num_ranks(), "is_sharded": bool(spread), **parts, **encoded})
 
 
 def load(
@@ -119,21 +116,14 @@ def load(
     """Gives all objects the values that they had when `save` wrote them; returns `progress`.
 
     Each process has its own random states and progress back if as many processes read as wrote. Otherwise all take the
-    progress of the first, and keep the random states that they have.
-
-    Args:
-        directory: that `save` has written.
-        model: and the others are those that `save` was given, or such as they were.
-        optimizer: the same.
-        extra: further objects by name, whose states are in `progress["extra"]`.
-        check: called with `progress` before anything is changed; may refuse it.
-        others: as for `save`.
+    progress of the first, and keep the random states that they have. `extra` are objects whose states are in
+    `progress["extra"]`; `check` may refuse the progress before anything is changed.
 
     Raises:
         BadCheckpoint: the files are of other objects, or damaged. Nothing has changed then.
     """
     tree = _read_tree(directory)
-    given = {"optimizer": optimizer, "scheduler": None, "scaler": None, "ema": None, **others}
+    objects = {"optimizer": optimizer, "scheduler": None, "scaler": None, "ema": None, **others}
     loading, update = Loading(directory), None
     # What needs memory or may be refused comes before the first change.
     with _refusing(directory):
@@ -142,25 +132,27 @@ def load(
                 f"the checkpoint {directory} is of a model that was not sharded, and this one is. Go on with it "
                 "without `fully_shard`, or give another folder for checkpoints."
             )
-        for name, value in given.items():
+        for name, value in objects.items():
             _check_class(directory, name, tree.get(name), value)
         rest = Decoder(TensorFile(directory / "rest.safetensors"), device_of(model))
         random_state, progress = _own_values(directory, tree, rest)
         loading.add_module("model", tree["model"], model)
         states: list[tuple[Any, Any, str]] = []
-        for name, value in given.items():
+        for name, value in objects.items():
             if name == "ema" and isinstance(value, torch.nn.Module):
                 loading.add_module(name, tree[name], value)
             elif value is not None and name != "optimizer":
-                decoder = (
-                    Decoder(TensorFile(directory / "ema.safetensors"), device_of(model)) if name == "ema" else rest
-                )
-                states.append((value, decoder.decode(tree[name]["state"]), name))
+                file = TensorFile(directory / ("ema.safetensors" if name == "ema" else "rest.safetensors"))
+                states.append((value, Decoder(file, device_of(model)).decode(tree[name]["state"]), name))
         if optimizer is not None:
             update = _OptimizerState(loading, tree, model, optimizer)
         check(progress)
+        if extra:
+            saved = progress.get("extra")
+            if not isinstance(saved, dict):
+                raise BadCheckpoint("the checkpoint holds no states of further objects")
+            states += [(value, saved[name], name) for name, value in extra.items() if name in saved]
         # An average is too large for a copy to go back to, so it comes last.
-        states += _extra_states(extra, progress)
         _put_all(sorted(states, key=lambda state: state[2] == "ema"), loading)
     loading.copy()
     # After the scheduler: some set learning rates when they are loaded, and those of the optimizer are the true ones.
@@ -185,11 +177,7 @@ class Parameters:
         _write_tree(directory, {"model": part})
 
     def read(self, directory: Path, model: torch.nn.Module | None = None) -> None:
-        """Puts what `write` wrote into a model, the own one if none is given.
-
-        Raises:
-            BadCheckpoint: it is of another model, or damaged.
-        """
+        """Puts what `write` wrote into a model, the own one if none is given; refuses what is of another model."""
         tree, loading = _read_tree(directory), Loading(directory)
         with _refusing(directory):
             loading.add_module("model", tree["model"], self._model if model is None else model)
@@ -209,11 +197,7 @@ class Parameters:
         return copies
 
     def put(self, copies: dict[str, torch.Tensor], model: torch.nn.Module | None = None) -> None:
-        """Puts copies into a model, the own one if none is given.
-
-        Raises:
-            BadCheckpoint: they are of another model.
-        """
+        """Puts copies into a model, the own one if none is given; refuses those of another model."""
         live = self._tensors(self._model if model is None else model)
         saved = {name: (copy.dtype, tuple(copy.shape)) for name, copy in copies.items()}
         compare("the best parameters kept in memory are", "model", saved, live)
@@ -228,17 +212,6 @@ class Parameters:
             if isinstance(value, torch.Tensor):
                 encoder.tensor(value, name)
         return encoder.tensors
-
-
-def random_tree(state: RandomState) -> dict[str, Any]:
-    """Random states as plain data and tensors."""
-    return {"python": state.python, "torch_cpu": state.torch_cpu, "cuda": [*state.cuda], "numpy": state.numpy}
-
-
-def random_from_tree(tree: dict[str, Any]) -> RandomState:
-    """The random states that `random_tree` was given; of devices that aren't here any more, none."""
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return RandomState(tree["python"], tree["torch_cpu"], tuple(tree["cuda"][:num_devices]), tree["numpy"])
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -264,7 +237,7 @@ class _OptimizerState:
             return
         self._groups = decoder.decode(saved["state"]["param_groups"])
         self._check_groups(saved["names"], _names(model, optimizer.param_groups))
-        check_groups(self._groups, optimizer, "the optimizer's parameter group")
+        checks.check_groups(self._groups, optimizer, "the optimizer's parameter group")
         # Live tensors that can take over values are noted for that; all others are made and filled.
         by_number = {
             number: (parameter, group, kept)
@@ -281,11 +254,11 @@ class _OptimizerState:
                 continue
             parameter, group, kept = by_number[number]
             if "__dict__" in entries:
-                made = Decoder(self._file, parameter.device).decode(entries)
+                state = Decoder(self._file, parameter.device).decode(entries)
             else:
-                made = {key: self._entry(key, tag, parameter, group) for key, tag in entries.items()}
-            check_entries(made, parameter, optimizer, kept, f"the optimizer's state of parameter {number}")
-            self._states.append((parameter, made))
+                state = {key: self._entry(key, tag, parameter, group) for key, tag in entries.items()}
+            checks.check_entries(state, parameter, optimizer, kept, f"the optimizer's state of parameter {number}")
+            self._states.append((parameter, state))
 
     def apply(self) -> None:
         """Gives the optimizer its state, the tensors of which have their values already."""
@@ -398,49 +371,39 @@ def _state_of(value: Any, part: str) -> Any:
     return value.state_dict()
 
 
-def _own_file(directory: Path, rank: int) -> Path:
-    return directory / f"process-{rank:05d}.json"
+def _own_file(directory: Path) -> Path:
+    return directory / f"process-{rank():05d}.json"
 
 
 def _own_values(directory: Path, tree: dict[str, Any], rest: Decoder) -> tuple[RandomState | None, dict[str, Any]]:
     """(random states of this process, None where as many processes don't read as wrote; progress)."""
-    is_same = tree["num_processes"] == shards.num_ranks()
-    if is_same and shards.rank():
-        path = _own_file(directory, shards.rank())
+    is_same = tree["num_processes"] == num_ranks()
+    if is_same and rank():
+        path = _own_file(directory)
         tree, rest = _read_json(path), Decoder(TensorFile(path.with_suffix(".safetensors")))
-    random_state = random_from_tree(rest.decode(tree["random"]["state"])) if is_same else None
+    random_state = RandomState.from_tree(rest.decode(tree["random"]["state"])) if is_same else None
     if random_state is not None:
-        check_random(random_state)
+        checks.check_random(random_state)
     progress = rest.decode(tree["progress"]["state"])
     if not isinstance(progress, dict):
         raise BadCheckpoint(f"{directory / _TREE} holds no progress")
     return random_state, progress
 
 
-def _extra_states(objects: dict[str, Any] | None, progress: dict[str, Any]) -> list[tuple[Any, Any, str]]:
-    """Further objects with their states, for `_put_all`."""
-    if not objects:
-        return []
-    states = progress.get("extra")
-    if not isinstance(states, dict):
-        raise BadCheckpoint("the checkpoint holds no states of further objects")
-    return [(value, states[name], name) for name, value in objects.items() if name in states]
-
-
 def _put_all(states: list[tuple[Any, Any, str]], loading: Loading) -> None:
     """Has objects take over their states, and modules what is no tensor of theirs: all of them, or none."""
-    given = [(value, state, part) for value, state, part in states if state is not None]
-    for value, state, part in given:
+    states = [state for state in states if state[1] is not None]
+    for value, state, part in states:
         where = f"the state of the {part}"
         if type(value).__module__.startswith("torch."):
-            check_like(state, value.state_dict(), where)
+            checks.check_like(state, value.state_dict(), where)
         if part == "scaler" and isinstance(state, dict):
-            check_scaler(state, where)
+            checks.check_scaler(state, where)
         if part == "scheduler" and isinstance(state, dict):
-            check_scheduler(state, value, where)
-    before = [(value, copy.deepcopy(value.state_dict())) for value, _, part in given if part != "ema"]
+            checks.check_scheduler(state, value, where)
+    before = [(value, copy.deepcopy(value.state_dict())) for value, _, part in states if part != "ema"]
     try:
-        for value, state, part in given:
+        for value, state, part in states:
             try:
                 value.load_state_dict(state)
             except Exception as error:

@@ -7,10 +7,15 @@ Random numbers go on from batch to batch, for parts of a batch may draw more of 
 next one would have begun there; only a generator that the program has drawn from between two batches, such as to
 augment the data, is set to where the second one began. The update changes parameters in place and can't be undone;
 `Update` sees to it that it can't fail half-way.
+
+Batch norms normalise each micro-batch by its own mean and variance; no running of parts one after the other can give
+all of them those of the whole. What can be had is kept: a layer's running statistics are updated once, with the mean
+and the variance of all that passed through it, put together from those of the parts.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,12 +24,11 @@ import torch
 
 from memfit.core import heap
 from memfit.core.guarding import CannotFit, OutOfMemory, Where
-from memfit.core.oom import clear_frames, recognise
+from memfit.core.oom import caught
 from memfit.core.settings import Settings
 from memfit.frameworks.torch import internals, oom
 from memfit.frameworks.torch.apply.fitted import Fitted
 from memfit.frameworks.torch.apply.micro_batches import raw_weights, split
-from memfit.frameworks.torch.guard.pooled_statistics import PooledStatistics
 from memfit.frameworks.torch.guard.ranks import Ranks
 from memfit.frameworks.torch.guard.snapshot import RandomState, Snapshot
 from memfit.frameworks.torch.guard.update import Update
@@ -53,35 +57,13 @@ class Entry:
     random_state: RandomState
     passes: Passes | None = None
     """How a library with a training loop of its own runs it, and weighs it in its window; None: plain passes."""
-    value: torch.Tensor | None = None
-    """Its loss, detached, once it has been run; None where nothing counted."""
+    value: torch.Tensor | None = None  # its loss, detached, once it has been run; None where nothing counted
     weight: float | None = None
     """What its gradients have yet to be divided by, together with those of the others; None: nothing."""
     num_parts: int = 1
-    ended: RandomState | None = None
-    """The random state after its passes, where others may follow in its window."""
-    goes_on: frozenset[str] = frozenset()
-    """Generators that nobody drew from between the batch before and this one."""
-    versions: tuple[int, ...] = ()
-    """PyTorch's counts of writes to the tensors of the batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Clipping:
-    """How gradients are clipped before the update."""
-
-    norm: float | None = None  # greatest norm of all together
-    value: float | None = None  # greatest value of an element
-    function: Callable[[Any], Any] | None = None  # called with the model instead of both
-
-    def apply(self, model: torch.nn.Module, ranks: Ranks) -> None:
-        """Clips the gradients that are there."""
-        if self.function is not None:
-            self.function(model)
-        if self.norm is not None:
-            ranks.clip_norm(list(model.parameters()), self.norm)
-        if self.value is not None:
-            torch.nn.utils.clip_grad_value_(model.parameters(), self.value)
+    ended: RandomState | None = None  # the random state after its passes, where others may follow in its window
+    goes_on: frozenset[str] = frozenset()  # generators that nobody drew from between the batch before and this one
+    versions: tuple[int, ...] = ()  # PyTorch's counts of writes to the tensors of the batch
 
 
 class Transaction:
@@ -94,27 +76,24 @@ class Transaction:
         ranks: Ranks,
         *,
         scaler: Any = None,
-        clipping: Clipping | None = None,
+        clip: Callable[[torch.nn.Module], object] = lambda model: None,
         after_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.ranks = ranks
         self.scaler = scaler
-        self.extra_bytes = 0
-        """Memory that the last snapshot took."""
-        self._clipping = clipping or Clipping()
+        self.extra_bytes = 0  # memory that the last snapshot took
+        self._clip = clip
         self._after_update = after_update
         self._snapshot = Snapshot(model)
         self._update = Update(optimizer)
+        self.retrying = self._update.retrying  # entered around what changes gradients in place, such as clipping
         self._fitted: Fitted | None = None
         self._window_length = 1
-        self.entries: list[Entry] = []
-        """The batches of the window that is open; empty when none is."""
-        self.is_stale = False
-        """Whether the gradients of the window are gone, so that all its batches must be run again."""
-        self.last_run: Entry | None = None
-        """The batch whose passes were run last, whether they went well or not."""
+        self.entries: list[Entry] = []  # the batches of the window that is open; empty when none is
+        self.is_stale = False  # whether the gradients of the window are gone, so that all its batches must be run again
+        self.last_run: Entry | None = None  # the batch whose passes were run last, whether they went well or not
         self.kept: list[Any] = []
         """What else passes change: has `remember`, called when a window begins, and `restore` for a roll back."""
 
@@ -134,10 +113,11 @@ class Transaction:
 
     def open(self, length: int) -> None:
         """A window of so many batches begins."""
-        self._window_length, self.entries, self.is_stale = length, [], False
+        self._window_length, self.is_stale = length, False
+        self.entries.clear()
         self.ranks.begin()
         self._clear_gradients()
-        if self._caught(self._snapshot.begin) is not None:
+        if caught(self._snapshot.begin) is not None:
             # Nothing has happened yet; what is left over from before goes first.
             oom.release()
             self._snapshot.begin()
@@ -160,10 +140,6 @@ class Transaction:
     def run(self, settings_of: Callable[[Any], Settings], *, again: bool) -> OutOfMemory | None:
         """Runs the last batch of the window, or all of them `again`; what ran out, on this or another process.
 
-        Args:
-            settings_of: how to run a batch.
-            again: whether the window was rolled back.
-
         Raises:
             CannotFit: a batch that must be run again was changed in place.
         """
@@ -176,7 +152,7 @@ class Transaction:
                 entry.random_state.restore(but=entry.goes_on)
             settings = settings_of(entry.batch)
             self.last_run = entry
-            failure = self._voted(self._caught(partial(self._run, entry, settings)))
+            failure = self._voted(caught(partial(self._run, entry, settings)))
             if failure is not None:
                 break
             if self._window_length > 1:
@@ -186,7 +162,7 @@ class Transaction:
 
     def finish(self) -> OutOfMemory | None:
         """Makes the gradients those of the window and prepares the update; what ran out, on this or another process."""
-        return self._voted(self._caught(self._prepare))
+        return self._voted(caught(self._prepare))
 
     def commit(self) -> bool | OutOfMemory:
         """Updates the parameters; False where the update was left out. Nothing can be undone afterwards.
@@ -203,7 +179,7 @@ class Transaction:
         if self._weight() != 0:
             if self.ranks.num_ranks > 1:
                 step()
-            elif (failure := self._caught(step)) is not None:
+            elif (failure := caught(step)) is not None:
                 return failure
         if happened:
             with self._update.retrying():
@@ -219,16 +195,12 @@ class Transaction:
 
     def update_by(self, update: Callable[[], object]) -> OutOfMemory | None:
         """Has `update`, another library's, change the parameters; what ran out before anything had changed."""
-        failure = self._caught(self._update.prepare)
+        failure = caught(self._update.prepare)
         if failure is None:
-            failure = self._caught(partial(self._update.step, run=update))
+            failure = caught(partial(self._update.step, run=update))
         if failure is None:
             self._end()
         return failure
-
-    def retrying(self) -> AbstractContextManager[None]:
-        """Entered around what changes gradients in place, such as clipping."""
-        return self._update.retrying()
 
     def roll_back(self) -> None:
         """Everything is as it was when the window began; its batches can be run again."""
@@ -248,10 +220,6 @@ class Transaction:
             return
         self.entries.pop()
         self._undo()
-
-    def forget(self) -> None:
-        """Drops the batches of the window."""
-        self.entries.clear()
 
     def differences(self, num_parts: int) -> str:
         """What differs from the step with the whole batch at once, or ""."""
@@ -273,27 +241,15 @@ class Transaction:
 
     # Parts.
 
-    def _caught(self, action: Callable[[], object]) -> OutOfMemory | None:
-        try:
-            action()
-            return None
-        except Exception as error:
-            failure = recognise(error)
-            if failure is None:
-                raise
-            # The frames of the exception hold the tensors of the failed pass.
-            clear_frames(error)
-        return failure
-
     def _voted(self, failure: OutOfMemory | None) -> OutOfMemory | None:
-        if self.ranks.vote(failure is not None) and failure is None:
+        if self.ranks.any(failure is not None) and failure is None:
             return OutOfMemory(oom.where_of(self.model), "another rank", text="another process ran out of memory")
         return failure
 
     def _run(self, entry: Entry, settings: Settings) -> None:
         passes = _Passes(entry, self.refit(settings), self.scaler, self.ranks, self._window_length)
         with passes.statistics or nullcontext():
-            self.ranks.run(entry.num_parts, passes.one, passes.smallest)
+            self.ranks.run(entry.num_parts, passes.run_part, passes.smallest)
         passes.end()
 
     def refit(self, settings: Settings) -> Fitted:
@@ -334,7 +290,7 @@ class Transaction:
             self.scaler.unscale_(self._update.optimizer)
         if weight not in (None, 1.0):
             self._scale_gradients(1 / weight)
-        self._clipping.apply(self.model, self.ranks)
+        self._clip(self.model)
         self._update.prepare()
 
     def _undo(self) -> None:
@@ -363,10 +319,7 @@ def _versions(batch: Any) -> tuple[int, ...]:
 
 
 class _Passes:
-    """Forward and backward passes of the parts of one batch.
-
-    Afterwards the gradients are those of the batch's loss, times the weight of its entry.
-    """
+    """Passes of the parts of a batch; afterwards gradients are those of its loss, times the weight of its entry."""
 
     def __init__(self, entry: Entry, fitted: Fitted, scaler: Any, ranks: Ranks, window_length: int) -> None:
         self._entry = entry
@@ -395,7 +348,7 @@ class _Passes:
         self._total: torch.Tensor | None = None
         self.statistics = PooledStatistics(fitted.model) if entry.num_parts > 1 else None
 
-    def one(self, index: int) -> None:
+    def run_part(self, index: int) -> None:
         """The passes of one part."""
         part, self._parts[index] = self._parts[index], None
         if self.statistics is not None:
@@ -408,12 +361,12 @@ class _Passes:
                 if factor:
                     self._add(value, factor)
             return
-        value, given = self._fitted.forward(self._entry.loss, part)
+        value, weight = self._fitted.forward(self._entry.loss, part)
         del part
-        if given is not None:
+        if weight is not None:
             self._is_weighed = self._is_alone and self._entry.num_parts == 1
-            factor = 1.0 if self._is_weighed and given else given
-        self._weight += factor / self._entry.num_parts if self._adds_up and given is None else factor
+            factor = 1.0 if self._is_weighed and weight else weight
+        self._weight += factor / self._entry.num_parts if self._adds_up and weight is None else factor
         if not factor and self._ranks.num_ranks == 1:
             # A mean over nothing is no number, and must not spoil the others.
             return
@@ -444,3 +397,95 @@ class _Passes:
         entry = self._entry
         entry.weight = None if self._is_weighed and self._weight else self._weight
         entry.value = self._total / entry.weight if self._total is not None and entry.weight else self._total
+
+
+class PooledStatistics:
+    """The norms of a model; entered around the passes of all parts of one batch."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._layers = [
+            _Layer(part)
+            for part in model.modules()
+            if isinstance(part, internals.NormBase) and part.training and part.running_mean is not None
+        ]
+
+    def part(self) -> None:
+        """Another part begins."""
+        for layer in self._layers:
+            layer.call = 0
+
+    def __enter__(self) -> "PooledStatistics":
+        for layer in self._layers:
+            layer.begin()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for layer in self._layers:
+            layer.end(keep=kind is None)
+
+
+class _Layer:
+    """One norm: what its calls have seen, by their order within a forward pass."""
+
+    def __init__(self, norm: internals.NormBase) -> None:
+        self._norm = norm
+        self.call = 0
+        self._seen: defaultdict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+
+    def begin(self) -> None:
+        norm, buffers = self._norm, internals.buffers_of(self._norm)
+        self._own = {name: buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
+        self._momentum = norm.momentum
+        buffers.update({name: None if b is None else torch.zeros_like(b) for name, b in self._own.items()})
+        self._scratch: Any = norm.running_mean
+        # With this, what is left in the buffers after a call is the statistics of that call.
+        norm.momentum = 1.0
+        self._hook = norm.register_forward_hook(self._note)
+
+    def _note(self, norm: Any, inputs: Any, output: Any) -> None:
+        # A recomputation has copies of the buffers, and has been seen before.
+        if norm.running_mean is not self._scratch or not norm.training:
+            return
+        tensor = next(iter(tensors_in(inputs)))
+        count = tensor.numel() // max(1, norm.num_features)
+        self._seen[self.call].append((count, norm.running_mean.clone(), norm.running_var.clone()))
+        self.call += 1
+
+    def end(self, *, keep: bool) -> None:
+        norm = self._norm
+        self._hook.remove()
+        norm.momentum = self._momentum
+        internals.buffers_of(norm).update(self._own)
+        if not keep:
+            return
+        tracked = self._own["num_batches_tracked"]
+        with torch.no_grad():
+            for number in sorted(self._seen):
+                if tracked is not None:
+                    tracked.add_(1)
+                self._update(*_pooled(self._seen[number], each=isinstance(norm, internals.InstanceNorm)))
+
+    def _update(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        norm, tracked = self._norm, self._own["num_batches_tracked"]
+        factor = norm.momentum
+        if factor is None:
+            # A plain average over all batches.
+            factor = 1.0 / float(tracked) if tracked is not None else 0.0
+        for name, value in (("running_mean", mean), ("running_var", variance)):
+            held = self._own[name]
+            assert held is not None
+            held.mul_(1 - factor).add_(value.to(held.dtype), alpha=factor)
+
+
+def _pooled(seen: list[tuple[int, torch.Tensor, torch.Tensor]], *, each: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean, variance) of all elements from those of the parts; `each`: averages of statistics of single samples."""
+    whole = sum(count for count, _, _ in seen)
+    zero = torch.zeros((), dtype=torch.double)
+    mean = sum((part.double() * (count / whole) for count, part, _ in seen), start=zero)
+    if each:
+        return mean, sum((variance.double() * (count / whole) for count, _, variance in seen), start=zero)
+    squares = sum(
+        (variance.double() * (count - 1) + (part.double() - mean).square() * count for count, part, variance in seen),
+        start=zero,
+    )
+    return mean, squares / max(1, whole - 1)

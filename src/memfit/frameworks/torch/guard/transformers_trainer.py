@@ -11,18 +11,18 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from memfit.core import run_events
 from memfit.core.errors import BadInput
 from memfit.core.settings import Weighting
 from memfit.frameworks.torch.guard.library_steps import (
+    LibraryLoop,
     MakeGuard,
     StepGuard,
     copied,
     last_checkpoint,
-    replace_attribute,
+    unwrapped,
     weighed,
 )
 
@@ -32,23 +32,14 @@ _log = logging.getLogger("memfit")
 _ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TPU")
 
 
-class TrainerGuard:
-    """Guards one trainer.
-
-    Args:
-        trainer: a `transformers.Trainer`.
-        make_guard: makes the guard of its model and optimizer, once there is one.
-    """
+class TrainerGuard(LibraryLoop):
+    """Guards one `transformers.Trainer`."""
 
     def __init__(self, trainer: Any, make_guard: MakeGuard) -> None:
-        self._trainer = trainer
-        self._make_guard = make_guard
-        self._guard: StepGuard | None = None
+        super().__init__(trainer, make_guard)
         self._is_off = False
-        self._factor: float | None = None
-        """By which the loss of the part in work counts; None between two parts."""
+        self._factor: float | None = None  # by which the loss of the part in work counts; None between two parts
         self._was_weighed = False
-        self._undo = ExitStack()
         self.is_training = False
 
     # What the trainer calls.
@@ -57,8 +48,8 @@ class TrainerGuard:
         """Runs the trainer's own `train`, from the last checkpoint where a supervisor has started it again."""
         if self.is_training:
             return train(*arguments, **named)
-        given = arguments[0] if arguments else named.get("resume_from_checkpoint")
-        if given in (None, False):
+        resumes_from = arguments[0] if arguments else named.get("resume_from_checkpoint")
+        if resumes_from in (None, False):
             path = last_checkpoint("the trainer", "Set save_steps in its TrainingArguments to lose less.")
             if path is not None:
                 by_place = dict(zip(_TRAIN_ARGUMENTS, arguments, strict=False))
@@ -71,12 +62,7 @@ class TrainerGuard:
             self.close()
 
     def training_step(
-        self,
-        step: Callable[..., Any],
-        model: Any,
-        inputs: Any,
-        arguments: tuple[Any, ...],
-        named: dict[str, Any],
+        self, step: Callable[..., Any], model: Any, inputs: Any, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
         """Forward and backward pass of one batch, by the trainer's own `training_step` of its parts."""
         if self._factor is not None:
@@ -112,7 +98,8 @@ class TrainerGuard:
             is_last=bool(self._trainer.accelerator.sync_gradients),
             weighting=_likely_weighting(self._trainer, model, inputs, num_items),
         )
-        return model_zero(model) if value is None else value
+        # A loss of nothing, where the model is.
+        return next(model.parameters()).detach().new_zeros(()) if value is None else value
 
     def saved(self, trial: Any = None) -> None:
         """The trainer has written a checkpoint."""
@@ -124,18 +111,12 @@ class TrainerGuard:
 
     def close(self) -> None:
         """Leaves the trainer as it was."""
-        self._undo.close()
+        super().close()
         self._is_off = False
-        if self._guard is not None:
-            self._guard.forget()
-            self._guard.close()
-            self._guard = None
-
-    # Parts.
 
     def _guard_of(self, model: Any) -> StepGuard | None:
         guard, optimizer = self._guard, self._trainer.optimizer
-        if guard is not None and guard.model is model and guard.optimizer is _plain(optimizer):
+        if guard is not None and guard.model is model and guard.optimizer is unwrapped(optimizer, None)[0]:
             return guard
         if guard is not None:
             # The trainer begins anew, with another model or optimizer.
@@ -148,11 +129,7 @@ class TrainerGuard:
             _log.warning("the trainer is not guarded: %s", reason)
             return None
         accelerator = self._trainer.accelerator
-        self._guard = self._make_guard(model, optimizer, scaler=getattr(accelerator, "scaler", None))
-        self._protect(self._guard, accelerator, optimizer)
-        return self._guard
-
-    def _protect(self, guard: StepGuard, accelerator: Any, optimizer: Any) -> None:
+        self._guard = guard = self._make_guard(model, optimizer, scaler=getattr(accelerator, "scaler", None))
         backward = accelerator.backward
 
         @functools.wraps(backward)
@@ -162,9 +139,15 @@ class TrainerGuard:
                 loss = weighed(loss, self._factor)
             return backward(loss, **options)
 
-        replace_attribute(self._undo, accelerator, "backward", weighed_backward)
+        self.replace(accelerator, "backward", weighed_backward)
+
+        def protected(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+            with guard.retrying():
+                return function(*arguments, **named)
+
         for name in ("clip_grad_norm_", "clip_grad_value_"):
-            replace_attribute(self._undo, accelerator, name, _within(guard, getattr(accelerator, name)))
+            clip = functools.partial(protected, getattr(accelerator, name))
+            self.replace(accelerator, name, clip)
         step = optimizer.step
 
         @functools.wraps(step)
@@ -175,19 +158,11 @@ class TrainerGuard:
             guard.update(lambda: results.append(step(*arguments, **named)), replay=False)
             return results[-1]
 
-        replace_attribute(self._undo, optimizer, "step", guarded_step)
+        self.replace(optimizer, "step", guarded_step)
+        return guard
 
 
 _TRAIN_ARGUMENTS = ("resume_from_checkpoint", "trial", "ignore_keys_for_eval")
-
-
-def _within(guard: StepGuard, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def protected(*arguments: Any, **named: Any) -> Any:
-        with guard.retrying():
-            return function(*arguments, **named)
-
-    return protected
 
 
 def _why_not(trainer: Any) -> str:
@@ -200,12 +175,6 @@ def _why_not(trainer: Any) -> str:
     return ""
 
 
-def _plain(optimizer: Any) -> Any:
-    while hasattr(optimizer, "gradient_state") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 def _likely_weighting(trainer: Any, model: Any, inputs: Any, num_items: Any) -> Weighting:
     """How losses of parts add up, as far as the trainer tells, for where it can't be tried out."""
     divides = getattr(trainer, "model_accepts_loss_kwargs", False) or getattr(trainer, "compute_loss_func", None)
@@ -216,9 +185,3 @@ def _likely_weighting(trainer: Any, model: Any, inputs: Any, num_items: Any) -> 
         return Weighting()
     name = type(trainer.accelerator.unwrap_model(model)).__name__
     return Weighting("count", "['labels']", -100, 1 if "CausalLM" in name or "LMHead" in name else 0)
-
-
-def model_zero(model: Any) -> Any:
-    """A loss of nothing, where the model is."""
-    parameter = next(model.parameters())
-    return parameter.detach().new_zeros(())

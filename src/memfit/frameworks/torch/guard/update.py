@@ -9,42 +9,43 @@ itself, so there each turn is a call of its own.
 The mode also notes which memory was written. Version counters can't tell: operators on lists and writes through
 `.data` leave them as they are. When memory can't be found at all, what was written decides: nothing that lasts, and the
 optimizer is put back as it was and the failure goes on; anything else, and the update is broken, which is said.
+
+How much memory the next update will take beyond what is there is known before anything changes: it is run on tensors
+that have shapes and no numbers, by an optimizer of the same class with the same options, over twins of the parameters
+that have a gradient. What is alive at the peak of that run (new state, temporaries) is what the real one will ask for.
+Only PyTorch's own optimizers are run this way: others may do anything in their step.
 """
 
 import bisect
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
 from memfit.core.guarding import BrokenUpdate, OutOfMemory
-from memfit.core.oom import recognise
+from memfit.core.oom import caught, recognise
 from memfit.frameworks.torch import internals, oom
-from memfit.frameworks.torch.guard.update_memory import UpdateRoom, is_of_torch, rooms_of_update
+from memfit.frameworks.torch.apply.single_updates import plain_step
 from memfit.frameworks.torch.internals import TorchDispatchMode
-from memfit.frameworks.torch.rescue.retry import generator_states, rerun
+from memfit.frameworks.torch.rescue.retry import Operator, generator_states, operator_of, rerun
+from memfit.frameworks.torch.shapes.recorder import Recorder
 
 # Memory may come back by itself: another thread or process gives some up, or the system writes pages out.
 WAITS_SECONDS = (0.0, 0.05, 0.5)
+_KEPT = (int, float, str, bool, type(None), tuple)
 _SIMPLE = (int, float, complex, bool, str, type(None))
 # Given to an optimizer by a gradient scaler for the length of one step.
 _OF_SCALER = ("grad_scale", "found_inf")
 
 
 class Update:
-    """Runs the updates of one optimizer so that running out of memory can't leave them half done.
-
-    Args:
-        optimizer: the user's; may be replaced.
-        waits_seconds: how long to wait before each further try of an operator; as many tries as there are waits.
-
-    Attributes:
-        retries: how many calls of operators were repeated so far.
-    """
+    """Runs the updates of one optimizer so that running out of memory can't leave them half done."""
 
     def __init__(self, optimizer: Any, waits_seconds: Sequence[float] = WAITS_SECONDS) -> None:
         self.optimizer = optimizer
@@ -68,11 +69,7 @@ class Update:
             rerun(room.probe, make_room)
 
     def step(self, scaler: Any = None, run: Callable[[], object] | None = None) -> bool:
-        """Updates the parameters; False where the scaler left the update out because of infinite gradients.
-
-        Args:
-            scaler: the user's gradient scaler; it is updated as well.
-            run: called in place of the optimizer's own step, and has it run.
+        """Updates the parameters, or has `run` do it; False where the scaler left that out because of infinities.
 
         Raises:
             BrokenUpdate: memory ran out for good after something had changed. Any other exception for want of memory
@@ -97,11 +94,7 @@ class Update:
 
     @contextmanager
     def retrying(self) -> Iterator[None]:
-        """The same protection for other code that changes tensors in place, such as a moving average.
-
-        Raises:
-            BrokenUpdate: memory ran out for good after something was written.
-        """
+        """Protects other code that changes tensors in place; a BrokenUpdate if memory runs out after it wrote."""
         mode = _Retrying(self.relieve, self._waits_seconds)
         try:
             with mode:
@@ -125,7 +118,7 @@ class Update:
         scaler.update()
         return happened
 
-    def _foreseen(self) -> tuple[UpdateRoom, ...]:
+    def _foreseen(self) -> "tuple[UpdateRoom, ...]":
         """What the next update takes; worked out again whenever gradients or state appear or go."""
         optimizer = self.optimizer
         if not is_of_torch(optimizer):
@@ -152,38 +145,6 @@ class Update:
         return is_of_torch(self.optimizer) or (self._seen is not None and self._seen() is self.optimizer)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What the mode has to know about an operator."""
-
-    positions: tuple[int, ...]
-    names: tuple[str, ...]
-    list_position: int | None
-    is_random: bool
-
-
-def _kind_of(operator: Any) -> _Kind | None:
-    """None for the many operators that only make new tensors or look at old ones."""
-    schema = internals.schema_of(operator)
-    if schema is None:
-        return None
-    written = [
-        (position, argument)
-        for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    positions = tuple(position for position, argument in written if not argument.kwarg_only)
-    lists = (position for position in positions if str(schema.arguments[position].type).startswith("List["))
-    is_random = torch.Tag.nondeterministic_seeded in operator.tags
-    if not written and not is_random:
-        return None
-    return _Kind(positions, tuple(argument.name for _, argument in written), next(lists, None), is_random)
-
-
-_KINDS: dict[Any, _Kind | None] = {}
-_IS_PLAIN: dict[Any, bool] = {}
-
-
 class _Retrying(TorchDispatchMode):
     """Calls an operator again that found no memory, after each of these waits, with memory freed by `relieve`."""
 
@@ -193,8 +154,7 @@ class _Retrying(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._relieve = relieve
         self._waits_seconds = waits_seconds
-        self.written: set[int] = set()
-        """Addresses of the tensors that operators have written to."""
+        self.written: set[int] = set()  # addresses of the tensors that operators have written to
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -208,38 +168,36 @@ class _Retrying(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             # A subclass, such as a sharded tensor, calls operators on what it holds, and they come here one by one.
             return NotImplemented
-        try:
-            kind = _KINDS[func]
-        except KeyError:
-            kind = _KINDS[func] = _kind_of(func)
-        if kind is not None:
-            return self._call_of_kind(kind, func, args, kwargs or {})
+        operator = operator_of(func)
+        if operator.writes or operator.draws:
+            return self._call_writing(operator, func, args, kwargs or {})
+        # One of the many that only make new tensors or look at old ones.
         return rerun(lambda: func(*args, **(kwargs or {})), self._make_room)
 
-    def _call_of_kind(self, kind: _Kind, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [] if kind.list_position is None else args[kind.list_position]
+    def _call_writing(self, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [] if operator.list_position is None else args[operator.list_position]
         if len(tensors) > 1 and any(tensor.device.type == "cpu" for tensor in tensors):
             # What the operator does on a CPU anyway, but each tensor in a call of its own.
             for index in range(len(tensors)):
                 named = {name: _part(value, index, len(tensors)) for name, value in kwargs.items()}
-                self._call_of_kind(kind, func, [_part(value, index, len(tensors)) for value in args], named)
+                self._call_writing(operator, func, [_part(value, index, len(tensors)) for value in args], named)
             return None
-        random_states = generator_states([*args, *kwargs.values()]) if kind.is_random else ()
+        random_states = generator_states([*args, *kwargs.values()]) if operator.draws else ()
 
         def undo() -> None:
             for generator, state in random_states:
                 generator.set_state(state)
 
-        written = [args[position] for position in kind.positions if position < len(args)]
+        written = [args[position] for position, _ in operator.writes if position < len(args)]
         # Arguments such as `out=` are no input: some operators fill one before they ask for the next.
-        self._note([kwargs.get(name) for name in kind.names] if kwargs else ())
+        self._note([kwargs.get(name) for _, name in operator.writes] if kwargs else ())
         if len({tensor.dtype for tensor in tensors}) > 1:
             # Tensors of one type are one kernel, which was started or not. Of these some may have been written.
             self._note(written)
             return func(*args, **kwargs)
-        made = rerun(lambda: func(*args, **kwargs), self._make_room, undo=undo)
+        result = rerun(lambda: func(*args, **kwargs), self._make_room, undo=undo)
         self._note(written)
-        return made
+        return result
 
     def _make_room(self, failure: OutOfMemory, num_failures: int, name: str) -> bool:
         if num_failures == len(self._waits_seconds):
@@ -262,12 +220,9 @@ def _part(value: Any, index: int, length: int) -> Any:
     return value[index : index + 1] if isinstance(value, list | tuple) and len(value) == length else value
 
 
+@cache
 def _are_plain(types: Any) -> bool:
-    known = _IS_PLAIN.get(types)
-    if known is None:
-        disabled = internals.disabled_torch_dispatch
-        known = _IS_PLAIN[types] = all(kind.__torch_dispatch__ == disabled for kind in types)
-    return known
+    return all(kind.__torch_dispatch__ == internals.disabled_torch_dispatch for kind in types)
 
 
 class _Before:
@@ -371,3 +326,153 @@ def _broken_message(optimizer: Any, changed: str, error: Exception) -> str:
         f"{name} could not be finished for want of memory, and it can't be undone: {changed} had changed already "
         f"({first_line}). Resume from the last checkpoint, with more memory or with a plan that needs less of it."
     )
+
+
+# What an update takes.
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRoom:
+    """What an update takes on one device."""
+
+    device: torch.device
+    pieces_bytes: tuple[int, ...]  # sizes of the tensors that are alive at the peak and weren't there before
+
+    def probe(self) -> None:
+        """Takes so much memory and gives it back at once; raises what the allocator raises where there isn't."""
+        # Where not at once it may be there in pieces, and the update asks for pieces.
+        if caught(lambda: self._take((sum(self.pieces_bytes),))) is not None:
+            self._take(self.pieces_bytes)
+
+    def _take(self, sizes_bytes: Iterable[int]) -> None:
+        held = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes_bytes]
+        held.clear()
+
+
+class _Unknown(Exception):
+    """This update can't be foreseen."""
+
+
+def is_of_torch(optimizer: Any) -> bool:
+    """Whether this is one of PyTorch's own optimizers."""
+    module = type(optimizer).__module__
+    return module == "torch.optim" or module.startswith("torch.optim.")
+
+
+def rooms_of_update(optimizer: Any) -> tuple[UpdateRoom, ...]:
+    """What the next update takes on each device; nothing for devices and optimizers where it can't be foreseen."""
+    if not is_of_torch(optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        return ()
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    devices = {parameter.device: None for parameter in held if parameter.grad is not None}
+    rooms = []
+    for device in devices:
+        try:
+            pieces = _pieces_at_peak(optimizer, device)
+        except Exception as error:
+            if recognise(error) is not None:
+                raise
+            # Whatever an optimizer can't do without numbers; the update itself is protected in other ways as well.
+            continue
+        if pieces:
+            rooms.append(UpdateRoom(device, pieces))
+    return tuple(rooms)
+
+
+def _pieces_at_peak(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[int, ...]:
+    with internals.disable_current_modes(), internals.disable_torch_function():
+        twin = _twin(optimizer, device)
+        recorder = Recorder(lambda: ("", ""))
+        with _Recording(recorder):
+            plain_step(twin)(twin)
+        timeline = recorder.timeline()
+        # A fused kernel has no temporaries: only what stays was new.
+        is_fused = all(group.get("fused") for group in optimizer.param_groups)
+        tick = timeline.num_ticks - 1 if is_fused else timeline.peak()[0]
+        return tuple(block.size_bytes for block in timeline.live_at(tick))
+
+
+def _twin(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            setattr(twin, name, type(value)())
+        elif isinstance(value, _KEPT):
+            setattr(twin, name, value)
+    twin.defaults = dict(optimizer.defaults)
+    twin.state = defaultdict(dict)
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        parameters = [held for held in group["params"] if held.grad is not None and held.device == device]
+        if not parameters:
+            continue
+        options = {name: _without_numbers(value) for name, value in group.items() if name != "params"}
+        twins = []
+        for parameter in parameters:
+            twins.append(torch.nn.Parameter(_shape_of(parameter), requires_grad=parameter.requires_grad))
+            twins[-1].grad = _shape_of(parameter.grad)
+        twin.param_groups.append({**options, **_options_of_path(group, parameters), "params": twins})
+        for parameter, other in zip(parameters, twins, strict=True):
+            state = optimizer.state.get(parameter) or {}
+            if any(
+                isinstance(value, torch.Tensor) and value.dim() and value.device != device for value in state.values()
+            ):
+                raise _Unknown
+            if state:
+                twin.state[other] = {name: _without_numbers(value) for name, value in state.items()}
+    return twin
+
+
+def _options_of_path(group: dict[str, Any], parameters: list[torch.Tensor]) -> dict[str, Any]:
+    """Options by which the twin takes the path that the real optimizer takes on its device."""
+    chosen: dict[str, Any] = {}
+    if group.get("capturable"):
+        # Steps are counted on the device then; the temporaries are the same but for scalars.
+        chosen["capturable"] = False
+    if group.get("fused"):
+        chosen.update(fused=False, foreach=False)
+    elif "foreach" in group and group["foreach"] is None:
+        _, foreach = internals.default_to_fused_or_foreach(
+            parameters, bool(group.get("differentiable")), use_fused=False
+        )
+        is_fixed = isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable")
+        chosen["foreach"] = foreach and not is_fixed
+    return chosen
+
+
+def _without_numbers(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    # Single numbers on the host, such as a count of steps, are read by the optimizer's code.
+    return value.clone() if not value.dim() and value.device.type == "cpu" else _shape_of(value)
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and layout that holds nothing; of a sharded one, the part that is here."""
+    local = internals.local_part(tensor)
+    if local.layout is not torch.strided or type(local) not in (torch.Tensor, torch.nn.Parameter):
+        raise _Unknown
+    return torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+
+
+class _Recording(TorchDispatchMode):
+    """Records the storages that operators make, on tensors without numbers."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is internals.local_scalar_dense and args[0].is_meta:
+            # Any number will do: it decides about values, not about memory.
+            return 1.0 if args[0].is_floating_point() else 1
+        known = {_key(tensor) for tensor in internals.tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        results = func(*args, **(kwargs or {}))
+        for tensor in internals.tree_leaves(results):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta and _key(tensor) not in known:
+                self._recorder.add(tensor, "")
+        return results
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return internals.storage_address(tensor.untyped_storage())

@@ -40,9 +40,9 @@ class Copy:
             known: torch.UntypedStorage | None = internals.storage_of_weak_reference(self._back.cdata)
             if known is not None:
                 return known
-        made = self._made_again()
-        self._back = StorageWeakRef(made)
-        return made
+        storage = self._made_again()
+        self._back = StorageWeakRef(storage)
+        return storage
 
     def _made_again(self) -> torch.UntypedStorage:
         raise NotImplementedError
@@ -78,8 +78,8 @@ class ReadFile(Copy):
             raise
 
     def _made_again(self) -> torch.UntypedStorage:
-        made = torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
-        view = _bytes_of(made)
+        storage = torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
+        view = _bytes_of(storage)
         self._file.seek(0)
         done = 0
         while done < self._num_bytes:
@@ -87,7 +87,7 @@ class ReadFile(Copy):
             if not count:
                 raise OSError("the file of a saved activation has become shorter than what was written to it")
             done += count
-        return made
+        return storage
 
     def __del__(self) -> None:
         self._file.close()
@@ -112,9 +112,9 @@ class HostCopy(Copy):
 
     def _made_again(self) -> torch.UntypedStorage:
         assert self._host is not None
-        made = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._device)
-        made.copy_(self._host, non_blocking=self._host.is_pinned())
-        return made.untyped_storage()
+        elements = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._device)
+        elements.copy_(self._host, non_blocking=self._host.is_pinned())
+        return elements.untyped_storage()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
@@ -131,14 +131,7 @@ def _write(file: IO[bytes], storage: torch.UntypedStorage) -> None:
 
 
 def choose_folder(folder: str | None = None) -> Path:
-    """A folder on a real disk that can be written to: the one given, else that for temporary files, else this one.
-
-    Args:
-        folder: where to put the files; None to choose.
-
-    Raises:
-        BadFile: there is none.
-    """
+    """A folder on a real disk that can be written to: the one given, else that for temporary files, else this one."""
     candidates = [folder] if folder is not None else [tempfile.gettempdir(), os.getcwd()]
     problems = []
     for candidate in dict.fromkeys(candidates):

@@ -11,6 +11,7 @@ are not run again: their failure is the script's to see.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -41,12 +42,7 @@ def rerun(
 ) -> Result:
     """What `call` gives; when it runs out of memory, room is made and it is called again, until nothing more is free.
 
-    Args:
-        call: has no effect if it fails, other than what `undo` takes back.
-        make_room: makes room.
-        name: of the operation.
-        count: called when an operation has worked at last.
-        undo: takes back what a failed call may have done.
+    A failed call has no effect but what `undo` takes back; `count` is called when one has worked at last.
     """
     first: BaseException | None = None
     failures = 0
@@ -87,7 +83,6 @@ class Retrying(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._make_room = make_room
         self._count = count
-        self._rules: dict[Any, _Rule] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -99,22 +94,20 @@ class Retrying(TorchDispatchMode):
     ) -> Any:
         """Runs the operation."""
         kwargs = kwargs or {}
-        rule = self._rules.get(func)
-        if rule is None:
-            rule = self._rules[func] = _rule_of(func)
-        if not rule.retry:
+        operator = operator_of(func)
+        if not operator.retry:
             return func(*args, **kwargs)
         undo = None
-        if rule.draws or rule.writes:
+        if operator.draws or operator.restored:
             written: list[torch.Tensor] = []
-            for index, name in rule.writes:
+            for index, name in operator.restored:
                 value = args[index] if index < len(args) else kwargs.get(name)
                 values = value if isinstance(value, list | tuple) else [value]
                 written += [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
             if sum(tensor.numel() * tensor.element_size() for tensor in written) > _SMALL_BYTES:
                 return func(*args, **kwargs)
-            undo = self._undo(written, generator_states([*args, *kwargs.values()]) if rule.draws else [])
-        return rerun(lambda: func(*args, **kwargs), self._make_room, rule.name, self._count, undo)
+            undo = self._undo(written, generator_states([*args, *kwargs.values()]) if operator.draws else [])
+        return rerun(lambda: func(*args, **kwargs), self._make_room, operator.name, self._count, undo)
 
     def _undo(
         self, written: list[torch.Tensor], states: list[tuple[torch.Generator, torch.Tensor]]
@@ -131,31 +124,38 @@ class Retrying(TorchDispatchMode):
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
-    """How an operator is run again."""
+class Operator:
+    """What has to be known of an operator to call it again."""
 
     name: str
     retry: bool
     draws: bool = False  # random numbers
-    writes: tuple[tuple[int, str], ...] = ()  # arguments to be put back before another try: (position, name)
+    writes: tuple[tuple[int, str], ...] = ()  # arguments that it writes to: (position, name)
+    restored: tuple[tuple[int, str], ...] = ()  # those that have to be put back before another try
+    list_position: int | None = None  # the first argument that is a list of tensors that it writes to
 
 
-def _rule_of(func: Any) -> _Rule:
+@cache
+def operator_of(func: Any) -> Operator:
+    """What PyTorch says about an operator."""
     schema = internals.schema_of(func)
     if schema is None:
         # A higher-order operator: runs functions of the script, which may do anything.
-        return _Rule(str(func), retry=False)
+        return Operator(str(func), retry=False)
     known = schema.name.startswith(("aten::", "prims::"))
     draws = not known or torch.Tag.nondeterministic_seeded in func.tags
     name = schema.name.replace("::", ".")
-    written = tuple(
+    writes = tuple(
         (index, argument.name)
         for index, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or (known and "batch_norm" in name and "backward" not in name and argument.name in _STATISTICS)
     )
+    positional = ((index, schema.arguments[index]) for index, _ in writes if not schema.arguments[index].kwarg_only)
+    lists = (index for index, argument in positional if str(argument.type).startswith("List["))
     is_pointwise = known and torch.Tag.pointwise in func.tags and not name.startswith("aten._foreach")
-    return _Rule(name, True, draws, () if is_pointwise or schema.name in _OVERWRITING else written)
+    restored = () if is_pointwise or schema.name in _OVERWRITING else writes
+    return Operator(name, True, draws, writes, restored, next(lists, None))
 
 
 def generator_states(arguments: Sequence[Any]) -> list[tuple[torch.Generator, torch.Tensor]]:

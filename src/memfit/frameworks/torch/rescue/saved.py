@@ -8,7 +8,7 @@ variable, an operation among its arguments or a model among its parameters would
 Backward passes need last what was saved first, so that moves first.
 """
 
-import itertools
+import weakref
 from collections.abc import Callable
 from functools import cache
 
@@ -18,8 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.rescue.copies import Copy
 
-LEAST_BYTES = 256 * 1024
-"""Smaller storages are not worth a file each."""
+LEAST_BYTES = 256 * 1024  # smaller storages are not worth a file each
 
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -27,8 +26,7 @@ _MODIFIED = (
     "operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
 )
 
-CopyMaker = Callable[[torch.UntypedStorage], Copy]
-"""Copies a storage to where it can wait."""
+CopyMaker = Callable[[torch.UntypedStorage], Copy]  # copies a storage to where it can wait
 Rerun = Callable[[Callable[[], torch.UntypedStorage]], torch.UntypedStorage]
 """Runs something that needs memory, and makes room for it if there is none."""
 
@@ -36,113 +34,75 @@ Rerun = Callable[[Callable[[], torch.UntypedStorage]], torch.UntypedStorage]
 class Block:
     """A storage with all that is saved of it."""
 
-    __slots__ = ("_copy", "_layouts", "_reference", "device", "num_bytes", "tensors")
-
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        # As long as this weak reference lives, no other storage gets the same address.
+        # As long as this weak reference lives, no other storage has the address of this one's record.
         self._reference = StorageWeakRef(storage)
+        self.key: int = self._reference.cdata
         self.num_bytes = storage.nbytes()
         self.device = storage.device
-        self.tensors: dict[int, torch.Tensor] = {}
-        """Aliases that saved tensors keep, by their numbers."""
-        self._copy: Copy | None = None
-        self._layouts: dict[int, tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = {}
-        """Type, shape, strides and offset of each tensor, when the elements are away."""
-
-    @property
-    def key(self) -> int:
-        """Address of the storage's record, which is its own until this object is gone."""
-        address: int = self._reference.cdata
-        return address
+        self.saved: weakref.WeakSet[Saved] = weakref.WeakSet()
+        self.copy: Copy | None = None
 
     def is_ours_alone(self) -> bool:
         """Whether its memory would be free if the saved tensors let go of it."""
-        return int(internals.storage_use_count(self.key)) <= len(self.tensors) + _extra_uses()
+        return int(internals.storage_use_count(self.key)) <= len(self.saved) + _extra_uses()
 
     def move_away(self, make_copy: CopyMaker) -> None:
         """Copies the elements to where they wait, and lets go of the storage."""
-        copy = make_copy(next(iter(self.tensors.values())).untyped_storage())
-        self._layouts = {
-            number: (tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-            for number, tensor in self.tensors.items()
-        }
-        self._copy = copy
-        for tensor in self.tensors.values():
-            # An alias without elements still counts the writes to the tensor it was made from.
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-
-    def shape(self, number: int) -> tuple[int, ...]:
-        """Shape of the tensor of this number."""
-        return tuple(self.tensors[number].shape) if self._copy is None else self._layouts[number][1]
-
-    def bring_back(self, number: int, rerun: Rerun) -> torch.Tensor:
-        """The tensor of this number, on its device."""
-        if self._copy is None:
-            # Not the alias itself, which loses its elements when it is moved; another one is a user of the storage.
-            return self.tensors[number].detach()
-        dtype, shape, strides, offset = self._layouts[number]
-        storage = rerun(self._copy.storage)
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+        self.copy = make_copy(next(iter(self.saved)).alias.untyped_storage())
+        for saved in self.saved:
+            saved.let_go()
 
 
 class Saved:
-    """One tensor that is saved for the backward pass.
+    """One tensor that is saved for the backward pass; without a block it stays where it is.
 
-    Args:
-        tensor: an alias of it, without history: a tensor that knows how it was computed would keep itself alive.
-        number: its place in the order of saving.
-        block: what it shares its storage with; None if it stays where it is.
-        shelf: what it is kept on.
+    The alias has no history: a tensor that knows how it was computed would keep itself alive.
     """
 
-    __slots__ = ("_alias", "_block", "_number", "_shelf", "_version")
+    __slots__ = ("__weakref__", "_block", "_layout", "_version", "alias")
 
-    def __init__(self, tensor: torch.Tensor, number: int, block: Block | None, shelf: "Shelf") -> None:
-        self._version = tensor._version
-        self._number = number
+    def __init__(self, alias: torch.Tensor, block: Block | None) -> None:
+        self.alias = alias
+        self._version = alias._version
         self._block = block
-        self._shelf = shelf
-        self._alias: torch.Tensor | None = tensor
+        self._layout: tuple[tuple[int, ...], tuple[int, ...], int] | None = None  # when the elements are away
         if block is not None:
-            block.tensors[number] = tensor
-            self._alias = None
+            block.saved.add(self)
 
-    def tensor(self) -> torch.Tensor:
-        """The tensor as it was saved.
+    def let_go(self) -> None:
+        """The elements wait elsewhere; an alias without any still counts the writes to what it was made from."""
+        alias = self.alias
+        self._layout = tuple(alias.shape), alias.stride(), int(alias.storage_offset())
+        alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
 
-        Raises:
-            RuntimeError: it has been written to since, as autograd itself says it.
-        """
-        alias = self._alias if self._block is None else self._block.tensors[self._number]
-        assert alias is not None
+    def tensor(self, rerun: Rerun) -> torch.Tensor:
+        """The tensor as it was saved; refused, as by autograd itself, if it has been written to since."""
+        alias, block = self.alias, self._block
         if alias._version != self._version:
-            shape = list(alias.shape if self._block is None else self._block.shape(self._number))
-            message = _MODIFIED.format(kind=alias.type(), shape=shape, now=alias._version, then=self._version)
+            size = list(alias.shape if self._layout is None else self._layout[0])
+            message = _MODIFIED.format(kind=alias.type(), shape=size, now=alias._version, then=self._version)
             raise RuntimeError(message)
-        return alias if self._block is None else self._block.bring_back(self._number, self._shelf.rerun)
-
-    def __del__(self) -> None:
-        if self._block is not None:
-            self._shelf.drop(self._block, self._number)
+        if block is None:
+            return alias
+        if self._layout is None or block.copy is None:
+            # Not the alias itself: a storage that autograd uses must have one more user than is saved of it.
+            return alias.detach()
+        shape, strides, offset = self._layout
+        storage = rerun(block.copy.storage)
+        return torch.empty(0, dtype=alias.dtype, device=storage.device).set_(storage, offset, shape, strides)
 
 
 class Shelf:
-    """All that is saved for backward passes to come, oldest first.
-
-    Args:
-        make_copy: copies a storage to where it can wait.
-        rerun: runs something that needs memory, with room made for it.
-        eager: whether everything that can is moved as soon as the next tensor is saved.
-    """
+    """All that is saved for backward passes to come, oldest first; `eager`: moved away as soon as it can be."""
 
     def __init__(self, make_copy: CopyMaker, rerun: Rerun, *, eager: bool = False) -> None:
         self._make_copy = make_copy
-        self.rerun = rerun
+        self._rerun = rerun
         self._eager = eager
-        self._blocks: dict[int, Block] = {}
-        self._numbers = itertools.count()
-        self.moved_bytes = 0
-        """Bytes moved away so far, over all steps."""
+        # A block goes with the last tensor that is saved of it.
+        self._blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+        self.moved_bytes = 0  # bytes moved away so far, over all steps
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -150,18 +110,22 @@ class Shelf:
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Takes a tensor that autograd saves."""
         if not _is_plain(tensor):
-            return Saved(tensor.detach() if tensor.grad_fn is not None else tensor, 0, None, self)
+            return Saved(tensor.detach() if tensor.grad_fn is not None else tensor, None)
         # Not an operation of the script: no mode of it needs to see this.
         with internals.disable_torch_dispatch():
             alias = tensor.detach()
             storage = tensor.untyped_storage()
-            if storage.nbytes() < LEAST_BYTES or _is_parameter(tensor):
-                return Saved(alias, 0, None, self)
+            # The transposed weight that a linear layer saves is a view of the parameter. The alias isn't one: views
+            # that are made without gradients don't count as such.
+            base = internals.base_of(tensor)
+            is_of_parameter = base is not None and base.is_leaf and base.requires_grad
+            if storage.nbytes() < LEAST_BYTES or is_of_parameter:
+                return Saved(alias, None)
             # What is saved again is needed sooner: it moves to the end of the order.
             block = self._blocks.pop(internals.storage_address(storage), None) or Block(storage)
             self._blocks[block.key] = block
             del storage
-            saved = Saved(alias, next(self._numbers), block, self)
+            saved = Saved(alias, block)
         if self._eager:
             self.free(None)
         return saved
@@ -169,23 +133,16 @@ class Shelf:
     def unpack(self, saved: Saved) -> torch.Tensor:
         """Gives a tensor back to autograd."""
         with internals.disable_torch_dispatch(), torch.no_grad():
-            return saved.tensor()
+            return saved.tensor(self._rerun)
 
     def free(self, num_bytes: int | None, *, on_host: bool | None = None) -> int:
-        """Moves blocks away until `num_bytes` are free, oldest first; gives the number of bytes that were freed.
-
-        Args:
-            num_bytes: how much to free; None for all that can be.
-            on_host: whether host memory is needed, or that of devices; None for both.
-        """
+        """Moves blocks away until enough is free, oldest first; the bytes freed. None: all there is, everywhere."""
         freed = 0
         with internals.disable_torch_dispatch(), torch.no_grad():
             for block in list(self._blocks.values()):
                 if num_bytes is not None and freed >= num_bytes:
                     break
-                if on_host is not None and on_host != (block.device.type == "cpu"):
-                    continue
-                if not block.is_ours_alone():
+                if on_host not in (None, block.device.type == "cpu") or not block.saved or not block.is_ours_alone():
                     continue
                 # It needn't be looked at again: nobody else can save a storage that nobody else has.
                 block.move_away(self._make_copy)
@@ -193,12 +150,6 @@ class Shelf:
                 freed += block.num_bytes
                 self.moved_bytes += block.num_bytes
         return freed
-
-    def drop(self, block: Block, number: int) -> None:
-        """A saved tensor is gone."""
-        block.tensors.pop(number, None)
-        if not block.tensors:
-            self._blocks.pop(block.key, None)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -211,13 +162,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not internals.is_functorch_tensor(tensor)
         and not internals.is_functional_tensor(tensor)
     )
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    # The transposed weight that a linear layer saves is a view of the parameter. The alias isn't one: views that are
-    # made without gradients don't count as such.
-    base = internals.base_of(tensor)
-    return base is not None and base.is_leaf and base.requires_grad
 
 
 @cache

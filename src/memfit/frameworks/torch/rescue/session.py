@@ -6,13 +6,20 @@ clearly less than it may have, and put on again when it comes close. Steps are c
 
 Hooks and modes are stacks of a thread, which a script may push on too. They are changed only in the thread that
 enabled the rescue, and only while nobody else's is on top.
+
+How much a process has needed is read once a step. Host memory: the greatest resident size so far (VmHWM) is known to
+the kernel, the greatest amount of private data, which RLIMIT_DATA limits, is not: it is taken as the present amount
+(VmData) plus what has been resident at most and isn't any more (VmHWM - VmRSS). The kernel's peak is not reset between
+steps, since that would spoil the peak that the script itself, or whoever waits for it, reads; so the share only ever
+grows. Devices: what the caching allocator has reserved, which stays at about its peak.
 """
 
 import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memfit.core import heap
 from memfit.core.errors import BadFile
 from memfit.core.guarding import OutOfMemory, Where
-from memfit.core.own_memory import limits
+from memfit.core.own_memory import STATUS, limits, read_sizes
 from memfit.core.progress import announce
 from memfit.core.run_events import note
 from memfit.core.units import format_size
@@ -31,10 +38,8 @@ from memfit.frameworks.torch import internals, oom
 from memfit.frameworks.torch.rescue import copies
 from memfit.frameworks.torch.rescue.retry import Retrying, rerun
 from memfit.frameworks.torch.rescue.saved import Shelf
-from memfit.frameworks.torch.rescue.usage import peak_share
 
-CLOSE_SHARE = 0.8
-"""From this share of its memory on, a process is close to running out."""
+CLOSE_SHARE = 0.8  # from this share of its memory on, a process is close to running out
 
 _FIRST_STEPS = 3
 # Little steps would mean many failures for one large operation; larger ones, more moved than is needed.
@@ -44,17 +49,7 @@ _BALLAST_BYTES = 4 * 1024**2
 
 
 class Rescue:
-    """Rescues this thread's training loop from running out of memory, from now on until `close`, or for a block.
-
-    Args:
-        eager: whether all that is saved moves away as soon as it can, not only when memory runs out: for limits that
-            kill without an exception.
-        limit_bytes: host memory that the process may have; None for what its limits and the machine say.
-        folder: where the files of activations go; None to choose.
-
-    Raises:
-        BadFile: no folder on a disk can be written to.
-    """
+    """Rescues this thread's loop from running out of memory until `close`, or for a block; see `memfit.rescue`."""
 
     def __init__(self, *, eager: bool = False, limit_bytes: int | None = None, folder: str | None = None) -> None:
         self._folder: Path | None = None
@@ -65,7 +60,8 @@ class Rescue:
             if folder is not None or not torch.cuda.is_available():
                 raise
         self._limit_bytes = limit_bytes or psutil.virtual_memory().total
-        self._shelf = Shelf(self._make_copy, self._bring_back, eager=eager)
+        bring_back = partial(rerun, make_room=self._make_room, name="saved activation", count=self._count)
+        self._shelf = Shelf(self._make_copy, bring_back, eager=eager)
         self._mode = Retrying(self._make_room, self._count)
         self._eager = eager
         self._owner = (os.getpid(), threading.get_ident())
@@ -75,8 +71,7 @@ class Rescue:
         self._ballast: bytearray | None = bytearray(_BALLAST_BYTES)
         self._has_released = False
         self._said: set[str] = set()
-        self.num_retried = 0
-        """Operations that ran out of memory and were run again."""
+        self.num_retried = 0  # operations that ran out of memory and were run again
         self._handle = register_optimizer_step_post_hook(self._after_step)
         # Transformations such as torch.func.grad refuse to run while there are hooks.
         self._disable_hooks = torch.autograd.graph.disable_saved_tensors_hooks
@@ -193,9 +188,6 @@ class Rescue:
             oom.release()
         return True
 
-    def _bring_back(self, call: Callable[[], torch.UntypedStorage]) -> torch.UntypedStorage:
-        return rerun(call, self._make_room, "saved activation", self._count)
-
     def _count(self) -> None:
         self.num_retried += 1
         # Freed for the handling of a failure; the next one may need it again.
@@ -228,3 +220,22 @@ class Rescue:
         moved = format_size(self.moved_bytes)
         self._say("sum", f"{self.num_retried} operations ran again, {moved} of saved activations were moved away")
         note("rescued", retried=self.num_retried, moved_bytes=self.moved_bytes)
+
+
+def peak_share(limit_bytes: int, status: Path = STATUS) -> float:
+    """The greatest share of any memory, from 0 to 1, by a limit on resident memory; 1 where nothing is known."""
+    sizes = read_sizes(status)
+    if sizes is None:
+        return 1.0
+    address_space, peak, resident, data = sizes
+    data_limit, space_limit = limits()
+    shares = [peak / limit_bytes]
+    if data_limit:
+        shares.append((data + max(0, peak - resident)) / data_limit)
+    if space_limit:
+        shares.append(address_space / space_limit)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            total_bytes = torch.cuda.get_device_properties(index).total_memory
+            shares.append(torch.cuda.memory_reserved(index) / total_bytes)
+    return max(shares)

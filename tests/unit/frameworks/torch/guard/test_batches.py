@@ -227,11 +227,16 @@ WITH_WORKERS = {
 }
 
 
+def warn(text):
+    """What is said is an error here unless a test expects it."""
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
 class Run:
     """A training loop with dropout: every step draws a random number."""
 
     def __init__(self, make):
-        self.batches = Batches(lambda: None)
+        self.batches = Batches(lambda: None, warn)
         self.loader = make()
         self.seen = []
 
@@ -364,7 +369,7 @@ def test_a_stream_goes_on_with_another_number_of_ranks():
 
 def test_a_stream_reads_nothing_again():
     source = ArraySource(numpy.arange(23))
-    resumed = Batches(lambda: None)
+    resumed = Batches(lambda: None, warn)
     resumed.load(state_after(streamed(), 3))
     assert len(resumed.over(streamed())) == 3
     given = torch.cat(list(resumed.over(streamed(source=source)))).tolist()
@@ -375,7 +380,7 @@ def test_a_stream_reads_nothing_again():
 
 
 def test_other_data_is_refused():
-    resumed = Batches(lambda: None)
+    resumed = Batches(lambda: None, warn)
     resumed.load(state_after(streamed(), 3))
 
     with pytest.raises(
@@ -417,7 +422,7 @@ def test_a_run_may_be_interrupted_again_and_again():
 
 
 def test_a_state_that_was_loaded_can_be_saved_again_before_the_first_batch():
-    batches = Batches(lambda: None)
+    batches = Batches(lambda: None, warn)
     state = {"epoch": 2, "batch": 3, "is_running": True, "told": {}, "begin": {}, "order": None}
     batches.load(state)
 
@@ -427,7 +432,7 @@ def test_a_state_that_was_loaded_can_be_saved_again_before_the_first_batch():
 def test_left_out_batches_are_not_loaded():
     # GIVEN a run that died after 4 batches of 4 samples
     loader = DataLoader(Numbers(), batch_size=4, shuffle=True)
-    batches = Batches(lambda: None)
+    batches = Batches(lambda: None, warn)
     iterator = iter(batches.over(loader))
     for _ in range(4):
         next(iterator)
@@ -435,7 +440,7 @@ def test_left_out_batches_are_not_loaded():
 
     # WHEN it goes on
     fresh = DataLoader(Numbers(), batch_size=4, shuffle=True)
-    resumed = Batches(lambda: None)
+    resumed = Batches(lambda: None, warn)
     resumed.load(position)
     rest = list(resumed.over(fresh))
 
@@ -446,13 +451,13 @@ def test_left_out_batches_are_not_loaded():
 
 def test_a_dataset_with_a_state_reads_nothing_again():
     loader = LOADERS["stateful dataset"]()
-    batches = Batches(lambda: None)
+    batches = Batches(lambda: None, warn)
     iterator = iter(batches.over(loader))
     for _ in range(4):
         next(iterator)
 
     fresh = LOADERS["stateful dataset"]()
-    resumed = Batches(lambda: None)
+    resumed = Batches(lambda: None, warn)
     resumed.load(batches.state())
 
     assert [batch.tolist() for batch in resumed.over(fresh)] == [[17, 18, 19, 20], [21, 22, 23]]
@@ -463,14 +468,14 @@ def test_the_loader_is_left_as_it_was():
     loader = DataLoader(Numbers(), batch_size=4, shuffle=True)
     before = dict(vars(loader))
 
-    list(Batches(lambda: None).over(loader))
+    list(Batches(lambda: None, warn).over(loader))
 
     assert vars(loader) == before
 
 
 def test_workers_end_with_their_loader_though_the_guard_lives_on():
     # GIVEN loaders whose workers are kept, and no garbage collector
-    batches = Batches(lambda: None)
+    batches = Batches(lambda: None, warn)
     gc.collect()
     gc.disable()
     try:
@@ -490,7 +495,7 @@ def test_workers_end_with_their_loader_though_the_guard_lives_on():
 
 def test_a_generator_is_said_to_be_lost():
     position = state_after(iter(range(9)), 4)
-    resumed = Batches(lambda: None)
+    resumed = Batches(lambda: None, warn)
     resumed.load(position)
 
     with pytest.warns(RuntimeWarning, match=r"a range_iterator, which can't be begun again: its first 4 items"):
@@ -498,7 +503,7 @@ def test_a_generator_is_said_to_be_lost():
 
 
 def state_after(loader, num_batches):
-    batches = Batches(lambda: None)
+    batches = Batches(lambda: None, warn)
     iterator = iter(batches.over(loader))
     for _ in range(num_batches):
         next(iterator)
@@ -553,13 +558,13 @@ def test_a_sampler_that_draws_in_the_middle_of_an_epoch_is_found_out():
 
 def test_distributed_samplers_are_told_the_epoch_unless_the_user_tells_them():
     quiet = DataLoader(Numbers(), batch_size=4, sampler=DistributedSampler(Numbers(), 2, 0))
-    batches = Batches(lambda: None)
+    batches = Batches(lambda: None, warn)
     for epoch in range(3):
         list(batches.over(quiet))
         assert quiet.sampler.epoch == epoch
 
     told = DataLoader(Numbers(), batch_size=4, sampler=DistributedSampler(Numbers(), 2, 0))
-    batches = Batches(lambda: None)
+    batches = Batches(lambda: None, warn)
     for epoch in range(3):
         told.sampler.set_epoch(epoch + 40)
         list(batches.over(told))
@@ -568,7 +573,7 @@ def test_distributed_samplers_are_told_the_epoch_unless_the_user_tells_them():
 
 def test_the_window_is_finished_at_the_end_of_each_epoch_and_where_one_is_left():
     calls = []
-    batches = Batches(lambda: calls.append((batches.epoch, batches.batch)))
+    batches = Batches(lambda: calls.append((batches.epoch, batches.batch)), warn)
     list(batches.over([1, 2, 3]))
     for _ in batches.over([1, 2, 3]):
         break
@@ -580,7 +585,7 @@ def test_the_window_is_finished_at_the_end_of_each_epoch_and_where_one_is_left()
 
 
 def test_one_object_can_serve_all_epochs():
-    batches = Batches(lambda: None)
+    batches = Batches(lambda: None, warn)
     train = batches.over([1, 2])
 
     assert [list(train), list(train)] == [[1, 2], [1, 2]]
@@ -588,7 +593,7 @@ def test_one_object_can_serve_all_epochs():
 
 
 def test_length_is_what_is_left():
-    resumed = Batches(lambda: None)
+    resumed = Batches(lambda: None, warn)
     assert len(resumed.over([1, 2, 3])) == 3
     resumed.load({**state_after([1, 2, 3], 1), "epoch": 1})
     assert len(resumed.over([1, 2, 3])) == 0
@@ -599,7 +604,7 @@ def test_length_is_what_is_left():
 
 def test_epochs_that_are_over_can_be_left_out_of_the_loop():
     position = {**state_after([1, 2, 3], 1), "epoch": 2}
-    resumed = Batches(lambda: None)
+    resumed = Batches(lambda: None, warn)
     resumed.load(position)
 
     assert [(epoch, list(resumed.over([1, 2, 3]))) for epoch in resumed.epochs(4)] == [(2, [2, 3]), (3, [1, 2, 3])]

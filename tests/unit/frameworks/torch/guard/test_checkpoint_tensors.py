@@ -117,6 +117,7 @@ def test_lazy_views_are_resolved(tmp_path):
 
 MEMORY = """
 import resource, sys, torch
+torch.set_num_threads(1)
 from pathlib import Path
 from memfit.frameworks.torch.guard.checkpoint_tensors import TensorFile, copy_into, write_tensors
 tensors = {

@@ -1,6 +1,5 @@
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -9,12 +8,7 @@ from memfit.frameworks.torch.guard.fully_sharded import FullySharded
 from memfit.frameworks.torch.guard.ranks import ranks_of
 from tests.unit.frameworks.torch.guard.faults import faults
 
-
-@pytest.fixture(autouse=True)
-def one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 class Block(nn.Module):
@@ -167,16 +161,6 @@ def test_gradients_are_clipped_as_pytorch_clips_them(norm):
 
     for left, right in zip(gradients(model), gradients(plain), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-6, atol=0)
-
-
-def test_small_numbers_pass_through():
-    ranks = FullySharded(make())
-    ranks.begin()
-
-    assert ranks.agree([3, 4]) == [3, 4]
-    assert ranks.total(2.5) == 2.5
-    assert ranks.vote(True)
-    assert not ranks.vote(False)
 
 
 def test_a_model_that_is_split_in_another_way_is_refused():

@@ -1,11 +1,9 @@
 """What the guards of trainers share."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 
-from memfit.frameworks.torch.guard.library_steps import copied, replace_attribute, weighed
+from memfit.frameworks.torch.guard.library_steps import LibraryLoop, copied, unwrapped, weighed
 
 
 class Owner:
@@ -20,9 +18,10 @@ def test_an_attribute_is_replaced_for_a_while(is_set_before):
         owner.method = lambda: "set"
     before, own = owner.method(), dict(vars(owner))
 
-    with ExitStack() as undo:
-        replace_attribute(undo, owner, "method", lambda: "other")
-        assert owner.method() == "other"
+    loop = LibraryLoop(None, None)
+    loop.replace(owner, "method", lambda: "other")
+    assert owner.method() == "other"
+    loop.close()
 
     assert owner.method() == before
     assert vars(owner) == own
@@ -52,3 +51,40 @@ def test_a_loss_is_weighed():
 
     assert weighed(value, 1.0) is value
     assert weighed(value, 0.5) == 1.5
+
+
+# Optimizers that accelerate has prepared.
+
+
+def prepared(optimizer, scaler=None):
+    made = type("AcceleratedOptimizer", (), {"__module__": "accelerate.optimizer"})()
+    made.optimizer, made.scaler = optimizer, scaler
+    return made
+
+
+def test_a_plain_optimizer_stays_as_it_is():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+
+    assert unwrapped(optimizer, None) == (optimizer, None)
+
+
+def test_a_prepared_optimizer_is_taken_out_of_all_its_wrappers():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+
+    assert unwrapped(prepared(prepared(optimizer)), None) == (optimizer, None)
+
+
+def test_the_scaler_of_the_accelerator_is_found_and_a_given_one_comes_first():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+
+    assert unwrapped(prepared(optimizer, "its own"), None) == (optimizer, "its own")
+    assert unwrapped(prepared(optimizer, "its own"), "given") == (optimizer, "given")
+
+
+def test_wrappers_of_others_are_left_alone():
+    class Wrapper:
+        optimizer = "inner"
+
+    wrapper = Wrapper()
+
+    assert unwrapped(wrapper, None) == (wrapper, None)

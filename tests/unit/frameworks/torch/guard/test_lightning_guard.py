@@ -142,7 +142,7 @@ def test_a_checkpoint_is_told_when_it_was_written(monkeypatch, tmp_path):
     noted, order = [], []
     monkeypatch.setattr(run_events, "note", lambda event, **values: noted.append((event, values)))
     trainer = SimpleNamespace(global_step=7)
-    told = lightning_guard._told(trainer, lambda path, weights_only=False: order.append(len(noted)))
+    told = lightning_guard._noting(trainer, lambda path, weights_only=False: order.append(len(noted)))
 
     told(tmp_path / "a.ckpt")
     told(tmp_path / "weights.ckpt", True)

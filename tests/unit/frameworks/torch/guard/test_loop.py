@@ -1,5 +1,7 @@
 """The objects of a training loop, as its guard handles them."""
 
+import resource
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,9 @@ from benchmarks.guard_cases import Cnn, Transformer
 from memfit.core.errors import BadModel
 from memfit.core.guarding import GuardOptions, OutOfMemory, Where
 from memfit.core.settings import Settings, Weighting
-from memfit.frameworks.torch.guard.loop import TorchLoop
+from memfit.frameworks.torch.guard.loop import TorchLoop, blocks, data_limit_bytes
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def make(model=None, **options):
@@ -22,9 +26,9 @@ def test_stronger_moves_recompute_the_blocks():
 
 
 def test_what_is_in_use_already_is_no_stronger_move():
-    blocks = ("layers.0", "layers.1", "layers.2")
+    paths = ("layers.0", "layers.1", "layers.2")
 
-    assert make(settings=Settings(checkpoint=blocks)).fallbacks().stronger == ()
+    assert make(settings=Settings(checkpoint=paths)).fallbacks().stronger == ()
     assert make(nn.Linear(2, 2)).fallbacks().stronger == ()
 
 
@@ -90,3 +94,104 @@ def test_state_of_other_objects_goes_along(tmp_path):
 def test_a_model_must_be_a_module():
     with pytest.raises(BadModel, match="Module, but str was given"):
         TorchLoop("model", None)
+
+
+# How much memory a step has, and what a finding depends on.
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples", "elements"),
+    [
+        (torch.zeros(4, 3), 4, 3.0),
+        ((torch.zeros(4, 3), torch.zeros(4)), 4, 4.0),
+        ({"a": torch.zeros(2, 5), "b": torch.zeros(())}, 2, 5.5),
+        ((torch.zeros(4, 3), torch.zeros(5)), None, 17.0),
+        ([], None, 1.0),
+    ],
+)
+def test_size_of_a_batch(batch, samples, elements):
+    size = make().size_of(batch)
+
+    assert (size.num_samples, size.elements_per_sample) == (samples, elements)
+
+
+def test_what_is_held_counts_shared_storage_once():
+    model = nn.Linear(10, 10, bias=False)
+    model.other = model.weight
+    loop = make(model)
+    assert loop.held_bytes == 400
+
+    model(torch.zeros(1, 10)).sum().backward()
+    loop.optimizer.step()
+
+    # Weight, gradient, two moments, and a count of steps.
+    assert loop.held_bytes == 1604
+
+
+def test_the_room_is_what_the_limit_leaves_and_what_is_held():
+    loop = make(nn.Linear(1000, 1000, bias=False))
+    wide, narrow = (loop.room_bytes(size, None) for size in (2**45, 2**44))
+
+    assert wide - narrow == pytest.approx(2**44, abs=2**28)
+    assert loop.room_bytes(1, None) == 0
+
+
+def test_limits_of_this_process_count():
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    assert data_limit_bytes() is None
+    resource.setrlimit(resource.RLIMIT_DATA, (2**46, hard))
+    try:
+        assert data_limit_bytes() == 2**46
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_a_finding_depends_on_model_optimizer_shapes_and_memory():
+    def identity(width=4, kind=torch.optim.SGD, shape=(8, 4), host_bytes=100):
+        model = nn.Linear(4, width)
+        return TorchLoop(model, kind(model.parameters())).identity(torch.zeros(shape), host_bytes)
+
+    assert identity() == identity(shape=(2, 4))
+    for other in (identity(5), identity(kind=torch.optim.Adam), identity(shape=(8, 5)), identity(host_bytes=200)):
+        assert other != identity()
+
+
+# The repeated blocks of models.
+
+
+class Staged(nn.Module):
+    """Stages of blocks, as in a ResNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.stage1 = nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()) for _ in range(2)))
+        self.stage2 = nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()) for _ in range(3)))
+        self.head = nn.Linear(4, 2)
+
+
+def test_layers_of_a_transformer():
+    assert blocks(Transformer(0.1)) == ("encoder.layers.0", "encoder.layers.1")
+
+
+def test_blocks_of_a_convolutional_network():
+    assert blocks(Cnn(0.1)) == ("layers.0", "layers.1", "layers.2")
+    assert blocks(Staged()) == ("stage1.0", "stage1.1", "stage2.0", "stage2.1", "stage2.2")
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))])
+def test_models_without_blocks_have_none(model):
+    assert blocks(model) == ()
+
+
+def test_parts_that_are_not_trained_are_left_out():
+    model = Staged()
+    model.stage1.requires_grad_(False)
+
+    assert blocks(model) == ("stage2.0", "stage2.1", "stage2.2")
+
+
+def test_none_is_inside_of_another():
+    for model in (Transformer(0.1), Cnn(0.1), Staged(), nn.Transformer(16, 2, 2, 2, 32, batch_first=True)):
+        paths = blocks(model)
+        assert not [(a, b) for a in paths for b in paths if a != b and b.startswith(f"{a}.")]

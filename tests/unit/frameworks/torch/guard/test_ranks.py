@@ -11,7 +11,7 @@ def test_a_plain_model_is_trained_by_one_process():
 
     assert type(ranks) is Ranks
     assert ranks.num_ranks == 1
-    assert ranks.vote(True) and not ranks.vote(False)
+    assert ranks.any(True) and not ranks.any(False)
     assert ranks.agree([3, -1]) == [3, -1]
     assert ranks.total(2.5) == 2.5
 

@@ -15,14 +15,6 @@ from memfit.core.guarding import BadCheckpoint
 from memfit.frameworks.torch.guard import state
 
 
-@pytest.fixture
-def one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def make(kind, seed=0, width=4):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))

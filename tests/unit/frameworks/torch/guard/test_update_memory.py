@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.frameworks.torch.guard.update_memory import UpdateRoom, is_of_torch, rooms_of_update
+from memfit.frameworks.torch.guard.update import UpdateRoom, is_of_torch, rooms_of_update
 from tests.unit.frameworks.torch.guard.faults import differences, faults, from_now_on, state_of
 
 LARGE = 256 * 256 * 4
@@ -116,7 +116,7 @@ def test_running_out_while_looking_ahead_is_not_hidden(monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr("memfit.frameworks.torch.guard.update_memory._twin", fail)
+    monkeypatch.setattr("memfit.frameworks.torch.guard.update._twin", fail)
     with pytest.raises(MemoryError):
         rooms_of_update(make(torch.optim.Adam))
 

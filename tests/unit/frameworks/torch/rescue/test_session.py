@@ -1,4 +1,5 @@
 import os
+import sys
 import threading
 
 import pytest
@@ -11,6 +12,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from memfit.core.errors import BadFile  # noqa: E402
 from memfit.frameworks.torch.rescue import Rescue, session  # noqa: E402
 from tests.unit.frameworks.torch.rescue.failing import Failing  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 class Small(torch.nn.Module):
@@ -178,3 +181,36 @@ def test_a_forked_process_sums_up_nothing(capsys, monkeypatch):
         made._sum_up()
         monkeypatch.undo()
         assert capsys.readouterr().err == ""
+
+
+STATUS = """Name:\tpython
+VmPeak:\t  4000 kB
+VmHWM:\t    1000 kB
+VmRSS:\t     400 kB
+VmData:\t    800 kB
+"""
+
+
+@pytest.fixture
+def status(tmp_path):
+    path = tmp_path / "status"
+    path.write_text(STATUS)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("limits", "share"),
+    [((None, None), 0.5), ((2000 * 1024, None), 0.7), ((None, 4400 * 1024), 4000 / 4400)],
+)
+def test_the_greatest_share_counts(status, monkeypatch, limits, share):
+    monkeypatch.setattr(session, "limits", lambda: limits)
+    assert session.peak_share(2000 * 1024, status) == pytest.approx(share)
+
+
+def test_nothing_known_counts_as_full(tmp_path):
+    assert session.peak_share(1, tmp_path / "missing") == 1
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+def test_this_process_has_a_share():
+    assert 0 < session.peak_share(2**50) < 1
