@@ -77,6 +77,7 @@ _PATHS = {
     "remove_worker_pids": "torch._C._remove_worker_pids",
     "restore_location": "torch._utils._get_restore_location",
     "save_state_dict": "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
+    "sdp_priority_order": "torch._C._get_sdp_priority_order",
     "sequence_number": "torch.autograd._get_sequence_nr",
     "serialization_state": "torch.serialization._serialization_tls",
     "set_dispatch_key_excluded": "torch._C._dispatch_tls_set_dispatch_key_excluded",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memfit.frameworks.torch.shapes.shapes import HALVES, META, Operator
+from memfit.frameworks.torch.shapes.shapes import HALVES, META, Arguments, Operator, Options
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -39,7 +39,7 @@ def channels_last_format(*tensors: torch.Tensor) -> torch.memory_format | None:
     return _FORMATS[tensors[0].dim()] if any(is_channels_last(t) for t in tensors) else None
 
 
-def forward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def forward_rule(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """Output of `convolution`; what looks wrong is left to PyTorch's own rule, which says why."""
     data, weight, _, stride, padding, dilation, transposed, output_padding, groups = args
     dims = data.dim()
@@ -62,7 +62,7 @@ def forward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return torch.empty(size, dtype=data.dtype, device=META, memory_format=layout)
 
 
-def backward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def backward_rule(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """Gradients of `convolution`: of the data, the weight and the bias, those asked for."""
     gradient, data, weight, bias_sizes = args[:4]
     wanted = args[10]
@@ -84,14 +84,14 @@ def _per_channel(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     return [torch.empty(tensor.shape[1], dtype=dtype, device=META) for _ in range(count)]
 
 
-def _reduce(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _reduce(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """Sums of the gradient and of its product with the input, and gradients of weight and bias."""
     for_input, for_weight, for_bias = args[5:8]
     asked = (for_input, for_input, for_weight, for_bias)
     return tuple(made if wanted else None for made, wanted in zip(_per_channel(args[1], 4), asked, strict=True))
 
 
-def _stats(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _stats(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     return tuple(_per_channel(args[0], 2))
 
 

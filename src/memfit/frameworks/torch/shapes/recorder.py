@@ -15,6 +15,7 @@ import torch
 
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.shapes.shapes import ByStorage
 
 
 class _StorageRef(weakref.ref[Any]):
@@ -52,7 +53,7 @@ class Recorder:
         """Blocks that nothing ever frees."""
         self._refs: dict[int, _StorageRef] = {}
         self._index_of: dict[int, int] = {}
-        self._foreign: dict[int, weakref.ref[Any]] = {}
+        self._foreign: ByStorage[bool] = ByStorage()
         self.on_enter: Callable[[Phase, int], None] | None = None
         """Called with each phase and step, before it begins."""
 
@@ -70,7 +71,7 @@ class Recorder:
 
     def _add_storage(self, storage: Any, op: str, category: Category | None) -> int | None:
         key = storage._cdata
-        if key in self._index_of or key in self._foreign:
+        if key in self._index_of or self._foreign.get(storage):
             return None
         size_bytes = storage.nbytes()
         if not size_bytes:
@@ -84,8 +85,7 @@ class Recorder:
 
     def add_foreign(self, storage: Any) -> None:
         """A storage that another process holds, which counts there."""
-        key = storage._cdata
-        self._foreign[key] = weakref.ref(storage, lambda reference: self._foreign.pop(key, None))
+        self._foreign.set(storage, True)
 
     def add_named(self, tensor: Any, op: str, category: Category, origin: tuple[str, str]) -> None:
         """Like `add`, for a tensor whose module is known beforehand."""

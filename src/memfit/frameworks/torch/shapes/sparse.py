@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memfit.frameworks.torch.shapes.shapes import META, Operator
+from memfit.frameworks.torch.shapes.shapes import META, Arguments, Operator, Options
 
 
 def _is_sparse(value: Any) -> bool:
@@ -54,12 +54,12 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def _to_dense(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _to_dense(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or args[0].dtype
     return torch.empty(args[0].shape, dtype=dtype, device=META)
 
 
-def _to_sparse(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _to_sparse(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """A dense tensor made sparse: as many elements as it has, for want of their values."""
     dense = args[0]
     layout = kwargs.get("layout")
@@ -76,7 +76,7 @@ def _to_sparse(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], re
     )
 
 
-def _to_csr(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _to_csr(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """A sparse matrix with its rows compressed: of as many elements."""
     given = args[0]
     if not _is_sparse(given) or given.dim() != 2:
@@ -91,18 +91,18 @@ def _to_csr(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], repor
     )
 
 
-def _copy(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _copy(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     if not _is_sparse(args[0]):
         return NotImplemented
     made = _like(args[0], args[0]._nnz())
     return made._coalesced_(func._schema.name == "aten::_coalesce" or args[0].is_coalesced())
 
 
-def _scale_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _scale_in_place(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     return args[0] if _is_sparse(args[0]) else NotImplemented
 
 
-def _add_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _add_in_place(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """A sparse sum is appended: momentum of sparse gradients grows step by step. A dense one stays as it is."""
     target, other = args[:2]
     if not _is_sparse(other):
@@ -112,14 +112,14 @@ def _add_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any],
     return target
 
 
-def _add(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _add(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     left, right = args[:2]
     if _is_sparse(left) and _is_sparse(right):
         return _like(left, left._nnz() + right._nnz())
     return NotImplemented
 
 
-def _mask(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _mask(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     return _like(args[1], args[1]._nnz(), args[0].dtype) if _is_sparse(args[1]) else NotImplemented
 
 
@@ -129,14 +129,14 @@ def _element_bytes(tensor: torch.Tensor) -> int:
     return indices.shape[0] * indices.element_size() + prod(values.shape[1:]) * values.element_size()
 
 
-def add_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+def add_bytes(args: Arguments, out: Any) -> list[int]:
     """What the target of a sparse sum held before: freed after the sum is made (SparseTensorMath.cpp)."""
     if not _is_sparse(out):
         return []
     return [(out._nnz() - args[1]._nnz()) * _element_bytes(out)]
 
 
-def scale_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+def scale_bytes(args: Arguments, out: Any) -> list[int]:
     """The product, before it is copied into the sparse target (SparseTensorMath.cpp)."""
     return [out._nnz() * _element_bytes(out)] if _is_sparse(out) else []
 
