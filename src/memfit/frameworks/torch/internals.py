@@ -348,6 +348,11 @@ def state_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any(NAMES.of(optimizer, f"_optimizer_{name}") for name in names)
 
 
+def reference_counts(tensor: torch.Tensor) -> tuple[int, int]:
+    """(references to a tensor, to its storage), as seen from a dispatch mode."""
+    return NAMES.of(tensor, "_use_count")(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def schema_of(operator: Any) -> Any:
     """What an operator's arguments are; None for a higher-order operator, which runs functions of the program."""
     return getattr(operator, "_schema", None)

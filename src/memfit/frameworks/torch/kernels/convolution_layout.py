@@ -1,4 +1,4 @@
-"""Shape and layout of a convolution's outputs.
+"""Shape and layout of the outputs of convolutions and batch norms.
 
 PyTorch's rule for shape-only tensors always answers "contiguous", since they are on no device it could ask. cuDNN and
 oneDNN follow their inputs: if the data or the weight is channels-last, so are the result and all gradients.
@@ -78,6 +78,31 @@ def backward_rule(func: Operator, args: Arguments, kwargs: Options, report: Any)
     )
 
 
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _batch_norm(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
+    """As PyTorch's own rule, which is written in Python and takes up to two milliseconds for each new shape."""
+    tensor, training = args[0], args[5]
+    return (_same(tensor), *_per_channel(tensor, 2)) if training and _dense(tensor) else NotImplemented
+
+
+def _batch_norm_backward(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
+    """As PyTorch's own rule, but without a gradient that nobody wants."""
+    gradient, tensor, weight = args[:3]
+    mask = args[9]
+    if not _dense(tensor) or gradient.stride() != tensor.stride():
+        return NotImplemented
+    dtype = weight.dtype if weight is not None else torch.float32
+    parts = [torch.empty(tensor.shape[1], dtype=dtype, device=META) if wanted else None for wanted in mask[1:]]
+    return (_same(tensor) if mask[0] else None, *parts)
+
+
 def _per_channel(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Statistics, one number per channel: float32 for half precision (Normalization.cuh)."""
     dtype = torch.float32 if tensor.dtype in HALVES else tensor.dtype
@@ -95,8 +120,12 @@ def _stats(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any
     return tuple(_per_channel(args[0], 2))
 
 
-# Batch norm over several devices, whose operators exist on GPUs only and have no shape rules in PyTorch.
 RULES = {
+    "aten::convolution": forward_rule,
+    "aten::convolution_backward": backward_rule,
+    "aten::native_batch_norm": _batch_norm,
+    "aten::native_batch_norm_backward": _batch_norm_backward,
+    # Batch norm over several devices, whose operators exist on GPUs only and have no shape rules in PyTorch.
     "aten::batch_norm_stats": _stats,
     "aten::batch_norm_gather_stats": _stats,
     "aten::batch_norm_gather_stats_with_counts": _stats,

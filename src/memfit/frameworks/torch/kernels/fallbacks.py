@@ -11,9 +11,7 @@ Where a rule has to assume something, it reports a note:
 """
 
 import operator
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy
@@ -22,6 +20,7 @@ import torch
 from memfit.core.units import MIB, format_size
 from memfit.frameworks.torch.kernels import convolution_layout, recurrent
 from memfit.frameworks.torch.shapes import sparse
+from memfit.frameworks.torch.shapes.origin import calling_frames
 from memfit.frameworks.torch.shapes.shapes import (
     META,
     Arguments,
@@ -31,6 +30,7 @@ from memfit.frameworks.torch.shapes.shapes import (
     map_nested,
     size_bytes,
     tensors,
+    to_host,
 )
 
 Report = Callable[[str, str], None]
@@ -91,12 +91,9 @@ def _index_put(func: Operator, args: Arguments, kwargs: Options, report: Report)
 
 def _unique(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     tensor = args[0]
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MAX_FRAMES):
-        if frame is not None and frame.f_code.co_name.endswith("_tensor_validation"):
-            # A metric of torchmetrics counts distinct values only to refuse them when there are too many.
-            return _empty(1, dtype=tensor.dtype), _empty(0), _empty(0)
-        frame = None if frame is None else frame.f_back
+    if any(frame.f_code.co_name.endswith("_tensor_validation") for frame in calling_frames(_MAX_FRAMES)):
+        # A metric of torchmetrics counts distinct values only to refuse them when there are too many.
+        return _empty(1, dtype=tensor.dtype), _empty(0), _empty(0)
     upper_bound(func, report, "the number of distinct values depends on data")
     given = _by_name(func, args, kwargs)
     dim = given.get("dim")
@@ -197,12 +194,6 @@ def _copy(func: Operator, args: Arguments, kwargs: Options, report: Report) -> A
     return host_zeros(tensor.shape, dtype)
 
 
-def to_host(kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of a copy name the host as its destination."""
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type != "meta"
-
-
 def host_zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Zeros on the host; a large tensor of them costs no memory until it is touched."""
     size_bytes = shape.numel() * dtype.itemsize
@@ -239,6 +230,15 @@ def _grouped_mm(func: Operator, args: Arguments, kwargs: Options, report: Report
     return _empty(*groups, left.shape[-2], right.shape[-1], dtype=given.get("out_dtype") or left.dtype)
 
 
+def _byte_classes(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
+    """Losses take classes as uint8 too, which PyTorch's rule gathers with; kernels know no such index otherwise."""
+    classes = [value for value in args[1:3] if value is not None and value.dtype is torch.uint8]
+    if not classes:
+        return NotImplemented
+    wider = _empty(*classes[0].shape)
+    return func(*(wider if value is classes[0] else value for value in args), **kwargs)
+
+
 def _kept_boxes(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     upper_bound(func, report, "the number of boxes kept depends on data")
     return _empty(args[0].shape[0])
@@ -268,8 +268,6 @@ RULES: dict[str, Rule] = {
     "aten::copy_": lambda func, args, kwargs, report: NotImplemented if args[0].is_meta else args[0],
     "aten::_pack_padded_sequence": _packed,
     "aten::_fused_rms_norm": recurrent.rms_norm_forward_rule,
-    "aten::convolution": convolution_layout.forward_rule,
-    "aten::convolution_backward": convolution_layout.backward_rule,
     "aten::_grouped_mm": _grouped_mm,
     **dict.fromkeys(
         ("aten::mse_loss", "aten::smooth_l1_loss", "aten::soft_margin_loss", "aten::binary_cross_entropy"),
@@ -282,6 +280,7 @@ RULES: dict[str, Rule] = {
     ),
     **sparse.RULES,
     **convolution_layout.RULES,
+    **dict.fromkeys(("aten::nll_loss_forward", "aten::nll_loss_backward"), _byte_classes),
     "torchvision::nms": _kept_boxes,
 }
 

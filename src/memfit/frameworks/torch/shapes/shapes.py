@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from functools import cache
-from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -76,6 +75,12 @@ def tensors(values: Any) -> Iterator[torch.Tensor]:
 def is_mask(index: Any) -> bool:
     """Whether an index selects by truth rather than by position."""
     return index is not None and index.dtype in MASKS
+
+
+def to_host(kwargs: Options) -> bool:
+    """Whether the arguments of a copy name the host as its destination."""
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != "meta"
 
 
 def map_nested(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -215,80 +220,3 @@ def _build(recipe: Any) -> Any:
     if recipe.__class__ is list:
         return [_build(part) for part in recipe]
     return tuple([_build(part) for part in recipe])
-
-
-# Shape rules for the operators that training steps are made of. PyTorch's own for these are written in Python and take
-# a tenth of a millisecond to two milliseconds each time a new shape comes by. The ones here cover the plain cases (same
-# shapes, same strides, dense) and pass everything else on.
-QuickRule = Callable[[Arguments, Options], Any]
-
-# Output like the first tensor; other tensors must have its shape, strides and dtype.
-_ELEMENTWISE = """
-    add.Tensor sub.Tensor mul.Tensor mul.Scalar div.Tensor neg.default relu.default gelu.default silu.default
-    sigmoid.default tanh.default hardswish.default exp.default sqrt.default rsqrt.default clone.default
-    threshold_backward.default gelu_backward.default silu_backward.default sigmoid_backward.default
-    tanh_backward.default hardswish_backward.default
-""".split()  # noqa: SIM905
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-
-
-def _elementwise(args: Arguments, kwargs: Options) -> Any:
-    first = args[0]
-    if kwargs or not isinstance(first, torch.Tensor) or not first.is_floating_point() or not _dense(first):
-        return NotImplemented
-    for other in args[1:]:
-        if isinstance(other, torch.Tensor):
-            if other.shape != first.shape or other.stride() != first.stride() or other.dtype is not first.dtype:
-                return NotImplemented
-        elif isinstance(other, complex):
-            return NotImplemented
-    return _same(first)
-
-
-def _batch_norm(args: Arguments, kwargs: Options) -> Any:
-    tensor, _, _, _, _, training = args[:6]
-    if not training or not _dense(tensor):
-        return NotImplemented
-    statistics = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    channels = tensor.shape[1]
-    mean, deviation = (torch.empty(channels, dtype=statistics, device=META) for _ in range(2))
-    return _same(tensor), mean, deviation
-
-
-def _batch_norm_backward(args: Arguments, kwargs: Options) -> Any:
-    gradient, tensor, weight = args[:3]
-    mask = args[9]
-    if not _dense(tensor) or gradient.stride() != tensor.stride():
-        return NotImplemented
-    dtype = weight.dtype if weight is not None else torch.float32
-    parts = [torch.empty(tensor.shape[1], dtype=dtype, device=META) if wanted else None for wanted in mask[1:]]
-    return (_same(tensor) if mask[0] else None, *parts)
-
-
-def _byte_classes(func: Operator, place: int) -> QuickRule:
-    """Losses take classes as uint8 too, which PyTorch's rule gathers with; kernels know no such index otherwise."""
-
-    def rule(args: Arguments, kwargs: Options) -> Any:
-        if len(args) <= place or args[place].dtype is not torch.uint8:
-            return NotImplemented
-        classes = torch.empty(args[place].shape, dtype=torch.int64, device=META)
-        return func(*args[:place], classes, *args[place + 1 :], **kwargs)
-
-    return rule
-
-
-_ATEN = torch.ops.aten
-QUICK: dict[Operator, QuickRule] = {
-    **{attrgetter(name)(_ATEN): _elementwise for name in _ELEMENTWISE},
-    _ATEN.native_batch_norm.default: _batch_norm,
-    _ATEN.native_batch_norm_backward.default: _batch_norm_backward,
-    _ATEN.nll_loss_forward.default: _byte_classes(_ATEN.nll_loss_forward.default, 1),
-    _ATEN.nll_loss_backward.default: _byte_classes(_ATEN.nll_loss_backward.default, 2),
-}

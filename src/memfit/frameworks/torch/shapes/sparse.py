@@ -16,6 +16,10 @@ def _is_sparse(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo
 
 
+def _empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=META)
+
+
 def _like(tensor: torch.Tensor, num_elements: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A sparse tensor of `num_elements` elements with the shape of `tensor`."""
     indices, values = tensor._indices(), tensor._values()
@@ -23,8 +27,8 @@ def _like(tensor: torch.Tensor, num_elements: int, dtype: torch.dtype | None = N
         tensor.sparse_dim(),
         tensor.dense_dim(),
         tensor.shape,
-        torch.empty((indices.shape[0], num_elements), dtype=indices.dtype, device=META),
-        torch.empty((num_elements, *values.shape[1:]), dtype=dtype or values.dtype, device=META),
+        _empty(indices.shape[0], num_elements, dtype=indices.dtype),
+        _empty(num_elements, *values.shape[1:], dtype=dtype or values.dtype),
         dtype=dtype or values.dtype,
         layout=torch.sparse_coo,
         device=META,
@@ -35,11 +39,10 @@ def to_device(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A sparse tensor of the host as one of shapes, of as many elements."""
     if tensor.layout is torch.sparse_coo:
         return _like(tensor, tensor._nnz(), dtype)._coalesced_(tensor.is_coalesced())
-    rows, columns, values = parts(tensor)
+    *indices, values = (_empty(*part.shape, dtype=part.dtype) for part in parts(tensor))
     make: Any = torch.sparse_csr_tensor if tensor.layout is torch.sparse_csr else torch.sparse_csc_tensor
-    shapes = (torch.empty(part.shape, dtype=part.dtype, device=META) for part in (rows, columns))
-    held = torch.empty(values.shape, dtype=dtype or values.dtype, device=META)
-    made: torch.Tensor = make(*shapes, held, tensor.shape, device=META, check_invariants=False)
+    held = _empty(*values.shape, dtype=dtype or values.dtype)
+    made: torch.Tensor = make(*indices, held, tensor.shape, device=META, check_invariants=False)
     return made
 
 
@@ -56,24 +59,17 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _to_dense(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or args[0].dtype
-    return torch.empty(args[0].shape, dtype=dtype, device=META)
+    return _empty(*args[0].shape, dtype=dtype)
 
 
 def _to_sparse(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """A dense tensor made sparse: as many elements as it has, for want of their values."""
     dense = args[0]
-    layout = kwargs.get("layout")
-    if dense.layout is not torch.strided or layout not in (None, torch.sparse_coo):
+    if dense.layout is not torch.strided or kwargs.get("layout") not in (None, torch.sparse_coo):
         return NotImplemented
     report("data-dependent-shape", "to_sparse: its size depends on data; upper bound used")
-    count = dense.numel()
-    return torch.sparse_coo_tensor(
-        torch.empty((dense.dim(), count), dtype=torch.int64, device=META),
-        torch.empty(count, dtype=dense.dtype, device=META),
-        dense.shape,
-        check_invariants=False,
-        is_coalesced=True,
-    )
+    indices, values = _empty(dense.dim(), dense.numel()), _empty(dense.numel(), dtype=dense.dtype)
+    return torch.sparse_coo_tensor(indices, values, dense.shape, check_invariants=False, is_coalesced=True)
 
 
 def _to_csr(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
@@ -81,14 +77,9 @@ def _to_csr(func: Operator, args: Arguments, kwargs: Options, report: Any) -> An
     given = args[0]
     if not _is_sparse(given) or given.dim() != 2:
         return NotImplemented
-    count = given._nnz()
-    return torch.sparse_csr_tensor(
-        torch.empty(given.shape[0] + 1, dtype=torch.int64, device=META),
-        torch.empty(count, dtype=torch.int64, device=META),
-        torch.empty(count, dtype=given.dtype, device=META),
-        given.shape,
-        check_invariants=False,
-    )
+    rows, columns = _empty(given.shape[0] + 1), _empty(given._nnz())
+    values = _empty(given._nnz(), dtype=given.dtype)
+    return torch.sparse_csr_tensor(rows, columns, values, given.shape, check_invariants=False)
 
 
 def _copy(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
@@ -114,9 +105,8 @@ def _add_in_place(func: Operator, args: Arguments, kwargs: Options, report: Any)
 
 def _add(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     left, right = args[:2]
-    if _is_sparse(left) and _is_sparse(right):
-        return _like(left, left._nnz() + right._nnz())
-    return NotImplemented
+    both = _is_sparse(left) and _is_sparse(right)
+    return _like(left, left._nnz() + right._nnz()) if both else NotImplemented
 
 
 def _mask(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
@@ -131,9 +121,7 @@ def _element_bytes(tensor: torch.Tensor) -> int:
 
 def add_bytes(args: Arguments, out: Any) -> list[int]:
     """What the target of a sparse sum held before: freed after the sum is made (SparseTensorMath.cpp)."""
-    if not _is_sparse(out):
-        return []
-    return [(out._nnz() - args[1]._nnz()) * _element_bytes(out)]
+    return [(out._nnz() - args[1]._nnz()) * _element_bytes(out)] if _is_sparse(out) else []
 
 
 def scale_bytes(args: Arguments, out: Any) -> list[int]:

@@ -18,7 +18,7 @@ from memfit.frameworks.torch.kernels.assumed_values import Draws, Readings, Sele
 from memfit.frameworks.torch.shapes import shapes, sparse
 from memfit.frameworks.torch.shapes.device_labels import BARE, Places
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.recorder import Accumulation, Recorder
+from memfit.frameworks.torch.shapes.recorder import Recorder, is_accumulated_in_place, references_of_sole_owner
 from memfit.frameworks.torch.shapes.shapes import META, Arguments, Behaviour, Operator, Options, map_nested
 from memfit.frameworks.torch.shapes.values import KnownValues
 
@@ -97,6 +97,8 @@ class SimulatedOperators(internals.TorchDispatchMode):
         self._rules = {**fallbacks.RULES, **rules}
         self._host_is_device = host_is_device
         self._bounds = SizeBounds()
+        # Found out here, where no mode is on.
+        self._sole_owner = references_of_sole_owner()
         self._depends_on_data = False
 
         def noticing(code: str, text: str) -> None:
@@ -107,7 +109,6 @@ class SimulatedOperators(internals.TorchDispatchMode):
         if values is not None:
             self._selections = Selections(values, noticing)
             self._draws = Draws(values, self.readings.waits, report)
-        self._accumulation = Accumulation()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -150,7 +151,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
             return self._run_on_host(func, args, kwargs)
         if foreign:
             args, kwargs = self._bring_over(func, args, kwargs)
-        if func is _ADD and self._accumulation.in_place(args, kwargs):
+        if func is _ADD and is_accumulated_in_place(args, kwargs, self._sole_owner):
             if self._values is not None:
                 self._values.forget(args[0])
             if self.on_run is not None:
@@ -197,10 +198,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
                 self._recorder.resized(args[0].untyped_storage(), _name(func))
             self._add(out, _name(func))
             return out
-        quick = shapes.QUICK.get(func)
-        out = quick(args, kwargs) if quick is not None else NotImplemented
-        if out is NotImplemented:
-            out = shapes.run(func, args, kwargs, self._execute)
+        out = shapes.run(func, args, kwargs, self._execute)
         return self._record(func, args, out, fresh=kind is Behaviour.FRESH)
 
     def _gather_values(self, func: Operator, args: tuple[Any, ...]) -> None:
@@ -230,11 +228,10 @@ class SimulatedOperators(internals.TorchDispatchMode):
 
     def _exact(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
         """The true output of an operator that needs values, where they are known."""
-        if func._schema.name == "aten::_to_copy" and fallbacks.to_host(kwargs):
-            dtype = kwargs.get("dtype") or args[0].dtype
-            known = None if self._values is None else self._values.of(args[0])
-            return self.readings.host_copy(args[0], dtype) if known is None else known.to(dtype, copy=True)
-        return NotImplemented if self._values is None else self._values.exact(func, args, kwargs)
+        out = NotImplemented if self._values is None else self._values.exact(func, args, kwargs)
+        if out is NotImplemented and func is _TO_COPY and shapes.to_host(kwargs):
+            return self.readings.host_copy(args[0], kwargs.get("dtype") or args[0].dtype)
+        return out
 
     def _record(self, func: Operator, args: Arguments, out: Any, *, fresh: bool = True) -> Any:
         name = _name(func)
@@ -283,7 +280,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
 
     def _run_on_host(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
         """A factory for the device, a copy to it, or an operator on host tensors only."""
-        if func is _TO_COPY and args[0].layout is not torch.strided and not fallbacks.to_host(kwargs):
+        if func is _TO_COPY and args[0].layout is not torch.strided and not shapes.to_host(kwargs):
             out = sparse.to_device(args[0], kwargs.get("dtype"))
         else:
             out = func(*args, **kwargs)

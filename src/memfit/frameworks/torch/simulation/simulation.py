@@ -160,12 +160,12 @@ class Simulation:
             plain_clear()
 
         def capability(device: Any = None) -> tuple[int, int]:
-            return self._capability if self._on_cuda and self.is_on() else plain_capability(device)
+            return self._capability if self.is_on() else plain_capability(device)
 
         return [
             Replacement(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
             Replacement(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
-            Replacement(torch.cuda, "get_device_capability", capability),
+            *([Replacement(torch.cuda, "get_device_capability", capability)] if self._on_cuda else []),
             Replacement(torch, "clear_autocast_cache", clear),
             Replacement(torch.backends.cudnn, "is_acceptable", lambda tensor: False),
         ]
