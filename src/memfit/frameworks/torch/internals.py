@@ -74,7 +74,6 @@ _PATHS = {
     "rebuild_tensor_v3": "torch._utils._rebuild_tensor_v3",
     "rebuild_wrapper": "torch._utils._rebuild_wrapper_subclass",
     "reduce_tensor": "torch.Tensor._reduce_ex_internal",
-    "remove_worker_pids": "torch._C._remove_worker_pids",
     "restore_location": "torch._utils._get_restore_location",
     "save_state_dict": "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
     "sdp_priority_order": "torch._C._get_sdp_priority_order",
@@ -95,8 +94,7 @@ _PATHS = {
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The buffers of a module itself, which can be put in by name, whatever the module does on assignment."""
-    buffers: dict[str, torch.Tensor | None] = NAMES.of(module, "_buffers")
-    return buffers
+    return module._buffers
 
 
 def place(name: str) -> tuple[Any, str]:

@@ -42,12 +42,7 @@ _STRIDE, _ROW_STRIDE = 7_919, 104_729
 
 
 class Readings:
-    """Answers of the device to a program that reads.
-
-    Args:
-        line: gives the line of the program that runs now.
-        report: takes (code, text) of each assumption made.
-    """
+    """Answers of the device to a program that reads; `line` gives the line of it that runs now."""
 
     def __init__(self, line: Callable[[], str], report: Report) -> None:
         self._line = line
@@ -92,14 +87,7 @@ class Readings:
 
 
 class Draws:
-    """Gives values to choices among classes.
-
-    Args:
-        values: where they are kept.
-        waits: counts that the program is at its line; how often it has been there since it was there too often for
-            one step, as a program is that waits for another choice. None: not yet.
-        report: takes (code, text) of each assumption made.
-    """
+    """Gives values to choices among classes; `waits` says how long the program has waited for another choice."""
 
     def __init__(self, values: KnownValues, waits: Callable[[], int | None], report: Report) -> None:
         self._values = values
@@ -280,12 +268,7 @@ def _source(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Selections:
-    """Follows masks and positions from operator to operator.
-
-    Args:
-        values: knows masks that were made of numbers, and is told of tensors whose parts are known.
-        report: takes (code, text) of each assumption made.
-    """
+    """Follows masks and positions from operator to operator; `values` is told of tensors whose parts are known."""
 
     def __init__(self, values: KnownValues, report: Report) -> None:
         self._values = values

@@ -68,51 +68,46 @@ class Call:
         return run(math, *self.tensors, *options, scale=self.scale, enable_gqa=self.enable_gqa)[0]
 
 
-class Attention:
-    """Chooses the kernel of a CUDA device, by queries, keys and values as autocast casts them."""
+def cuda_attention(capability: tuple[int, int], autocast: Autocast, report: Report) -> Interceptor:
+    """The interceptor of `scaled_dot_product_attention` on a CUDA device."""
+    reported: set[torch.dtype] = set()
 
-    def __init__(self, capability: tuple[int, int], autocast: Autocast, report: Report) -> None:
-        self._capability = capability
-        self._autocast = autocast
-        self._report = report
-        self._told: set[torch.dtype] = set()
-
-    def __call__(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
-        """The interceptor of `scaled_dot_product_attention`."""
-        call = Call(*args, **kwargs).cast(self._autocast)
-        kernel = choose_cuda_kernel(call, self._capability)
-        if kernel == "math" and self._capability < _AMPERE:
-            self._compare_devices(call)
-        run = self._autocast.suspended_call
+    def attend(op: Operator, *args: Any, **kwargs: Any) -> Any:
+        call = Call(*args, **kwargs).cast(autocast)
+        kernel = choose_cuda_kernel(call, capability)
         if kernel == "flash":
             return _flash(call)
+        run = autocast.suspended_call
         if kernel == "efficient":
             efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
             mask = _padded_mask(_additive_mask(call.attn_mask, call.query.dtype), call.query, call.key)
             keeps = call.needs_grad and torch.is_grad_enabled()
             return run(efficient, *call.tensors, mask, keeps, call.dropout_p, call.is_causal, scale=call.scale)[0]
+        dtype = call.query.dtype
+        if capability < _AMPERE and dtype not in reported and choose_cuda_kernel(call, _AMPERE) != "math":
+            reported.add(dtype)
+            report(LACKS_PRECISION, _comparison(call, capability))
         return call.run_math(run)
 
-    def _compare_devices(self, call: Call) -> None:
-        """Says once that another device, or another precision on this one, would keep no matrix of scores."""
-        dtype = call.query.dtype
-        if dtype in self._told or choose_cuda_kernel(call, _AMPERE) == "math":
-            return
-        self._told.add(dtype)
-        with internals.disable_current_modes():
-            # What only decides is on nobody's account.
-            query, key, value = (torch.empty_like(tensor, dtype=torch.float16) for tensor in call.tensors)
-            mask = call.attn_mask
-            if mask is not None and mask.dtype is dtype:
-                mask = torch.empty_like(mask, dtype=torch.float16)
-            in_half = replace(call, query=query, key=key, value=value, attn_mask=mask)
-            better = choose_cuda_kernel(in_half, self._capability) != "math"
-        self._report(
-            LACKS_PRECISION,
-            f"attention in {str(dtype).removeprefix('torch.')} keeps its whole matrix of scores: kernels that don't "
-            f"are for compute capability 8.0 and later, and the device has {capability_name(self._capability)}"
-            + ("; for float16 (amp-fp16, fp16) it has one" if better else ""),
-        )
+    return attend
+
+
+def _comparison(call: Call, capability: tuple[int, int]) -> str:
+    """Says that another device, or another precision on this one, would keep no matrix of scores."""
+    dtype = call.query.dtype
+    with internals.disable_current_modes():
+        # What only decides is on nobody's account.
+        query, key, value = (torch.empty_like(tensor, dtype=torch.float16) for tensor in call.tensors)
+        mask = call.attn_mask
+        if mask is not None and mask.dtype is dtype:
+            mask = torch.empty_like(mask, dtype=torch.float16)
+        in_half = replace(call, query=query, key=key, value=value, attn_mask=mask)
+        better = choose_cuda_kernel(in_half, capability) != "math"
+    return (
+        f"attention in {str(dtype).removeprefix('torch.')} keeps its whole matrix of scores: kernels that don't "
+        f"are for compute capability 8.0 and later, and the device has {capability_name(capability)}"
+        + ("; for float16 (amp-fp16, fp16) it has one" if better else "")
+    )
 
 
 def choose_cuda_kernel(call: Call, capability: tuple[int, int]) -> str:
@@ -247,7 +242,7 @@ def cuda_interceptors(capability: tuple[int, int], autocast: Autocast, report: R
     """What a CUDA device decides above autograd."""
     return {
         **autocast.interceptors(),
-        "scaled_dot_product_attention": Attention(capability, autocast, report),
+        "scaled_dot_product_attention": cuda_attention(capability, autocast, report),
         **recurrent_interceptors(autocast),
         "dropout": _native_dropout,
         "rms_norm": fused_rms_norm(autocast),

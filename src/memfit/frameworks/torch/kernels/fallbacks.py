@@ -28,6 +28,7 @@ from memfit.frameworks.torch.shapes.shapes import (
     Options,
     is_mask,
     map_nested,
+    shape_like,
     size_bytes,
     tensors,
     to_host,
@@ -300,7 +301,7 @@ def without_rule(func: Operator, args: Arguments, kwargs: Options, report: Repor
             pass
         else:
             report(NO_RULE, f"{name} has no shape rule; its CPU kernel was run on zeros of the same shapes")
-            return map_nested(out, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META))
+            return map_nested(out, shape_like)
     if not given:
         raise NotImplementedError(f"{name} has no shape rule and takes no tensor to go by")
     size = format_size(size_bytes(given[0]))

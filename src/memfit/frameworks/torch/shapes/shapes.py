@@ -63,6 +63,11 @@ def size_bytes(tensor: Any) -> int:
     return tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
 
 
+def shape_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A new shape-only tensor with the size, strides and dtype of `tensor`."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
 def tensors(values: Any) -> Iterator[torch.Tensor]:
     """The tensors among the arguments or outputs of an operator."""
     for value in values:
@@ -177,46 +182,19 @@ def run(func: Operator, args: Arguments, kwargs: Options, execute: Callable[...,
     if known is not None:
         if known is Behaviour.IN_PLACE:
             return args[0]
-        return None if known is Behaviour.SILENT else _build(known)
+        return None if known is Behaviour.SILENT else map_nested(known, shape_like)
     out = execute(func, args, kwargs)
     kind = behaviour(func)
-    recipe = _recipe(out) if kind is Behaviour.FRESH else kind
-    if recipe is not None:
+    if kind is not Behaviour.FRESH or _is_repeatable(out):
         if len(_cache) >= _CACHE_LIMIT:
             _cache.clear()
-        _cache[key] = recipe
+        _cache[key] = map_nested(out, shape_like) if kind is Behaviour.FRESH else kind
     return out
 
 
-class _Tensor(tuple[Any, ...]):
-    """Recipe of one tensor: (size, stride, dtype)."""
-
-    __slots__ = ()
-
-
-def _recipe(out: Any) -> Any:
-    if isinstance(out, torch.Tensor):
-        if not out.is_meta or out.layout is not torch.strided:
-            return None
-        return _Tensor((tuple(out.shape), out.stride(), out.dtype))
-    if isinstance(out, list | tuple):
-        storages = [part.untyped_storage()._cdata for part in out if isinstance(part, torch.Tensor)]
-        if len(set(storages)) < len(storages):
-            # One gradient given out twice, as a layer with two biases does: built anew it would be two.
-            return None
-        parts = [_recipe(part) for part in out]
-        if any(p is None and o is not None for p, o in zip(parts, out, strict=True)):
-            return None
-        return parts if isinstance(out, list) else tuple(parts)
-    return None
-
-
-def _build(recipe: Any) -> Any:
-    if recipe.__class__ is _Tensor:
-        size, stride, dtype = recipe
-        return torch.empty_strided(size, stride, dtype=dtype, device=META)
-    if recipe is None:
-        return None
-    if recipe.__class__ is list:
-        return [_build(part) for part in recipe]
-    return tuple([_build(part) for part in recipe])
+def _is_repeatable(out: Any) -> bool:
+    made = list(tensors((out,)))
+    if not made or any(not tensor.is_meta or tensor.layout is not torch.strided for tensor in made):
+        return False
+    # One gradient given out twice, as a layer with two biases does: built anew it would be two.
+    return len({tensor.untyped_storage()._cdata for tensor in made}) == len(made)

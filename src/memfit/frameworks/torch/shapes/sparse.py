@@ -39,11 +39,11 @@ def to_device(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A sparse tensor of the host as one of shapes, of as many elements."""
     if tensor.layout is torch.sparse_coo:
         return _like(tensor, tensor._nnz(), dtype)._coalesced_(tensor.is_coalesced())
-    *indices, values = (_empty(*part.shape, dtype=part.dtype) for part in parts(tensor))
-    make: Any = torch.sparse_csr_tensor if tensor.layout is torch.sparse_csr else torch.sparse_csc_tensor
+    outer, inner, values = (_empty(*part.shape, dtype=part.dtype) for part in parts(tensor))
     held = _empty(*values.shape, dtype=dtype or values.dtype)
-    made: torch.Tensor = make(*indices, held, tensor.shape, device=META, check_invariants=False)
-    return made
+    return torch.sparse_compressed_tensor(
+        outer, inner, held, tensor.shape, layout=tensor.layout, device=META, check_invariants=False
+    )
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:

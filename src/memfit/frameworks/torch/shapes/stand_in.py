@@ -22,7 +22,7 @@ from memfit.core.units import MIB, format_size
 from memfit.frameworks.torch.shapes import sparse
 from memfit.frameworks.torch.shapes.failures import explained
 from memfit.frameworks.torch.shapes.origin import calling_frames
-from memfit.frameworks.torch.shapes.shapes import META
+from memfit.frameworks.torch.shapes.shapes import META, shape_like
 
 
 class ShapeCopies:
@@ -96,7 +96,7 @@ def _shape_only(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return tensor.to(META)
     dense = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
     if dtype is tensor.dtype and dense:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=META)
+        return shape_like(tensor)
     return torch.empty_like(tensor, dtype=dtype, device=META)
 
 

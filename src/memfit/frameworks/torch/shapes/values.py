@@ -31,6 +31,7 @@ from memfit.frameworks.torch.shapes.shapes import (
     behaviour,
     is_mask,
     map_nested,
+    shape_like,
     tensors,
     to_host,
 )
@@ -125,10 +126,7 @@ _FINITE: dict[Operator, tuple[Callable[[Arguments], bool], bool]] = {
 class KnownValues:
     """Follows the values of small simulated tensors from operator to operator.
 
-    Args:
-        limit_bytes_integer: largest storage of integers or booleans that is followed.
-        limit_bytes_float: largest storage of any other numbers that is followed.
-        limit_bytes_total: most bytes of host memory that all values may take.
+    Limits are those of a storage of integers or booleans, of one of other numbers, and of the host memory of all.
     """
 
     def __init__(
@@ -335,7 +333,7 @@ class KnownValues:
 
     def _simulate(self, result: torch.Tensor) -> torch.Tensor:
         """`result`, computed on the host, as the device would have it."""
-        made = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=META)
+        made = shape_like(result)
         self.learn(made, result)
         return made
 

@@ -58,7 +58,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         origin: knows where the user's code is.
         internals: per operator, what its kernel allocates for itself.
         rules: per operator, its outputs where only this device has them, beside those of `fallbacks`.
-        host_is_device: the simulated device is the host, so tensors on the CPU belong to it.
+        host_is_device: tensors on the CPU belong to the simulated device.
         report: takes (code, text) of each assumption made.
         places: knows the shape-only tensors that are not on the simulated device.
         values: knows the values of small tensors; None: no value is known.
@@ -370,9 +370,7 @@ def _as_shapes(args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
     """The arguments with the tensors in them that have more than one element as shapes only."""
 
     def shape_only(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta or tensor.dim() == 0:
-            return tensor
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+        return tensor if tensor.is_meta or tensor.dim() == 0 else shapes.shape_like(tensor)
 
     return map_nested(args, shape_only), {name: map_nested(value, shape_only) for name, value in kwargs.items()}
 
