@@ -135,10 +135,8 @@ def test_limits_named_in_the_docs_are_those_of_the_code():
     from memfit.frameworks.torch.shapes import stand_in, values
 
     text = " ".join((ROOT / "docs" / "howto" / "dryrun.md").read_text(encoding="utf-8").split())
-    defaults = inspect.signature(values.KnownValues).parameters
-    integers, numbers, total = (
-        format_size(defaults[f"limit_bytes_{name}"].default).replace(".0", "") for name in ("integer", "float", "total")
-    )
+    limits = [getattr(values.KnownValues, f"limit_bytes_{name}") for name in ("integer", "float", "total")]
+    integers, numbers, total = (format_size(limit).replace(".0", "") for limit in limits)
 
     assert f"up to {integers} of integers or booleans and up to {numbers} of other numbers" in text
     assert f"in a tensor, and {total} in all" in text

@@ -105,10 +105,10 @@ def place(name: str) -> tuple[Any, str]:
     Raises:
         MissingDependency: this release doesn't have it.
     """
-    owner, _, attribute = _PATHS[name].rpartition(".")
-    found = NAMES.find(owner)
-    NAMES.of(found, attribute)
-    return found, attribute
+    path, _, attribute = _PATHS[name].rpartition(".")
+    owner = NAMES.find(path)
+    NAMES.of(owner, attribute)
+    return owner, attribute
 
 
 def empty_host_cache() -> None:

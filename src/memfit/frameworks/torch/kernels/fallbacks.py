@@ -19,20 +19,9 @@ import torch
 
 from memfit.core.units import MIB, format_size
 from memfit.frameworks.torch.kernels import convolution_layout, recurrent
-from memfit.frameworks.torch.shapes import sparse
+from memfit.frameworks.torch.shapes import shapes, sparse
 from memfit.frameworks.torch.shapes.origin import calling_frames
-from memfit.frameworks.torch.shapes.shapes import (
-    META,
-    Arguments,
-    Operator,
-    Options,
-    is_mask,
-    map_nested,
-    shape_like,
-    size_bytes,
-    tensors,
-    to_host,
-)
+from memfit.frameworks.torch.shapes.shapes import META, Arguments, Operator, Options, is_mask, map_nested, tensors
 
 Report = Callable[[str, str], None]
 Rule = Callable[[Operator, Arguments, Options, Report], Any]
@@ -179,7 +168,7 @@ def _true(func: Operator, args: Arguments, kwargs: Options, report: Report) -> A
 
 def _copy(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     """A copy to the host: what `item` would give for a single number, ones or zeros for more."""
-    if not to_host(kwargs):
+    if not shapes.to_host(kwargs):
         return NotImplemented
     tensor = args[0]
     dtype = kwargs.get("dtype") or tensor.dtype
@@ -290,7 +279,7 @@ def without_rule(func: Operator, args: Arguments, kwargs: Options, report: Repor
     """Outputs of an operator that can't run on shapes."""
     name = func._schema.name
     given = list(tensors((*args, *kwargs.values())))
-    if sum(map(size_bytes, given)) <= _LARGEST_HOST_RUN_BYTES:
+    if sum(map(shapes.size_bytes, given)) <= _LARGEST_HOST_RUN_BYTES:
 
         def zeros(tensor: torch.Tensor) -> torch.Tensor:
             return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
@@ -301,10 +290,10 @@ def without_rule(func: Operator, args: Arguments, kwargs: Options, report: Repor
             pass
         else:
             report(NO_RULE, f"{name} has no shape rule; its CPU kernel was run on zeros of the same shapes")
-            return map_nested(out, shape_like)
+            return map_nested(out, shapes.shape_like)
     if not given:
         raise NotImplementedError(f"{name} has no shape rule and takes no tensor to go by")
-    size = format_size(size_bytes(given[0]))
+    size = format_size(shapes.size_bytes(given[0]))
     report(NO_RULE, f"{name} has no shape rule; each output taken to be like its first argument ({size})")
     outputs = [torch.empty_like(given[0], device=META) for _ in func._schema.returns]
     return outputs[0] if len(outputs) == 1 else tuple(outputs)

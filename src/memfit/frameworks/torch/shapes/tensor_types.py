@@ -94,10 +94,10 @@ def type_replacements(look: Any) -> list[Replacement]:
         look.default_device = None if device is None else torch.device(device)
 
     def get_default_device() -> torch.device:
-        found = look.default_device if look.default_device is not None else plain_get()
-        if found.type == "cuda" and found.index is None:
+        default = look.default_device if look.default_device is not None else plain_get()
+        if default.type == "cuda" and default.index is None:
             return torch.device("cuda", torch.cuda.current_device())
-        return found
+        return default
 
     def set_default_tensor_type(given: Any, /) -> None:
         kind, dtype = dtype_of_type(given)

@@ -21,20 +21,9 @@ import torch
 
 from memfit.core.units import KIB, MIB
 from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.shapes import shapes
 from memfit.frameworks.torch.shapes.interception import call_plain
-from memfit.frameworks.torch.shapes.shapes import (
-    META,
-    Arguments,
-    Behaviour,
-    Operator,
-    Options,
-    behaviour,
-    is_mask,
-    map_nested,
-    shape_like,
-    tensors,
-    to_host,
-)
+from memfit.frameworks.torch.shapes.shapes import META, Arguments, Operator, Options, map_nested, tensors
 
 _CPU = torch.device("cpu")
 
@@ -51,12 +40,8 @@ _FILLS: dict[str, Callable[[Arguments], Any]] = {
 _OVERWRITING = ("aten::copy_", "aten::fill_", "aten::_foreach_copy_")
 
 # Batch norms write their running statistics, arguments 3 and 4, when argument 5 says training; most schemas don't tell.
-_BATCH_NORMS = (
-    "aten::native_batch_norm",
-    "aten::cudnn_batch_norm",
-    "aten::miopen_batch_norm",
-    "aten::_native_batch_norm_legit",
-)
+_BATCH_NORMS = {f"aten::{name}" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")}
+_BATCH_NORMS.add("aten::_native_batch_norm_legit")
 _STATISTICS = {
     "aten::batch_norm_update_stats": (1, 2),
     "aten::batch_norm_gather_stats": (3, 4),
@@ -75,10 +60,9 @@ class _Unknown(Exception):
 class _Shadow(weakref.ref[Any]):
     """Refers to a simulated storage and holds the bytes that it would have."""
 
-    __slots__ = ("bytes", "key", "size_bytes")
+    __slots__ = ("bytes", "key")
     key: int
     bytes: torch.UntypedStorage
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,20 +108,12 @@ _FINITE: dict[Operator, tuple[Callable[[Arguments], bool], bool]] = {
 
 
 class KnownValues:
-    """Follows the values of small simulated tensors from operator to operator.
+    """Follows the values of small simulated tensors from operator to operator."""
 
-    Limits are those of a storage of integers or booleans, of one of other numbers, and of the host memory of all.
-    """
+    # Largest storage that is followed, of integers or booleans and of other numbers; host memory of all values.
+    limit_bytes_integer, limit_bytes_float, limit_bytes_total = 16 * MIB, 16 * KIB, 256 * MIB
 
-    def __init__(
-        self,
-        limit_bytes_integer: int = 16 * MIB,
-        limit_bytes_float: int = 16 * KIB,
-        limit_bytes_total: int = 256 * MIB,
-    ) -> None:
-        self._limit_bytes_integer = limit_bytes_integer
-        self._limit_bytes_float = limit_bytes_float
-        self._limit_bytes_total = limit_bytes_total
+    def __init__(self) -> None:
         self._total_bytes = 0
         self._shadows: dict[int, _Shadow] = {}
 
@@ -161,7 +137,7 @@ class KnownValues:
         shadow = self._shadows.get(storage._cdata)
         if shadow is None or _is_lazy(simulated):
             return None
-        if shadow.size_bytes != storage.nbytes():
+        if shadow.bytes.nbytes() != storage.nbytes():
             self._drop(shadow)
             return None
         return _lay_over(shadow.bytes, simulated)
@@ -234,11 +210,9 @@ class KnownValues:
         deciding = _ABSORBING[func]
         if not isinstance(out, torch.Tensor) or out.dtype.is_floating_point or out.dtype.is_complex:
             return False
-        for operand in args[:2]:
-            known = self.of(operand) if isinstance(operand, torch.Tensor) else None
-            if known is None or (deciding and known.dtype is not torch.bool):
-                continue
-            if bool((known == deciding).all()):
+        for operand in tensors(args[:2]):
+            known = self.of(operand)
+            if known is not None and (not deciding or known.dtype is torch.bool) and bool((known == deciding).all()):
                 self._fill(out, deciding)
                 return True
         return False
@@ -246,7 +220,7 @@ class KnownValues:
     def _drop(self, shadow: "weakref.ref[Any]") -> None:
         assert isinstance(shadow, _Shadow)
         if self._shadows.pop(shadow.key, None) is not None:
-            self._total_bytes -= shadow.size_bytes
+            self._total_bytes -= shadow.bytes.nbytes()
 
     def _target(self, simulated: torch.Tensor) -> torch.Tensor:
         """Where to write the values of `simulated`; one that fills its storage needs not have been known before."""
@@ -256,8 +230,8 @@ class KnownValues:
         storage = simulated.untyped_storage()
         size_bytes = storage.nbytes()
         continuous = simulated.dtype.is_floating_point or simulated.dtype.is_complex
-        limit_bytes = self._limit_bytes_float if continuous else self._limit_bytes_integer
-        is_small = size_bytes <= limit_bytes and self._total_bytes + size_bytes <= self._limit_bytes_total
+        limit_bytes = self.limit_bytes_float if continuous else self.limit_bytes_integer
+        is_small = size_bytes <= limit_bytes and self._total_bytes + size_bytes <= self.limit_bytes_total
         # Its elements are all there is in its storage, each once.
         fills = simulated.numel() * simulated.element_size() == size_bytes and (
             simulated.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(simulated)
@@ -265,8 +239,7 @@ class KnownValues:
         if simulated.requires_grad or not is_small or not fills or _is_lazy(simulated):
             raise _Unknown
         shadow = _Shadow(storage, self._drop)
-        shadow.key, shadow.size_bytes = storage._cdata, size_bytes
-        shadow.bytes = torch.UntypedStorage(size_bytes)
+        shadow.key, shadow.bytes = storage._cdata, torch.UntypedStorage(size_bytes)
         self._shadows[shadow.key] = shadow
         self._total_bytes += size_bytes
         return _lay_over(shadow.bytes, simulated)
@@ -288,7 +261,7 @@ class KnownValues:
         # The host's own tensors have been written already.
         if not all(tensor.is_meta for tensor in written):
             raise _Unknown
-        largest = max(self._limit_bytes_integer, self._limit_bytes_float)
+        largest = max(self.limit_bytes_integer, self.limit_bytes_float)
         if any(tensor.is_meta and tensor.untyped_storage().nbytes() > largest for tensor in made):
             raise _Unknown
         real_args = [None if i in plan.overwritten else self._real(value) for i, value in enumerate(args)]
@@ -333,7 +306,7 @@ class KnownValues:
 
     def _simulate(self, result: torch.Tensor) -> torch.Tensor:
         """`result`, computed on the host, as the device would have it."""
-        made = shape_like(result)
+        made = shapes.shape_like(result)
         self.learn(made, result)
         return made
 
@@ -367,10 +340,10 @@ class KnownValues:
         """Indexing with masks, as indexing with the positions at which they are true."""
         data: torch.Tensor = args[0]
         positions: list[Any] = []
-        if not any(map(is_mask, args[1])):
+        if not any(map(shapes.is_mask, args[1])):
             return NotImplemented
         for index in args[1]:
-            if not is_mask(index):
+            if not shapes.is_mask(index):
                 positions.append(index)
                 continue
             if index.shape != data.shape[len(positions) : len(positions) + index.dim()]:
@@ -406,7 +379,7 @@ _EXACT: dict[str, Callable[[KnownValues, Operator, Arguments, Options], Any]] = 
     "aten::bincount": KnownValues._bincount,
     "aten::_pack_padded_sequence": KnownValues._packed,
     "aten::_to_copy": lambda known, func, args, kwargs: (
-        call_plain(func, known._real(args[0]), dtype=kwargs.get("dtype")) if to_host(kwargs) else NotImplemented
+        call_plain(func, known._real(args[0]), dtype=kwargs.get("dtype")) if shapes.to_host(kwargs) else NotImplemented
     ),
     "aten::copy_": lambda known, func, args, kwargs: (
         NotImplemented if args[0].is_meta else call_plain(func, args[0], known._real(args[1]))
@@ -445,7 +418,7 @@ def _read_schema(func: Operator) -> _Plan:
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
     # Views and changes of geometry leave storages as they are; the size of a storage is compared whenever it is read.
-    if behaviour(func) is Behaviour.VIEW or torch.Tag.inplace_view in func.tags or "empty" in name:
+    if shapes.behaviour(func) is shapes.Behaviour.VIEW or torch.Tag.inplace_view in func.tags or "empty" in name:
         return _IGNORED
     places: list[int | str] = [a.name if a.kwarg_only else i for i, a in enumerate(schema.arguments)]
     given = {place: a for place, a in zip(places, schema.arguments, strict=True) if "Tensor" in str(a.type)}

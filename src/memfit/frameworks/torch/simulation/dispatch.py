@@ -381,28 +381,22 @@ def _product(func: Operator, args: Arguments, kwargs: Options) -> Any:
     With `out_dtype`, 16-bit factors are summed up in float32, and what is added may be of either dtype (Blas.cpp).
     """
     given = [value for value in args if isinstance(value, torch.Tensor)]
-    if "dtype" not in func._overloadname:
-        _check_same_dtype(given)
-        return NotImplemented
-    out_dtype = next(value for value in args if isinstance(value, torch.dtype))
-    factors, added = given[-2:], given[:-2]
-    _check_same_dtype(factors)
+    out_dtype = next((value for value in args if isinstance(value, torch.dtype)), None)
+    factors, added = (given, []) if out_dtype is None else (given[-2:], given[:-2])
+    dtypes = {matrix.dtype for matrix in factors}
+    if len(dtypes) > 1:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise RuntimeError(f"the matrices of a product must have the same dtype, but {names} were given")
     if added and added[0].dtype not in (out_dtype, factors[0].dtype):
         raise RuntimeError("self dtype must match either out_dtype or the dtype of the matrices of the product")
-    if func._schema.name != "aten::baddbmm":
+    if out_dtype is None or func._schema.name != "aten::baddbmm":
         return NotImplemented
     # PyTorch's rule takes `out_dtype` for another number; that of the product alone has the same result.
     if added[0].shape != (*factors[0].shape[:2], factors[1].shape[2]):
         raise RuntimeError("self must have the same shape as the output")
-    rule = torch.ops.aten.bmm.dtype_out if "out" in kwargs else torch.ops.aten.bmm.dtype
-    return rule(*factors, out_dtype, **({"out": kwargs["out"]} if "out" in kwargs else {}))
-
-
-def _check_same_dtype(matrices: list[torch.Tensor]) -> None:
-    dtypes = {matrix.dtype for matrix in matrices}
-    if len(dtypes) > 1:
-        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise RuntimeError(f"the matrices of a product must have the same dtype, but {names} were given")
+    if "out" in kwargs:
+        return torch.ops.aten.bmm.dtype_out(*factors, out_dtype, out=kwargs["out"])
+    return torch.ops.aten.bmm.dtype(*factors, out_dtype)
 
 
 def _devices(args: Arguments, kwargs: Options) -> tuple[bool, bool]:
