@@ -437,15 +437,6 @@ def test_zeros_on_the_host_are_zeros(shape, dtype):
     assert not zeros.any()
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, False), ({"device": None}, False), ({"device": "meta"}, False), ({"device": torch.device("cpu")}, True)],
-    ids=str,
-)
-def test_whether_a_copy_goes_to_the_host(given, expected):
-    assert fallbacks.to_host(given) is expected
-
-
 def compared(x):
     total = x.sum()
     return [bool(found) for found in (total >= 0, total > 0, total == 1, total != 1, total <= 0, total < 1)]

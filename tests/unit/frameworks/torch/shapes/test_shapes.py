@@ -184,3 +184,12 @@ def test_what_is_kept_for_a_storage_goes_with_it():
     del tensor
     gc.collect()
     assert not kept
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, False), ({"device": None}, False), ({"device": "meta"}, False), ({"device": torch.device("cpu")}, True)],
+    ids=str,
+)
+def test_whether_a_copy_goes_to_the_host(given, expected):
+    assert shapes.to_host(given) is expected
