@@ -62,7 +62,7 @@ class Look(TorchFunctionMode):
             tensor.__array__: to_array,
             tensor.device.__get__: self._device,
             tensor.is_cuda.__get__: lambda func, args, kwargs: (
-                self._type == "cuda" if self._simulated(args) else bool(func(*args))
+                self._type == "cuda" if self._simulated(args[0]) else bool(func(*args))
             ),
             tensor.is_cpu.__get__: lambda func, args, kwargs: (
                 self._places.of(args[0]).type == "cpu" if self._shape_only(args[0]) else bool(func(*args))
@@ -80,7 +80,7 @@ class Look(TorchFunctionMode):
             internals.parse_to: self._parse_to,
             tensor.pin_memory: lambda func, args, kwargs: args[0],
             tensor.share_memory_: lambda func, args, kwargs: (
-                args[0] if self._simulated(args) else func(*args, **kwargs)
+                args[0] if self._simulated(args[0]) else func(*args, **kwargs)
             ),
             tensor.is_pinned: lambda func, args, kwargs: False,
             tensor.record_stream: lambda func, args, kwargs: None,
@@ -192,11 +192,11 @@ class Look(TorchFunctionMode):
     def _shape_only(self, tensor: Any) -> bool:
         return bool(torch.Tensor.is_meta.__get__(tensor))  # type: ignore[attr-defined]
 
-    def _simulated(self, args: tuple[Any, ...]) -> bool:
-        return self._shape_only(args[0]) and self._places.of(args[0]).type == self._type
+    def _simulated(self, tensor: Any) -> bool:
+        return self._shape_only(tensor) and self._places.of(tensor).type == self._type
 
     def _index(self, func: Any, args: Arguments, kwargs: Options) -> int:
-        if self._simulated(args):
+        if self._simulated(args[0]):
             return (self._places.of(args[0]).index or 0) if self._type == "cuda" else -1
         return int(func(*args))
 
@@ -223,7 +223,7 @@ class Look(TorchFunctionMode):
         if place is None:
             if self._guessed_host(tensor, device):
                 place = self._places.device
-            elif self._host_as_shapes and self._simulated((tensor,)) and torch.device(device).type == "cpu":
+            elif self._host_as_shapes and self._simulated(tensor) and torch.device(device).type == "cpu":
                 place = torch.device("cpu")
             elif self._on_host_as_shape(tensor):
                 return func(tensor, **kwargs)
@@ -256,16 +256,16 @@ class Look(TorchFunctionMode):
         return self._move(args[0], "cuda" if given is None else given, torch.Tensor.to, {})
 
     def _cpu(self, func: Any, args: Arguments, kwargs: Options) -> Any:
-        if self._host_as_shapes and self._type != "cpu" and self._simulated(args):
+        if self._host_as_shapes and self._type != "cpu" and self._simulated(args[0]):
             return self._move(args[0], "cpu", torch.Tensor.to, {})
-        stays = self._on_host_as_shape(args[0]) or (self._type == "cpu" and self._simulated(args))
+        stays = self._on_host_as_shape(args[0]) or (self._type == "cpu" and self._simulated(args[0]))
         return args[0] if stays else func(*args, **kwargs)
 
     def _cast_by_name(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         """`x.type()` and `x.type(torch.cuda.FloatTensor)`, which names a device as well as a dtype."""
         wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
         if wanted is None:
-            simulated = self._type == "cuda" and self._simulated(args)
+            simulated = self._type == "cuda" and self._simulated(args[0])
             return cuda_type_name(args[0].dtype) if simulated else func(*args)
         if isinstance(wanted, torch.dtype):
             return func(args[0], wanted)
@@ -280,7 +280,7 @@ class Look(TorchFunctionMode):
             kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
         given = args[0] if args else kwargs.get("tensor", kwargs.get("other"))
         device, *rest = func(*args, **kwargs)
-        if isinstance(given, torch.Tensor) and self._simulated((given,)):
+        if isinstance(given, torch.Tensor) and self._simulated(given):
             device = self._places.of(given)
         return device, *rest
 
@@ -288,7 +288,7 @@ class Look(TorchFunctionMode):
         """`parameter.data = moved`: how modules change their device while the parameter stays the same object."""
         target, value = args
         if self._shape_only(target) == self._shape_only(value):
-            arrives = self._on_host_as_shape(target) and self._simulated((value,))
+            arrives = self._on_host_as_shape(target) and self._simulated(value)
             func(*args)
             if arrives:
                 self.on_parameter(target)
@@ -303,7 +303,7 @@ class Look(TorchFunctionMode):
             shell.data = value
         shell.requires_grad_(target.requires_grad)
         internals.swap_tensors(target, shell)
-        if self._simulated((target,)):
+        if self._simulated(target):
             self.on_departure(target, shell)
             self.on_parameter(target)
 
@@ -331,14 +331,14 @@ class Look(TorchFunctionMode):
         return self._move(data, device, torch.Tensor.to, options)
 
     def _new_tensor(self, func: Any, args: Arguments, kwargs: Options) -> Any:
-        if not self._simulated(args):
+        if not self._simulated(args[0]):
             return func(*args, **kwargs)
         given = {"dtype": args[0].dtype, "device": self._places.of(args[0]), **kwargs}
         return self._from_data(torch.tensor, args[1:], {name: v for name, v in given.items() if v is not None})
 
     def _new(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         """The way in which optimizers make sparse tensors, which PyTorch lacks on its meta device."""
-        if not self._simulated(args):
+        if not self._simulated(args[0]):
             return func(*args, **kwargs)
         if args[0].layout is torch.sparse_coo:
             return torch.sparse_coo_tensor(*args[1:], check_invariants=False)
@@ -360,7 +360,7 @@ class Look(TorchFunctionMode):
 
     def _shown(self, tensor: Any) -> bool:
         """Whether a tensor has no values of its own to be printed."""
-        return self._simulated((tensor,)) or self._on_host_as_shape(tensor)
+        return self._simulated(tensor) or self._on_host_as_shape(tensor)
 
     def _describe(self, func: Any, args: Arguments, kwargs: Options) -> str:
         tensor = args[0]
@@ -382,14 +382,14 @@ class Look(TorchFunctionMode):
         tensor = args[0]
         if self._on_host_as_shape(tensor):
             tensor = fallbacks.host_zeros(tensor.shape, tensor.dtype)
-        elif self._simulated(args):
+        elif self._simulated(args[0]):
             tensor = tensor.detach().to("cpu")
         return func(tensor, *args[1:], **kwargs)
 
     def _no_array(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         if self._on_host_as_shape(args[0]):
             return self._from_host_copy(func, args, kwargs)
-        if self._simulated(args):
+        if self._simulated(args[0]):
             raise TypeError(
                 f"can't convert {self._places.of(args[0])} device type tensor to numpy. "
                 "Use Tensor.cpu() to copy the tensor to host memory first."
