@@ -25,7 +25,6 @@ ROWS = (
     # Files and folders of each framework: torch, tensorflow and jax know nothing of each other, keras runs on them.
     (
         "frameworks.torch",
-        "frameworks.torch.budget",
         "frameworks.torch.oom",
         "frameworks.torch.shapes",
         "frameworks.tensorflow",

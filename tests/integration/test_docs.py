@@ -131,19 +131,17 @@ def test_every_move_is_documented():
 
 def test_limits_named_in_the_docs_are_those_of_the_code():
     pytest.importorskip("torch")
-    from memfit.frameworks.torch.kernels import host_reads
+    from memfit.frameworks.torch.kernels import assumed_values
     from memfit.frameworks.torch.shapes import stand_in, values
 
     text = " ".join((ROOT / "docs" / "howto" / "dryrun.md").read_text(encoding="utf-8").split())
-    defaults = inspect.signature(values.KnownValues).parameters
-    integers, numbers, total = (
-        format_size(defaults[f"limit_bytes_{name}"].default).replace(".0", "") for name in ("integer", "float", "total")
-    )
+    limits = [getattr(values.KnownValues, f"limit_bytes_{name}") for name in ("integer", "float", "total")]
+    integers, numbers, total = (format_size(limit).replace(".0", "") for limit in limits)
 
     assert f"up to {integers} of integers or booleans and up to {numbers} of other numbers" in text
     assert f"in a tensor, and {total} in all" in text
     assert f"A model is held to {format_size(stand_in._BUDGET_BYTES).replace('.0', '')} there" in text
-    assert f"read {host_reads._PATIENCE:,} times at one line" in text
+    assert f"read {assumed_values._PATIENCE:,} times at one line" in text
 
 
 def test_the_snippet_of_the_tutorial_runs(tmp_path, monkeypatch, capsys):

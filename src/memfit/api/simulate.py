@@ -59,9 +59,6 @@ class SimulatedDevice(Shown):
         """Writes the page of `estimate()`."""
         self.estimate().report(path)
 
-    def _end(self) -> None:
-        self._result = self.estimate()
-
 
 @contextmanager
 def simulate(device: str | Device, *, count: int = 1) -> Iterator[SimulatedDevice]:
@@ -96,4 +93,4 @@ def simulate(device: str | Device, *, count: int = 1) -> Iterator[SimulatedDevic
         try:
             yield simulated
         finally:
-            simulated._end()
+            simulated._result = simulated.estimate()

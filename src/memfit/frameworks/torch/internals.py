@@ -74,9 +74,9 @@ _PATHS = {
     "rebuild_tensor_v3": "torch._utils._rebuild_tensor_v3",
     "rebuild_wrapper": "torch._utils._rebuild_wrapper_subclass",
     "reduce_tensor": "torch.Tensor._reduce_ex_internal",
-    "remove_worker_pids": "torch._C._remove_worker_pids",
     "restore_location": "torch._utils._get_restore_location",
     "save_state_dict": "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
+    "sdp_priority_order": "torch._C._get_sdp_priority_order",
     "sequence_number": "torch.autograd._get_sequence_nr",
     "serialization_state": "torch.serialization._serialization_tls",
     "set_dispatch_key_excluded": "torch._C._dispatch_tls_set_dispatch_key_excluded",
@@ -94,8 +94,7 @@ _PATHS = {
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The buffers of a module itself, which can be put in by name, whatever the module does on assignment."""
-    buffers: dict[str, torch.Tensor | None] = NAMES.of(module, "_buffers")
-    return buffers
+    return module._buffers
 
 
 def place(name: str) -> tuple[Any, str]:
@@ -106,10 +105,10 @@ def place(name: str) -> tuple[Any, str]:
     Raises:
         MissingDependency: this release doesn't have it.
     """
-    owner, _, attribute = _PATHS[name].rpartition(".")
-    found = NAMES.find(owner)
-    NAMES.of(found, attribute)
-    return found, attribute
+    path, _, attribute = _PATHS[name].rpartition(".")
+    owner = NAMES.find(path)
+    NAMES.of(owner, attribute)
+    return owner, attribute
 
 
 def empty_host_cache() -> None:
@@ -345,6 +344,11 @@ def state_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody changes what an optimizer saves or loads."""
     names = ("load_state_dict_pre_hooks", "load_state_dict_post_hooks", "state_dict_post_hooks")
     return any(NAMES.of(optimizer, f"_optimizer_{name}") for name in names)
+
+
+def reference_counts(tensor: torch.Tensor) -> tuple[int, int]:
+    """(references to a tensor, to its storage), as seen from a dispatch mode."""
+    return NAMES.of(tensor, "_use_count")(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def schema_of(operator: Any) -> Any:

@@ -1,5 +1,6 @@
-"""Memory of PyTorch that nobody uses, and whose memory a model takes. What an OOM looks like is in `core.oom`."""
+"""Memory of PyTorch: unused, of a model, of a budget. What an OOM looks like is in `core.oom`."""
 
+import contextlib
 import gc
 
 import torch
@@ -27,3 +28,19 @@ def where_of(model: torch.nn.Module) -> Where:
     """Whose memory the passes of `model` take: the device's, if any of its tensors is on one."""
     tensors = [*model.parameters(), *model.buffers()]
     return Where.HOST if all(tensor.device.type == "cpu" for tensor in tensors) else Where.DEVICE
+
+
+def limit_devices(budget_bytes: int) -> None:
+    """Limits what this process takes of each CUDA device, though it has more, from the moment on that CUDA is used.
+
+    CUDA isn't started for it: a process that has started it can't be forked any more.
+    """
+
+    def limit() -> None:
+        for index in range(torch.cuda.device_count()):
+            total_bytes = torch.cuda.get_device_properties(index).total_memory
+            # Allocators that replace PyTorch's own have no such limit.
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total_bytes), index)
+
+    internals.lazy_cuda_call(limit)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 
 from memfit.core.run_events import RunRequest, note
-from memfit.frameworks.torch.budget import limit_devices
+from memfit.frameworks.torch.oom import limit_devices
 from memfit.frameworks.torch.script.imports import watch_imports
 
 

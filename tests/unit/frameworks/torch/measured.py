@@ -58,5 +58,5 @@ def internal_bytes(op, *args) -> tuple[int, int]:
         torch.set_num_threads(before)
     parts = [part for part in (out if isinstance(out, tuple) else (out,)) if part is not None]
     kept = sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
-    predicted = [] if rule is None else rule(op, as_shapes(args), {}, as_shapes(out))
+    predicted = [] if rule is None else rule(as_shapes(args), as_shapes(out))
     return peak - kept, sum(size for size in predicted if size > 0)

@@ -6,12 +6,12 @@ PyTorch's own Python code asks functions of its C extension, which a build witho
 
 import os
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from memfit.core.device import Device
-from memfit.frameworks.torch.shapes.patching import Replacement, in_extension
+from memfit.frameworks.torch.shapes.patching import Replacement, in_extension, in_owner
 
 UNKNOWN_TOTAL_BYTES = 2**40
 """What a device without a known size says it has."""
@@ -20,26 +20,19 @@ _DEFAULT_MULTIPROCESSORS = 108
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class _Architecture(NamedTuple):
-    max_threads: int
-    shared_kib: int
-    shared_per_block_kib: int
-    l2_cache_mib: int
-
-
-# What a multiprocessor of each capability holds (CUDA C++ Programming Guide, technical specifications). The L2 cache
-# differs by card; this is that of a common one.
+# What a multiprocessor of each capability holds: threads, KiB of shared memory, KiB of it for one block (CUDA C++
+# Programming Guide, technical specifications); MiB of L2 cache, which differs by card: that of a common one.
 _ARCHITECTURES = {
-    (6, 0): _Architecture(2048, 64, 48, 4),
-    (6, 1): _Architecture(2048, 96, 48, 3),
-    (7, 0): _Architecture(2048, 96, 96, 6),
-    (7, 5): _Architecture(1024, 64, 64, 4),
-    (8, 0): _Architecture(2048, 164, 163, 40),
-    (8, 6): _Architecture(1536, 100, 99, 6),
-    (8, 9): _Architecture(1536, 100, 99, 72),
-    (9, 0): _Architecture(2048, 228, 227, 50),
-    (10, 0): _Architecture(2048, 228, 227, 126),
-    (12, 0): _Architecture(1536, 100, 99, 96),
+    (6, 0): (2048, 64, 48, 4),
+    (6, 1): (2048, 96, 48, 3),
+    (7, 0): (2048, 96, 96, 6),
+    (7, 5): (1024, 64, 64, 4),
+    (8, 0): (2048, 164, 163, 40),
+    (8, 6): (1536, 100, 99, 6),
+    (8, 9): (1536, 100, 99, 72),
+    (9, 0): (2048, 228, 227, 50),
+    (10, 0): (2048, 228, 227, 126),
+    (12, 0): (1536, 100, 99, 96),
 }
 # Architectures that official builds contain. The newer CUDA has dropped what is older than 7.5.
 _OLD_BUILD = ("12.6", "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90")
@@ -59,18 +52,18 @@ class DeviceProperties:
 
     def __init__(self, device: Device, index: int) -> None:
         self.major, self.minor = device.capability or DEFAULT_CAPABILITY
-        architecture = _ARCHITECTURES.get((self.major, self.minor), _ARCHITECTURES[DEFAULT_CAPABILITY])
+        threads, shared_kib, per_block_kib, cache_mib = _ARCHITECTURES.get(
+            (self.major, self.minor), _ARCHITECTURES[DEFAULT_CAPABILITY]
+        )
         self.name = device.title
         self.total_memory = device.usable_bytes or UNKNOWN_TOTAL_BYTES
         self.multi_processor_count = device.num_multiprocessors or _DEFAULT_MULTIPROCESSORS
-        self.max_threads_per_multi_processor = architecture.max_threads
-        self.shared_memory_per_block_optin = architecture.shared_per_block_kib * 1024
-        self.shared_memory_per_multiprocessor = architecture.shared_kib * 1024
-        self.L2_cache_size = architecture.l2_cache_mib * 1024**2
+        self.max_threads_per_multi_processor = threads
+        self.shared_memory_per_block_optin = per_block_kib * 1024
+        self.shared_memory_per_multiprocessor = shared_kib * 1024
+        self.L2_cache_size = cache_mib * 1024**2
         # In kHz; two transfers per clock.
-        self.memory_clock_rate = int(
-            (device.bandwidth_bytes_per_second or 0.0) / (2 * self.memory_bus_width / 8) / 1000
-        )
+        self.memory_clock_rate = int((device.bandwidth_bytes_per_second or 0) / (2 * self.memory_bus_width / 8) / 1000)
         self.gcnArchName = self.name
         self.pci_bus_id = index + 1
         self.uuid = f"00000000-0000-0000-0000-{index:012x}"
@@ -133,13 +126,13 @@ class CudaDevices:
 
     def check(self, index: int) -> None:
         """Raises what CUDA raises for a device that isn't there."""
-        if not 0 <= index < max(self.count, self.assumed):
+        if not self._is_there(index):
             error = getattr(torch, "AcceleratorError", RuntimeError)
             raise error(f"CUDA error: invalid device ordinal\n{self._hint(index)}")
 
     def properties(self, index: int) -> DeviceProperties:
         """What one device can do."""
-        if not 0 <= index < max(self.count, self.assumed):
+        if not self._is_there(index):
             raise AssertionError(f"Invalid device id. {self._hint(index)}")
         return DeviceProperties(self.device, index)
 
@@ -150,6 +143,9 @@ class CudaDevices:
     def is_forked(self) -> bool:
         """Whether this is a child process of the simulation: CUDA can't be used in those."""
         return os.getpid() != self._process_id
+
+    def _is_there(self, index: int) -> bool:
+        return 0 <= index < max(self.count, self.assumed)
 
     def _hint(self, index: int) -> str:
         devices = "1 device is" if self.count == 1 else f"{self.count} devices are"
@@ -192,33 +188,29 @@ class CudaDevices:
         }
         dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
         supported = {"supported_dtypes": {dtype for dtype in dtypes if not str(dtype).startswith("torch.q")}}
-        # PyTorch's own keeps its first answer for ever.
-        capabilities = {"get_device_capability": lambda device=None, /: supported}
 
         def get_properties(device: Any = None) -> DeviceProperties:
             cuda._lazy_init()
             return self.properties(cuda._get_device_index(device, optional=True))
 
-        def is_bf16_supported(including_emulation: bool = True) -> bool:
-            return including_emulation or self.capability >= (8, 0)
-
+        functions = {
+            "_CudaDeviceProperties": DeviceProperties,
+            "_get_device_properties": self.properties,
+            "get_device_properties": get_properties,
+            "_exchange_device": self.exchange,
+            "_maybe_exchange_device": self.exchange,
+            "_is_in_bad_fork": self.is_forked,
+            "_initialized": True,
+            "_queued_calls": [],
+            "_cached_device_count": None,
+            "device_count": lambda: self.count,
+            "is_bf16_supported": lambda including_emulation=True: including_emulation or self.capability >= (8, 0),
+        }
+        # PyTorch's own keeps its first answer for ever.
+        accelerator = {"get_device_capability": lambda device=None, /: supported}
         return [
             *in_extension(low),
             Replacement(torch.version, "cuda", version),
-            Replacement(cuda, "_CudaDeviceProperties", DeviceProperties),
-            Replacement(cuda, "_get_device_properties", self.properties),
-            Replacement(cuda, "get_device_properties", get_properties),
-            Replacement(cuda, "_exchange_device", self.exchange),
-            Replacement(cuda, "_maybe_exchange_device", self.exchange),
-            Replacement(cuda, "_is_in_bad_fork", self.is_forked),
-            Replacement(cuda, "_initialized", True),
-            Replacement(cuda, "_queued_calls", []),
-            Replacement(cuda, "_cached_device_count", None),
-            Replacement(cuda, "device_count", lambda: self.count),
-            Replacement(cuda, "is_bf16_supported", is_bf16_supported),
-            *(
-                Replacement(torch.accelerator, name, value)
-                for name, value in capabilities.items()
-                if hasattr(torch.accelerator, name)
-            ),
+            *in_owner(cuda, functions),
+            *in_owner(torch.accelerator, accelerator if hasattr(torch.accelerator, "get_device_capability") else {}),
         ]

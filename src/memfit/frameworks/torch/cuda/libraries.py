@@ -108,9 +108,9 @@ def _profiler_replacements() -> list[Replacement]:
         plain_init(self, enabled, **options)
 
     # Set by the profiler at its first use, from what it finds then.
-    found = [name for name in ("_cupti_monitor_module", "_cupti_monitor_checked") if hasattr(profiler, name)]
+    names = ("_cupti_monitor_module", "_cupti_monitor_checked")
     return [
-        *(Replacement(profiler, name, getattr(profiler, name)) for name in found),
+        *(Replacement(profiler, name, getattr(profiler, name)) for name in names if hasattr(profiler, name)),
         Replacement(profiler, "_supported_activities", lambda: {_Activity.CPU, _Activity.CUDA}),
         Replacement(profiler.profile, "__init__", init),
     ]
@@ -119,7 +119,7 @@ def _profiler_replacements() -> list[Replacement]:
 class _Ranges:
     """NVTX without a profiler that would listen."""
 
-    _depth = 0
+    _depth = _num_started = 0
 
     def rangePushA(self, message: str) -> int:
         self._depth += 1
@@ -129,7 +129,10 @@ class _Ranges:
         self._depth -= 1
         return self._depth
 
-    rangeStartA = lambda self, message: 1  # noqa: E731
+    def rangeStartA(self, message: str) -> int:
+        self._num_started += 1
+        return self._num_started
+
     rangeEnd = markA = deviceRangeStart = deviceRangeEnd = lambda self, *arguments: None
 
 
@@ -167,25 +170,21 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None =
 
 
 def cuda_replacements(
-    devices: CudaDevices, memory: LiveAllocator, report: Callable[[str, str], None], look: Any = None
+    devices: CudaDevices, memory: LiveAllocator, report: Callable[[str, str], None], look: Any
 ) -> list[Replacement]:
-    """What makes PyTorch take this machine for one with CUDA devices.
+    """What makes PyTorch take this machine for one with CUDA devices, all but the first of which are empty.
 
-    Args:
-        devices: which ones PyTorch finds.
-        memory: that of the first; the others are empty.
-        report: takes (code, text) of each assumption made.
-        look: shows tensors as on the device; learns which devices there are, and the default that the program chooses.
+    `look`, which shows tensors as on the device, learns which devices there are, and the default that the program
+    chooses.
     """
-    shown_by = SimpleNamespace(default_device=None, default_type_is_cuda=False) if look is None else look
-    shown_by.check_index = devices.check
+    look.check_index = devices.check
     shown = CudaMemory(devices, memory, report)
     return [
         *devices.replacements(),
         *shown.replacements(),
         *stream_replacements(devices, report),
         *random_replacements(devices, devices.count),
-        *type_replacements(shown_by),
+        *type_replacements(look),
         *library_replacements(devices, shown.info),
         *address_replacements(),
         *compilation_replacements(report),

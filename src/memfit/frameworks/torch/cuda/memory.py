@@ -13,8 +13,9 @@ import torch
 
 from memfit.allocator.live import LiveAllocator
 from memfit.core.device import Device
+from memfit.core.units import GIB, KIB, MIB
 from memfit.frameworks.torch.cuda.devices import UNKNOWN_TOTAL_BYTES, CudaDevices
-from memfit.frameworks.torch.shapes.patching import Replacement, in_extension
+from memfit.frameworks.torch.shapes.patching import Replacement, in_extension, in_owner
 
 MEMORY_HISTORY = "memory-history"
 MEMORY_POOL = "memory-pool"
@@ -44,13 +45,10 @@ def format_bytes(size_bytes: int) -> str:
     >>> format_bytes(1024), format_bytes(20 * 2**20), format_bytes(2**30), format_bytes(3 * 2**30)
     ('1024 bytes', '20.00 MiB', '1024.00 MiB', '3.00 GiB')
     """
-    if size_bytes <= 1024:
+    if size_bytes <= KIB:
         return f"{size_bytes} bytes"
-    if size_bytes <= 1024**2:
-        return f"{size_bytes / 1024:.2f} KiB"
-    if size_bytes <= 1024**3:
-        return f"{size_bytes / 1024**2:.2f} MiB"
-    return f"{size_bytes / 1024**3:.2f} GiB"
+    unit, name = (KIB, "KiB") if size_bytes <= MIB else (MIB, "MiB") if size_bytes <= GIB else (GIB, "GiB")
+    return f"{size_bytes / unit:.2f} {name}"
 
 
 def out_of_memory_message(
@@ -58,12 +56,7 @@ def out_of_memory_message(
 ) -> str:
     """PyTorch's own words when a request can't be met (2.13, `DeviceCachingAllocator::malloc`).
 
-    Args:
-        device: what is full.
-        memory: its allocator, after the failed attempt.
-        requested_bytes: what the program asked for.
-        index: of the device.
-        process_id: as a driver says it that can't tell whose process it is, as in a container; None: "this process".
+    A driver that can't tell whose process it is, as in a container, says `process_id`; None: "this process".
     """
     allocated_bytes, reserved_bytes = memory.allocated_bytes, memory.reserved_bytes
     in_use = format_bytes(reserved_bytes + (device.context_bytes or 0))
@@ -127,7 +120,7 @@ class CudaMemory:
         # Blocks in use carry what was asked for; free ones nothing.
         used = [block for block in blocks if block.state == 0]
         head = blocks[0]
-        small = head.pool.page_bytes == 2 * 1024**2
+        small = head.pool.page_bytes == 2 * MIB
         # The pools of expandable segments both begin at 0.
         base = _FIRST_ADDRESS if small else 2 * _FIRST_ADDRESS
         return {
@@ -219,13 +212,9 @@ class CudaMemory:
             "_accelerator_setAllocatorSettings": self._ignore_settings,
             "_cuda_cudaCachingAllocator_set_allocator_settings": self._ignore_settings,
         }
-        homes = (torch.cuda, torch.cuda.memory)
-        return [
-            *in_extension(low),
-            *(Replacement(home, name, value) for home in homes for name, value in self._pools().items()),
-            Replacement(torch.cuda.memory, "_record_memory_history", self._ignore_history),
-            Replacement(torch.cuda.memory, "_dump_snapshot", self._ignore_history),
-        ]
+        pools = self._pools()
+        history = dict.fromkeys(("_record_memory_history", "_dump_snapshot"), self._ignore_history)
+        return [*in_extension(low), *in_owner(torch.cuda, pools), *in_owner(torch.cuda.memory, pools | history)]
 
     def _pools(self) -> dict[str, Any]:
         """Private pools, which are served from the common one."""

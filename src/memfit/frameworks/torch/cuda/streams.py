@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from memfit.frameworks.torch.cuda.devices import CudaDevices
-from memfit.frameworks.torch.shapes.patching import Replacement, in_extension
+from memfit.frameworks.torch.shapes.patching import Replacement, in_extension, in_owner
 
 GRAPH_AS_EAGER = "graph-as-eager"
-ELAPSED_MILLISECONDS = 1.0
-"""The time between any two events."""
+# The time between any two events.
+_ELAPSED_MILLISECONDS = 1.0
 # c10::DeviceType::CUDA
 _CUDA = 1
 
@@ -26,13 +26,20 @@ def _nothing(*arguments: Any, **options: Any) -> None:
     """There is nothing to wait for and nothing left to do."""
 
 
-class SimulatedStream:
+def _true(*arguments: Any) -> bool:
+    return True
+
+
+def _false(*arguments: Any) -> bool:
+    return False
+
+
+class _Stream:
     """A queue of work, as `torch.cuda.Stream` and `torch.Stream` show it; its priority has no effect."""
 
-    is_simulated = True
     _devices: CudaDevices
     _current: "_CurrentStreams"
-    _event: "type[SimulatedEvent]"
+    _event: "type[_Event]"
     _numbers: "itertools.count[int]"
 
     def __init__(
@@ -57,27 +64,17 @@ class SimulatedStream:
         self.priority = priority
 
     synchronize = wait_event = wait_stream = _nothing
-
-    def query(self) -> bool:
-        """All work is done."""
-        return True
-
-    def is_capturing(self) -> bool:
-        """No work is captured: it is run."""
-        return False
+    query = _true
+    # What would be captured is run.
+    is_capturing = _false
+    priority_range = staticmethod(lambda: (0, -5))
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has happened."""
         event = self._event() if event is None else event
         event.record(self)
         return event
 
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        """The lowest and the highest priority."""
-        return 0, -5
-
-    def __enter__(self) -> "SimulatedStream":
+    def __enter__(self) -> "_Stream":
         self._current.enter(self)
         return self
 
@@ -85,7 +82,7 @@ class SimulatedStream:
         self._current.leave(self._devices)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SimulatedStream) and hash(self) == hash(other)
+        return isinstance(other, _Stream) and hash(self) == hash(other)
 
     def __hash__(self) -> int:
         return hash((self.stream_id, self.device_index))
@@ -97,10 +94,9 @@ class SimulatedStream:
         return 0, self.cuda_stream
 
 
-class SimulatedEvent:
+class _Event:
     """A moment, as `torch.cuda.Event` and `torch.Event` show it; only `enable_timing` has an effect."""
 
-    is_simulated = True
     _devices: CudaDevices
     _numbers: "itertools.count[int]"
 
@@ -112,32 +108,26 @@ class SimulatedEvent:
         self.device = torch.device("cuda", self._devices.current)
 
     wait = synchronize = _nothing
+    query = _true
 
     def record(self, stream: Any = None) -> None:
-        """It happens now."""
         self.cuda_event = self.event_id = next(self._numbers)
 
-    def query(self) -> bool:
-        """It has happened."""
-        return True
-
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds to a later event: always the same."""
         if not (self.enable_timing and end_event.enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not (self.cuda_event and end_event.cuda_event):
             raise ValueError("Both events must be recorded before calculating elapsed time.")
-        return ELAPSED_MILLISECONDS
+        return _ELAPSED_MILLISECONDS
 
     def ipc_handle(self) -> bytes:
-        """Refuses: there is nothing another process could wait for."""
         raise RuntimeError("events of a simulated device can't be shared with other processes.")
 
     def __repr__(self) -> str:
         return f"<torch.cuda.Event {self.cuda_event:#x}>" if self.cuda_event else "<torch.cuda.Event uninitialized>"
 
 
-class SimulatedGraph:
+class _Graph:
     """A CUDA graph whose work ran, as ordinary operators, when it was captured; `replay` does nothing more."""
 
     _report: Callable[[str, str], None]
@@ -146,23 +136,17 @@ class SimulatedGraph:
     def __init__(self, keep_graph: bool = False, **options: Any) -> None:
         self._pool = (0, next(self._pools))
 
-    capture_end = instantiate = replay = reset = _nothing
+    capture_end = instantiate = replay = reset = __exit__ = _nothing
     enable_debug_mode = debug_dump = register_generator_state = _nothing
 
     def capture_begin(self, *arguments: Any, **options: Any) -> None:
-        """Says that work will run at once."""
         text = "work captured in a CUDA graph was run as ordinary operators, without its own pool"
         self._report(GRAPH_AS_EAGER, text)
 
+    __enter__ = capture_begin
+
     def pool(self) -> tuple[int, int]:
-        """The name of its pool."""
         return self._pool
-
-    def __enter__(self) -> None:
-        self.capture_begin()
-
-    def __exit__(self, *details: object) -> None:
-        self.capture_end()
 
 
 class _CurrentStreams(threading.local):
@@ -175,7 +159,7 @@ class _CurrentStreams(threading.local):
     def get(self, index: int) -> int:
         return self.ids.get(index, 0)
 
-    def enter(self, stream: SimulatedStream) -> None:
+    def enter(self, stream: _Stream) -> None:
         index = stream.device_index
         self._before.append((stream._devices.exchange(index), index, self.get(index)))
         self.ids[index] = stream.stream_id
@@ -187,9 +171,7 @@ class _CurrentStreams(threading.local):
 
 
 def _index_of(devices: CudaDevices, device: Any) -> int:
-    if device is None:
-        return devices.current
-    index = device if isinstance(device, int) else torch.device(device).index
+    index = device if device is None or isinstance(device, int) else torch.device(device).index
     return devices.current if index is None or index < 0 else index
 
 
@@ -217,9 +199,9 @@ def _either(plain: type, base: type, make: Callable[..., Any]) -> type:
 def stream_replacements(devices: CudaDevices, report: Callable[[str, str], None]) -> list[Replacement]:
     """Everything about streams, events and graphs that PyTorch lacks without a device."""
     current, numbers = _CurrentStreams(), itertools.count(1)
-    event: Any = type("Event", (SimulatedEvent,), {"_devices": devices, "_numbers": numbers})
+    event: Any = type("Event", (_Event,), {"_devices": devices, "_numbers": numbers})
     shared = {"_devices": devices, "_numbers": numbers, "_current": current, "_event": event}
-    stream: Any = type("Stream", (SimulatedStream,), shared)
+    stream: Any = type("Stream", (_Stream,), shared)
     external: Any = type(
         "ExternalStream",
         (stream,),
@@ -247,26 +229,24 @@ def stream_replacements(devices: CudaDevices, report: Callable[[str, str], None]
         "_cuda_getStreamFromExternal": describe,
         "_cuda_getCurrentRawStream": current.get,
         "_cuda_setStream": lambda stream_id, device_index, device_type: current.ids.update({device_index: stream_id}),
-        "_cuda_isCurrentStreamCapturing": lambda: False,
+        "_cuda_isCurrentStreamCapturing": _false,
         "_accelerator_getStream": lambda index: stream(stream_id=current.get(index), device_index=index),
         "_accelerator_setStream": set_stream,
     }
     types = {"Stream": stream, "ExternalStream": external, "Event": event}
     graphs = _graph_functions(report)
     cuda: Any = torch.cuda
+    accelerator = {"Graph": graphs["CUDAGraph"]} if hasattr(torch.accelerator, "Graph") else {}
     return [
         *in_extension(low),
-        *(Replacement(home, name, value) for home in (cuda, cuda.streams) for name, value in types.items()),
-        *(Replacement(home, name, value) for home in (cuda, cuda.graphs) for name, value in graphs.items()),
-        Replacement(cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False),
-        Replacement(torch, "Stream", _either(torch.Stream, SimulatedStream, stream)),
-        Replacement(torch, "Event", _either(torch.Event, SimulatedEvent, CudaEvent)),
-        *(
-            Replacement(torch.accelerator, "Graph", graphs["CUDAGraph"])
-            for _ in range(hasattr(torch.accelerator, "Graph"))
-        ),
+        *in_owner(cuda, types | graphs),
+        *in_owner(cuda.streams, types),
+        *in_owner(cuda.graphs, graphs | {"_cuda_isCurrentStreamCapturing": _false}),
+        *in_owner(torch.accelerator, accelerator),
+        Replacement(torch, "Stream", _either(torch.Stream, _Stream, stream)),
+        Replacement(torch, "Event", _either(torch.Event, _Event, CudaEvent)),
         # PyTorch's own refuses any other stream than its own before a function mode can see the call.
-        Replacement(torch.Tensor, "record_stream", lambda tensor, stream: None),
+        Replacement(torch.Tensor, "record_stream", _nothing),
         # A list of streams that scattering keeps for the next time.
         Replacement(torch.nn.parallel._functions, "_streams", None),
     ]
@@ -274,7 +254,7 @@ def stream_replacements(devices: CudaDevices, report: Callable[[str, str], None]
 
 def _graph_functions(report: Callable[[str, str], None]) -> dict[str, Any]:
     pools = itertools.count(1)
-    graph: Any = type("CUDAGraph", (SimulatedGraph,), {"_report": staticmethod(report)})
+    graph: Any = type("CUDAGraph", (_Graph,), {"_report": staticmethod(report)})
 
     @contextmanager
     def capturing(cuda_graph: Any, *arguments: Any, **options: Any) -> Iterator[None]:
@@ -291,5 +271,5 @@ def _graph_functions(report: Callable[[str, str], None]) -> dict[str, Any]:
         "graph": capturing,
         "make_graphed_callables": make_graphed_callables,
         "graph_pool_handle": lambda: (0, next(pools)),
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": _false,
     }

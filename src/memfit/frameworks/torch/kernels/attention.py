@@ -14,7 +14,9 @@ import torch
 from memfit.core.estimate import LACKS_PRECISION
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.kernels.autocast import Autocast
-from memfit.frameworks.torch.kernels.recurrent import FusedRmsNorm, Recurrent, host_lstm
+from memfit.frameworks.torch.kernels.cuda_kernels import capability_name
+from memfit.frameworks.torch.kernels.fallbacks import Report
+from memfit.frameworks.torch.kernels.recurrent import fused_rms_norm, host_lstm, recurrent_interceptors
 from memfit.frameworks.torch.shapes.interception import Interceptor, call_plain
 from memfit.frameworks.torch.shapes.shapes import HALVES, Operator
 
@@ -39,10 +41,9 @@ class Call:
 
     def cast(self, autocast: Autocast) -> "Call":
         """The call as autocast changes it."""
-        dtype = autocast.dtype
-        if dtype is None:
+        if autocast.dtype is None:
             return self
-        query, key, value, mask = autocast.cast((self.query, self.key, self.value, self.attn_mask), dtype)
+        query, key, value, mask = autocast.cast((*self.tensors, self.attn_mask), autocast.dtype)
         return replace(self, query=query, key=key, value=value, attn_mask=mask)
 
     @property
@@ -63,81 +64,50 @@ class Call:
     def run_math(self, run: Callable[..., Any]) -> Any:
         """The plain operators, on any device."""
         math = torch.ops.aten._scaled_dot_product_attention_math.default
-        return run(
-            math,
-            *self.tensors,
-            self.attn_mask,
-            self.dropout_p,
-            self.is_causal,
-            None,
-            scale=self.scale,
-            enable_gqa=self.enable_gqa,
-        )[0]
+        options = (self.attn_mask, self.dropout_p, self.is_causal, None)
+        return run(math, *self.tensors, *options, scale=self.scale, enable_gqa=self.enable_gqa)[0]
 
 
-class Attention:
-    """Chooses the kernel of a CUDA device.
+def cuda_attention(capability: tuple[int, int], autocast: Autocast, report: Report) -> Interceptor:
+    """The interceptor of `scaled_dot_product_attention` on a CUDA device."""
+    reported: set[torch.dtype] = set()
 
-    Args:
-        capability: compute capability, (8, 6).
-        autocast: casts queries, keys and values first, as CUDA's autocast does.
-        report: takes (code, text) of what the device lacks.
-    """
-
-    def __init__(
-        self,
-        capability: tuple[int, int],
-        autocast: Autocast,
-        report: Callable[[str, str], None] = lambda code, text: None,
-    ) -> None:
-        self._capability = capability
-        self._autocast = autocast
-        self._report = report
-        self._told: set[torch.dtype] = set()
-
-    def __call__(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
-        """The interceptor of `scaled_dot_product_attention`."""
-        call = Call(*args, **kwargs).cast(self._autocast)
-        kernel = choose_cuda_kernel(call, self._capability)
-        if kernel == "math" and self._capability < _AMPERE:
-            self._compare_devices(call)
-        run = self._autocast.suspended_call
+    def attend(op: Operator, *args: Any, **kwargs: Any) -> Any:
+        call = Call(*args, **kwargs).cast(autocast)
+        kernel = choose_cuda_kernel(call, capability)
         if kernel == "flash":
             return _flash(call)
+        run = autocast.suspended_call
         if kernel == "efficient":
-            mask = _additive_mask(call.attn_mask, call.query.dtype)
-            return run(
-                torch.ops.aten._scaled_dot_product_efficient_attention.default,
-                *call.tensors,
-                _padded_mask(mask, call.query, call.key),
-                call.needs_grad and torch.is_grad_enabled(),
-                call.dropout_p,
-                call.is_causal,
-                scale=call.scale,
-            )[0]
+            efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+            mask = _padded_mask(_additive_mask(call.attn_mask, call.query.dtype), call.query, call.key)
+            keeps = call.needs_grad and torch.is_grad_enabled()
+            return run(efficient, *call.tensors, mask, keeps, call.dropout_p, call.is_causal, scale=call.scale)[0]
+        dtype = call.query.dtype
+        if capability < _AMPERE and dtype not in reported and choose_cuda_kernel(call, _AMPERE) != "math":
+            reported.add(dtype)
+            report(LACKS_PRECISION, _comparison(call, capability))
         return call.run_math(run)
 
-    def _compare_devices(self, call: Call) -> None:
-        """Says once that another device, or another precision on this one, would keep no matrix of scores."""
-        dtype = call.query.dtype
-        if dtype in self._told or choose_cuda_kernel(call, _AMPERE) == "math":
-            return
-        self._told.add(dtype)
-        with internals.disable_current_modes():
-            # What only decides is on nobody's account.
-            query, key, value = (torch.empty_like(tensor, dtype=torch.float16) for tensor in call.tensors)
-            mask = call.attn_mask
-            if mask is not None and mask.dtype is dtype:
-                mask = torch.empty_like(mask, dtype=torch.float16)
-            in_half = replace(call, query=query, key=key, value=value, attn_mask=mask)
-            better = choose_cuda_kernel(in_half, self._capability) != "math"
-        have = ".".join(map(str, self._capability))
-        self._report(
-            LACKS_PRECISION,
-            f"attention in {str(dtype).removeprefix('torch.')} keeps its whole matrix of scores: kernels that don't "
-            f"are for compute capability 8.0 and later, and the device has {have}"
-            + ("; for float16 (amp-fp16, fp16) it has one" if better else ""),
-        )
+    return attend
+
+
+def _comparison(call: Call, capability: tuple[int, int]) -> str:
+    """Says that another device, or another precision on this one, would keep no matrix of scores."""
+    dtype = call.query.dtype
+    with internals.disable_current_modes():
+        # What only decides is on nobody's account.
+        query, key, value = (torch.empty_like(tensor, dtype=torch.float16) for tensor in call.tensors)
+        mask = call.attn_mask
+        if mask is not None and mask.dtype is dtype:
+            mask = torch.empty_like(mask, dtype=torch.float16)
+        in_half = replace(call, query=query, key=key, value=value, attn_mask=mask)
+        better = choose_cuda_kernel(in_half, capability) != "math"
+    return (
+        f"attention in {str(dtype).removeprefix('torch.')} keeps its whole matrix of scores: kernels that don't "
+        f"are for compute capability 8.0 and later, and the device has {capability_name(capability)}"
+        + ("; for float16 (amp-fp16, fp16) it has one" if better else "")
+    )
 
 
 def choose_cuda_kernel(call: Call, capability: tuple[int, int]) -> str:
@@ -146,30 +116,22 @@ def choose_cuda_kernel(call: Call, capability: tuple[int, int]) -> str:
     query, key, value = call.tensors
     fused = query.dim() == key.dim() == value.dim() == 4 and 0 not in (query.shape[2], key.shape[2])
     fused = fused and all(t.stride(-1) == 1 for t in call.tensors)
-    for backend in _priority_order():
+    for backend in internals.sdp_priority_order():
         if backend == _MATH and switches.math_sdp_enabled():
             return "math"
         if not fused:
             continue
-        if backend == _FLASH and switches.flash_sdp_enabled():
-            if _flash_fits(call, capability):
-                return "flash"
-        elif backend == _EFFICIENT and switches.mem_efficient_sdp_enabled():
-            if _efficient_fits(call, capability):
-                return "efficient"
-        elif backend == _CUDNN and switches.cudnn_sdp_enabled() and _cudnn_fits(call, capability):
+        if backend == _FLASH and switches.flash_sdp_enabled() and _flash_fits(call, capability):
+            return "flash"
+        if backend == _EFFICIENT and switches.mem_efficient_sdp_enabled() and _efficient_fits(call, capability):
+            return "efficient"
+        if backend == _CUDNN and switches.cudnn_sdp_enabled() and _cudnn_fits(call, capability):
             return "flash" if call.attn_mask is None else "efficient"
     raise RuntimeError(
         "no attention kernel that is switched on takes these arguments: "
         f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} in {query.dtype}, "
         f"{'with' if call.attn_mask is not None else 'without'} a mask. Switch on SDPBackend.MATH as well."
     )
-
-
-def _priority_order() -> list[int]:
-    """The user's order of kernels, or the one of versions that had no other."""
-    order = getattr(torch._C, "_get_sdp_priority_order", None)
-    return list(order()) if order is not None else [_FLASH, _EFFICIENT, _MATH]
 
 
 def _flash_fits(call: Call, capability: tuple[int, int]) -> bool:
@@ -192,21 +154,19 @@ def _flash_fits(call: Call, capability: tuple[int, int]) -> bool:
 
 def _efficient_fits(call: Call, capability: tuple[int, int]) -> bool:
     query, key, value = call.tensors
-    dtypes = (torch.float16, torch.float32) if capability < (8, 0) else (*HALVES, torch.float32)
-    if query.dtype not in dtypes or capability < (5, 0):
-        return False
-    if not call.heads_match or query.shape[0] != key.shape[0]:
-        return False
+    dtypes = (torch.float16, torch.float32) if capability < _AMPERE else (*HALVES, torch.float32)
     # Tensor-core kernels load 16 bytes at a time: 8 halves, or 4 floats from Ampere on.
-    alignment = 1
-    if query.dtype in HALVES and capability >= (7, 0):
-        alignment = 8
-    elif capability >= (8, 0):
-        alignment = 4
-    if query.shape[-1] % alignment or value.shape[-1] % alignment or query.shape[-1] != key.shape[-1]:
-        return False
+    alignment = 8 if query.dtype in HALVES and capability >= (7, 0) else 4 if capability >= _AMPERE else 1
     mask = call.attn_mask
-    return mask is None or not mask.requires_grad or mask.dim() in (2, 4)
+    return (
+        capability >= (5, 0)
+        and query.dtype in dtypes
+        and call.heads_match
+        and query.shape[0] == key.shape[0]
+        and query.shape[-1] == key.shape[-1]
+        and query.shape[-1] % alignment == value.shape[-1] % alignment == 0
+        and (mask is None or not mask.requires_grad or mask.dim() in (2, 4))
+    )
 
 
 def _cudnn_fits(call: Call, capability: tuple[int, int]) -> bool:
@@ -278,16 +238,14 @@ def host_attention(autocast: Autocast) -> Interceptor:
     return attend
 
 
-def cuda_interceptors(
-    capability: tuple[int, int], autocast: Autocast, report: Callable[[str, str], None] = lambda code, text: None
-) -> dict[str, Interceptor]:
+def cuda_interceptors(capability: tuple[int, int], autocast: Autocast, report: Report) -> dict[str, Interceptor]:
     """What a CUDA device decides above autograd."""
     return {
         **autocast.interceptors(),
-        "scaled_dot_product_attention": Attention(capability, autocast, report),
-        **Recurrent(autocast).interceptors(),
+        "scaled_dot_product_attention": cuda_attention(capability, autocast, report),
+        **recurrent_interceptors(autocast),
         "dropout": _native_dropout,
-        "rms_norm": FusedRmsNorm(autocast),
+        "rms_norm": fused_rms_norm(autocast),
         "ctc_loss.Tensor": _ctc_by_lengths,
     }
 
@@ -310,15 +268,14 @@ def _ctc_by_lengths(
     *options: Any,
 ) -> Any:
     """CUDA reads the lengths on the host; with a dispatch mode on, PyTorch would take another way."""
-    most_inputs, most_targets = log_probs.shape[0], targets.shape[-1]
-    given = _lengths(input_lengths, most_inputs), _lengths(target_lengths, most_targets)
+
+    def lengths(tensor: torch.Tensor, most: int) -> list[int]:
+        read = [int(length) for length in tensor.to("cpu").flatten().tolist()]
+        # Zeros stand in for lengths that are not known.
+        return read if any(read) else [most] * len(read)
+
+    given = lengths(input_lengths, log_probs.shape[0]), lengths(target_lengths, targets.shape[-1])
     return torch.ops.aten.ctc_loss.IntList(log_probs, targets, *given, *options)
-
-
-def _lengths(tensor: torch.Tensor, most: int) -> list[int]:
-    read = [int(length) for length in tensor.to("cpu").flatten().tolist()]
-    # Zeros stand in for lengths that are not known.
-    return read if any(read) else [most] * len(read)
 
 
 def _native_dropout(op: Operator, tensor: torch.Tensor, p: float, train: bool) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.interception import Interceptor, call_plain, overload
-from memfit.frameworks.torch.shapes.shapes import HALVES, Operator, tensors
+from memfit.frameworks.torch.shapes.shapes import HALVES, Operator, map_nested, tensors
 
 # Words rather than lists of strings: a hundred quoted names would hide what is in them.
 LOWER_PRECISION = """
@@ -67,11 +67,7 @@ def host_float32() -> tuple[str, ...]:
 
 
 class Autocast:
-    """Makes the casts.
-
-    Args:
-        device_type: whose autocast state counts, "cuda" or "cpu".
-    """
+    """Makes the casts, by the autocast state of `device_type`, "cuda" or "cpu"."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -82,19 +78,20 @@ class Autocast:
 
     def interceptors(self) -> dict[str, Interceptor]:
         """An interceptor for every operator on the lists."""
-        table: dict[str, Interceptor] = {}
         if self._device_type == "cpu":
-            table |= dict.fromkeys(HOST_LOWER_PRECISION, self._lower)
-            table |= dict.fromkeys(HOST_WIDEST, self._widest)
-            return table | dict.fromkeys(host_float32(), self._float32)
-        table |= dict.fromkeys(LOWER_PRECISION, self._lower)
-        table |= dict.fromkeys(FLOAT32, self._float32)
-        table |= dict.fromkeys(FLOAT32_BY_DTYPE_ARGUMENT, self._by_dtype)
-        table |= dict.fromkeys(WIDEST, self._widest)
-        table |= dict.fromkeys(BANNED, self._banned)
-        for name, longer in FLOAT32_BY_EXTRA_DTYPE.items():
-            table[name] = self._with_extra_dtype(longer)
-        return table
+            return {
+                **dict.fromkeys(HOST_LOWER_PRECISION, self._lower),
+                **dict.fromkeys(HOST_WIDEST, self._widest),
+                **dict.fromkeys(host_float32(), self._float32),
+            }
+        return {
+            **dict.fromkeys(LOWER_PRECISION, self._lower),
+            **dict.fromkeys(FLOAT32, self._float32),
+            **dict.fromkeys(FLOAT32_BY_DTYPE_ARGUMENT, self._by_dtype),
+            **dict.fromkeys(WIDEST, self._widest),
+            **dict.fromkeys(BANNED, self._banned),
+            **{name: self._with_extra_dtype(longer) for name, longer in FLOAT32_BY_EXTRA_DTYPE.items()},
+        }
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -109,18 +106,19 @@ class Autocast:
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """`value` with its eligible tensors cast to `dtype`; casts of parameters to a lower precision are kept."""
-        if isinstance(value, list | tuple):
-            return type(value)(self.cast(part, dtype) for part in value)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.is_meta:
-            return value
-        if value.dtype in (torch.float64, dtype):
-            return value
-        lowers_leaf = value.dtype is torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
-        if not (lowers_leaf and dtype is not torch.float32 and torch.is_autocast_cache_enabled()):
-            return value.to(dtype)
-        if id(value) not in self._cache:
-            self._cache[id(value)] = (value, value.to(dtype))
-        return self._cache[id(value)][1]
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point() or not tensor.is_meta or tensor.dtype in (torch.float64, dtype):
+                return tensor
+            is_leaf = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+            lowers = tensor.dtype is torch.float32 and dtype is not torch.float32
+            if not (is_leaf and lowers and torch.is_autocast_cache_enabled()):
+                return tensor.to(dtype)
+            if id(tensor) not in self._cache:
+                self._cache[id(tensor)] = (tensor, tensor.to(dtype))
+            return self._cache[id(tensor)][1]
+
+        return map_nested(value, cast)
 
     def suspended_call(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
         """Calls `op` with casts off but every other interception on."""

@@ -1,4 +1,4 @@
-"""Shape and layout of a convolution's outputs.
+"""Shape and layout of the outputs of convolutions and batch norms.
 
 PyTorch's rule for shape-only tensors always answers "contiguous", since they are on no device it could ask. cuDNN and
 oneDNN follow their inputs: if the data or the weight is channels-last, so are the result and all gradients.
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memfit.frameworks.torch.shapes.shapes import HALVES, META, Operator
+from memfit.frameworks.torch.shapes.shapes import HALVES, META, Arguments, Operator, Options, shape_like
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -39,7 +39,7 @@ def channels_last_format(*tensors: torch.Tensor) -> torch.memory_format | None:
     return _FORMATS[tensors[0].dim()] if any(is_channels_last(t) for t in tensors) else None
 
 
-def forward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def forward_rule(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """Output of `convolution`; what looks wrong is left to PyTorch's own rule, which says why."""
     data, weight, _, stride, padding, dilation, transposed, output_padding, groups = args
     dims = data.dim()
@@ -62,7 +62,7 @@ def forward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return torch.empty(size, dtype=data.dtype, device=META, memory_format=layout)
 
 
-def backward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def backward_rule(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """Gradients of `convolution`: of the data, the weight and the bias, those asked for."""
     gradient, data, weight, bias_sizes = args[:4]
     wanted = args[10]
@@ -78,25 +78,50 @@ def backward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any],
     )
 
 
+def _dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _batch_norm(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
+    """As PyTorch's own rule, which is written in Python and takes up to two milliseconds for each new shape."""
+    tensor, training = args[0], args[5]
+    return (shape_like(tensor), *_per_channel(tensor, 2)) if training and _dense(tensor) else NotImplemented
+
+
+def _batch_norm_backward(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
+    """As PyTorch's own rule, but without a gradient that nobody wants."""
+    gradient, tensor, weight = args[:3]
+    mask = args[9]
+    if not _dense(tensor) or gradient.stride() != tensor.stride():
+        return NotImplemented
+    dtype = weight.dtype if weight is not None else torch.float32
+    parts = [torch.empty(tensor.shape[1], dtype=dtype, device=META) if wanted else None for wanted in mask[1:]]
+    return (shape_like(tensor) if mask[0] else None, *parts)
+
+
 def _per_channel(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Statistics, one number per channel: float32 for half precision (Normalization.cuh)."""
     dtype = torch.float32 if tensor.dtype in HALVES else tensor.dtype
     return [torch.empty(tensor.shape[1], dtype=dtype, device=META) for _ in range(count)]
 
 
-def _reduce(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _reduce(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """Sums of the gradient and of its product with the input, and gradients of weight and bias."""
     for_input, for_weight, for_bias = args[5:8]
     asked = (for_input, for_input, for_weight, for_bias)
     return tuple(made if wanted else None for made, wanted in zip(_per_channel(args[1], 4), asked, strict=True))
 
 
-def _stats(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _stats(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     return tuple(_per_channel(args[0], 2))
 
 
-# Batch norm over several devices, whose operators exist on GPUs only and have no shape rules in PyTorch.
 RULES = {
+    "aten::convolution": forward_rule,
+    "aten::convolution_backward": backward_rule,
+    "aten::native_batch_norm": _batch_norm,
+    "aten::native_batch_norm_backward": _batch_norm_backward,
+    # Batch norm over several devices, whose operators exist on GPUs only and have no shape rules in PyTorch.
     "aten::batch_norm_stats": _stats,
     "aten::batch_norm_gather_stats": _stats,
     "aten::batch_norm_gather_stats_with_counts": _stats,

@@ -8,7 +8,6 @@ cuDNN's convolutions: tensor-core kernels work on channels-last data; given chan
 weight and output in the workspace, with channels padded to the width of a load.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from memfit.core.units import KIB, MIB
 from memfit.frameworks.torch.kernels import recurrent
 from memfit.frameworks.torch.kernels.fallbacks import Report, Rule
 from memfit.frameworks.torch.shapes.recorder import Recorder
-from memfit.frameworks.torch.shapes.shapes import HALVES, Operator, size_bytes
+from memfit.frameworks.torch.shapes.shapes import HALVES, Arguments, Operator, Options, is_mask, size_bytes
 
 _GEMMS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_addmm_activation", "linear")
 # Compute capabilities from which on there is arithmetic in these (CUDA C++ Programming Guide).
@@ -30,17 +29,9 @@ _UNSORTED_INDICES = 3072
 
 
 class CudaInternals:
-    """What CUDA kernels take for themselves.
+    """What kernels of `device` take for themselves; workspaces that stay go to `recorder`."""
 
-    Args:
-        device: whose kernels.
-        recorder: receives workspaces that stay.
-        report: takes (code, text) of what the device lacks.
-    """
-
-    def __init__(
-        self, device: Device, recorder: Recorder, report: Callable[[str, str], None] = lambda code, text: None
-    ) -> None:
+    def __init__(self, device: Device, recorder: Recorder, report: Report) -> None:
         self._capability = device.capability or (8, 0)
         self._recorder = recorder
         self._report = report
@@ -51,17 +42,15 @@ class CudaInternals:
         """Bytes taken inside, by operator name."""
         return {
             **{f"aten::{name}": self._gemm for name in _GEMMS},
-            "aten::convolution": lambda func, args, kwargs, out: self._convolution(
-                args[:2], args[0], args[1], out, args[8]
-            ),
+            "aten::convolution": lambda args, out: self._convolution(args[:2], args[0], args[1], out, args[8]),
             # One workspace, the same for both passes.
-            "aten::convolution_backward": lambda func, args, kwargs, out: self._convolution(
+            "aten::convolution_backward": lambda args, out: self._convolution(
                 args[:3], args[1], args[2], args[0], args[9]
             ),
             # The softmax itself and a boolean mask of its -inf inputs; the output is a third tensor (SoftMax.cpp).
-            "aten::_safe_softmax": lambda func, args, kwargs, out: [size_bytes(out), args[0].numel()],
+            "aten::_safe_softmax": lambda args, out: [size_bytes(out), args[0].numel()],
             # The product of gradient and output (native/cuda/SoftMax.cu).
-            "aten::_softmax_backward_data": lambda func, args, kwargs, out: [size_bytes(args[0])],
+            "aten::_softmax_backward_data": lambda args, out: [size_bytes(args[0])],
             "aten::embedding_dense_backward": _embedding_backward,
             **dict.fromkeys(
                 ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"), _mask_indices
@@ -78,7 +67,7 @@ class CudaInternals:
             "aten::_scaled_mm": self._scaled_product,
         }
 
-    def _scaled_product(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    def _scaled_product(self, func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
         if self._capability < _FLOAT8:
             raise RuntimeError(
                 "torch._scaled_mm (float8) is only supported on CUDA devices of compute capability 8.9 or more, "
@@ -86,16 +75,18 @@ class CudaInternals:
             )
         return NotImplemented
 
-    def _gemm(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    def _gemm(self, args: Arguments, out: Any) -> list[int]:
         """The workspace of cuBLAS: one per thread that multiplies, kept for good (CublasHandlePool.cpp).
 
         The autograd engine runs the backward pass on a thread of its own, hence a second one.
         """
         if not self._has_bfloat16 and isinstance(out, torch.Tensor) and out.dtype is torch.bfloat16:
             self._has_bfloat16 = True  # to be told once
-            have = capability_name(self._capability)
-            text = f"the device (compute capability {have}) has no bfloat16 arithmetic and emulates it, slowly"
-            self._report(LACKS_PRECISION, f"{text}; it has that of float16 (amp-fp16, fp16)")
+            self._report(
+                LACKS_PRECISION,
+                f"the device (compute capability {capability_name(self._capability)}) has no bfloat16 arithmetic and "
+                "emulates it, slowly; it has that of float16 (amp-fp16, fp16)",
+            )
         backward = self._recorder.phase is Phase.BACKWARD
         if backward not in self._threads_with_workspace:
             self._threads_with_workspace.add(backward)
@@ -147,7 +138,7 @@ def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
     return 32 * MIB if capability >= (9, 0) else 2 * 4096 * KIB + 8 * 16 * KIB
 
 
-def _embedding_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+def _embedding_backward(args: Arguments, out: Any) -> list[int]:
     """Sorted indices and float32 sums of their segments, where they are many (EmbeddingBackwardKernel.cu)."""
     indices, num_weights = args[1], args[2]
     count = indices.numel()
@@ -158,15 +149,14 @@ def _embedding_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str,
     return [*[size_bytes(indices)] * 4, num_segments * args[0].shape[-1] * 4]
 
 
-def _mask_indices(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+def _mask_indices(args: Arguments, out: Any) -> list[int]:
     """Boolean masks become indices, at most one per element and dimension (native/IndexingUtils.h)."""
     if len(args) > 2 and args[2].numel() == 1:
         return []
-    masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-    return [mask.numel() * mask.dim() * 8 for mask in masks]
+    return [index.numel() * index.dim() * 8 for index in args[1] if is_mask(index)]
 
 
-def _flash_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+def _flash_backward(args: Arguments, out: Any) -> list[int]:
     """A float32 accumulator of the query's gradient and a row sum, sequences padded to 128 (flash_api.cpp)."""
     query, key = args[1], args[2]
     batch, heads, length, head = query.shape
@@ -179,7 +169,7 @@ def _flash_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     return sizes
 
 
-def _efficient_backward(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+def _efficient_backward(args: Arguments, out: Any) -> list[int]:
     """Row sums and, in half precision, a float32 accumulator of the query's gradient (attention_backward.cu)."""
     query = args[1]
     batch, heads, length, head = query.shape

@@ -11,9 +11,7 @@ Where a rule has to assume something, it reports a note:
 """
 
 import operator
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy
@@ -21,11 +19,12 @@ import torch
 
 from memfit.core.units import MIB, format_size
 from memfit.frameworks.torch.kernels import convolution_layout, recurrent
-from memfit.frameworks.torch.shapes import sparse
-from memfit.frameworks.torch.shapes.shapes import META, Operator, size_bytes, tensors
+from memfit.frameworks.torch.shapes import shapes, sparse
+from memfit.frameworks.torch.shapes.origin import calling_frames
+from memfit.frameworks.torch.shapes.shapes import META, Arguments, Operator, Options, is_mask, map_nested, tensors
 
 Report = Callable[[str, str], None]
-Rule = Callable[[Operator, tuple[Any, ...], dict[str, Any], Report], Any]
+Rule = Callable[[Operator, Arguments, Options, Report], Any]
 
 DATA_DEPENDENT = "data-dependent-shape"
 STAND_IN = "stand-in-value"
@@ -36,7 +35,7 @@ _MAX_FRAMES = 25
 _LARGEST_HOST_RUN_BYTES = 256 * MIB
 
 
-def _by_name(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _by_name(func: Operator, args: Arguments, kwargs: Options) -> dict[str, Any]:
     return {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
 
 
@@ -44,69 +43,64 @@ def _empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device=META)
 
 
+def _plain_name(func: Operator) -> str:
+    return str(func._schema.name).removeprefix("aten::")
+
+
 def upper_bound(func: Operator, report: Report, what: str) -> None:
     """Notes that a shape is the largest it can be."""
-    report(DATA_DEPENDENT, f"{func._schema.name.replace('aten::', '')}: {what}; upper bound used")
+    report(DATA_DEPENDENT, f"{_plain_name(func)}: {what}; upper bound used")
 
 
-def _nonzero(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _nonzero(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     upper_bound(func, report, "its size depends on data")
     return _empty(args[0].numel(), args[0].dim())
 
 
-def _masked_select(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _masked_select(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     upper_bound(func, report, "its size depends on data")
-    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-    return _empty(shape.numel(), dtype=args[0].dtype)
+    return _empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel(), dtype=args[0].dtype)
 
 
-def _is_mask(index: Any) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-def _index(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _index(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     """Boolean masks become the integer indices they stand for, as many as they can be."""
-    if not any(map(_is_mask, args[1])):
+    if not any(map(is_mask, args[1])):
         return NotImplemented
     upper_bound(func, report, "a boolean mask selects an unknown number of elements")
     indices: list[Any] = []
     for index in args[1]:
-        indices += [_empty(index.numel()) for _ in range(index.dim())] if _is_mask(index) else [index]
+        indices += [_empty(index.numel()) for _ in range(index.dim())] if is_mask(index) else [index]
     return func(args[0], indices)
 
 
-def _index_put(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    if not any(map(_is_mask, args[1])):
+def _index_put(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
+    if not any(map(is_mask, args[1])):
         return NotImplemented
     return torch.empty_like(args[0], device=META) if func._schema.name == "aten::index_put" else args[0]
 
 
-def _unique(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _unique(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     tensor = args[0]
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MAX_FRAMES):
-        if frame is not None and frame.f_code.co_name.endswith("_tensor_validation"):
-            # A metric of torchmetrics counts distinct values only to refuse them when there are too many.
-            return _empty(1, dtype=tensor.dtype), _empty(0), _empty(0)
-        frame = None if frame is None else frame.f_back
+    if any(frame.f_code.co_name.endswith("_tensor_validation") for frame in calling_frames(_MAX_FRAMES)):
+        # A metric of torchmetrics counts distinct values only to refuse them when there are too many.
+        return _empty(1, dtype=tensor.dtype), _empty(0), _empty(0)
     upper_bound(func, report, "the number of distinct values depends on data")
     given = _by_name(func, args, kwargs)
     dim = given.get("dim")
     count = tensor.numel() if dim is None else tensor.shape[dim]
-    inverse_shape = tensor.shape if dim is None else (count,)
-    distinct = _empty(*(tensor.shape if dim is not None else (count,)), dtype=tensor.dtype)
+    shape, inverse_shape = ((count,), tensor.shape) if dim is None else (tensor.shape, (count,))
     inverse = _empty(*(inverse_shape if given.get("return_inverse") else (0,)))
-    return distinct, inverse, _empty(count if given.get("return_counts") else 0)
+    return _empty(*shape, dtype=tensor.dtype), inverse, _empty(count if given.get("return_counts") else 0)
 
 
-def _repeat_interleave(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _repeat_interleave(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     if kwargs.get("output_size") is not None:
         return _empty(kwargs["output_size"])
     report(DATA_DEPENDENT, "repeat_interleave: its size depends on data; one repeat of each assumed")
     return _empty(args[0].numel())
 
 
-def _bincount(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _bincount(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     if minlength:
         # Given to have as many bins whatever the data, as for a confusion matrix.
@@ -135,17 +129,20 @@ def read_as_true(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def compare(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def compare(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     """A comparison of single numbers comes out as that of their stand-ins: `loss >= 0` is true, as 1 >= 0 is."""
-    single = [value.numel() == 1 if isinstance(value, torch.Tensor) else True for value in args[:2]]
-    if not all(single):
-        return NotImplemented
-    left, right = map(_number, args[:2])
+    numbers = []
+    for value in args[:2]:
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                return NotImplemented
+            value = _stand_in(value) if value.is_meta else value.item()
+        numbers.append(value)
     made = func(*args, **kwargs)
-    return read_as_true(made) if _COMPARISONS[func._schema.name](left, right) else made
+    return read_as_true(made) if _COMPARISONS[func._schema.name](*numbers) else made
 
 
-def conjunction(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def conjunction(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     """`improves & goes_on` of single flags goes by what is known of them, so that a loop ends at its own limit."""
     flags = args[:2]
     if not all(isinstance(flag, torch.Tensor) and flag.dtype is torch.bool and flag.numel() == 1 for flag in flags):
@@ -156,28 +153,22 @@ def conjunction(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], r
     return read_as_true(made) if true else made
 
 
-def _number(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return _stand_in(value) if value.is_meta else value.item()
-
-
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     f"aten::{name}": getattr(operator, name) for name in ("eq", "ne", "ge", "gt", "le", "lt")
 }
 
 
-def _true(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _true(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     if func._schema.name == "aten::equal" and args[0].dtype is torch.bool and args[0].numel() == 1:
         # That is how PyTorch's C++ code asks whether a flag is set.
         return False
-    report(STAND_IN, f"{func._schema.name.replace('aten::', '')} was read from the device: True stands in for it")
+    report(STAND_IN, f"{_plain_name(func)} was read from the device: True stands in for it")
     return True
 
 
-def _copy(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _copy(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     """A copy to the host: what `item` would give for a single number, ones or zeros for more."""
-    if not to_host(kwargs):
+    if not shapes.to_host(kwargs):
         return NotImplemented
     tensor = args[0]
     dtype = kwargs.get("dtype") or tensor.dtype
@@ -193,12 +184,6 @@ def _copy(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report:
     return host_zeros(tensor.shape, dtype)
 
 
-def to_host(kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of a copy name the host as its destination."""
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type != "meta"
-
-
 def host_zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Zeros on the host; a large tensor of them costs no memory until it is touched."""
     size_bytes = shape.numel() * dtype.itemsize
@@ -208,7 +193,7 @@ def host_zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(numpy.zeros(size_bytes, dtype=numpy.uint8)).view(dtype).view(shape)
 
 
-def _packed(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _packed(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     """Packed sequences: by the lengths where they are known, as on CUDA, where they are on the host."""
     data, lengths, batch_first = args
     if lengths.is_meta or not bool((lengths > 0).all()):
@@ -218,31 +203,33 @@ def _packed(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], repor
     return func(data, lengths, batch_first)
 
 
-def _reduced_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _reduced_in_place(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     """A loss whose scalar keeps the memory of all elements' losses: it is made in their size and resized (Loss.cpp)."""
-    given = _by_name(func, args, kwargs)
-    if given.get("reduction", 1) == 0:
+    if _by_name(func, args, kwargs).get("reduction", 1) == 0:
         return NotImplemented
-    elements = torch.empty(torch.broadcast_shapes(args[0].shape, args[1].shape), dtype=args[0].dtype, device=META)
-    return elements.as_strided((), ())
+    return _empty(*torch.broadcast_shapes(args[0].shape, args[1].shape), dtype=args[0].dtype).as_strided((), ())
 
 
-def _grouped_mm(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _grouped_mm(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     """Products of groups of rows, as experts make them; PyTorch's own rule takes bfloat16 only, its kernels more."""
     left, right = args[:2]
     given = _by_name(func, args, kwargs)
-    dtype = given.get("out_dtype") or left.dtype
-    size: tuple[int, ...]
-    if left.dim() == 2 and right.dim() == 2:
-        size = (given["offs"].shape[0], left.shape[0], right.shape[1])
-    elif left.dim() == 2 or right.dim() == 2:
-        size = (left.shape[-2], right.shape[-1])
-    else:
-        size = (left.shape[0], left.shape[1], right.shape[-1])
-    return torch.empty(size, dtype=dtype, device=META)
+    groups = []
+    if left.dim() == right.dim():
+        groups = [given["offs"].shape[0] if left.dim() == 2 else left.shape[0]]
+    return _empty(*groups, left.shape[-2], right.shape[-1], dtype=given.get("out_dtype") or left.dtype)
 
 
-def _kept_boxes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _byte_classes(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
+    """Losses take classes as uint8 too, which PyTorch's rule gathers with; kernels know no such index otherwise."""
+    classes = [value for value in args[1:3] if value is not None and value.dtype is torch.uint8]
+    if not classes:
+        return NotImplemented
+    wider = _empty(*classes[0].shape)
+    return func(*(wider if value is classes[0] else value for value in args), **kwargs)
+
+
+def _kept_boxes(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     upper_bound(func, report, "the number of boxes kept depends on data")
     return _empty(args[0].shape[0])
 
@@ -251,34 +238,31 @@ RULES: dict[str, Rule] = {
     "aten::nonzero": _nonzero,
     "aten::masked_select": _masked_select,
     "aten::index": _index,
-    "aten::index_put": _index_put,
-    "aten::index_put_": _index_put,
-    "aten::_index_put_impl_": _index_put,
-    "aten::_unique2": _unique,
-    "aten::unique_dim": _unique,
-    "aten::unique_consecutive": _unique,
+    **dict.fromkeys(("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"), _index_put),
+    **dict.fromkeys(("aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"), _unique),
     "aten::repeat_interleave": _repeat_interleave,
     "aten::bincount": _bincount,
     # Checks such as `isfinite(x).all()` pass, masks without padding are left out.
-    "aten::all": lambda func, args, kwargs, report: read_as_true(func(*args, **kwargs)),
-    "aten::_is_all_true": lambda func, args, kwargs, report: read_as_true(func(*args, **kwargs)),
-    "aten::_local_scalar_dense": lambda func, args, kwargs, report: stand_in(args[0], report),
-    "aten::equal": _true,
-    "aten::allclose": _true,
+    **dict.fromkeys(
+        ("aten::all", "aten::_is_all_true"),
+        lambda func, args, kwargs, report: read_as_true(func(*args, **kwargs)),
+    ),
+    **dict.fromkeys(
+        ("aten::_local_scalar_dense", "aten::is_nonzero"),
+        lambda func, args, kwargs, report: stand_in(args[0], report),
+    ),
+    **dict.fromkeys(("aten::equal", "aten::allclose"), _true),
     **dict.fromkeys(_COMPARISONS, compare),
     **dict.fromkeys(("aten::bitwise_and", "aten::logical_and"), conjunction),
-    "aten::is_nonzero": lambda func, args, kwargs, report: stand_in(args[0], report),
     "aten::_to_copy": _copy,
     "aten::copy_": lambda func, args, kwargs, report: NotImplemented if args[0].is_meta else args[0],
     "aten::_pack_padded_sequence": _packed,
     "aten::_fused_rms_norm": recurrent.rms_norm_forward_rule,
-    "aten::convolution": convolution_layout.forward_rule,
-    "aten::convolution_backward": convolution_layout.backward_rule,
     "aten::_grouped_mm": _grouped_mm,
-    "aten::mse_loss": _reduced_in_place,
-    "aten::smooth_l1_loss": _reduced_in_place,
-    "aten::soft_margin_loss": _reduced_in_place,
-    "aten::binary_cross_entropy": _reduced_in_place,
+    **dict.fromkeys(
+        ("aten::mse_loss", "aten::smooth_l1_loss", "aten::soft_margin_loss", "aten::binary_cross_entropy"),
+        _reduced_in_place,
+    ),
     # cuDNN's takes no more memory than PyTorch's own, which is the one that runs.
     "aten::_use_cudnn_ctc_loss": lambda func, args, kwargs, report: False,
     "aten::_ctc_loss_backward": lambda func, args, kwargs, report: torch.empty_like(
@@ -286,37 +270,30 @@ RULES: dict[str, Rule] = {
     ),
     **sparse.RULES,
     **convolution_layout.RULES,
+    **dict.fromkeys(("aten::nll_loss_forward", "aten::nll_loss_backward"), _byte_classes),
     "torchvision::nms": _kept_boxes,
 }
 
 
-def without_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def without_rule(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     """Outputs of an operator that can't run on shapes."""
     name = func._schema.name
     given = list(tensors((*args, *kwargs.values())))
-    if sum(map(size_bytes, given)) <= _LARGEST_HOST_RUN_BYTES:
+    if sum(map(shapes.size_bytes, given)) <= _LARGEST_HOST_RUN_BYTES:
+
+        def zeros(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+
         try:
-            out = func(*_map(args, _zeros), **{k: _map(v, _zeros) for k, v in kwargs.items()})
+            out = func(*map_nested(args, zeros), **{k: map_nested(v, zeros) for k, v in kwargs.items()})
         except Exception:  # the kernel's own refusal of zeros, whatever its type: the other rule follows
             pass
         else:
             report(NO_RULE, f"{name} has no shape rule; its CPU kernel was run on zeros of the same shapes")
-            return _map(out, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META))
+            return map_nested(out, shapes.shape_like)
     if not given:
         raise NotImplementedError(f"{name} has no shape rule and takes no tensor to go by")
-    size = format_size(size_bytes(given[0]))
+    size = format_size(shapes.size_bytes(given[0]))
     report(NO_RULE, f"{name} has no shape rule; each output taken to be like its first argument ({size})")
     outputs = [torch.empty_like(given[0], device=META) for _ in func._schema.returns]
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_map(part, change) for part in value)
-    return value
-
-
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor

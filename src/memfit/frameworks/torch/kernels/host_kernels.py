@@ -9,7 +9,6 @@ register, and the result back at the end. Small ones and other types of numbers 
 unfold images into matrices. Which of oneDNN's many kernels runs isn't modelled.
 """
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from memfit.frameworks.torch.kernels import recurrent
 from memfit.frameworks.torch.kernels.convolution_layout import channels_last_format, is_channels_last
 from memfit.frameworks.torch.shapes import sparse
-from memfit.frameworks.torch.shapes.shapes import Operator, size_bytes
+from memfit.frameworks.torch.shapes.shapes import Arguments, size_bytes
 
 # Largest sum of output height and width that the vectorised kernels of up-sampling are chosen for (UpSampleKernel.cpp).
 _VECTORISED_UPSAMPLING = 128
@@ -31,77 +30,70 @@ _WIDEST_DEPTHWISE_KERNEL, _UNFOLDED_PIXELS = 3, 416
 def host_internals() -> dict[str, Any]:
     """Bytes that CPU kernels take inside, by operator name."""
     convolution = HostConvolution()
-    copy_both = _from_args(lambda args, out: _copies(args[0], args[1]))
-    # The loss of each element, before they are averaged or summed (Loss.cpp).
-    unreduced = _from_args(lambda args, out: [] if out.dim() else [size_bytes(args[0])])
-    upsample = _from_args(_upsample)
     return {
         "aten::convolution": convolution.forward,
         "aten::convolution_backward": convolution.backward,
         "aten::mkldnn_rnn_layer": recurrent.host_lstm_bytes,
-        "aten::mkldnn_rnn_layer_backward": recurrent.host_lstm_bytes,
-        "aten::native_batch_norm_backward": _from_args(_batch_norm_backward),
+        "aten::mkldnn_rnn_layer_backward": recurrent.host_lstm_backward_bytes,
+        "aten::native_batch_norm_backward": _batch_norm_backward,
         # These kernels read contiguous inputs.
-        "aten::native_layer_norm": _from_args(lambda args, out: _copies(args[0])),
-        **dict.fromkeys(
-            (
-                "aten::native_layer_norm_backward",
-                "aten::_softmax_backward_data",
-                "aten::_log_softmax_backward_data",
-                "aten::embedding_dense_backward",
-            ),
-            copy_both,
-        ),
-        "aten::upsample_nearest2d": upsample,
-        "aten::upsample_bilinear2d": upsample,
-        "aten::max_pool2d_with_indices_backward": _from_args(_max_pool_backward),
+        "aten::native_layer_norm": lambda args, out: _copies(args[0]),
+        "aten::native_layer_norm_backward": _copy_both,
+        "aten::_softmax_backward_data": _copy_both,
+        "aten::_log_softmax_backward_data": _copy_both,
+        "aten::embedding_dense_backward": _copy_both,
+        "aten::upsample_nearest2d": _upsample,
+        "aten::upsample_bilinear2d": _upsample,
+        "aten::max_pool2d_with_indices_backward": _max_pool_backward,
         # A copy of the gradient unless its heads come last but one (FlashAttentionKernel.cpp).
-        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _from_args(
-            lambda args, out: _copies(args[0].transpose(1, 2))
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda args, out: _copies(
+            args[0].transpose(1, 2)
         ),
-        "aten::gelu_backward": _from_args(_gelu_backward),
-        **dict.fromkeys(("aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss"), unreduced),
+        "aten::gelu_backward": _gelu_backward,
+        # The loss of each element, before they are averaged or summed (Loss.cpp).
+        **dict.fromkeys(
+            ("aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss"),
+            lambda args, out: [] if out.dim() else [size_bytes(args[0])],
+        ),
         # log-sigmoid and, before the reduction, the loss of each element (Loss.cpp).
-        "aten::binary_cross_entropy_with_logits": _from_args(
-            lambda args, out: [size_bytes(args[0])] * (1 if out.dim() else 2)
-        ),
+        "aten::binary_cross_entropy_with_logits": lambda args, out: [size_bytes(args[0])] * (1 if out.dim() else 2),
         # Backward variables, as many as the forward ones (LossCTC.cpp).
-        "aten::_ctc_loss_backward": _from_args(lambda args, out: [size_bytes(args[6])]),
+        "aten::_ctc_loss_backward": lambda args, out: [size_bytes(args[6])],
         # One dimension after another, each into a new tensor (TensorTransformations.cpp).
-        "aten::roll": _from_args(lambda args, out: [size_bytes(out)] if len(args) > 2 and len(args[2]) > 1 else []),
+        "aten::roll": lambda args, out: [size_bytes(out)] if len(args) > 2 and len(args[2]) > 1 else [],
         **sparse.INTERNALS,
     }
-
-
-def _from_args(rule: Callable[[tuple[Any, ...], Any], list[int]]) -> Any:
-    return lambda func, args, kwargs, out: rule(args, out)
 
 
 def _copies(*tensors: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> list[int]:
     return [size_bytes(t) for t in tensors if not t.is_contiguous(memory_format=layout)]
 
 
-def _batch_norm_backward(args: tuple[Any, ...], out: Any) -> list[int]:
+def _copy_both(args: Arguments, out: Any) -> list[int]:
+    return _copies(args[0], args[1])
+
+
+def _batch_norm_backward(args: Arguments, out: Any) -> list[int]:
     """The gradient before it is written out, unless a strided loop is used (batch_norm_backward_cpu_template)."""
     gradient, data = args[:2]
     dense = data.is_contiguous() or is_channels_last(data)
     return [size_bytes(data)] if dense and gradient.stride() == data.stride() else []
 
 
-def _upsample(args: tuple[Any, ...], out: Any) -> list[int]:
+def _upsample(args: Arguments, out: Any) -> list[int]:
     """The vectorised kernels work on channels-last copies of input and output (UpSampleKernel.cpp)."""
     if is_channels_last(args[0]) or out.shape[-1] + out.shape[-2] > _VECTORISED_UPSAMPLING:
         return []
     return [size_bytes(args[0]), size_bytes(out)]
 
 
-def _max_pool_backward(args: tuple[Any, ...], out: Any) -> list[int]:
+def _max_pool_backward(args: Arguments, out: Any) -> list[int]:
     """The layout of the gradient decides: what has another is copied (max_pool2d_backward_kernel_impl)."""
     layout = torch.channels_last if is_channels_last(args[0]) else torch.contiguous_format
     return _copies(args[0], args[-1], out, layout=layout)
 
 
-def _gelu_backward(args: tuple[Any, ...], out: Any) -> list[int]:
+def _gelu_backward(args: Arguments, out: Any) -> list[int]:
     """The kernel of oneDNN takes contiguous inputs: where only one is, both are copied (mkldnn/Gelu.cpp)."""
     gradient, data = args[:2]
     differ = data.is_contiguous() and gradient.stride() != data.stride()
@@ -116,7 +108,7 @@ class HostConvolution:
         # Channels in a block: the float32 elements of a vector register.
         self._block = 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8
 
-    def forward(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    def forward(self, args: Arguments, out: Any) -> list[int]:
         """Bytes taken during `convolution`."""
         data, weight, options = args[0], args[1], args[3:9]
         if not self._uses_onednn(data, weight, options):
@@ -127,7 +119,7 @@ class HostConvolution:
         first, second, _ = self._passes(data, weight, out, options)
         return [*_copies(data), (second if options[3] else first) - size_bytes(out)]
 
-    def backward(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+    def backward(self, args: Arguments, out: Any) -> list[int]:
         """Bytes taken during `convolution_backward`: first the data's gradient, then the weight's."""
         gradient, data, weight = args[:3]
         options, wanted = args[4:10], args[10]
@@ -138,10 +130,8 @@ class HostConvolution:
             weights = self._threads * size_bytes(weight)
             if options[5] > 1 and weight.shape[-1] > _WIDEST_DEPTHWISE_KERNEL:
                 # The general kernel pads the channels of each group.
-                pads = [
-                    -channels % self._block + channels for channels in (weight.shape[0] // options[5], weight.shape[1])
-                ]
-                weights += options[5] * prod(pads) * prod(weight.shape[2:]) * weight.element_size()
+                padded = [size + -size % self._block for size in (weight.shape[0] // options[5], weight.shape[1])]
+                weights += options[5] * prod(padded) * prod(weight.shape[2:]) * weight.element_size()
             return [*_copies(gradient, data, weight, layout=layout), weights]
         to_result, to_source, to_weight = self._passes(data, weight, gradient, options)
         to_data = (to_result if options[3] else to_source) if wanted[0] else 0
@@ -150,7 +140,7 @@ class HostConvolution:
         return [*_copies(gradient, data), max(to_data, to_weight) - kept]
 
     def _passes(
-        self, data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, options: tuple[Any, ...]
+        self, data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, options: Arguments
     ) -> tuple[int, int, int]:
         """Bytes live in each pass of oneDNN: from source to result, back, and both to the weight's gradient.
 
@@ -182,7 +172,7 @@ class HostConvolution:
         channels = tensor.shape[1] if groups in (1, tensor.shape[1]) else self._block
         return size_bytes(tensor) // channels * (-(-channels // self._block) * self._block)
 
-    def _uses_onednn(self, data: torch.Tensor, weight: torch.Tensor, options: tuple[Any, ...]) -> bool:
+    def _uses_onednn(self, data: torch.Tensor, weight: torch.Tensor, options: Arguments) -> bool:
         """Whether oneDNN is worth its copies (ConvParams::use_mkldnn in Convolution.cpp)."""
         stride, _, dilation, _, _, groups = options
         if data.dtype not in _ONEDNN_DTYPES:
@@ -194,7 +184,7 @@ class HostConvolution:
         return bool(shared and large)
 
 
-def _unfolded(data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, options: tuple[Any, ...]) -> int:
+def _unfolded(data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, options: Arguments) -> int:
     """Without oneDNN every image is unfolded into a matrix, but for 1x1 kernels (ConvolutionMM2d.cpp)."""
     taps = prod(weight.shape[2:])
     if taps == 1 and all(s == 1 for s in options[0]):

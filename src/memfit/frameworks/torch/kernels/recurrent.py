@@ -8,7 +8,7 @@ import torch
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.kernels.autocast import Autocast
 from memfit.frameworks.torch.shapes.interception import Interceptor, call_plain
-from memfit.frameworks.torch.shapes.shapes import META, Operator, size_bytes
+from memfit.frameworks.torch.shapes.shapes import META, Arguments, Operator, Options, size_bytes
 
 # cuDNN's numbers for the kinds of cell, and gates of each.
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
@@ -45,74 +45,48 @@ class Layers:
         return self.per_layer == (5 if self.has_biases else 3)
 
 
-class Recurrent:
-    """Sends `lstm`, `gru` and `rnn_*` to cuDNN's operator.
+def recurrent_interceptors(autocast: Autocast) -> dict[str, Interceptor]:
+    """Send `lstm`, `gru` and `rnn_*`, of padded and of packed sequences, to cuDNN's operator.
 
-    Args:
-        autocast: casts inputs and weights first, as CUDA's autocast does.
+    Inputs and weights are cast first, as CUDA's autocast does.
     """
 
-    def __init__(self, autocast: Autocast) -> None:
-        self._autocast = autocast
-
-    def interceptors(self) -> dict[str, Interceptor]:
-        """One per kind of layer, for padded and for packed sequences."""
-        table: dict[str, Interceptor] = {}
-        for name in _MODES:
-            table[f"{name}.input"] = lambda op, *args, name=name: self._run(name, Layers(*args), [])
-            table[f"{name}.data"] = lambda op, data, batch_sizes, *args, name=name: self._run(
-                name, Layers(data, *args), batch_sizes.tolist()
-            )
-        return table
-
-    def _run(self, name: str, layers: Layers, batch_sizes: list[int]) -> Any:
+    def run(name: str, layers: Layers, batch_sizes: list[int]) -> Any:
         data, params = layers.data, list(layers.params)
-        state, cell = (layers.hx[0], layers.hx[1]) if name == "lstm" else (layers.hx, None)
-        dtype = self._autocast.dtype
-        if dtype is not None:
-            data, state, cell, params = self._autocast.cast((data, state, cell, params), dtype)
+        state, cell = layers.hx if name == "lstm" else (layers.hx, None)
+        if autocast.dtype is not None:
+            data, state, cell, params = autocast.cast((data, state, cell, params), autocast.dtype)
         # With a projection cuDNN's cell is larger than its output.
         hidden = cell.shape[-1] if cell is not None else state.shape[-1]
-        out, h, c, _, _ = call_plain(
-            torch.ops.aten._cudnn_rnn.default,
-            data,
-            params,
-            layers.per_layer,
-            None,
-            state,
-            cell,
-            _MODES[name],
-            hidden,
-            state.shape[-1] if layers.projected else 0,
-            layers.num_layers,
-            layers.batch_first,
-            layers.dropout,
-            layers.train,
-            layers.bidirectional,
-            batch_sizes,
-            None,
-        )
+        projection = state.shape[-1] if layers.projected else 0
+        sizes = (_MODES[name], hidden, projection, layers.num_layers)
+        options = (layers.batch_first, layers.dropout, layers.train, layers.bidirectional, batch_sizes, None)
+        cudnn = torch.ops.aten._cudnn_rnn.default
+        out, h, c, _, _ = call_plain(cudnn, data, params, layers.per_layer, None, state, cell, *sizes, *options)
         return (out, h, c) if name == "lstm" else (out, h)
 
+    table: dict[str, Interceptor] = {}
+    for name in _MODES:
+        table[f"{name}.input"] = lambda op, *args, name=name: run(name, Layers(*args), [])
+        table[f"{name}.data"] = lambda op, data, batch_sizes, *args, name=name: run(
+            name, Layers(data, *args), batch_sizes.tolist()
+        )
+    return table
 
-def forward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+
+def forward_rule(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """Outputs of `_cudnn_rnn`, with the reserve space that the backward pass needs."""
     data, _, _, weight_buffer, _, cell, mode, hidden, projection, num_layers = args[:10]
     batch_first, _, train, bidirectional, batch_sizes = args[10:15]
     directions = 2 if bidirectional else 1
     width = (projection or hidden) * directions
-    if batch_sizes:
-        rows, batch, shape = data.shape[0], batch_sizes[0], (data.shape[0], width)
-    else:
-        rows, batch, shape = (
-            data.shape[0] * data.shape[1],
-            data.shape[0 if batch_first else 1],
-            (*data.shape[:2], width),
-        )
-    out = data.new_empty(shape)
+    # Packed sequences have one dimension for batch and time.
+    leading = data.shape[:1] if batch_sizes else data.shape[:2]
+    batch = batch_sizes[0] if batch_sizes else data.shape[0 if batch_first else 1]
+    out = data.new_empty((*leading, width))
     hidden_out = data.new_empty((num_layers * directions, batch, projection or hidden))
     cell_out = data.new_empty((num_layers * directions, batch, hidden)) if cell is not None else data.new_empty((0,))
-    reserve = reserve_bytes(mode, rows, hidden, num_layers, directions, data.element_size()) if train else 0
+    reserve = reserve_bytes(mode, leading.numel(), hidden, num_layers, directions, data.element_size()) if train else 0
     # On a device the weights are views of one flat buffer already (`flatten_parameters`): no memory of its own.
     flat = weight_buffer if weight_buffer is not None else data.new_empty((0,))
     return out, hidden_out, cell_out, torch.empty((reserve,), dtype=torch.uint8, device=META), flat
@@ -130,7 +104,7 @@ def reserve_bytes(mode: int, rows: int, hidden: int, num_layers: int, directions
     return num_layers * per_layer * kept + (num_layers - 1) * per_layer
 
 
-def backward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def backward_rule(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """Gradients of `_cudnn_rnn`: those of the weights are views of one flat buffer."""
     data, params, _, _, state, cell = args[:6]
     params = list(params)
@@ -179,7 +153,7 @@ def host_lstm(op: Operator, *args: Any) -> Any:
     return output, *(torch.stack(ends) for ends in zip(*last, strict=True))
 
 
-def host_lstm_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def host_lstm_rule(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """Outputs of one LSTM layer; the fourth is what it keeps for its backward pass.
 
     That is the gates of every step, the output of every step, and for all points in time below and above the layer the
@@ -188,50 +162,45 @@ def host_lstm_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     data, state, cell, train = args[0], args[5], args[6], args[15]
     steps, batch, inputs = data.shape
     hidden = state.shape[-1]
-    rows = (
-        _GATES[_MODES["lstm"]] * steps * hidden + (steps + 1) * (6 * max(inputs, hidden) + 4 * hidden) + steps * hidden
-    )
-    kept = rows * batch * data.element_size() if train else 0
+    gates_and_outputs = (_GATES[_MODES["lstm"]] + 1) * steps * hidden
+    states = (steps + 1) * (6 * max(inputs, hidden) + 4 * hidden)
+    kept = (gates_and_outputs + states) * batch * data.element_size() if train else 0
     output = torch.empty((steps, batch, hidden), dtype=data.dtype, device=META)
     return output, torch.empty_like(state), torch.empty_like(cell), torch.empty(kept, dtype=torch.uint8, device=META)
 
 
-def host_lstm_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
-    """The weights in oneDNN's layout and the gates of all steps; backward also turned weights and missing gradients."""
+def host_lstm_bytes(args: Arguments, out: Any) -> list[int]:
+    """The weights in oneDNN's layout and the gates of all steps."""
     steps, batch = args[0].shape[:2]
     gates = _GATES[_MODES["lstm"]] * steps * batch * args[5].shape[-1] * args[0].element_size()
-    sizes = [size_bytes(args[1]), size_bytes(args[2])]
-    if func._schema.name.endswith("backward"):
-        pairs = zip(args[7:10], args[10:13], strict=True)
-        # Weights are copied the other way round where their rows are no whole cache lines, or multiples of 256.
-        sizes += [size_bytes(w) for w in args[1:3] if w.shape[1] % 16 or w.shape[1] % 256 == 0]
-        sizes += [size_bytes(value) for value, given in pairs if given is None or not given.is_contiguous()]
-    return [*sizes, gates]
+    return [size_bytes(args[1]), size_bytes(args[2]), gates]
 
 
-class FusedRmsNorm:
-    """The interceptor of `rms_norm`.
+def host_lstm_backward_bytes(args: Arguments, out: Any) -> list[int]:
+    """As in the forward pass, and turned weights and missing gradients."""
+    *weights, gates = host_lstm_bytes(args, out)
+    pairs = zip(args[7:10], args[10:13], strict=True)
+    # Weights are copied the other way round where their rows are no whole cache lines, or multiples of 256.
+    turned = [size_bytes(w) for w in args[1:3] if w.shape[1] % 16 or w.shape[1] % 256 == 0]
+    missing = [size_bytes(value) for value, given in pairs if given is None or not given.is_contiguous()]
+    return [*weights, *turned, *missing, gates]
 
-    Args:
-        autocast: casts to float32 first, as CUDA's autocast does.
-    """
 
-    def __init__(self, autocast: Autocast) -> None:
-        self._autocast = autocast
+def fused_rms_norm(autocast: Autocast) -> Interceptor:
+    """The interceptor of `rms_norm`, which casts to float32 first, as CUDA's autocast does."""
 
-    def __call__(
-        self, op: Operator, tensor: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
-    ) -> Any:
-        """The normalised tensor."""
-        if self._autocast.dtype is not None:
-            tensor, weight = self._autocast.cast((tensor, weight), torch.float32)
+    def normalise(op: Operator, tensor: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+        if autocast.dtype is not None:
+            tensor, weight = autocast.cast((tensor, weight), torch.float32)
         exists = hasattr(torch.ops.aten, "_fused_rms_norm")
         if not exists or not tensor.is_meta or (weight is not None and weight.dtype is not tensor.dtype):
-            return call_plain(op, tensor, normalized_shape, weight, eps)
-        return call_plain(_OneKernel.apply, tensor, list(normalized_shape), weight, eps)
+            return call_plain(op, tensor, shape, weight, eps)
+        return call_plain(_FusedRmsNorm.apply, tensor, list(shape), weight, eps)
+
+    return normalise
 
 
-class _OneKernel(torch.autograd.Function):
+class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, normalized_shape: list[int], weight: Any, eps: float | None) -> Any:
         # Below autograd the operator stays whole.
@@ -251,7 +220,7 @@ class _OneKernel(torch.autograd.Function):
         return of_tensor, None, of_weight if needed[1] else None, None
 
 
-def rms_norm_forward_rule(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def rms_norm_forward_rule(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """Outputs of `_fused_rms_norm`: the normalised tensor and one float32 scale per row."""
     tensor, normalized_shape = args[:2]
     rows = tensor.shape[: tensor.dim() - len(normalized_shape)]

@@ -50,8 +50,7 @@ def define_missing_operators() -> None:
 def import_with_operators(execute: Callable[[], object]) -> bool:
     """Calls `execute`, which runs torchvision's own code, and once more with its operators declared if they lack.
 
-    Returns:
-        Whether they did.
+    True where they did.
     """
     global _library
     try:
@@ -96,13 +95,11 @@ def _define_roi_align(library: torch.library.Library) -> None:
     """Shapes and gradient of `roi_align`, by which detection models cut regions out of feature maps."""
     operators = torch.ops.torchvision
 
-    def forward(data: Any, rois: Any, scale: float, height: int, width: int, ratio: int, aligned: bool) -> torch.Tensor:
-        made: torch.Tensor = data.new_empty((rois.shape[0], data.shape[1], height, width))
-        return made
+    def forward(data: Any, rois: Any, scale: float, height: int, width: int, ratio: int, aligned: bool) -> Any:
+        return data.new_empty((rois.shape[0], data.shape[1], height, width))
 
-    def backward(grad: Any, rois: Any, scale: float, height: int, width: int, batch: int, *rest: int) -> torch.Tensor:
-        made: torch.Tensor = grad.new_empty((batch, *rest[:3]))
-        return made
+    def backward(grad: Any, rois: Any, scale: float, height: int, width: int, batch: int, *rest: int) -> Any:
+        return grad.new_empty((batch, *rest[:3]))
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         data, rois, *ctx.options = inputs
@@ -115,19 +112,15 @@ def _define_roi_align(library: torch.library.Library) -> None:
         back = operators._roi_align_backward(grad, rois, scale, height, width, *ctx.shape, ratio, aligned)
         return back, None, None, None, None, None, None
 
-    def on_host(*arguments: Any) -> torch.Tensor:
+    def on_host(*arguments: Any) -> Any:
         # torchvision's own code in Python, as it is before it is compiled.
-        made: torch.Tensor = inspect.unwrap(sys.modules["torchvision.ops.roi_align"]._roi_align)(*arguments)
-        return made
+        return inspect.unwrap(sys.modules["torchvision.ops.roi_align"]._roi_align)(*arguments)
 
-    def backward_on_host(
-        grad: Any, rois: Any, scale: float, height: int, width: int, batch: int, *rest: Any
-    ) -> torch.Tensor:
+    def backward_on_host(grad: Any, rois: Any, scale: float, height: int, width: int, batch: int, *rest: Any) -> Any:
         with torch.enable_grad():
             data = grad.new_zeros((batch, *rest[:3])).requires_grad_()
             made = on_host(data, rois, scale, height, width, *rest[3:])
-            back: torch.Tensor = torch.autograd.grad(made, data, grad)[0]
-        return back
+            return torch.autograd.grad(made, data, grad)[0]
 
     library.impl("roi_align", forward, "Meta")
     library.impl("roi_align", on_host, "CPU")

@@ -28,6 +28,7 @@ from memfit.core.printing import printable, printable_traceback, without_own_fra
 from memfit.core.settings import Settings
 from memfit.frameworks.torch.apply.script_settings import ScriptSettings
 from memfit.frameworks.torch.kernels import fallbacks
+from memfit.frameworks.torch.kernels.assumed_values import MADE_UP
 from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
 from memfit.frameworks.torch.script.checkpoints import Checkpoints
 from memfit.frameworks.torch.script.imports import on_import
@@ -45,7 +46,6 @@ from memfit.frameworks.torch.script.shared_tensors import sharing
 from memfit.frameworks.torch.script.steps import EndOfRun
 from memfit.frameworks.torch.shapes import failures
 from memfit.frameworks.torch.shapes.patching import Replacement
-from memfit.frameworks.torch.shapes.sampled_values import MADE_UP
 from memfit.frameworks.torch.simulation import distributed
 
 # Devices that a process of the script may name, however many are simulated: one for each process.

@@ -1,6 +1,7 @@
 """Batches as PyTorch loops have them: checked, measured along their first dimension, and made anew at another size."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,14 +90,10 @@ def _parts(value: Any) -> Iterable[Any]:
 
 def resized(batch: Any, old: int | None, new: int) -> Any:
     """The batch with another first dimension, as shapes; what is one tensor stays one."""
-    made_of: dict[int, torch.Tensor] = {}
 
+    # By identity, which is what tensors are hashed by.
+    @cache
     def change(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made_of:
-            made_of[id(tensor)] = shaped(tensor)
-        return made_of[id(tensor)]
-
-    def shaped(tensor: torch.Tensor) -> torch.Tensor:
         size = (new, *tensor.shape[1:]) if tensor.dim() and tensor.shape[0] == old else tuple(tensor.shape)
         # The order of strides is kept, so that a channels-last batch stays one.
         order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]), reverse=True)

@@ -6,7 +6,6 @@ shapes there); and tensors on another device than the first. The exceptions are 
 are where their base is.
 """
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.shapes import ByStorage
 
 BARE = torch.device("meta")
 
@@ -28,7 +28,7 @@ class Places:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._marked: dict[int, tuple[torch.device, weakref.ref[Any]]] = {}
+        self._marked: ByStorage[torch.device] = ByStorage()
         self.requested: torch.device | None = None
         """While an operator is called for a place that isn't the simulated device: that place."""
 
@@ -38,27 +38,18 @@ class Places:
     def mark(self, tensor: torch.Tensor, device: torch.device) -> None:
         """Says that a shape-only tensor is on `device`."""
         storage = _storage(tensor)
-        if storage is None:
-            return
-        key = storage._cdata
-        if device == self.device:
-            self._marked.pop(key, None)
-            return
-
-        def forget(reference: Any) -> None:
-            known = self._marked.get(key)
-            if known is not None and known[1] is reference:
-                del self._marked[key]
-
-        self._marked[key] = (device, weakref.ref(storage, forget))
+        if storage is not None:
+            if device == self.device:
+                self._marked.drop(storage)
+            else:
+                self._marked.set(storage, device)
 
     def of(self, tensor: torch.Tensor) -> torch.device:
         """Where a shape-only tensor is."""
         if not self._marked:
             return self.device
         storage = _storage(tensor)
-        known = None if storage is None else self._marked.get(storage._cdata)
-        return self.device if known is None else known[0]
+        return self.device if storage is None else self._marked.get(storage) or self.device
 
     def is_simulated(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on a simulated device."""
@@ -67,7 +58,7 @@ class Places:
 
     def has(self, storage: Any) -> bool:
         """Whether a shape-only storage is not on the simulated device."""
-        return storage._cdata in self._marked
+        return self._marked.get(storage) is not None
 
     @contextmanager
     def requesting(self, device: torch.device | None) -> Iterator[None]:
@@ -97,32 +88,12 @@ def _storage(tensor: Any) -> Any:
 _SPREAD_BITS = 16
 
 
-class Pinned:
-    """The storages on the host that are said to be pinned."""
-
-    def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[Any]] = {}
-
-    def add(self, storage: Any) -> None:
-        """Notes that a storage is pinned, for as long as it lives."""
-        key = storage._cdata
-
-        def forget(reference: Any) -> None:
-            if self._references.get(key) is reference:
-                del self._references[key]
-
-        self._references[key] = weakref.ref(storage, forget)
-
-    def __contains__(self, storage: Any) -> bool:
-        return storage._cdata in self._references
-
-
 def address_replacements() -> list[Replacement]:
     """Methods of tensors and storages, for any thread."""
     tensor: Any = torch.Tensor
     storage: Any = torch.UntypedStorage
     plain_tensor_address, plain_storage_address = tensor.data_ptr, storage.data_ptr
-    pinned = Pinned()
+    pinned: ByStorage[bool] = ByStorage()
 
     def storage_address(self: Any) -> int:
         with internals.disable_torch_function():
@@ -141,18 +112,22 @@ def address_replacements() -> list[Replacement]:
         with internals.disable_torch_function():
             on_host = self.device.type == "cpu"
             if on_host and self.layout is torch.strided:
-                pinned.add(self.untyped_storage())
+                pinned.set(self.untyped_storage(), True)
         if not on_host:
             raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
         return self
 
     def is_pinned(self: Any, device: Any = None) -> bool:
         with internals.disable_torch_function():
-            return self.device.type == "cpu" and self.layout is torch.strided and self.untyped_storage() in pinned
+            is_dense = self.device.type == "cpu" and self.layout is torch.strided
+            return is_dense and is_storage_pinned(self.untyped_storage())
 
     def pin_storage(self: Any, device: Any = "cuda") -> Any:
-        pinned.add(self)
+        pinned.set(self, True)
         return self
+
+    def is_storage_pinned(self: Any, device: Any = "cuda") -> bool:
+        return pinned.get(self) is not None
 
     return [
         Replacement(tensor, "data_ptr", tensor_address),
@@ -160,5 +135,5 @@ def address_replacements() -> list[Replacement]:
         Replacement(tensor, "is_pinned", is_pinned),
         Replacement(storage, "data_ptr", storage_address),
         Replacement(storage, "pin_memory", pin_storage),
-        Replacement(storage, "is_pinned", lambda self, device="cuda": self in pinned),
+        Replacement(storage, "is_pinned", is_storage_pinned),
     ]

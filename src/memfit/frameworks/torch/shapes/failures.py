@@ -1,6 +1,7 @@
 """Failures of the user's own step, told in one message with the user's own line."""
 
 import ast
+import itertools
 import linecache
 import os
 import re
@@ -48,26 +49,28 @@ def explained(part: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         where, line = _user_line(error)
-        text = " ".join(str(error).split()) or "no message"
+        text, hint = _text_and_hint(error, _STEP_HINTS | _HINTS)
         message = f"the step failed in its {part}{where}: {type(error).__name__}: {text}"
-        hint = next((hint for sign, hint in (_STEP_HINTS | _HINTS).items() if sign in text), "")
         raise StepFailed(message + (f"\n    {line}" if line else "") + (f"\n{hint}" if hint else "")) from error
 
 
 def one_line(error: BaseException) -> str:
     """The error, where the user's code met it, and what to do where the simulation is the reason."""
     where, _ = _user_line(error)
+    text, hint = _text_and_hint(error, _HINTS)
+    text = textwrap.shorten(text, _MAX_CHARACTERS, placeholder=" ...")
+    return f"{type(error).__name__}: {text}{where}{' ' if hint else ''}{hint}"
+
+
+def _text_and_hint(error: BaseException, hints: dict[str, str]) -> tuple[str, str]:
     text = " ".join(str(error).split()) or "no message"
-    hint = next((f" {hint}" for sign, hint in _HINTS.items() if sign in text), "")
-    return f"{type(error).__name__}: {textwrap.shorten(text, _MAX_CHARACTERS, placeholder=' ...')}{where}{hint}"
+    return text, next((hint for sign, hint in hints.items() if sign in text), "")
 
 
 def suspicion(error: BaseException, stand_ins: Iterable[str]) -> str:
     """Why the simulation may be the reason of a script's failure, or "".
 
-    Args:
-        error: what ended the script.
-        stand_ins: lines at which values were read that stand in for the device's.
+    `stand_ins` are lines at which values were read that stand in for the device's.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or isinstance(error, MemfitError):
@@ -146,12 +149,9 @@ _Name = tuple[ast.stmt | None, str]
 
 
 def may_reach(text: str, read: Iterable[int], lines: Iterable[int]) -> bool:
-    r"""Whether values that were read at some lines may decide what happens at others; True where that isn't known.
+    r"""Whether values that were read at some lines of a program may decide what happens at others.
 
-    Args:
-        text: of the program.
-        read: numbers of the lines at which values were read.
-        lines: numbers of the others.
+    True where that isn't known.
 
     >>> may_reach("n = x.item()\nassert n > 1\nassert y > 1", read=[1], lines=[2])
     True
@@ -174,32 +174,31 @@ class _Flow:
 
     def __init__(self, tree: ast.Module) -> None:
         self._parents: dict[ast.stmt, ast.stmt | ast.Module] = {}
-        self._statements: list[ast.stmt] = []
-        self._collect(tree, tree)
-        self._functions = [each for each in self._statements if isinstance(each, _FUNCTIONS)]
-        self._locals: dict[ast.stmt, set[str]] = {each: _parameters(each) for each in self._functions}
-        for statement in self._statements:
-            function = self._function_of(statement)
-            if function is not None:
-                stored = (node for node in _nodes(statement) if isinstance(getattr(node, "ctx", None), ast.Store))
-                self._locals[function].update(n.id for n in stored if isinstance(n, ast.Name))
+        owners: dict[ast.AST, ast.stmt | ast.Module] = {tree: tree}
+        for node in ast.walk(tree):
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.stmt):
+                    self._parents[child] = owners[node]
+                owners[child] = child if isinstance(child, ast.stmt) else owners[node]
+        self._functions = [each for each in self._parents if isinstance(each, _FUNCTIONS)]
+        self._locals: dict[ast.stmt, set[str]] = {}
+        for function in self._functions:
+            parameters = (each for each in ast.walk(function.args) if isinstance(each, ast.arg))
+            self._locals[function] = {each.arg for each in parameters}
+        for statement in self._parents:
+            owner = self._function_of(statement)
+            if owner is not None:
+                self._locals[owner].update(
+                    node.id for node in _nodes(statement) if isinstance(node, ast.Name) and _is_stored(node)
+                )
         self._names: set[_Name] = set()
         self._starts: set[ast.stmt] = set()
         self.carrying: set[ast.stmt] = set()
 
-    def _collect(self, node: ast.AST, owner: ast.stmt | ast.Module) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.stmt):
-                self._parents[child] = owner
-                self._statements.append(child)
-                self._collect(child, child)
-            else:
-                self._collect(child, owner)
-
     def statement_at(self, line: int) -> ast.stmt | None:
-        """The innermost statement of a line."""
-        found = [each for each in self._statements if each.lineno <= line <= (each.end_lineno or each.lineno)]
-        return found[-1] if found else None
+        """The innermost statement of a line: outer ones come first."""
+        at_line = [each for each in self._parents if each.lineno <= line <= (each.end_lineno or each.lineno)]
+        return at_line[-1] if at_line else None
 
     def follow(self, starts: set[ast.stmt]) -> None:
         """Follows what some statements read."""
@@ -207,18 +206,15 @@ class _Flow:
         known = -1
         while known != len(self.carrying) + len(self._names):
             known = len(self.carrying) + len(self._names)
-            for statement in self._statements:
-                if statement in self.carrying or self._is_decided(statement):
+            for statement in self._parents:
+                if not isinstance(statement, _SCOPES) and self._is_decided(statement):
                     self.carrying.add(statement)
                     self._pass_on(statement)
 
     def _is_decided(self, statement: ast.stmt) -> bool:
-        if isinstance(statement, _SCOPES):
-            return False
         parent = self._parents[statement]
-        return (not isinstance(parent, _SCOPES) and parent in self.carrying) or self._carries(
-            _nodes(statement), statement
-        )
+        is_inside = not isinstance(parent, _SCOPES) and parent in self.carrying
+        return statement in self.carrying or is_inside or self._carries(_nodes(statement), statement)
 
     def _carries(self, nodes: Iterable[ast.AST], statement: ast.stmt) -> bool:
         is_changed = isinstance(statement, ast.AugAssign)
@@ -229,25 +225,22 @@ class _Flow:
         )
 
     def _pass_on(self, statement: ast.stmt) -> None:
-        if isinstance(statement, _SCOPES):
-            return
         nodes = list(_nodes(statement))
-        self._names.update(
-            self._key(node, statement)
-            for node in nodes
-            if isinstance(getattr(node, "ctx", None), ast.Store) and not isinstance(node, ast.Tuple | ast.List)
-        )
+        stored = (node for node in nodes if _is_stored(node) and not isinstance(node, ast.Tuple | ast.List))
+        self._names.update(self._key(node, statement) for node in stored)
         for call in (node for node in nodes if isinstance(node, ast.Call)):
             if isinstance(call.func, ast.Attribute) and call.func.attr in _COLLECTING:
                 self._names.add(self._key(call.func.value, statement))
             self._hand_over(call, statement)
         self._names.discard((None, ""))
-        above = list(self._above(statement))
-        if isinstance(statement, ast.Return) or any(isinstance(node, ast.Yield) for node in nodes):
-            self._names.update((None, each.name) for each in above if isinstance(each, _FUNCTIONS))
-        if isinstance(statement, _LEAVING):
+        function = self._function_of(statement)
+        returns = isinstance(statement, ast.Return) or any(isinstance(node, ast.Yield) for node in nodes)
+        if function is not None and returns:
+            self._names.add((None, function.name))
+        if isinstance(statement, _LEAVING) and statement not in self._starts:
             # Whether what follows is run at all depends on it.
-            self.carrying.update(each for each in above if isinstance(each, _LOOPS) and statement not in self._starts)
+            within = itertools.takewhile(lambda each: not isinstance(each, _SCOPES), self._above(statement))
+            self.carrying.update(each for each in within if isinstance(each, _LOOPS))
 
     def _hand_over(self, call: ast.Call, statement: ast.stmt) -> None:
         """Parameters of the program's own functions carry what they are given."""
@@ -265,29 +258,24 @@ class _Flow:
             node = node.value
         name = _name(node)
         if isinstance(node, ast.Name):
-            function = self._function_of(statement)
-            while function is not None:
-                if name in self._locals[function]:
+            for function in self._above(statement):
+                if name in self._locals.get(function, ()):
                     return function, name
-                function = self._function_of(function)
         return None, name
 
-    def _function_of(self, statement: ast.stmt) -> ast.stmt | None:
-        parent = self._parents[statement]
-        while not isinstance(parent, ast.Module):
-            if isinstance(parent, _FUNCTIONS):
-                return parent
-            parent = self._parents[parent]
-        return None
+    def _function_of(self, statement: ast.stmt) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        return next((each for each in self._above(statement) if isinstance(each, _FUNCTIONS)), None)
 
     def _above(self, statement: ast.stmt) -> Iterator[ast.stmt]:
-        """What a statement is in, up to its function."""
+        """What a statement is in, from the inside out."""
         parent = self._parents[statement]
         while not isinstance(parent, ast.Module):
             yield parent
-            if isinstance(parent, _SCOPES):
-                return
             parent = self._parents[parent]
+
+
+def _is_stored(node: ast.AST) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Store)
 
 
 def _walk(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -304,9 +292,3 @@ def _nodes(statement: ast.stmt) -> Iterator[ast.AST]:
 
 def _name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-
-
-def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    given = function.args
-    every = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
-    return {each.arg for each in every if each is not None}

@@ -22,7 +22,6 @@ _BELOW = internals.keyset_after(_KEY)
 # An interceptor takes the operator and its arguments and returns the result.
 Interceptor = Callable[..., Any]
 
-
 _library: torch.library.Library | None = None
 _fallthrough: torch.library.Library | None = None
 _registered: set[str] = set()
@@ -36,9 +35,9 @@ def call_plain(op: Operator, *args: Any, **kwargs: Any) -> Any:
 
 
 def overload(name: str) -> Operator:
-    """The operator called "linear" or "norm.Scalar"."""
+    """The operator called "linear" or "norm.Scalar"; None where this PyTorch has none."""
     packet, _, suffix = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), suffix or "default")
+    return getattr(getattr(torch.ops.aten, packet, None), suffix or "default", None)
 
 
 def _register(names: list[str]) -> None:
@@ -65,16 +64,10 @@ def _register(names: list[str]) -> None:
         _registered.add(name)
 
 
-def exists(name: str) -> bool:
-    """Whether this PyTorch has the operator."""
-    packet, _, suffix = name.partition(".")
-    return hasattr(getattr(torch.ops.aten, packet, None), suffix or "default")
-
-
 @contextmanager
 def intercepting(interceptors: dict[str, Interceptor]) -> Iterator[None]:
     """Puts the interceptors in front of their operators, for this thread and those that are `switched_on`."""
-    usable = {name: f for name, f in interceptors.items() if exists(name)}
+    usable = {name: f for name, f in interceptors.items() if overload(name) is not None}
     _register(list(usable))
     before = dict(_active)
     _active.clear()

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,11 +19,22 @@ import torch
 
 from memfit.core.user_code import INSTALLED_FOLDERS, PACKAGE_FOLDER
 from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 
 HIDDEN_FOLDERS = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, PACKAGE_FOLDER)
 # Frames outside of a tracer belong to whoever asked for the trace, not to the step.
 _DRIVER = "_Tracer."
 _NOWHERE = ("", "")
+
+
+def calling_frames(most: int | None = None) -> Iterator[FrameType]:
+    """The frames of the caller, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(most) if most is not None else count():
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
 
 
 class OriginTracker:
@@ -42,8 +54,7 @@ class OriginTracker:
         entered: Callable[[torch.nn.Module], None] = lambda module: None,
         hidden: tuple[str, ...] = (),
     ) -> None:
-        self._paths: dict[int, str] = {}
-        self._alive: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._paths: dict[int, tuple[str, weakref.ref[torch.nn.Module]]] = {}
         self._met = met
         self._entered = entered
         self._hidden = (*HIDDEN_FOLDERS, *hidden)
@@ -56,14 +67,13 @@ class OriginTracker:
         self._labels: dict[CodeType, str | None] = {}
         self._shortener = SourceNames()
 
-    def _meet(self, model: torch.nn.Module) -> str:
+    def _meet(self, model: torch.nn.Module) -> None:
         """Names the parts of `model`: by their path, from the second model on behind the model's own name."""
         has_parameters = next(model.parameters(), None) is not None
         prefix = "" if has_parameters and not self._num_models else type(model).__name__
         self._num_models += has_parameters
         self._name_parts(model, prefix)
         self._met(model, prefix)
-        return prefix
 
     def _name_parts(self, model: torch.nn.Module, prefix: str) -> None:
         for path, module in model.named_modules():
@@ -73,43 +83,38 @@ class OriginTracker:
         """Gives a module its path, unless it has one."""
         key = id(module)
         if key not in self._paths:
-            self._paths[key] = path
             # A number may come back for another module once this one is gone.
-            self._alive[key] = weakref.ref(module, lambda _: self._forget(key))
-
-    def _forget(self, key: int) -> None:
-        self._paths.pop(key, None)
-        self._alive.pop(key, None)
+            self._paths[key] = (path, weakref.ref(module, lambda _: self._paths.pop(key, None)))
 
     def path(self, module: torch.nn.Module) -> str:
         """The path of a module that has been met."""
-        return self._paths.get(id(module), "")
+        return self._paths[id(module)][0] if id(module) in self._paths else ""
 
     def _path_of(self, module: torch.nn.Module) -> str:
         """The path of a module being called; one that is part of no known model is met here."""
-        path = self._paths.get(id(module))
         outermost = len(self._stack) == 1
-        if path is None:
+        if id(module) not in self._paths:
             if not outermost or not self._meets_models:
                 return self._stack[-1]
-            path = self._meet(module)
+            self._meet(module)
         if outermost:
             self._entered(module)
-        return path
+        return self._paths[id(module)][0]
 
     def current(self) -> tuple[str, str]:
         """(module path, source line) of what runs now."""
-        node = internals.current_autograd_node()
-        if node is not None and not torch.is_grad_enabled():
-            return self._by_sequence.get(node._sequence_nr(), _NOWHERE)
-        return self._stack[-1], self.source()
+        return self._in_backward() or (self._stack[-1], self.source())
 
     def module(self) -> str:
         """The module path of what runs now."""
+        origin = self._in_backward()
+        return self._stack[-1] if origin is None else origin[0]
+
+    def _in_backward(self) -> tuple[str, str] | None:
         node = internals.current_autograd_node()
-        if node is not None and not torch.is_grad_enabled():
-            return self._by_sequence.get(node._sequence_nr(), _NOWHERE)[0]
-        return self._stack[-1]
+        if node is None or torch.is_grad_enabled():
+            return None
+        return self._by_sequence.get(node._sequence_nr(), _NOWHERE)
 
     def remember(self) -> None:
         """Notes what runs now under the sequence number of the autograd node that is being made for it."""
@@ -135,13 +140,11 @@ class OriginTracker:
 
     def user_line(self) -> tuple[str, str]:
         """("train.py:31", the text of that line) of the innermost frame of the user's own code, or ("", "")."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        for frame in calling_frames():
             path = frame.f_code.co_filename
             if not path.startswith((*HIDDEN_FOLDERS, *INSTALLED_FOLDERS, "<")):
                 text = linecache.getline(path, frame.f_lineno, frame.f_globals).strip()
                 return f"{self._shortener.short(path)}:{frame.f_lineno}", text
-            frame = frame.f_back
         return "", ""
 
     def _label(self, code: CodeType) -> str | None:
@@ -163,11 +166,7 @@ class OriginTracker:
 
     @contextmanager
     def following(self, is_on: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Keeps the stack of modules while it lasts, by standing in front of `Module.__call__`.
-
-        Args:
-            is_on: whether the thread that runs is to be followed.
-        """
+        """Keeps the stack of modules of threads that are on, by standing in front of `Module.__call__`."""
         plain: Callable[..., Any] = torch.nn.Module.__call__
         stack, path_of = self._stack, self._path_of
 
@@ -181,11 +180,8 @@ class OriginTracker:
             finally:
                 stack.pop()
 
-        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
-        try:
+        with replaced([Replacement(torch.nn.Module, "__call__", call)]):
             yield
-        finally:
-            torch.nn.Module.__call__ = plain  # type: ignore[method-assign]
 
 
 class SourceNames:

@@ -8,22 +8,21 @@ import torch
 
 
 class Replacement(NamedTuple):
-    """What stands in for `owner.name`.
-
-    Args:
-        owner: a module or a class.
-        name: an attribute of it; it need not be there yet.
-        value: the stand-in.
-    """
+    """`value` stands in for `owner.name`, an attribute of a module or a class that need not be there yet."""
 
     owner: Any
     name: str
     value: Any
 
 
+def in_owner(owner: Any, values: Mapping[str, Any]) -> list[Replacement]:
+    """Stand-ins for attributes of one owner."""
+    return [Replacement(owner, name, value) for name, value in values.items()]
+
+
 def in_extension(functions: Mapping[str, Any]) -> list[Replacement]:
     """Stand-ins for functions of PyTorch's C extension, which a build without CUDA lacks."""
-    return [Replacement(torch._C, name, value) for name, value in functions.items()]
+    return in_owner(torch._C, functions)
 
 
 _MISSING = object()

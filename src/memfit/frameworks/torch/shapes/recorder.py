@@ -9,12 +9,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
 
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.shapes.shapes import ByStorage
 
 
 class _StorageRef(weakref.ref[Any]):
@@ -30,8 +32,7 @@ _MARK = sys.maxsize
 class Recorder:
     """Columns of blocks and one list of events; block number i allocated is event i, freed is event ~i.
 
-    Args:
-        origin: gives (module path, source line) of what runs now.
+    `origin` gives (module path, source line) of what runs now.
     """
 
     def __init__(self, origin: Callable[[], tuple[str, str]]) -> None:
@@ -52,7 +53,7 @@ class Recorder:
         """Blocks that nothing ever frees."""
         self._refs: dict[int, _StorageRef] = {}
         self._index_of: dict[int, int] = {}
-        self._foreign: dict[int, weakref.ref[Any]] = {}
+        self._foreign: ByStorage[bool] = ByStorage()
         self.on_enter: Callable[[Phase, int], None] | None = None
         """Called with each phase and step, before it begins."""
 
@@ -70,7 +71,7 @@ class Recorder:
 
     def _add_storage(self, storage: Any, op: str, category: Category | None) -> int | None:
         key = storage._cdata
-        if key in self._index_of or key in self._foreign:
+        if key in self._index_of or self._foreign.get(storage):
             return None
         size_bytes = storage.nbytes()
         if not size_bytes:
@@ -84,8 +85,7 @@ class Recorder:
 
     def add_foreign(self, storage: Any) -> None:
         """A storage that another process holds, which counts there."""
-        key = storage._cdata
-        self._foreign[key] = weakref.ref(storage, lambda reference: self._foreign.pop(key, None))
+        self._foreign.set(storage, True)
 
     def add_named(self, tensor: Any, op: str, category: Category, origin: tuple[str, str]) -> None:
         """Like `add`, for a tensor whose module is known beforehand."""
@@ -116,7 +116,7 @@ class Recorder:
 
     def classify(self, tensor: Any, category: Category, module: str) -> None:
         """Says what the storage of `tensor` is for, and for which module."""
-        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        index = self.block_of(tensor)
         if index is not None:
             self.categories[index] = category
             self._origins[index] = (module, self._origins[index][1])
@@ -130,18 +130,13 @@ class Recorder:
     def reclassify_copies(self, parameter_sizes: list[int]) -> None:
         """Says what a copy of a model's weights is for that came from the host as if it were data.
 
-        Args:
-            parameter_sizes: bytes of each parameter; a copy may be twice or half as wide.
+        Of parameters of so many bytes each a copy may be twice or half as wide.
         """
-        given = [
-            index
-            for index in list(self._refs)
-            if self.categories[index] is Category.BATCH and self._phases[index] is Phase.SETUP
-        ]
+        batches = [index for index in list(self._refs) if self.categories[index] is Category.BATCH]
         for halves in (2, 1, 4):
             left = Counter(size * halves // 2 for size in parameter_sizes)
             copies = []
-            for index in given:
+            for index in (index for index in batches if self._phases[index] is Phase.SETUP):
                 if left[self.sizes[index]]:
                     left[self.sizes[index]] -= 1
                     copies.append(index)
@@ -153,7 +148,7 @@ class Recorder:
 
     def category(self, tensor: Any) -> Category | None:
         """What the storage of `tensor` is for; None where that isn't known."""
-        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        index = self.block_of(tensor)
         return None if index is None else self.categories[index]
 
     def block_of(self, tensor: Any) -> int | None:
@@ -167,7 +162,7 @@ class Recorder:
 
     def known(self, tensor: Any) -> bool:
         """Whether the storage of `tensor` is a live block."""
-        return tensor.untyped_storage()._cdata in self._index_of
+        return self.block_of(tensor) is not None
 
     def has_live(self, since: int, persistent: tuple[Category, ...]) -> bool:
         """Whether a storage that started at block `since` or later lives and is in none of `persistent`."""
@@ -216,11 +211,9 @@ class Recorder:
                 ticks.append(tick)
             tick += 1
         self.events, self._marks = events, marks
-        self.sizes = [self.sizes[index] for index in kept]
-        self.categories = [self.categories[index] for index in kept]
-        self._phases = [self._phases[index] for index in kept]
-        self._ops = [self._ops[index] for index in kept]
-        self._origins = [self._origins[index] for index in kept]
+        for name in ("sizes", "categories", "_phases", "_ops", "_origins"):
+            column = getattr(self, name)
+            setattr(self, name, [column[index] for index in kept])
         self.permanent = {number[index] for index in self.permanent}
         self._bounded = {number[index] for index in self._bounded if index in number}
         self._refs = {number[index]: reference for index, reference in list(self._refs.items())}
@@ -259,96 +252,69 @@ class Recorder:
         A range may occur twice: its blocks are then allocated anew, so that a later step can be made from the record of
         an earlier one that does exactly the same.
         """
-        ranges = segments if segments is not None else [(0, len(self.events))]
         starts: list[tuple[int, int]] = []
         ends: list[int | None] = []
         current: dict[int, int] = {}
-        composed_marks: list[Mark] = []
-        tick = 0
-        seen_forward = 0
-        for first, last in ranges:
-            for position in range(first, last):
-                event = self.events[position]
-                if event == _MARK:
-                    phase, step = self._marks[position]
-                    # The forward pass of a further micro-batch follows a backward pass.
-                    if phase is Phase.FORWARD and (
-                        not composed_marks or composed_marks[-1].phase is not Phase.BACKWARD
-                    ):
-                        seen_forward += 1
-                    number = step if segments is None or not step else seen_forward
-                    composed_marks.append(Mark(tick, phase, number))
+        marks: list[Mark] = []
+        tick = seen_forward = 0
+        for position in chain.from_iterable(range(*ends) for ends in segments or [(0, len(self.events))]):
+            event = self.events[position]
+            if event == _MARK:
+                phase, step = self._marks[position]
+                # The forward pass of a further micro-batch follows a backward pass.
+                if phase is Phase.FORWARD and (not marks or marks[-1].phase is not Phase.BACKWARD):
+                    seen_forward += 1
+                marks.append(Mark(tick, phase, step if segments is None or not step else seen_forward))
+                continue
+            if event >= 0:
+                if event in current and event in self.permanent:
                     continue
-                if event >= 0:
-                    if event in current and event in self.permanent:
-                        continue
-                    current[event] = len(starts)
-                    starts.append((event, tick))
-                    ends.append(None)
-                else:
-                    block = current.pop(~event, None)
-                    if block is None:
-                        continue
-                    ends[block] = tick
-                tick += 1
-        categories, phases, ops, origins, sizes = self.categories, self._phases, self._ops, self._origins, self.sizes
-        blocks = tuple(
-            Block(
-                sizes[index],
-                start,
-                end,
-                categories[index] or Category.TEMPORARY,
-                phases[index],
-                origins[index][0],
-                ops[index],
-                origins[index][1],
-                index in self._bounded,
-            )
-            for (index, start), end in zip(starts, ends, strict=True)
-        )
-        return Timeline(blocks, tick, tuple(composed_marks))
+                current[event] = len(starts)
+                starts.append((event, tick))
+                ends.append(None)
+            else:
+                block = current.pop(~event, None)
+                if block is None:
+                    continue
+                ends[block] = tick
+            tick += 1
+        blocks = tuple(self._block(index, start, end) for (index, start), end in zip(starts, ends, strict=True))
+        return Timeline(blocks, tick, tuple(marks))
 
-
-class Accumulation:
-    """Tells the engine's sums from all others."""
-
-    def __init__(self) -> None:
-        self._sole = _references_of_sole_owner()
-
-    def in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether `add(*args, **kwargs)` is a sum that the engine would make in place."""
-        if self._sole is None or kwargs or torch.is_grad_enabled() or internals.current_autograd_node() is None:
-            return False
-        old, new = args
-        return (
-            isinstance(old, torch.Tensor)
-            and isinstance(new, torch.Tensor)
-            and old.layout is torch.strided
-            and old.shape == new.shape
-            and old.dtype is new.dtype
-            and _references(old) == self._sole
-            and torch.ops.aten.is_non_overlapping_and_dense.default(old)
+    def _block(self, index: int, start: int, end: int | None) -> Block:
+        module, source = self._origins[index]
+        category = self.categories[index] or Category.TEMPORARY
+        is_bound = index in self._bounded
+        return Block(
+            self.sizes[index], start, end, category, self._phases[index], module, self._ops[index], source, is_bound
         )
 
 
-def _references(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """(references to the tensor, to its storage), as seen from a dispatch mode; None where PyTorch can't tell."""
-    count = getattr(tensor, "_use_count", None)
-    storage_count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None or storage_count is None:
-        return None
-    return count(), storage_count(tensor.untyped_storage()._cdata)
+def is_accumulated_in_place(args: tuple[Any, ...], kwargs: dict[str, Any], sole_owner: tuple[int, int] | None) -> bool:
+    """Whether `add(*args, **kwargs)` is a sum that the autograd engine, as the first's sole owner, makes in place."""
+    if kwargs or torch.is_grad_enabled() or internals.current_autograd_node() is None:
+        return False
+    old, new = args
+    return (
+        isinstance(old, torch.Tensor)
+        and isinstance(new, torch.Tensor)
+        and old.layout is torch.strided
+        and old.shape == new.shape
+        and old.dtype is new.dtype
+        and internals.reference_counts(old) == sole_owner
+        and torch.ops.aten.is_non_overlapping_and_dense.default(old)
+    )
 
 
 @cache
-def _references_of_sole_owner() -> tuple[int, int] | None:
-    """What `_references` gives for a gradient that the engine alone holds: found out by making one."""
-    seen: list[tuple[int, int] | None] = [None]
+def references_of_sole_owner() -> tuple[int, int] | None:
+    """References to a gradient that the engine alone holds: found out by making one."""
+    seen: list[tuple[int, int]] = []
 
     class Watch(internals.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten.add.Tensor and internals.current_autograd_node() is not None:
-                seen[0] = _references(args[0])
+                seen.append(internals.reference_counts(args[0]))
             return func(*args, **(kwargs or {}))
 
     leaf = torch.empty(2, device="meta", requires_grad=True)
@@ -356,4 +322,4 @@ def _references_of_sole_owner() -> tuple[int, int] | None:
     total = (middle.sin() + middle.cos()).sum()
     with Watch(), torch.autograd.set_multithreading_enabled(False):  # type: ignore[no-untyped-call]
         total.backward()
-    return seen[0]
+    return seen[-1] if seen else None

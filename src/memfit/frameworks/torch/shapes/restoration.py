@@ -15,6 +15,7 @@ import torch
 
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.stand_in import map_tensors
 
 
 class Restoration:
@@ -28,10 +29,13 @@ class Restoration:
     def replacements(self) -> list[Replacement]:
         """Puts this object in front of the function by which modules move."""
         plain: Callable[..., Any] = torch.nn.Module._apply
-        restoration = self
 
         def apply(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            restoration._remember_buffers(module)
+            with internals.disable_torch_function():
+                buffers = module._buffers.items()
+                real = {name: buffer for name, buffer in buffers if buffer is None or not buffer.is_meta}
+            if real and id(module) not in self._buffers:
+                self._buffers[id(module)] = (weakref.ref(module), real)
             return plain(module, *args, **kwargs)
 
         return [Replacement(torch.nn.Module, "_apply", apply)]
@@ -45,21 +49,9 @@ class Restoration:
     def remember_optimizer(self, optimizer: Any) -> None:
         """An optimizer is about to step. Only its first step counts."""
         if id(optimizer) not in self._optimizers and isinstance(optimizer, torch.optim.Optimizer):
-            # Safe from changes in place.
-            state = {
-                parameter: {
-                    name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in held.items()
-                }
-                if isinstance(held, dict)
-                else held
-                for parameter, held in optimizer.state.items()
-            }
+            # Clones are safe from changes in place.
+            state = {parameter: map_tensors(held, torch.clone) for parameter, held in optimizer.state.items()}
             self._optimizers[id(optimizer)] = (weakref.ref(optimizer), state)
-
-    def _remember_buffers(self, module: torch.nn.Module) -> None:
-        real = {name: buffer for name, buffer in module._buffers.items() if buffer is None or not _shape_only(buffer)}
-        if real and id(module) not in self._buffers:
-            self._buffers[id(module)] = (weakref.ref(module), real)
 
     def restore(self) -> None:
         """Puts everything back that is still there."""
@@ -79,11 +71,6 @@ class Restoration:
         self._tensors.clear()
         self._buffers.clear()
         self._optimizers.clear()
-
-
-def _shape_only(tensor: torch.Tensor) -> bool:
-    with internals.disable_torch_function():
-        return bool(tensor.is_meta)
 
 
 @contextmanager

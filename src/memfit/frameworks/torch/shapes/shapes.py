@@ -6,21 +6,25 @@ outputs depend on nothing but the sizes, strides and dtypes of its inputs and on
 to the process and is shared by all traces.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
-from typing import Any
+from functools import cache
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from memfit.frameworks.torch import internals
 
 Operator = Any  # torch._ops.OpOverload; its module has no public name
+Arguments = tuple[Any, ...]
+Options = dict[str, Any]
 META = torch.device("meta")
 HALVES = (torch.float16, torch.bfloat16)
+MASKS = (torch.bool, torch.uint8)
 _CACHE_LIMIT = 100_000
 
 _cache: dict[Any, Any] = {}
-_kinds: dict[Operator, "Behaviour"] = {}
 
 
 class Behaviour(Enum):
@@ -48,7 +52,6 @@ _METADATA = {
     """.split()  # noqa: SIM905
 }
 
-
 # Their schemas say that the output is new, but it is a view of the input.
 _UNDECLARED_VIEWS = {
     f"aten::{name}" for name in ("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
@@ -60,6 +63,11 @@ def size_bytes(tensor: Any) -> int:
     return tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
 
 
+def shape_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A new shape-only tensor with the size, strides and dtype of `tensor`."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
 def tensors(values: Any) -> Iterator[torch.Tensor]:
     """The tensors among the arguments or outputs of an operator."""
     for value in values:
@@ -69,15 +77,62 @@ def tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from tensors(value)
 
 
+def is_mask(index: Any) -> bool:
+    """Whether an index selects by truth rather than by position."""
+    return index is not None and index.dtype in MASKS
+
+
+def to_host(kwargs: Options) -> bool:
+    """Whether the arguments of a copy name the host as its destination."""
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != "meta"
+
+
+def map_nested(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """An argument or output of an operator with every tensor in it replaced by `change(tensor)`."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(map_nested(part, change) for part in value)
+    return value
+
+
+_Held = TypeVar("_Held")
+
+
+class ByStorage(Generic[_Held]):
+    """Something for each of some storages, kept for as long as the storage lives: views share what their base has."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], _Held]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def get(self, storage: Any) -> _Held | None:
+        """What is kept for `storage`, or None."""
+        entry = self._entries.get(storage._cdata)
+        return None if entry is None else entry[1]
+
+    def set(self, storage: Any, held: _Held) -> None:
+        """Keeps `held` for `storage`."""
+        key = storage._cdata
+
+        def forget(reference: Any) -> None:
+            # The number of a storage that is gone may be that of another by now.
+            if key in self._entries and self._entries[key][0] is reference:
+                del self._entries[key]
+
+        self._entries[key] = (weakref.ref(storage, forget), held)
+
+    def drop(self, storage: Any) -> None:
+        """Keeps nothing for `storage` any more."""
+        self._entries.pop(storage._cdata, None)
+
+
+@cache
 def behaviour(func: Operator) -> Behaviour:
     """How `func` treats storages."""
-    kind = _kinds.get(func)
-    if kind is None:
-        kind = _kinds[func] = _read_schema(func)
-    return kind
-
-
-def _read_schema(func: Operator) -> Behaviour:
     schema = func._schema
     has_kernel = internals.has_kernel
     # Some operators that could be taken apart, such as the gradient of SiLU, have a kernel of their own as well.
@@ -99,17 +154,13 @@ def _read_schema(func: Operator) -> Behaviour:
     return Behaviour.FRESH if all(a is None for a in returns) else Behaviour.OTHER
 
 
-class Unhashable(Exception):
-    """An argument that can't be part of a cache key."""
-
-
 def signature(values: Any) -> tuple[Any, ...]:
     """A hashable description of arguments in which tensors count by shape, strides, dtype and kind of device."""
     parts: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided:
-                raise Unhashable
+                raise TypeError("a sparse tensor can't be part of a cache key")
             parts.append((value.shape, value.stride(), value.dtype, value.is_meta))
         elif isinstance(value, list | tuple):
             parts.append(signature(value))
@@ -121,138 +172,29 @@ def signature(values: Any) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def run(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], execute: Callable[..., Any]) -> Any:
+def run(func: Operator, args: Arguments, kwargs: Options, execute: Callable[..., Any]) -> Any:
     """Outputs of a `FRESH`, `IN_PLACE` or `SILENT` operator; `execute` answers when the cache can't."""
     try:
         key = (func, signature(args), (tuple(kwargs), signature(kwargs.values())) if kwargs else None)
         known = _cache.get(key)
-    except (Unhashable, TypeError):
+    except TypeError:
         return execute(func, args, kwargs)
     if known is not None:
         if known is Behaviour.IN_PLACE:
             return args[0]
-        return None if known is Behaviour.SILENT else _build(known)
+        return None if known is Behaviour.SILENT else map_nested(known, shape_like)
     out = execute(func, args, kwargs)
     kind = behaviour(func)
-    recipe = _recipe(out) if kind is Behaviour.FRESH else kind
-    if recipe is not None:
+    if kind is not Behaviour.FRESH or _is_repeatable(out):
         if len(_cache) >= _CACHE_LIMIT:
             _cache.clear()
-        _cache[key] = recipe
+        _cache[key] = map_nested(out, shape_like) if kind is Behaviour.FRESH else kind
     return out
 
 
-class _Tensor(tuple[Any, ...]):
-    """Recipe of one tensor: (size, stride, dtype)."""
-
-    __slots__ = ()
-
-
-def _recipe(out: Any) -> Any:
-    if isinstance(out, torch.Tensor):
-        if not out.is_meta or out.layout is not torch.strided:
-            return None
-        return _Tensor((tuple(out.shape), out.stride(), out.dtype))
-    if isinstance(out, list | tuple):
-        storages = [part.untyped_storage()._cdata for part in out if isinstance(part, torch.Tensor)]
-        if len(set(storages)) < len(storages):
-            # One gradient given out twice, as a layer with two biases does: built anew it would be two.
-            return None
-        parts = [_recipe(part) for part in out]
-        if any(p is None and o is not None for p, o in zip(parts, out, strict=True)):
-            return None
-        return parts if isinstance(out, list) else tuple(parts)
-    return None
-
-
-def _build(recipe: Any) -> Any:
-    if recipe.__class__ is _Tensor:
-        size, stride, dtype = recipe
-        return torch.empty_strided(size, stride, dtype=dtype, device=META)
-    if recipe is None:
-        return None
-    if recipe.__class__ is list:
-        return [_build(part) for part in recipe]
-    return tuple([_build(part) for part in recipe])
-
-
-# Shape rules for the operators that training steps are made of. PyTorch's own for these are written in Python and take
-# a tenth of a millisecond to two milliseconds each time a new shape comes by. The ones here cover the plain cases (same
-# shapes, same strides, dense) and pass everything else on.
-QuickRule = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-
-# Output like the first tensor; other tensors must have its shape, strides and dtype.
-_ELEMENTWISE = """
-    add.Tensor sub.Tensor mul.Tensor mul.Scalar div.Tensor neg.default relu.default gelu.default silu.default
-    sigmoid.default tanh.default hardswish.default exp.default sqrt.default rsqrt.default clone.default
-    threshold_backward.default gelu_backward.default silu_backward.default sigmoid_backward.default
-    tanh_backward.default hardswish_backward.default
-""".split()  # noqa: SIM905
-
-
-def quick_rule(func: Operator) -> QuickRule | None:
-    """The quick rule of `func`, if there is one."""
-    return _QUICK.get(func)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-
-
-def _elementwise(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = args[0]
-    if kwargs or not isinstance(first, torch.Tensor) or not first.is_floating_point() or not _dense(first):
-        return NotImplemented
-    for other in args[1:]:
-        if isinstance(other, torch.Tensor):
-            if other.shape != first.shape or other.stride() != first.stride() or other.dtype is not first.dtype:
-                return NotImplemented
-        elif isinstance(other, complex):
-            return NotImplemented
-    return _same(first)
-
-
-def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, _, _, _, _, training = args[:6]
-    if not training or not _dense(tensor):
-        return NotImplemented
-    statistics = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    channels = tensor.shape[1]
-    mean, deviation = (torch.empty(channels, dtype=statistics, device=META) for _ in range(2))
-    return _same(tensor), mean, deviation
-
-
-def _batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    gradient, tensor, weight = args[:3]
-    mask = args[9]
-    if not _dense(tensor) or gradient.stride() != tensor.stride():
-        return NotImplemented
-    dtype = weight.dtype if weight is not None else torch.float32
-    parts = [torch.empty(tensor.shape[1], dtype=dtype, device=META) if wanted else None for wanted in mask[1:]]
-    return (_same(tensor) if mask[0] else None, *parts)
-
-
-def _byte_classes(func: Operator, place: int) -> QuickRule:
-    """Losses take classes as uint8 too, which PyTorch's rule gathers with; kernels know no such index otherwise."""
-
-    def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) <= place or args[place].dtype is not torch.uint8:
-            return NotImplemented
-        classes = torch.empty(args[place].shape, dtype=torch.int64, device=META)
-        return func(*args[:place], classes, *args[place + 1 :], **kwargs)
-
-    return rule
-
-
-_ATEN = torch.ops.aten
-_QUICK: dict[Operator, QuickRule] = {
-    **{getattr(getattr(_ATEN, name.split(".")[0]), name.split(".")[1]): _elementwise for name in _ELEMENTWISE},
-    _ATEN.native_batch_norm.default: _batch_norm,
-    _ATEN.native_batch_norm_backward.default: _batch_norm_backward,
-    _ATEN.nll_loss_forward.default: _byte_classes(_ATEN.nll_loss_forward.default, 1),
-    _ATEN.nll_loss_backward.default: _byte_classes(_ATEN.nll_loss_backward.default, 2),
-}
+def _is_repeatable(out: Any) -> bool:
+    made = list(tensors((out,)))
+    if not made or any(not tensor.is_meta or tensor.layout is not torch.strided for tensor in made):
+        return False
+    # One gradient given out twice, as a layer with two biases does: built anew it would be two.
+    return len({tensor.untyped_storage()._cdata for tensor in made}) == len(made)

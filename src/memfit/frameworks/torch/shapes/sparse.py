@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 
-from memfit.frameworks.torch.shapes.shapes import META, Operator
+from memfit.frameworks.torch.shapes.shapes import META, Arguments, Operator, Options
 
 
 def _is_sparse(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo
+
+
+def _empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=META)
 
 
 def _like(tensor: torch.Tensor, num_elements: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -23,8 +27,8 @@ def _like(tensor: torch.Tensor, num_elements: int, dtype: torch.dtype | None = N
         tensor.sparse_dim(),
         tensor.dense_dim(),
         tensor.shape,
-        torch.empty((indices.shape[0], num_elements), dtype=indices.dtype, device=META),
-        torch.empty((num_elements, *values.shape[1:]), dtype=dtype or values.dtype, device=META),
+        _empty(indices.shape[0], num_elements, dtype=indices.dtype),
+        _empty(num_elements, *values.shape[1:], dtype=dtype or values.dtype),
         dtype=dtype or values.dtype,
         layout=torch.sparse_coo,
         device=META,
@@ -35,12 +39,11 @@ def to_device(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A sparse tensor of the host as one of shapes, of as many elements."""
     if tensor.layout is torch.sparse_coo:
         return _like(tensor, tensor._nnz(), dtype)._coalesced_(tensor.is_coalesced())
-    rows, columns, values = parts(tensor)
-    make: Any = torch.sparse_csr_tensor if tensor.layout is torch.sparse_csr else torch.sparse_csc_tensor
-    shapes = (torch.empty(part.shape, dtype=part.dtype, device=META) for part in (rows, columns))
-    held = torch.empty(values.shape, dtype=dtype or values.dtype, device=META)
-    made: torch.Tensor = make(*shapes, held, tensor.shape, device=META, check_invariants=False)
-    return made
+    outer, inner, values = (_empty(*part.shape, dtype=part.dtype) for part in parts(tensor))
+    held = _empty(*values.shape, dtype=dtype or values.dtype)
+    return torch.sparse_compressed_tensor(
+        outer, inner, held, tensor.shape, layout=tensor.layout, device=META, check_invariants=False
+    )
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -54,55 +57,43 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def _to_dense(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _to_dense(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or args[0].dtype
-    return torch.empty(args[0].shape, dtype=dtype, device=META)
+    return _empty(*args[0].shape, dtype=dtype)
 
 
-def _to_sparse(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _to_sparse(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """A dense tensor made sparse: as many elements as it has, for want of their values."""
     dense = args[0]
-    layout = kwargs.get("layout")
-    if dense.layout is not torch.strided or layout not in (None, torch.sparse_coo):
+    if dense.layout is not torch.strided or kwargs.get("layout") not in (None, torch.sparse_coo):
         return NotImplemented
     report("data-dependent-shape", "to_sparse: its size depends on data; upper bound used")
-    count = dense.numel()
-    return torch.sparse_coo_tensor(
-        torch.empty((dense.dim(), count), dtype=torch.int64, device=META),
-        torch.empty(count, dtype=dense.dtype, device=META),
-        dense.shape,
-        check_invariants=False,
-        is_coalesced=True,
-    )
+    indices, values = _empty(dense.dim(), dense.numel()), _empty(dense.numel(), dtype=dense.dtype)
+    return torch.sparse_coo_tensor(indices, values, dense.shape, check_invariants=False, is_coalesced=True)
 
 
-def _to_csr(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _to_csr(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """A sparse matrix with its rows compressed: of as many elements."""
     given = args[0]
     if not _is_sparse(given) or given.dim() != 2:
         return NotImplemented
-    count = given._nnz()
-    return torch.sparse_csr_tensor(
-        torch.empty(given.shape[0] + 1, dtype=torch.int64, device=META),
-        torch.empty(count, dtype=torch.int64, device=META),
-        torch.empty(count, dtype=given.dtype, device=META),
-        given.shape,
-        check_invariants=False,
-    )
+    rows, columns = _empty(given.shape[0] + 1), _empty(given._nnz())
+    values = _empty(given._nnz(), dtype=given.dtype)
+    return torch.sparse_csr_tensor(rows, columns, values, given.shape, check_invariants=False)
 
 
-def _copy(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _copy(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     if not _is_sparse(args[0]):
         return NotImplemented
     made = _like(args[0], args[0]._nnz())
     return made._coalesced_(func._schema.name == "aten::_coalesce" or args[0].is_coalesced())
 
 
-def _scale_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _scale_in_place(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     return args[0] if _is_sparse(args[0]) else NotImplemented
 
 
-def _add_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _add_in_place(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """A sparse sum is appended: momentum of sparse gradients grows step by step. A dense one stays as it is."""
     target, other = args[:2]
     if not _is_sparse(other):
@@ -112,14 +103,13 @@ def _add_in_place(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any],
     return target
 
 
-def _add(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _add(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     left, right = args[:2]
-    if _is_sparse(left) and _is_sparse(right):
-        return _like(left, left._nnz() + right._nnz())
-    return NotImplemented
+    both = _is_sparse(left) and _is_sparse(right)
+    return _like(left, left._nnz() + right._nnz()) if both else NotImplemented
 
 
-def _mask(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
+def _mask(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     return _like(args[1], args[1]._nnz(), args[0].dtype) if _is_sparse(args[1]) else NotImplemented
 
 
@@ -129,14 +119,12 @@ def _element_bytes(tensor: torch.Tensor) -> int:
     return indices.shape[0] * indices.element_size() + prod(values.shape[1:]) * values.element_size()
 
 
-def add_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+def add_bytes(args: Arguments, out: Any) -> list[int]:
     """What the target of a sparse sum held before: freed after the sum is made (SparseTensorMath.cpp)."""
-    if not _is_sparse(out):
-        return []
-    return [(out._nnz() - args[1]._nnz()) * _element_bytes(out)]
+    return [(out._nnz() - args[1]._nnz()) * _element_bytes(out)] if _is_sparse(out) else []
 
 
-def scale_bytes(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[int]:
+def scale_bytes(args: Arguments, out: Any) -> list[int]:
     """The product, before it is copied into the sparse target (SparseTensorMath.cpp)."""
     return [out._nnz() * _element_bytes(out)] if _is_sparse(out) else []
 

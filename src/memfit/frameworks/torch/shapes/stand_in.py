@@ -7,9 +7,8 @@ they were.
 
 import copy
 import math
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from types import FrameType, ModuleType
@@ -20,16 +19,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 from memfit.core.errors import BadModel
 from memfit.core.units import MIB, format_size
+from memfit.frameworks.torch.shapes import sparse
 from memfit.frameworks.torch.shapes.failures import explained
-from memfit.frameworks.torch.shapes.shapes import META
+from memfit.frameworks.torch.shapes.origin import calling_frames
+from memfit.frameworks.torch.shapes.shapes import META, shape_like
 
 
 class ShapeCopies:
-    """Makes one shape-only tensor for each real one, keeping ties.
-
-    Args:
-        dtype: floating-point tensors become this, or stay what they are when None.
-    """
+    """Makes one shape-only tensor for each real one, keeping ties; floating-point ones of `dtype` where given."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
@@ -94,19 +91,12 @@ def _rebuilt_mapping(original: Any, items: dict[Any, Any]) -> Any:
 
 def _shape_only(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.layout is torch.sparse_coo:
-        indices, values = dense_parts(tensor)
-        return torch.sparse_coo_tensor(
-            torch.empty(indices.shape, dtype=indices.dtype, device=META),
-            torch.empty(values.shape, dtype=dtype, device=META),
-            tensor.shape,
-            check_invariants=False,
-            is_coalesced=tensor.is_coalesced(),
-        )
+        return sparse.to_device(tensor, dtype)
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return tensor.to(META)
     dense = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
     if dtype is tensor.dtype and dense:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=META)
+        return shape_like(tensor)
     return torch.empty_like(tensor, dtype=dtype, device=META)
 
 
@@ -116,23 +106,23 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [part for held in inner if isinstance(held, torch.Tensor) for part in dense_parts(held)]
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return sparse.parts(tensor)
     return [tensor] if tensor.layout is torch.strided else []
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in a nesting of containers."""
+    parts: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
+        parts = value.values()
     elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)
+        parts = value
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
+        parts = [getattr(value, field.name) for field in fields(value)]
+    for part in parts:
+        yield from tensors_in(part)
 
 
 @contextmanager
@@ -165,16 +155,10 @@ def save_contents(value: Any, saved: dict[int, tuple[Any, Any]]) -> None:
     """Notes what `value` holds, and every plain container or object inside of it: a forward pass may change them."""
     if id(value) in saved:
         return
-    if isinstance(value, dict):
-        saved[id(value)] = (value, dict(value))
-        for part in list(value.values()):
-            save_contents(part, saved)
-    elif isinstance(value, list | deque | set):
-        saved[id(value)] = (value, list(value))
-        for part in list(value):
-            save_contents(part, saved)
-    elif isinstance(value, tuple):
-        for part in value:
+    if isinstance(value, dict | list | deque | set | tuple):
+        if not isinstance(value, tuple):
+            saved[id(value)] = (value, dict(value) if isinstance(value, dict) else list(value))
+        for part in list(value.values() if isinstance(value, dict) else value):
             save_contents(part, saved)
     elif not isinstance(value, torch.nn.Module | torch.Tensor | type | ModuleType) and not callable(value):
         attributes = getattr(value, "__dict__", None)
@@ -256,10 +240,9 @@ class _LargeTensorsAsShapes(torch.overrides.TorchFunctionMode):
             size = args[0] if args and isinstance(args[0], list | tuple | torch.Size) else kwargs.get("size", args)
             if all(isinstance(n, int) for n in size) and torch.Size(size).numel() > _SMALL_ELEMENTS:
                 kwargs = {**kwargs, "device": META}
-        elif args and isinstance(args[0], torch.Tensor) and getattr(func, "__name__", "").endswith("_"):
-            name = func.__name__
-            if not name.startswith("__") and name in _INITIALISERS and args[0].is_meta:
-                return args[0]
+        is_initialiser = getattr(func, "__name__", "") in _INITIALISERS
+        if is_initialiser and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return args[0]
         return func(*args, **kwargs)
 
 
@@ -278,12 +261,7 @@ AS_SHAPES = "weights-as-shapes"
 
 
 class LargeWeights:
-    """Decides which weights the host need not hold.
-
-    Args:
-        report: takes (code, text) of each assumption made.
-        budget_bytes: weights that the host does hold.
-    """
+    """Decides which weights the host need not hold: those beyond `budget_bytes`."""
 
     def __init__(self, report: Callable[[str, str], None], budget_bytes: int = _BUDGET_BYTES) -> None:
         self._report = report
@@ -298,7 +276,7 @@ class LargeWeights:
             return False
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         size_bytes = math.prod(size) * dtype.itemsize
-        if size_bytes < _LEAST_BYTES or not _builds_module(sys._getframe(1)):
+        if size_bytes < _LEAST_BYTES or not any(map(_builds_module, calling_frames(_MAX_FRAMES))):
             return False
         if size_bytes <= self._left_bytes:
             self._left_bytes -= size_bytes
@@ -310,12 +288,5 @@ class LargeWeights:
         return True
 
 
-def _builds_module(frame: FrameType | None) -> bool:
-    """Whether a module's constructor is under way."""
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            return False
-        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), torch.nn.Module):
-            return True
-        frame = frame.f_back
-    return False
+def _builds_module(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), torch.nn.Module)

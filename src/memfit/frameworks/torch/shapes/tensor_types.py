@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.patching import Replacement, in_owner
 
 WEIGHTS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
@@ -27,7 +27,6 @@ DTYPES = {
     "LongTensor": torch.int64,
     "BoolTensor": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def cuda_type_name(dtype: torch.dtype) -> str:
@@ -36,8 +35,8 @@ def cuda_type_name(dtype: torch.dtype) -> str:
     >>> cuda_type_name(torch.float32)
     'torch.cuda.FloatTensor'
     """
-    name = _NAMES.get(dtype, f"{str(dtype).removeprefix('torch.').capitalize()}Tensor")
-    return f"torch.cuda.{name}"
+    names = (name for name, known in DTYPES.items() if known is dtype)
+    return f"torch.cuda.{next(names, str(dtype).removeprefix('torch.').capitalize() + 'Tensor')}"
 
 
 def dtype_of_type(given: Any) -> tuple[str, torch.dtype]:
@@ -81,14 +80,8 @@ class CudaTensorType(type):
         return f"<class 'torch.cuda.{cls.__name__}'>"
 
 
-_TYPES = {
-    name: CudaTensorType(
-        name,
-        (),
-        {"__module__": "torch.cuda", "dtype": dtype, "is_cuda": True, "is_sparse": False, "layout": torch.strided},
-    )
-    for name, dtype in DTYPES.items()
-}
+_SHARED = {"__module__": "torch.cuda", "is_cuda": True, "is_sparse": False, "layout": torch.strided}
+_TYPES = {name: CudaTensorType(name, (), {**_SHARED, "dtype": dtype}) for name, dtype in DTYPES.items()}
 
 
 def type_replacements(look: Any) -> list[Replacement]:
@@ -101,10 +94,10 @@ def type_replacements(look: Any) -> list[Replacement]:
         look.default_device = None if device is None else torch.device(device)
 
     def get_default_device() -> torch.device:
-        found = look.default_device if look.default_device is not None else plain_get()
-        if found.type == "cuda" and found.index is None:
+        default = look.default_device if look.default_device is not None else plain_get()
+        if default.type == "cuda" and default.index is None:
             return torch.device("cuda", torch.cuda.current_device())
-        return found
+        return default
 
     def set_default_tensor_type(given: Any, /) -> None:
         kind, dtype = dtype_of_type(given)
@@ -125,7 +118,7 @@ def type_replacements(look: Any) -> list[Replacement]:
 
     return [
         Replacement(torch.Tensor, "__new__", make),
-        *(Replacement(torch.cuda, name, kind) for name, kind in _TYPES.items()),
+        *in_owner(torch.cuda, _TYPES),
         Replacement(torch, "set_default_device", set_default_device),
         Replacement(torch, "get_default_device", get_default_device),
         Replacement(torch, "set_default_tensor_type", set_default_tensor_type),

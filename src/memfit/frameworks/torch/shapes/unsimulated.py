@@ -1,10 +1,13 @@
 """Parts of PyTorch that can't run on shapes: refused with a reason, or replaced by what takes the same memory."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
+
+# Here, and not when a script first needs it: it keeps the functions that it finds at its first import.
 import torch._dynamo
 
 from memfit.frameworks.torch.shapes.patching import Replacement
@@ -63,26 +66,16 @@ def flex_replacements(module: ModuleType, report: Callable[[str, str], None]) ->
     return [Replacement(module, "flex_attention", flex_attention)]
 
 
-# Here, and not when a script first needs it: it keeps the functions that it finds at its first import.
-
-
 COMPILED_AS_EAGER = "compiled-as-eager"
 SCRIPT_NOT_SAVED = "script-not-saved"
 
 
 def compilation_replacements(report: Callable[[str, str], None]) -> list[Replacement]:
-    """`torch.compile`, as function and as decorator, and `Module.compile`.
+    """`torch.compile`, as function and as decorator, and `Module.compile`."""
 
-    Args:
-        report: takes (code, text), once.
-    """
-    reported = False
-
+    @cache
     def say_once() -> None:
-        nonlocal reported
-        if not reported:
-            reported = True
-            report(COMPILED_AS_EAGER, "torch.compile was treated as eager execution, which may need more memory")
+        report(COMPILED_AS_EAGER, "torch.compile was treated as eager execution, which may need more memory")
 
     def compile(model: Any = None, **options: Any) -> Any:
         if model is None:
@@ -114,13 +107,7 @@ MODULE = "keras.src.optimizers.base_optimizer"
 def update_replacements(
     module: ModuleType, begin: Callable[[Any], None], end: Callable[[Any], None]
 ) -> list[Replacement]:
-    """What stands in front of the update of every Keras optimizer.
-
-    Args:
-        module: Keras's module of that name, just imported.
-        begin: called with the optimizer before its update.
-        end: called with the optimizer after it.
-    """
+    """What stands in front of the update of every Keras optimizer, of Keras's module of that name, just imported."""
     plain: Callable[..., Any] = module.BaseOptimizer.apply
 
     def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:

@@ -14,22 +14,21 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
 from memfit.core.units import KIB, MIB
 from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.shapes import shapes
 from memfit.frameworks.torch.shapes.interception import call_plain
-from memfit.frameworks.torch.shapes.shapes import META, Behaviour, Operator, behaviour, tensors
+from memfit.frameworks.torch.shapes.shapes import META, Arguments, Operator, Options, map_nested, tensors
 
 _CPU = torch.device("cpu")
-_MASKS = (torch.bool, torch.uint8)
-_Arguments = tuple[Any, ...]
-_Options = dict[str, Any]
 
 # Results that are one number everywhere, and where it is among the arguments.
-_FILLS: dict[str, Callable[[_Arguments], Any]] = {
+_FILLS: dict[str, Callable[[Arguments], Any]] = {
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero_", "_foreach_zero_"), lambda args: 0),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda args: 1),
     **dict.fromkeys(("full", "full_like", "fill_.Scalar"), lambda args: args[1]),
@@ -41,12 +40,8 @@ _FILLS: dict[str, Callable[[_Arguments], Any]] = {
 _OVERWRITING = ("aten::copy_", "aten::fill_", "aten::_foreach_copy_")
 
 # Batch norms write their running statistics, arguments 3 and 4, when argument 5 says training; most schemas don't tell.
-_BATCH_NORMS = (
-    "aten::native_batch_norm",
-    "aten::cudnn_batch_norm",
-    "aten::miopen_batch_norm",
-    "aten::_native_batch_norm_legit",
-)
+_BATCH_NORMS = {f"aten::{name}" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")}
+_BATCH_NORMS.add("aten::_native_batch_norm_legit")
 _STATISTICS = {
     "aten::batch_norm_update_stats": (1, 2),
     "aten::batch_norm_gather_stats": (3, 4),
@@ -65,10 +60,9 @@ class _Unknown(Exception):
 class _Shadow(weakref.ref[Any]):
     """Refers to a simulated storage and holds the bytes that it would have."""
 
-    __slots__ = ("bytes", "key", "size_bytes")
+    __slots__ = ("bytes", "key")
     key: int
     bytes: torch.UntypedStorage
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,28 +71,22 @@ class _Plan:
 
     Args:
         runs: it may be run on the host: it is PyTorch's own and gives the same each time.
-        first: position of the first tensor it reads; without that one known, nothing it makes is.
-        first_in_list: that tensor is the first of a list.
+        first: position of the first tensor, or list, that it reads; without that one known, nothing it makes is.
         written: positions or names of the arguments that it writes.
         overwritten: those of `written` of which nothing old remains.
-        forgets: `written` holds more than the first tensor.
         training: position of the flag without which nothing is written.
         fill: gives the number that all elements of the result are.
     """
 
     runs: bool = True
     first: int | None = None
-    first_in_list: bool = False
     written: tuple[int | str, ...] = ()
     overwritten: tuple[int | str, ...] = ()
-    forgets: bool = False
     training: int | None = None
-    fill: Callable[[_Arguments], Any] | None = None
+    fill: Callable[[Arguments], Any] | None = None
 
 
 _IGNORED = _Plan(runs=False)
-
-
 _ATEN = torch.ops.aten
 # The operand that decides the result of an operator alone; of whole numbers and booleans only.
 _ABSORBING: dict[Operator, bool] = {
@@ -108,10 +96,8 @@ _ABSORBING: dict[Operator, bool] = {
     **dict.fromkeys((_ATEN.logical_and.default, _ATEN.logical_and_.default), False),
     **dict.fromkeys((_ATEN.mul.Tensor, _ATEN.mul_.Tensor), False),
 }
-
-
 # Comparisons that finite numbers decide: how PyTorch asks for NaN and for infinity; when, and what comes out.
-_FINITE: dict[Operator, tuple[Callable[[_Arguments], bool], bool]] = {
+_FINITE: dict[Operator, tuple[Callable[[Arguments], bool], bool]] = {
     _ATEN.isnan.default: (lambda args: True, False),
     _ATEN.isinf.default: (lambda args: True, False),
     _ATEN.ne.Tensor: (lambda args: args[0] is args[1], False),
@@ -122,26 +108,14 @@ _FINITE: dict[Operator, tuple[Callable[[_Arguments], bool], bool]] = {
 
 
 class KnownValues:
-    """Follows the values of small simulated tensors from operator to operator.
+    """Follows the values of small simulated tensors from operator to operator."""
 
-    Args:
-        limit_bytes_integer: largest storage of integers or booleans that is followed.
-        limit_bytes_float: largest storage of any other numbers that is followed.
-        limit_bytes_total: most bytes of host memory that all values may take.
-    """
+    # Largest storage that is followed, of integers or booleans and of other numbers; host memory of all values.
+    limit_bytes_integer, limit_bytes_float, limit_bytes_total = 16 * MIB, 16 * KIB, 256 * MIB
 
-    def __init__(
-        self,
-        limit_bytes_integer: int = 16 * MIB,
-        limit_bytes_float: int = 16 * KIB,
-        limit_bytes_total: int = 256 * MIB,
-    ) -> None:
-        self._limit_bytes_integer = limit_bytes_integer
-        self._limit_bytes_float = limit_bytes_float
-        self._limit_bytes_total = limit_bytes_total
+    def __init__(self) -> None:
         self._total_bytes = 0
         self._shadows: dict[int, _Shadow] = {}
-        self._plans: dict[Operator, _Plan] = {}
 
     def learn(self, simulated: torch.Tensor, host: torch.Tensor) -> None:
         """Remembers that `simulated` now holds the values of `host`, which may be of another dtype."""
@@ -163,7 +137,7 @@ class KnownValues:
         shadow = self._shadows.get(storage._cdata)
         if shadow is None or _is_lazy(simulated):
             return None
-        if shadow.size_bytes != storage.nbytes():
+        if shadow.bytes.nbytes() != storage.nbytes():
             self._drop(shadow)
             return None
         return _lay_over(shadow.bytes, simulated)
@@ -182,11 +156,9 @@ class KnownValues:
         self._shadows.clear()
         self._total_bytes = 0
 
-    def follow(self, func: Operator, args: _Arguments, kwargs: _Options, out: Any) -> None:
+    def follow(self, func: Operator, args: Arguments, kwargs: Options, out: Any) -> None:
         """Does to the values what `func` has just done to the shapes; what can't be known is forgotten."""
-        plan = self._plans.get(func)
-        if plan is None:
-            plan = self._plans[func] = _read_schema(func)
+        plan = _read_schema(func)
         if plan is _IGNORED:
             return
         if func in _ABSORBING and self._absorbed(func, args, out):
@@ -197,11 +169,11 @@ class KnownValues:
         if plan.first is not None:
             # Almost every call ends here: the model's own numbers are unknown.
             try:
-                value = args[plan.first]
-                if plan.first_in_list:
-                    value = value[0]
-                if value.untyped_storage()._cdata not in self._shadows and value.is_meta and value.numel():
-                    if plan.forgets and self._shadows:
+                first = args[plan.first]
+                if isinstance(first, list | tuple):
+                    first = first[0]
+                if first.untyped_storage()._cdata not in self._shadows and first.is_meta and first.numel():
+                    if plan.written and self._shadows:
                         self._forget_written(plan, args, kwargs)
                     return
             except (AttributeError, IndexError, RuntimeError):
@@ -218,7 +190,7 @@ class KnownValues:
                 pass  # a kernel that the host lacks or that refuses these values: unknown, and not the user's concern
             self._forget_written(plan, args, kwargs)
 
-    def exact(self, func: Operator, args: _Arguments, kwargs: _Options) -> Any:
+    def exact(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
         """The result of an operator whose shape or number depends on values, or NotImplemented where they are unknown.
 
         Tensors in it are simulated, with their values where small enough. An operator that selects by a known mask is
@@ -233,16 +205,14 @@ class KnownValues:
             except Exception:
                 return NotImplemented
 
-    def _absorbed(self, func: Operator, args: _Arguments, out: Any) -> bool:
+    def _absorbed(self, func: Operator, args: Arguments, out: Any) -> bool:
         """Whether one operand decides the result whatever the other is, as True does in "or"; notes it then."""
         deciding = _ABSORBING[func]
         if not isinstance(out, torch.Tensor) or out.dtype.is_floating_point or out.dtype.is_complex:
             return False
-        for operand in args[:2]:
-            known = self.of(operand) if isinstance(operand, torch.Tensor) else None
-            if known is None or (deciding and known.dtype is not torch.bool):
-                continue
-            if bool((known == deciding).all()):
+        for operand in tensors(args[:2]):
+            known = self.of(operand)
+            if known is not None and (not deciding or known.dtype is torch.bool) and bool((known == deciding).all()):
                 self._fill(out, deciding)
                 return True
         return False
@@ -250,7 +220,7 @@ class KnownValues:
     def _drop(self, shadow: "weakref.ref[Any]") -> None:
         assert isinstance(shadow, _Shadow)
         if self._shadows.pop(shadow.key, None) is not None:
-            self._total_bytes -= shadow.size_bytes
+            self._total_bytes -= shadow.bytes.nbytes()
 
     def _target(self, simulated: torch.Tensor) -> torch.Tensor:
         """Where to write the values of `simulated`; one that fills its storage needs not have been known before."""
@@ -260,8 +230,8 @@ class KnownValues:
         storage = simulated.untyped_storage()
         size_bytes = storage.nbytes()
         continuous = simulated.dtype.is_floating_point or simulated.dtype.is_complex
-        limit_bytes = self._limit_bytes_float if continuous else self._limit_bytes_integer
-        is_small = size_bytes <= limit_bytes and self._total_bytes + size_bytes <= self._limit_bytes_total
+        limit_bytes = self.limit_bytes_float if continuous else self.limit_bytes_integer
+        is_small = size_bytes <= limit_bytes and self._total_bytes + size_bytes <= self.limit_bytes_total
         # Its elements are all there is in its storage, each once.
         fills = simulated.numel() * simulated.element_size() == size_bytes and (
             simulated.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(simulated)
@@ -269,8 +239,7 @@ class KnownValues:
         if simulated.requires_grad or not is_small or not fills or _is_lazy(simulated):
             raise _Unknown
         shadow = _Shadow(storage, self._drop)
-        shadow.key, shadow.size_bytes = storage._cdata, size_bytes
-        shadow.bytes = torch.UntypedStorage(size_bytes)
+        shadow.key, shadow.bytes = storage._cdata, torch.UntypedStorage(size_bytes)
         self._shadows[shadow.key] = shadow
         self._total_bytes += size_bytes
         return _lay_over(shadow.bytes, simulated)
@@ -283,7 +252,7 @@ class KnownValues:
                 except Exception:
                     self.forget(tensor)
 
-    def _run(self, plan: _Plan, func: Operator, args: _Arguments, kwargs: _Options, out: Any) -> None:
+    def _run(self, plan: _Plan, func: Operator, args: Arguments, kwargs: Options, out: Any) -> None:
         """Runs `func` on the values, or raises."""
         written = tuple(tensors(_pick(plan.written, args, kwargs)))
         made = tuple(tensors((out,)))
@@ -292,33 +261,30 @@ class KnownValues:
         # The host's own tensors have been written already.
         if not all(tensor.is_meta for tensor in written):
             raise _Unknown
-        largest = max(self._limit_bytes_integer, self._limit_bytes_float)
+        largest = max(self.limit_bytes_integer, self.limit_bytes_float)
         if any(tensor.is_meta and tensor.untyped_storage().nbytes() > largest for tensor in made):
             raise _Unknown
         real_args = [None if i in plan.overwritten else self._real(value) for i, value in enumerate(args)]
         real_kwargs = {name: None if name in plan.overwritten else self._real(kwargs[name]) for name in kwargs}
         for place in plan.overwritten:
             if isinstance(place, int):
-                real_args[place] = self._targets(args[place])
+                real_args[place] = map_nested(args[place], self._target)
             else:
-                real_kwargs[place] = self._targets(kwargs[place])
+                real_kwargs[place] = map_nested(kwargs[place], self._target)
         if real_kwargs.get("device") is not None:
             real_kwargs["device"] = _CPU
         self._keep(out, call_plain(func, *real_args, **real_kwargs))
 
     def _real(self, value: Any) -> Any:
         """`value` with the host's tensors for the simulated ones in it."""
-        if isinstance(value, torch.Tensor):
-            known = self.of(value) if value.is_meta else None if value.requires_grad else value
+
+        def of(tensor: torch.Tensor) -> torch.Tensor:
+            known = self.of(tensor) if tensor.is_meta else None if tensor.requires_grad else tensor
             if known is None:
                 raise _Unknown
             return known
-        if isinstance(value, list | tuple):
-            return [self._real(part) for part in value]
-        return value
 
-    def _targets(self, value: Any) -> Any:
-        return [self._target(part) for part in value] if isinstance(value, list | tuple) else self._target(value)
+        return map_nested(value, of)
 
     def _keep(self, out: Any, result: Any) -> None:
         """The new tensors in `out` hold the values of `result`."""
@@ -333,36 +299,34 @@ class KnownValues:
             if out.shape == result.shape and out.dtype is result.dtype:
                 self.learn(out, result)
 
-    def _forget_written(self, plan: _Plan, args: _Arguments, kwargs: _Options) -> None:
+    def _forget_written(self, plan: _Plan, args: Arguments, kwargs: Options) -> None:
         if plan.training is None or args[plan.training]:
             for tensor in tensors(_pick(plan.written, args, kwargs)):
                 self.forget(tensor)
 
-    def _simulate(self, result: Any) -> Any:
+    def _simulate(self, result: torch.Tensor) -> torch.Tensor:
         """`result`, computed on the host, as the device would have it."""
-        if isinstance(result, torch.Tensor):
-            made = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=META)
-            self.learn(made, result)
-            return made
-        return type(result)(map(self._simulate, result)) if isinstance(result, list | tuple) else result
+        made = shapes.shape_like(result)
+        self.learn(made, result)
+        return made
 
-    def _small_result(self, func: Operator, args: _Arguments, kwargs: _Options) -> Any:
+    def _small_result(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
         """The result is not much larger than the arguments, or no tensor: compute it."""
-        return self._simulate(call_plain(func, *self._real(args), **kwargs))
+        return map_nested(call_plain(func, *self._real(args), **kwargs), self._simulate)
 
-    def _of_size(self, func: Operator, args: _Arguments, kwargs: _Options, size: int, dtype: torch.dtype) -> Any:
+    def _of_size(self, func: Operator, args: Arguments, kwargs: Options, size: int, dtype: torch.dtype) -> Any:
         """The result has this size, which may be large; its values are computed where they are kept."""
         out = torch.empty(size, dtype=dtype, device=META)
         self.follow(func, args, kwargs, out)
         return out
 
-    def _masked_select(self, func: Operator, args: _Arguments, kwargs: _Options) -> Any:
+    def _masked_select(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
         data, mask = args[0], self._real(args[1])
         num_elements = torch.broadcast_shapes(data.shape, mask.shape).numel()
         size = int(mask.count_nonzero()) * (num_elements // mask.numel()) if mask.numel() else 0
         return self._of_size(func, args, kwargs, size, data.dtype)
 
-    def _bincount(self, func: Operator, args: _Arguments, kwargs: _Options) -> Any:
+    def _bincount(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
         weights = args[1] if len(args) > 1 else None
         minlength = args[2] if len(args) > 2 else 0
         values = self._real(args[0])
@@ -372,24 +336,24 @@ class KnownValues:
         size = int(values.max()) + 1 if values.numel() else 0
         return self._of_size(func, args, kwargs, max(minlength, size), dtype)
 
-    def _index(self, func: Operator, args: _Arguments, kwargs: _Options) -> Any:
+    def _index(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
         """Indexing with masks, as indexing with the positions at which they are true."""
-        data, positions, masked = args[0], [], False
+        data: torch.Tensor = args[0]
+        positions: list[Any] = []
+        if not any(map(shapes.is_mask, args[1])):
+            return NotImplemented
         for index in args[1]:
-            if index is None or index.dtype not in _MASKS:
+            if not shapes.is_mask(index):
                 positions.append(index)
                 continue
-            masked = True
             if index.shape != data.shape[len(positions) : len(positions) + index.dim()]:
                 return NotImplemented
             positions.extend(self._simulate(part) for part in self._real(index).nonzero().unbind(1))
-        if not masked:
-            return NotImplemented
         out = func(data, positions)
         self.follow(func, (data, positions), kwargs, out)
         return out
 
-    def _packed(self, func: Operator, args: _Arguments, kwargs: _Options) -> Any:
+    def _packed(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
         data, lengths, batch_first = args
         lengths = self._real(lengths)
         out = func(data, lengths, batch_first)
@@ -398,31 +362,15 @@ class KnownValues:
             self._keep(out[0], func(known, lengths, batch_first)[0])
         return out
 
-    def _to_host(self, func: Operator, args: _Arguments, kwargs: _Options) -> Any:
-        device = kwargs.get("device")
-        if device is None or torch.device(device).type == "meta":
-            return NotImplemented
-        given = {name: kwargs[name] for name in ("dtype", "memory_format") if name in kwargs}
-        return call_plain(func, self._real(args[0]), **given)
 
-
-_EXACT: dict[str, Callable[[KnownValues, Operator, _Arguments, _Options], Any]] = {
-    **dict.fromkeys(
-        (
-            "aten::_local_scalar_dense",
-            "aten::item",
-            "aten::is_nonzero",
-            "aten::equal",
-            "aten::allclose",
-            "aten::nonzero",
-            "aten::_unique",
-            "aten::_unique2",
-            "aten::unique_dim",
-            "aten::unique_consecutive",
-            "aten::unique_dim_consecutive",
-        ),
-        KnownValues._small_result,
-    ),
+_EXACT: dict[str, Callable[[KnownValues, Operator, Arguments, Options], Any]] = {
+    **{
+        f"aten::{name}": KnownValues._small_result
+        for name in """
+        _local_scalar_dense item is_nonzero equal allclose nonzero _unique _unique2 unique_dim unique_consecutive
+        unique_dim_consecutive
+        """.split()  # noqa: SIM905
+    },
     "aten::masked_select": KnownValues._masked_select,
     "aten::index": KnownValues._index,
     "aten::repeat_interleave": lambda known, func, args, kwargs: known._of_size(
@@ -430,7 +378,9 @@ _EXACT: dict[str, Callable[[KnownValues, Operator, _Arguments, _Options], Any]] 
     ),
     "aten::bincount": KnownValues._bincount,
     "aten::_pack_padded_sequence": KnownValues._packed,
-    "aten::_to_copy": KnownValues._to_host,
+    "aten::_to_copy": lambda known, func, args, kwargs: (
+        call_plain(func, known._real(args[0]), dtype=kwargs.get("dtype")) if shapes.to_host(kwargs) else NotImplemented
+    ),
     "aten::copy_": lambda known, func, args, kwargs: (
         NotImplemented if args[0].is_meta else call_plain(func, args[0], known._real(args[1]))
     ),
@@ -448,7 +398,7 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_neg() or tensor.is_conj()
 
 
-def _pick(places: tuple[int | str, ...], args: _Arguments, kwargs: _Options) -> list[Any]:
+def _pick(places: tuple[int | str, ...], args: Arguments, kwargs: Options) -> list[Any]:
     """The arguments at these positions and of these names, where given."""
     return [
         kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None for place in places
@@ -463,16 +413,16 @@ def _is_written(operator: str, place: int | str, argument: Any) -> bool:
     return declared or operator.startswith("c10d::") or place in _STATISTICS.get(operator, ())
 
 
+@cache
 def _read_schema(func: Operator) -> _Plan:
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
     # Views and changes of geometry leave storages as they are; the size of a storage is compared whenever it is read.
-    if behaviour(func) is Behaviour.VIEW or torch.Tag.inplace_view in func.tags or "empty" in name:
+    if shapes.behaviour(func) is shapes.Behaviour.VIEW or torch.Tag.inplace_view in func.tags or "empty" in name:
         return _IGNORED
     places: list[int | str] = [a.name if a.kwarg_only else i for i, a in enumerate(schema.arguments)]
     given = {place: a for place, a in zip(places, schema.arguments, strict=True) if "Tensor" in str(a.type)}
     first = next((place for place in given if isinstance(place, int)), None)
-    in_list = first is not None and "List" in str(given[first].type)
     written = tuple(place for place, a in given.items() if _is_written(schema.name, place, a))
     random = torch.Tag.nondeterministic_seeded in func.tags or any("Generator" in str(a.type) for a in schema.arguments)
     runs = namespace == "aten" and not random
@@ -486,9 +436,7 @@ def _read_schema(func: Operator) -> _Plan:
         runs=runs,
         # An operator that overwrites its first tensor doesn't read it.
         first=None if overwriting else first,
-        first_in_list=in_list,
         written=written,
         overwritten=(0,) if overwriting else tuple(place for place in written if isinstance(place, str)),
-        forgets=bool(written) and (in_list or written != (first,)),
         training=5 if schema.name in _BATCH_NORMS and 3 in written else None,
     )

@@ -6,7 +6,7 @@ requests for shapes.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,34 +16,23 @@ from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.cuda.random import SimulatedGenerator
 from memfit.frameworks.torch.kernels import fallbacks
 from memfit.frameworks.torch.shapes.device_labels import BARE, Places
-from memfit.frameworks.torch.shapes.shapes import META
+from memfit.frameworks.torch.shapes.shapes import META, Arguments, Options, shape_like
 from memfit.frameworks.torch.shapes.tensor_types import cuda_type_name, dtype_of_type
 
 # Factories whose first argument is a size.
 _SIZED = frozenset({torch.zeros, torch.ones, torch.empty})
-_Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
+_Handler = Callable[[Any, Arguments, Options], Any]
 KEPT_ON_DEVICE = "kept-on-device"
 
 
 class Look(TorchFunctionMode):
-    """Shows shape-only tensors as tensors of the target device.
+    """Shows shape-only tensors as tensors of the device of `places`, where they are.
 
-    Args:
-        places: where shape-only tensors are; its device is the simulated one.
-        report: takes (code, text) of each assumption made.
-        knows_device: the user's code has been told that the device is there, so that "cpu" means the host. Otherwise
-            it may have chosen "cpu" only because this machine has no GPU.
+    Code that knows the device has been told that it is there, and by "cpu" means the host. Otherwise it may have chosen
+    "cpu" only because this machine has no GPU.
     """
 
-    def __init__(
-        self,
-        places: Places,
-        report: Callable[[str, str], None] = lambda code, text: None,
-        *,
-        knows_device: bool = False,
-    ) -> None:
+    def __init__(self, places: Places, report: fallbacks.Report, *, knows_device: bool = False) -> None:
         super().__init__()
         self._places = places
         self._report = report
@@ -53,7 +42,7 @@ class Look(TorchFunctionMode):
         self._scalars_stay = False
         self.default_device: torch.device | None = None
         self.default_type_is_cuda = False
-        self.is_large_weight: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda args, kwargs: False
+        self.is_large_weight: Callable[[Arguments, Options], bool] = lambda args, kwargs: False
         """Whether `torch.empty(*args, **kwargs)` makes a weight that the host need not hold."""
         self.check_index: Callable[[int], None] = lambda index: None
         """Called with the index of each device that is named; raises where there is no such device."""
@@ -73,7 +62,7 @@ class Look(TorchFunctionMode):
             tensor.__array__: to_array,
             tensor.device.__get__: self._device,
             tensor.is_cuda.__get__: lambda func, args, kwargs: (
-                self._type == "cuda" if self._simulated(args) else bool(func(*args))
+                self._type == "cuda" if self._simulated(args[0]) else bool(func(*args))
             ),
             tensor.is_cpu.__get__: lambda func, args, kwargs: (
                 self._places.of(args[0]).type == "cpu" if self._shape_only(args[0]) else bool(func(*args))
@@ -91,7 +80,7 @@ class Look(TorchFunctionMode):
             internals.parse_to: self._parse_to,
             tensor.pin_memory: lambda func, args, kwargs: args[0],
             tensor.share_memory_: lambda func, args, kwargs: (
-                args[0] if self._simulated(args) else func(*args, **kwargs)
+                args[0] if self._simulated(args[0]) else func(*args, **kwargs)
             ),
             tensor.is_pinned: lambda func, args, kwargs: False,
             tensor.record_stream: lambda func, args, kwargs: None,
@@ -111,12 +100,10 @@ class Look(TorchFunctionMode):
             tensor.__setitem__: self._index_by_lists,
         }
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options | None = None) -> Any:
         return self._handlers.get(func, self._plain)(func, args, kwargs or {})
 
-    def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _plain(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         """Calls `func` with devices named as they really are."""
         if self._scalars_stay and func in _SIZED and args and args[0] in ((), []):
             return func(*args, **kwargs)
@@ -126,13 +113,11 @@ class Look(TorchFunctionMode):
             # PyTorch asks the accelerator's library for pinned memory.
             return self._plain(func, args, {**kwargs, "pin_memory": False}).pin_memory()
         device = kwargs.get("device")
-        if device is not None:
-            return self._call_for(device, func, args, kwargs)
-        if func in self._constructors:
-            kwargs = {**kwargs, "device": META}
-        elif self.default_device is not None and func in self._all_constructors:
-            return self._call_for(self.default_device, func, args, kwargs)
-        return func(*args, **kwargs)
+        if device is None and func in self._constructors:
+            return func(*args, **{**kwargs, "device": META})
+        if device is None and func in self._all_constructors:
+            device = self.default_device
+        return func(*args, **kwargs) if device is None else self._call_for(device, func, args, kwargs)
 
     def know_host(self) -> None:
         """From now on "cpu" means the host, and what goes there stays of shapes only: shards may be large."""
@@ -151,10 +136,8 @@ class Look(TorchFunctionMode):
     def again(self) -> Iterator[None]:
         """On again for code of the user's that a function of PyTorch calls: modes are off inside of those."""
         with internals.enable_torch_function():
-            if any(mode is self for mode in internals.function_mode_stack()):
-                yield
-                return
-            with self:
+            is_on = any(mode is self for mode in internals.function_mode_stack())
+            with nullcontext() if is_on else self:
                 yield
 
     def put(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
@@ -162,9 +145,7 @@ class Look(TorchFunctionMode):
         with internals.disable_torch_function():
             place = self.place(device) or self._places.device
             with self._places.requesting(place):
-                if tensor.is_meta:
-                    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
-                return tensor.to(META)
+                return shape_like(tensor) if tensor.is_meta else tensor.to(META)
 
     def place(self, device: Any) -> torch.device | None:
         """The place that shape-only tensors for `device` have; None when real tensors go there."""
@@ -178,45 +159,48 @@ class Look(TorchFunctionMode):
         self.check_index(named.index)
         return named
 
-    def _empty(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _empty(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         """`torch.empty` on the host: of shapes only where that is a large model's weight."""
         device = kwargs.get("device", self.default_device)
         on_host = device is None or (not isinstance(device, int) and torch.device(device).type == "cpu")
         if on_host and self.is_large_weight(args, kwargs):
-            with self._places.requesting(torch.device("cpu")):
-                return func(*args, **{**kwargs, "device": META})
+            return self._at(torch.device("cpu"), func, *args, **kwargs)
         return self._plain(func, args, kwargs)
 
-    def _call_for(self, device: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_for(self, device: Any, func: Any, args: Arguments, kwargs: Options) -> Any:
         """Calls `func` so that what it makes is on `device`."""
         place = self.place(device)
         if place is None:
             return func(*args, **{**kwargs, "device": device})
+        return self._at(place, func, *args, **kwargs)
+
+    def _at(self, place: torch.device, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls `func` so that it makes a shape-only tensor at `place`."""
         with self._places.requesting(place):
             return func(*args, **{**kwargs, "device": META})
 
-    def _named_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _named_device(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         """`torch.device(0)` is a device of the accelerator, of which a build without CUDA knows none."""
         if len(args) == 1 and type(args[0]) is int and self._type == "cuda":
             return torch.device("cuda", args[0])
         return func(*args, **kwargs)
 
-    def _device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _device(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         device = func(*args)
         return self._places.of(args[0]) if device.type == "meta" else device
 
     def _shape_only(self, tensor: Any) -> bool:
         return bool(torch.Tensor.is_meta.__get__(tensor))  # type: ignore[attr-defined]
 
-    def _simulated(self, args: tuple[Any, ...]) -> bool:
-        return self._shape_only(args[0]) and self._places.of(args[0]).type == self._type
+    def _simulated(self, tensor: Any) -> bool:
+        return self._shape_only(tensor) and self._places.of(tensor).type == self._type
 
-    def _index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        if self._simulated(args):
+    def _index(self, func: Any, args: Arguments, kwargs: Options) -> int:
+        if self._simulated(args[0]):
             return (self._places.of(args[0]).index or 0) if self._type == "cuda" else -1
         return int(func(*args))
 
-    def _to(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _to(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         tensor, rest = args[0], args[1:]
         device: Any = kwargs.get("device")
         if rest and (isinstance(rest[0], str | torch.device) or type(rest[0]) is int):
@@ -239,16 +223,14 @@ class Look(TorchFunctionMode):
         if place is None:
             if self._guessed_host(tensor, device):
                 place = self._places.device
-            elif self._host_as_shapes and self._simulated((tensor,)) and torch.device(device).type == "cpu":
+            elif self._host_as_shapes and self._simulated(tensor) and torch.device(device).type == "cpu":
                 place = torch.device("cpu")
             elif self._on_host_as_shape(tensor):
                 return func(tensor, **kwargs)
             else:
                 return func(tensor, device=device, **kwargs)
         if not self._shape_only(tensor):
-            tensor = self.on_arrival(tensor)
-            with self._places.requesting(place):
-                return func(tensor, device=META, **kwargs)
+            return self._at(place, func, self.on_arrival(tensor), **kwargs)
         here = self._places.of(tensor)
         if here == place:
             return func(tensor, **kwargs)
@@ -263,35 +245,34 @@ class Look(TorchFunctionMode):
         `"cuda" if torch.cuda.is_available() else "cpu"` gives "cpu" there, and would on the target have given "cuda".
         `.cpu()` still means the host.
         """
-        if self._type == "cpu" or self._cpu_means_host or not self._shape_only(tensor):
-            return False
-        if torch.device(device).type != "cpu":
+        may_be_guessed = self._type != "cpu" and not self._cpu_means_host and self._shape_only(tensor)
+        if not may_be_guessed or torch.device(device).type != "cpu":
             return False
         self._report(KEPT_ON_DEVICE, '.to("cpu") on a machine without a GPU was taken to mean the simulated device')
         return True
 
-    def _cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _cuda(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         given = args[1] if len(args) > 1 else kwargs.get("device")
         return self._move(args[0], "cuda" if given is None else given, torch.Tensor.to, {})
 
-    def _cpu(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._host_as_shapes and self._type != "cpu" and self._simulated(args):
+    def _cpu(self, func: Any, args: Arguments, kwargs: Options) -> Any:
+        if self._host_as_shapes and self._type != "cpu" and self._simulated(args[0]):
             return self._move(args[0], "cpu", torch.Tensor.to, {})
-        stays = self._on_host_as_shape(args[0]) or (self._type == "cpu" and self._simulated(args))
+        stays = self._on_host_as_shape(args[0]) or (self._type == "cpu" and self._simulated(args[0]))
         return args[0] if stays else func(*args, **kwargs)
 
-    def _cast_by_name(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _cast_by_name(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         """`x.type()` and `x.type(torch.cuda.FloatTensor)`, which names a device as well as a dtype."""
         wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
         if wanted is None:
-            simulated = self._type == "cuda" and self._simulated(args)
+            simulated = self._type == "cuda" and self._simulated(args[0])
             return cuda_type_name(args[0].dtype) if simulated else func(*args)
         if isinstance(wanted, torch.dtype):
             return func(args[0], wanted)
         device, dtype = dtype_of_type(wanted)
         return self._move(args[0], device, torch.Tensor.to, {"dtype": dtype})
 
-    def _parse_to(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _parse_to(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         """The arguments of `module.to`: they are only read here, so devices stay as they are named."""
         if args and type(args[0]) is int:
             args = (torch.device("cuda", args[0]), *args[1:])
@@ -299,15 +280,15 @@ class Look(TorchFunctionMode):
             kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
         given = args[0] if args else kwargs.get("tensor", kwargs.get("other"))
         device, *rest = func(*args, **kwargs)
-        if isinstance(given, torch.Tensor) and self._simulated((given,)):
+        if isinstance(given, torch.Tensor) and self._simulated(given):
             device = self._places.of(given)
         return device, *rest
 
-    def _set_data(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _set_data(self, func: Any, args: Arguments, kwargs: Options) -> None:
         """`parameter.data = moved`: how modules change their device while the parameter stays the same object."""
         target, value = args
         if self._shape_only(target) == self._shape_only(value):
-            arrives = self._on_host_as_shape(target) and self._simulated((value,))
+            arrives = self._on_host_as_shape(target) and self._simulated(value)
             func(*args)
             if arrives:
                 self.on_parameter(target)
@@ -322,13 +303,13 @@ class Look(TorchFunctionMode):
             shell.data = value
         shell.requires_grad_(target.requires_grad)
         internals.swap_tensors(target, shell)
-        if self._simulated((target,)):
+        if self._simulated(target):
             self.on_departure(target, shell)
             self.on_parameter(target)
 
-    def _from_data(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _from_data(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         """A tensor from Python data is made on the host and copied over, which PyTorch's meta device doesn't show."""
-        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        data: Any = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         device = kwargs.get("device")
         if self._scalars_stay and isinstance(data, int | float):
             return func(*args, **kwargs)
@@ -337,35 +318,27 @@ class Look(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             return self._from_data(func, args, {**kwargs, "pin_memory": False}).pin_memory()
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-        if isinstance(data, torch.Tensor):
-            return self._from_tensor(func, data, args, kwargs, device)
-        if device is None or self.place(device) is None:
-            return func(*_on_host(args), **kwargs, **({} if device is None else {"device": device}))
+        is_tensor = isinstance(data, torch.Tensor)
+        if device is None or (self.place(device) is None and not (is_tensor and self._shape_only(data))):
+            given = {} if device is None or is_tensor else {"device": device}
+            return func(*(args if is_tensor else _on_host(args)), **kwargs, **given)
         grad = kwargs.pop("requires_grad", False)
-        made = func(*_on_host(args), **kwargs)
-        return self._move(made, device, torch.Tensor.to, {}).requires_grad_(grad)
-
-    def _from_tensor(
-        self, func: Any, data: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], device: Any
-    ) -> Any:
-        if device is None or (not self._shape_only(data) and self.place(device) is None):
-            return func(*args, **kwargs)
-        dtype = kwargs.get("dtype")
-        options = {} if dtype is None else {"dtype": dtype}
+        if not is_tensor:
+            return self._move(func(*_on_host(args), **kwargs), device, torch.Tensor.to, {}).requires_grad_(grad)
+        options = {} if kwargs.get("dtype") is None else {"dtype": kwargs["dtype"]}
         if func is torch.tensor:
-            made = self._move(data.detach(), device, torch.Tensor.to, {**options, "copy": True})
-            return made.requires_grad_(kwargs.get("requires_grad", False))
+            return self._move(data.detach(), device, torch.Tensor.to, {**options, "copy": True}).requires_grad_(grad)
         return self._move(data, device, torch.Tensor.to, options)
 
-    def _new_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._simulated(args):
+    def _new_tensor(self, func: Any, args: Arguments, kwargs: Options) -> Any:
+        if not self._simulated(args[0]):
             return func(*args, **kwargs)
         given = {"dtype": args[0].dtype, "device": self._places.of(args[0]), **kwargs}
         return self._from_data(torch.tensor, args[1:], {name: v for name, v in given.items() if v is not None})
 
-    def _new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _new(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         """The way in which optimizers make sparse tensors, which PyTorch lacks on its meta device."""
-        if not self._simulated(args):
+        if not self._simulated(args[0]):
             return func(*args, **kwargs)
         if args[0].layout is torch.sparse_coo:
             return torch.sparse_coo_tensor(*args[1:], check_invariants=False)
@@ -375,21 +348,21 @@ class Look(TorchFunctionMode):
             return args[0].new_empty(args[1])
         return self._new_tensor(func, args, kwargs) if args[1:] else args[0].new_empty(0)
 
-    def _is_finite(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _is_finite(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         made = func(*args, **kwargs)
         return fallbacks.read_as_true(made) if self._shape_only(made) else made
 
-    def _format(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _format(self, func: Any, args: Arguments, kwargs: Options) -> str:
         """`f"{loss:.3f}"` reads a value, which PyTorch refuses on its meta device."""
         if not self._shown(args[0]):
             return str(func(*args))
-        return format(args[0].item(), args[1]) if args[0].dim() == 0 else self._describe(func, args[:1], {})
+        return self._describe(func, args[:1], {}) if args[0].dim() else format(args[0].item(), args[1])
 
     def _shown(self, tensor: Any) -> bool:
         """Whether a tensor has no values of its own to be printed."""
-        return self._simulated((tensor,)) or self._on_host_as_shape(tensor)
+        return self._simulated(tensor) or self._on_host_as_shape(tensor)
 
-    def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _describe(self, func: Any, args: Arguments, kwargs: Options) -> str:
         tensor = args[0]
         if not self._shown(tensor):
             return str(func(*args, **kwargs))
@@ -405,25 +378,25 @@ class Look(TorchFunctionMode):
             parts.append("requires_grad=True")
         return f"tensor({', '.join(parts)})"
 
-    def _from_host_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _from_host_copy(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         tensor = args[0]
         if self._on_host_as_shape(tensor):
             tensor = fallbacks.host_zeros(tensor.shape, tensor.dtype)
-        elif self._simulated(args):
+        elif self._simulated(args[0]):
             tensor = tensor.detach().to("cpu")
         return func(tensor, *args[1:], **kwargs)
 
-    def _no_array(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _no_array(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         if self._on_host_as_shape(args[0]):
             return self._from_host_copy(func, args, kwargs)
-        if self._simulated(args):
+        if self._simulated(args[0]):
             raise TypeError(
                 f"can't convert {self._places.of(args[0])} device type tensor to numpy. "
                 "Use Tensor.cpu() to copy the tensor to host memory first."
             )
         return func(*args, **kwargs)
 
-    def _index_by_lists(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _index_by_lists(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         """`x[[0, 2]]`: the list becomes a tensor on the host, where its values are known."""
         index = args[1]
         if index.__class__ is list:

@@ -14,18 +14,16 @@ import torch
 from memfit.core.timeline import Category
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.kernels import fallbacks
-from memfit.frameworks.torch.kernels.host_reads import Readings
-from memfit.frameworks.torch.kernels.mask_sizes import Selections
+from memfit.frameworks.torch.kernels.assumed_values import Draws, Readings, Selections, SizeBounds
 from memfit.frameworks.torch.shapes import shapes, sparse
 from memfit.frameworks.torch.shapes.device_labels import BARE, Places
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.recorder import Accumulation, Recorder
-from memfit.frameworks.torch.shapes.sampled_values import Draws, SizeBounds
-from memfit.frameworks.torch.shapes.shapes import META, Behaviour, Operator
+from memfit.frameworks.torch.shapes.recorder import Recorder, is_accumulated_in_place, references_of_sole_owner
+from memfit.frameworks.torch.shapes.shapes import META, Arguments, Behaviour, Operator, Options, map_nested
 from memfit.frameworks.torch.shapes.values import KnownValues
 
-# (operator, arguments, keyword arguments, output) -> bytes of blocks that live only inside the operator.
-Internals = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], list[int]]
+# (arguments, output) -> bytes of blocks that live only inside the operator.
+Internals = Callable[[Arguments, Any], list[int]]
 
 _ADD = torch.ops.aten.add.Tensor
 _CAT = torch.ops.aten.cat.default
@@ -37,15 +35,9 @@ _MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "at
 # Collectives after which a rank of the fake process group has what it had before.
 _KEEPING = {
     f"c10d::{name}"
-    for name in (
-        "broadcast_",
-        "allreduce_",
-        "allreduce_coalesced_",
-        "barrier",
-        "reduce_",
-        "allgather_",
-        "_allgather_base_",
-    )
+    for name in """
+    broadcast_ allreduce_ allreduce_coalesced_ barrier reduce_ allgather_ _allgather_base_
+    """.split()  # noqa: SIM905
 }
 
 # Operators that may take host tensors beside device tensors, as CUDA's do.
@@ -66,7 +58,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         origin: knows where the user's code is.
         internals: per operator, what its kernel allocates for itself.
         rules: per operator, its outputs where only this device has them, beside those of `fallbacks`.
-        host_is_device: the simulated device is the host, so tensors on the CPU belong to it.
+        host_is_device: tensors on the CPU belong to the simulated device.
         report: takes (code, text) of each assumption made.
         places: knows the shape-only tensors that are not on the simulated device.
         values: knows the values of small tensors; None: no value is known.
@@ -91,20 +83,22 @@ class SimulatedOperators(internals.TorchDispatchMode):
         self._values = values
         self._copied_in = copied_in
         self._taken_apart = False
+        """Whether the parts of the operator that runs have been followed one by one."""
         self.on_write: Callable[[torch.Tensor], None] | None = None
         """Called with each tensor that an operator is about to change in place."""
-        self.on_run: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None] | None = None
+        self.on_run: Callable[[Operator, Arguments, Options, Any], None] | None = None
         """Called with each operator that did work on the device: its arguments and its output."""
         self.around: AbstractContextManager[Any] = nullcontext()
         """Entered for each operator."""
         self.readings = Readings(lambda: origin.current()[1], report)
-        self._draws = None if values is None else Draws(values, self.readings.waits, report)
         self._recorder = recorder
         self._origin = origin
         self._internals = internals
         self._rules = {**fallbacks.RULES, **rules}
         self._host_is_device = host_is_device
         self._bounds = SizeBounds()
+        # Found out here, where no mode is on.
+        self._sole_owner = references_of_sole_owner()
         self._depends_on_data = False
 
         def noticing(code: str, text: str) -> None:
@@ -112,9 +106,9 @@ class SimulatedOperators(internals.TorchDispatchMode):
             report(code, text)
 
         self._report = noticing
-        self._selections = None if values is None else Selections(values, noticing)
-        self._names: dict[Operator, str] = {}
-        self._accumulation = Accumulation()
+        if values is not None:
+            self._selections = Selections(values, noticing)
+            self._draws = Draws(values, self.readings.waits, report)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -122,7 +116,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Operator, types: Any, args: Arguments = (), kwargs: Options | None = None
     ) -> Any:
         if types and any(map(_handles_itself, types)):
             if internals.FakeTensor in types:
@@ -134,7 +128,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         with self.around, internals.disable_torch_function():
             return self._dispatch(func, args, kwargs or {})
 
-    def _dispatch(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _dispatch(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
         device = kwargs.get("device") if kwargs else None
         if device is not None and device.type == "cuda":
             # Python code of PyTorch below the function mode, as DTensor's is, names the device too.
@@ -157,7 +151,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
             return self._run_on_host(func, args, kwargs)
         if foreign:
             args, kwargs = self._bring_over(func, args, kwargs)
-        if func is _ADD and self._accumulation.in_place(args, kwargs):
+        if func is _ADD and is_accumulated_in_place(args, kwargs, self._sole_owner):
             if self._values is not None:
                 self._values.forget(args[0])
             if self.on_run is not None:
@@ -168,18 +162,16 @@ class SimulatedOperators(internals.TorchDispatchMode):
             self.on_write(args[0])
         out = self._run_on_device(func, args, kwargs, kind)
         if self._values is not None and not self._taken_apart and func._schema.name not in _KEEPING:
-            if self._selections is not None and self._draws is not None:
-                self._selections.follow(func, args, kwargs, out)
+            self._selections.follow(func, args, out)
             self._values.follow(func, args, kwargs, out)
-            if self._draws is not None:
-                self._draws.follow(func, args, kwargs, out)
+            self._draws.follow(func, args, kwargs, out)
             if func is _SOFTMAX:
                 self.readings.are_probabilities(out)
         if self.on_run is not None and not self._taken_apart:
             self.on_run(func, args, kwargs, out)
         return out
 
-    def _run_on_device(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Behaviour) -> Any:
+    def _run_on_device(self, func: Operator, args: Arguments, kwargs: Options, kind: Behaviour) -> Any:
         if func.namespace == "c10d":
             out = _collective(func, args, kwargs)
             self._gather_values(func, args)
@@ -192,35 +184,31 @@ class SimulatedOperators(internals.TorchDispatchMode):
                 self._depends_on_data = True
             if special is fallbacks.compare or special is fallbacks.conjunction:
                 args = tuple(map(self._number, args))
-            if out is NotImplemented and self._selections is not None:
+            if out is NotImplemented and self._values is not None:
                 out = self._selections.bounded(func, args)
             if out is NotImplemented:
                 out = special(func, args, kwargs, self._report)
                 if isinstance(out, bool | int | float):
                     out = self.readings.answer(out)
             if out is not NotImplemented:
-                return self._record(func, args, kwargs, out)
+                return self._record(func, args, out)
         if kind is Behaviour.OTHER:
             out = self._execute(func, args, kwargs)
             if args and isinstance(args[0], torch.Tensor) and func._schema.name.startswith("aten::resize"):
-                self._recorder.resized(args[0].untyped_storage(), self._name(func))
-            self._add(out, self._name(func))
+                self._recorder.resized(args[0].untyped_storage(), _name(func))
+            self._add(out, _name(func))
             return out
-        quick = shapes.quick_rule(func)
-        out = quick(args, kwargs) if quick is not None else NotImplemented
-        if out is NotImplemented:
-            out = shapes.run(func, args, kwargs, self._execute)
-        return self._record(func, args, kwargs, out, fresh=kind is Behaviour.FRESH)
+        out = shapes.run(func, args, kwargs, self._execute)
+        return self._record(func, args, out, fresh=kind is Behaviour.FRESH)
 
     def _gather_values(self, func: Operator, args: tuple[Any, ...]) -> None:
         """What the other ranks would send is taken to be what this one has, where that is known."""
         if self._values is None or func._schema.name not in ("c10d::allgather_", "c10d::_allgather_base_"):
             return
-        given = args[1] if isinstance(args[1], list) else [args[1]]
-        outputs = args[0] if isinstance(args[0], list) else [args[0]]
-        for mine, received in zip(given, outputs, strict=False):
+        outputs, inputs = (given if isinstance(given, list) else [given] for given in args[:2])
+        for mine, received in zip(inputs, outputs, strict=False):
             known = self._values.of(mine)
-            for tensor in received if isinstance(received, list) else [received]:
+            for tensor in shapes.tensors((received,)):
                 self._values.forget(tensor)
                 if known is not None:
                     times = tensor.numel() // max(1, known.numel())
@@ -235,29 +223,18 @@ class SimulatedOperators(internals.TorchDispatchMode):
 
     def read_number(self, tensor: torch.Tensor) -> Any:
         """The number in a tensor of one element, or what stands in for it."""
-        known = self._values.of(tensor) if self._values is not None else None
+        known = None if self._values is None else self._values.of(tensor)
         return fallbacks.stand_in(tensor, self._report) if known is None else known.item()
 
-    def _exact(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _exact(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
         """The true output of an operator that needs values, where they are known."""
-        if func._schema.name == "aten::_to_copy" and fallbacks.to_host(kwargs):
-            dtype = kwargs.get("dtype") or args[0].dtype
-            known = None if self._values is None else self._values.of(args[0])
-            return self.readings.host_copy(args[0], dtype) if known is None else known.to(dtype, copy=True)
-        if self._values is None:
-            return NotImplemented
-        return self._values.exact(func, args, kwargs)
+        out = NotImplemented if self._values is None else self._values.exact(func, args, kwargs)
+        if out is NotImplemented and func is _TO_COPY and shapes.to_host(kwargs):
+            return self.readings.host_copy(args[0], kwargs.get("dtype") or args[0].dtype)
+        return out
 
-    def _name(self, func: Operator) -> str:
-        name = self._names.get(func)
-        if name is None:
-            name = self._names[func] = func._schema.name.replace("::", ".")
-        return name
-
-    def _record(
-        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, fresh: bool = True
-    ) -> Any:
-        name = self._name(func)
+    def _record(self, func: Operator, args: Arguments, out: Any, *, fresh: bool = True) -> Any:
+        name = _name(func)
         sizes = self._bounds.among(args)
         if sizes and func is _CAT:
             sizes |= {out.shape[args[1] if len(args) > 1 else 0]}
@@ -269,7 +246,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
             self._add(out, name)
         internals = self._internals.get(func._schema.name)
         if internals is not None:
-            self._recorder.add_transient(internals(func, args, kwargs, out), name, Category.WORKSPACE)
+            self._recorder.add_transient(internals(args, out), name, Category.WORKSPACE)
         self._recorder.at_most = False
         return out
 
@@ -286,7 +263,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
             for part in out:
                 self._add(part, name, category)
 
-    def _execute(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _execute(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
         if func._schema.name in _MATRIX_PRODUCTS:
             out = _product(func, args, kwargs)
             if out is not NotImplemented:
@@ -297,93 +274,88 @@ class SimulatedOperators(internals.TorchDispatchMode):
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
-                # Its parts have been followed one by one.
                 self._taken_apart = True
                 return out
             return fallbacks.without_rule(func, args, kwargs, self._report)
 
-    def _run_on_host(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_host(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
         """A factory for the device, a copy to it, or an operator on host tensors only."""
-        if func is _TO_COPY and args[0].layout is not torch.strided and not fallbacks.to_host(kwargs):
+        if func is _TO_COPY and args[0].layout is not torch.strided and not shapes.to_host(kwargs):
             out = sparse.to_device(args[0], kwargs.get("dtype"))
         else:
             out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor) and out.is_meta:
             copied = args and isinstance(args[0], torch.Tensor)
-            self._add(out, self._name(func), self._copied_in if copied else None)
+            self._add(out, _name(func), self._copied_in if copied else None)
             if self._values is not None:
                 if copied and func is _TO_COPY:
                     self._values.learn(out, args[0])
                 else:
                     self._values.follow(func, args, kwargs, out)
         elif not isinstance(out, torch.Tensor):
-            self._add(out, self._name(func))
+            self._add(out, _name(func))
         if self.on_run is not None:
             self.on_run(func, args, kwargs, out)
         return out
 
-    def _elsewhere(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    def _elsewhere(self, func: Operator, args: Arguments, kwargs: Options) -> torch.device | None:
         """The place of what an operator makes, where that isn't the simulated device."""
         places = self._places
         if places.requested is not None:
             return places.requested if places.requested != places.device else None
-        found: list[torch.device] = []
-        for value in shapes.tensors((*args, *kwargs.values())):
-            if value.is_meta:
-                found.append(places.of(value))
-        if not found or all(place == places.device for place in found):
+        of_arguments = [places.of(value) for value in shapes.tensors((*args, *kwargs.values())) if value.is_meta]
+        if not of_arguments:
             return None
-        real = {place for place in found if place != BARE}
-        if len(real) > 1 and func._schema.name not in _MIXED_DEVICES_ALLOWED:
-            names = " and ".join(sorted(str(place) for place in real))
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, {names}!"
-            )
-        place = next((place for place in found if place != BARE), BARE)
+        real = [place for place in of_arguments if place != BARE]
+        if len(set(real)) > 1 and func._schema.name not in _MIXED_DEVICES_ALLOWED:
+            raise _several_devices(*sorted(set(map(str, real))))
+        place = real[0] if real else BARE
         return place if place != places.device else None
 
-    def _run_elsewhere(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], place: torch.device) -> Any:
+    def _run_elsewhere(self, func: Operator, args: Arguments, kwargs: Options, place: torch.device) -> Any:
         """Runs an operator of another place: for its shapes, on nobody's account."""
         if place.type == "cpu":
             # A large model's weights, which the host holds as shapes, among tensors that it really holds.
-            args, kwargs = _as_shapes(args), {name: _as_shapes(value) for name, value in kwargs.items()}
+            args, kwargs = _as_shapes(args, kwargs)
         special = self._rules.get(func._schema.name)
         out = special(func, args, kwargs, self._report) if special is not None else NotImplemented
         if out is NotImplemented:
             out = self._execute(func, args, kwargs)
-        for tensor in shapes.tensors(out if isinstance(out, list | tuple) else (out,)):
+        for tensor in shapes.tensors((out,)):
             if tensor.is_meta and not self._recorder.known(tensor):
                 self._places.mark(tensor, place)
         return out
 
-    def _bring_over(
-        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _bring_over(self, func: Operator, args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
         """Host tensors among device tensors: as shapes where the device is the host, else refused as CUDA does."""
         if func._schema.name in _MIXED_DEVICES_ALLOWED and not self._host_is_device:
             return args, kwargs
-
         if not self._host_is_device and any(t.is_cpu and t.dim() for t in shapes.tensors((*args, *kwargs.values()))):
-            raise RuntimeError(
-                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
-            )
-        return _as_shapes(args), {name: _as_shapes(value) for name, value in kwargs.items()}
+            raise _several_devices("cuda:0", "cpu")
+        return _as_shapes(args, kwargs)
 
 
-def _collective(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@cache
+def _name(func: Operator) -> str:
+    return str(func._schema.name).replace("::", ".")
+
+
+def _several_devices(*names: str) -> RuntimeError:
+    between = " and ".join(names)
+    return RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {between}!")
+
+
+def _collective(func: Operator, args: Arguments, kwargs: Options) -> Any:
     """A collective of the fake process group: in place, and it returns an object that can be waited for."""
     try:
         return func(*args, **kwargs)
     except NotImplementedError:
         # Older releases have no shape rule; the fake group looks at no tensor, so that any will do.
         small = torch.empty(1)
-
-        def instead(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return type(value)(map(instead, value))
-            return small if isinstance(value, torch.Tensor) else value
-
-        out = func(*map(instead, args), **{name: instead(value) for name, value in kwargs.items()})
+        args_instead, kwargs_instead = (
+            map_nested(list(given), lambda tensor: small) for given in (args, kwargs.values())
+        )
+        out = func(*args_instead, **dict(zip(kwargs, kwargs_instead, strict=True)))
         return (args[0], *out[1:]) if isinstance(out, tuple) else out
 
 
@@ -394,61 +366,45 @@ def _handles_itself(kind: type) -> bool:
     return own not in (torch.Tensor.__torch_dispatch__, internals.disabled_torch_dispatch)
 
 
-def _as_shapes(value: Any) -> Any:
-    """`value` with the tensors in it that have more than one element as shapes only."""
-    if isinstance(value, torch.Tensor):
-        if value.is_meta or value.dim() == 0:
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
-    if isinstance(value, list | tuple):
-        return type(value)(_as_shapes(part) for part in value)
-    return value
+def _as_shapes(args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
+    """The arguments with the tensors in them that have more than one element as shapes only."""
+
+    def shape_only(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_meta or tensor.dim() == 0 else shapes.shape_like(tensor)
+
+    return map_nested(args, shape_only), {name: map_nested(value, shape_only) for name, value in kwargs.items()}
 
 
-def _product(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _product(func: Operator, args: Arguments, kwargs: Options) -> Any:
     """Refuses what kernels of matrix products refuse and PyTorch's shape rules let pass.
 
     With `out_dtype`, 16-bit factors are summed up in float32, and what is added may be of either dtype (Blas.cpp).
     """
     given = [value for value in args if isinstance(value, torch.Tensor)]
-    if "dtype" not in func._overloadname:
-        _check_same_dtype(given)
-        return NotImplemented
-    out_dtype = next(value for value in args if isinstance(value, torch.dtype))
-    factors, added = given[-2:], given[:-2]
-    _check_same_dtype(factors)
+    out_dtype = next((value for value in args if isinstance(value, torch.dtype)), None)
+    factors, added = (given, []) if out_dtype is None else (given[-2:], given[:-2])
+    dtypes = {matrix.dtype for matrix in factors}
+    if len(dtypes) > 1:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise RuntimeError(f"the matrices of a product must have the same dtype, but {names} were given")
     if added and added[0].dtype not in (out_dtype, factors[0].dtype):
         raise RuntimeError("self dtype must match either out_dtype or the dtype of the matrices of the product")
-    if func._schema.name != "aten::baddbmm":
+    if out_dtype is None or func._schema.name != "aten::baddbmm":
         return NotImplemented
     # PyTorch's rule takes `out_dtype` for another number; that of the product alone has the same result.
     if added[0].shape != (*factors[0].shape[:2], factors[1].shape[2]):
         raise RuntimeError("self must have the same shape as the output")
-    rule = torch.ops.aten.bmm.dtype_out if "out" in kwargs else torch.ops.aten.bmm.dtype
-    return rule(*factors, out_dtype, **({"out": kwargs["out"]} if "out" in kwargs else {}))
+    if "out" in kwargs:
+        return torch.ops.aten.bmm.dtype_out(*factors, out_dtype, out=kwargs["out"])
+    return torch.ops.aten.bmm.dtype(*factors, out_dtype)
 
 
-def _check_same_dtype(matrices: list[torch.Tensor]) -> None:
-    dtypes = {matrix.dtype for matrix in matrices}
-    if len(dtypes) > 1:
-        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise RuntimeError(f"the matrices of a product must have the same dtype, but {names} were given")
-
-
-def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
+def _devices(args: Arguments, kwargs: Options) -> tuple[bool, bool]:
     """(any simulated tensor, any other tensor with dimensions) among the arguments."""
     simulated = foreign = False
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, torch.Tensor):
-            if value.is_meta:
-                simulated = True
-            elif value.dim():
-                foreign = True
-        elif value.__class__ is list or value.__class__ is tuple:
-            for part in value:
-                if isinstance(part, torch.Tensor):
-                    if part.is_meta:
-                        simulated = True
-                    elif part.dim():
-                        foreign = True
+    for tensor in shapes.tensors((*args, *kwargs.values()) if kwargs else args):
+        if tensor.is_meta:
+            simulated = True
+        elif tensor.dim():
+            foreign = True
     return simulated, foreign

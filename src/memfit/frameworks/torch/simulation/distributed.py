@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from memfit.frameworks.torch.cuda.devices import CudaDevices
 from memfit.frameworks.torch.shapes.patching import Replacement
 
-_GROUP_BACKENDS = ("nccl", "gloo", "mpi", "ucc", "cpu:gloo,cuda:nccl")
 # As they are without a stand-in.
 _SPAWN: Callable[..., Any] = torch.multiprocessing.spawn  # type: ignore[attr-defined]
 _START_PROCESSES: Callable[..., Any] = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
@@ -51,10 +50,8 @@ def distributed_replacements(
 ) -> list[Replacement]:
     """What stands in for the parts of `torch.distributed` that would talk to other processes.
 
-    Args:
-        count: processes, where the program doesn't say.
-        report: takes (code, text) of each assumption made.
-        has_gradients: called with each buffer in which gradients are gathered for the other ranks.
+    There are `count` of them where the program doesn't say; `has_gradients` is called with each buffer in which
+    gradients are gathered for the other ranks.
     """
     if not dist.is_available():
         return spawn_replacements(report)
@@ -62,31 +59,35 @@ def distributed_replacements(
     owners = (dist, dist.distributed_c10d, dist.device_mesh)
     plain_new_group = dist.new_group
 
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
         return plain_new_group(ranks, timeout, None, **{k: v for k, v in options.items() if k != "device_id"})
 
     stand_ins = {
         "init_process_group": _init_process_group(count, report),
         "new_group": new_group,
-        "barrier": lambda *args, **kwargs: None,
-        "monitored_barrier": lambda *args, **kwargs: None,
+        "barrier": nothing,
+        "monitored_barrier": nothing,
         "all_gather_object": _all_gather_object,
         "gather_object": _gather_object,
-        "broadcast_object_list": lambda *args, **kwargs: None,
+        "broadcast_object_list": nothing,
         "scatter_object_list": _scatter_object_list,
         "is_nccl_available": lambda: True,
     }
-    found = [
-        Replacement(owner, name, value) for owner in owners for name, value in stand_ins.items() if hasattr(owner, name)
-    ]
-    module = torch.nn.parallel.distributed
     return [
-        *found,
+        *(
+            Replacement(home, name, value)
+            for home in owners
+            for name, value in stand_ins.items()
+            if hasattr(home, name)
+        ),
         *spawn_replacements(report),
-        Replacement(module, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),
-        Replacement(dist.ProcessGroup, "monitored_barrier", lambda *args, **kwargs: None),
+        Replacement(torch.nn.parallel.distributed, "_verify_param_shape_across_processes", nothing),
+        Replacement(dist.ProcessGroup, "monitored_barrier", nothing),
         Replacement(DistributedDataParallel, "__init__", _init_data_parallel(has_gradients)),
-        Replacement(DistributedDataParallel, "register_comm_hook", lambda *args, **kwargs: None),
+        Replacement(DistributedDataParallel, "register_comm_hook", nothing),
     ]
 
 
@@ -117,8 +118,7 @@ def _init_process_group(count: int, report: Callable[[str, str], None]) -> Calla
 
 
 def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-    for index in range(len(object_list)):
-        object_list[index] = copy.copy(obj)
+    object_list[:] = [copy.copy(obj) for _ in object_list]
 
 
 def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
@@ -166,10 +166,8 @@ class _Finished:
 def spawn_replacements(report: Callable[[str, str], None], devices: CudaDevices | None = None) -> list[Replacement]:
     """The ways in which a program starts a process for each device: the first is run, in this one.
 
-    Args:
-        report: takes (code, text) of each assumption made.
-        devices: those there are. Of more processes than that several share a device: they are started, unless they
-            form a process group, for which each needs a device of its own. None: none is ever started.
+    Of more processes than `devices` several share a device: they are started, unless they form a process group, for
+    which each needs a device of its own. None: none is ever started.
     """
 
     def start(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any) -> _Finished | None:

@@ -6,8 +6,9 @@ asked gets PyTorch's own error, at that very moment.
 
 import threading
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +41,8 @@ class Tidied:
 class LiveRecorder(Recorder):
     """A recorder that asks a memory for every block.
 
-    Args:
-        origin: gives (module path, source line) of what runs now.
-        memory: the device.
-        refuse: takes the bytes that were asked for and the operator, returns the exception to raise.
-        configure: called before the first block is asked for.
+    `refuse` takes the bytes that were asked for and the operator, and returns the exception to raise; `configure` is
+    called before the first block is asked for.
     """
 
     def __init__(
@@ -61,10 +59,7 @@ class LiveRecorder(Recorder):
         self._held: dict[int, Any] = {}
         self._allocated: list[int] = []
         self._reserved: list[int] = []
-        self._requested_peak = 0
-        self._allocated_peak = 0
-        self._reserved_peak = 0
-        self._requested = 0
+        self._requested_peak = self._allocated_peak = self._reserved_peak = self._requested = 0
         self._lock = threading.RLock()
         self._busy = False
         # The garbage collector may run, and free storages, at any moment: also in the middle of an allocation.
@@ -103,35 +98,29 @@ class LiveRecorder(Recorder):
         """
         if self.num_blocks < self._num_left + _MANY_BLOCKS:
             return None
-        with self._lock:
-            self._busy = True
-            try:
-                peak = self._allocated.index(max(self._allocated))
-                starts, ends = self.spans()
-                recent = len(self._allocated) - _RECENT_TICKS
-                kept = [
-                    index
-                    for index, start in enumerate(starts)
-                    if index in self._held or start >= recent or start <= peak < ends.get(index, 0)
-                ]
-                number = {index: position for position, index in enumerate(kept)}
-                ticks = self.keep_only(kept)
-                self._allocated = [self._allocated[tick] for tick in ticks]
-                self._reserved = [self._reserved[tick] for tick in ticks]
-                self._held = {number[index]: block for index, block in self._held.items()}
-                self._waiting = deque(number[index] for index in self._waiting if index in number)
-                self._num_left = len(kept)
-                return Tidied(kept, ticks)
-            finally:
-                self._end_waiting()
-                self._busy = False
+        with self._working():
+            peak = self._allocated.index(max(self._allocated))
+            starts, ends = self.spans()
+            recent = len(self._allocated) - _RECENT_TICKS
+            kept = [
+                index
+                for index, start in enumerate(starts)
+                if index in self._held or start >= recent or start <= peak < ends.get(index, 0)
+            ]
+            number = {index: position for position, index in enumerate(kept)}
+            ticks = self.keep_only(kept)
+            self._allocated = [self._allocated[tick] for tick in ticks]
+            self._reserved = [self._reserved[tick] for tick in ticks]
+            self._held = {number[index]: block for index, block in self._held.items()}
+            self._waiting = deque(number[index] for index in self._waiting if index in number)
+            self._num_left = len(kept)
+            return Tidied(kept, ticks)
 
     def live_bytes(self) -> dict[str, int]:
         """Bytes of the live blocks by category, largest first."""
-        groups: dict[str, int] = {}
+        groups: Counter[str] = Counter()
         for index in list(self._held):
-            name = str(self.categories[index] or Category.TEMPORARY)
-            groups[name] = groups.get(name, 0) + self.sizes[index]
+            groups[str(self.categories[index] or Category.TEMPORARY)] += self.sizes[index]
         return dict(sorted(groups.items(), key=lambda item: (-item[1], item[0])))
 
     def replay(self, out_of_memory: OutOfMemory | None) -> Replay:
@@ -154,36 +143,38 @@ class LiveRecorder(Recorder):
         return index
 
     def _try_start(self, size_bytes: int, op: str, category: Category | None) -> int | None:
+        with self._working():
+            if not self._allocated:
+                self._configure()
+            block = self._memory.malloc(size_bytes)
+            if block is None:
+                return None
+            index = super()._start(size_bytes, op, category)
+            self._held[index] = block
+            self._requested += size_bytes
+            self._requested_peak = max(self._requested_peak, self._requested)
+            self._note_level()
+            return index
+
+    def _end(self, index: int) -> None:
+        self._waiting.append(index)
+        if not self._busy:
+            with self._working():
+                pass
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Blocks that are freed while this lasts wait for its end."""
         with self._lock:
             self._busy = True
             try:
-                if not self._allocated:
-                    self._configure()
-                block = self._memory.malloc(size_bytes)
-                if block is None:
-                    return None
-                index = super()._start(size_bytes, op, category)
-                self._held[index] = block
-                self._requested += size_bytes
-                self._requested_peak = max(self._requested_peak, self._requested)
-                self._note_level()
-                return index
+                yield
             finally:
                 self._end_waiting()
                 self._busy = False
                 if self._waiting:
                     # Freed by another thread, or by the garbage collector, in the last moment.
                     self._end_waiting()
-
-    def _end(self, index: int) -> None:
-        self._waiting.append(index)
-        if not self._busy:
-            with self._lock:
-                self._busy = True
-                try:
-                    self._end_waiting()
-                finally:
-                    self._busy = False
 
     def _end_waiting(self) -> None:
         while self._waiting:

@@ -114,28 +114,27 @@ class Simulation:
     def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
         """Simulates in this thread while it lasts; `answers` replace further functions of PyTorch."""
         with (
-            replaced([*self._answers(), *answers]),
+            replaced([*self._about_autocast(), *self._around_callbacks(), *self._about_devices(), *answers]),
             self._numbers_read_anywhere(),
             self.origin.following(self.is_on),
             intercepting(self._interceptors),
-            self._present(),
-            self.operators,
-            self.look,
+            self.in_thread(),
         ):
             yield
 
-    def _answers(self) -> list[Replacement]:
-        """What a model may ask about the device that its tensors are on; a whole program has more to ask."""
-        answers = autocast_answers(self.autocast)
-        answers += look_answers(self.look, self.places, self.is_on, self.around_backward)
-        if not self._on_cuda:
-            return answers
-        plain = torch.cuda.get_device_capability
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Simulates in a further thread while it lasts."""
+        with switched_on(), self.operators, self.look:
+            self._threads.present = True
+            try:
+                yield
+            finally:
+                self._threads.present = False
 
-        def capability(device: Any = None) -> tuple[int, int]:
-            return self._capability if self.is_on() else plain(device)
-
-        return [*answers, Replacement(torch.cuda, "get_device_capability", capability)]
+    def is_on(self) -> bool:
+        """Whether this thread is simulated: one that was there before is not, and must not notice."""
+        return getattr(self._threads, "present", False)
 
     @contextmanager
     def _numbers_read_anywhere(self) -> Iterator[None]:
@@ -148,151 +147,104 @@ class Simulation:
         finally:
             library._destroy()
 
-    @contextmanager
-    def in_thread(self) -> Iterator[None]:
-        """Simulates in a further thread while it lasts."""
-        with switched_on(), self._present(), self.operators, self.look:
-            yield
+    def _about_autocast(self) -> list[Replacement]:
+        """Autocast for CUDA on a machine without CUDA.
 
-    @contextmanager
-    def _present(self) -> Iterator[None]:
-        self._threads.present = True
-        try:
-            yield
-        finally:
-            self._threads.present = False
+        cuDNN is declared unfit for single tensors, so that recurrent layers leave their shape-only weights as they are.
+        """
+        plain_clear = torch.clear_autocast_cache
+        plain_capability = torch.cuda.get_device_capability
 
-    def is_on(self) -> bool:
-        """Whether this thread is simulated: one that was there before is not, and must not notice."""
-        return getattr(self._threads, "present", False)
+        def clear() -> None:
+            self.autocast.clear_cache()
+            plain_clear()
+
+        def capability(device: Any = None) -> tuple[int, int]:
+            return self._capability if self.is_on() else plain_capability(device)
+
+        return [
+            Replacement(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+            Replacement(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+            *([Replacement(torch.cuda, "get_device_capability", capability)] if self._on_cuda else []),
+            Replacement(torch, "clear_autocast_cache", clear),
+            Replacement(torch.backends.cudnn, "is_acceptable", lambda tensor: False),
+        ]
+
+    def _around_callbacks(self) -> list[Replacement]:
+        """The device as the user's code is to see it also where PyTorch calls that code."""
+        plain_backward = internals.engine_run_backward
+        plain_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_on():
+                return plain_backward(*args, **kwargs)
+            with self.around_backward(bool(kwargs.get("accumulate_grad"))), self.look.again():
+                return plain_backward(*args, **kwargs)
+
+        def with_look(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def call(value: Any) -> Any:
+                with self.look.again() if self.is_on() else nullcontext():
+                    return hook(value)
+
+            return call
+
+        def saved_tensors_hooks(hooks: Any, /, pack_hook: Any, unpack_hook: Any) -> None:
+            plain_hooks(hooks, with_look(pack_hook), with_look(unpack_hook))
+
+        return [
+            Replacement(torch.autograd, "_engine_run_backward", run_backward),
+            Replacement(torch.autograd.graph, "_engine_run_backward", run_backward),
+            Replacement(torch.autograd.graph.saved_tensors_hooks, "__init__", saved_tensors_hooks),
+        ]
+
+    def _about_devices(self) -> list[Replacement]:
+        """The device as the user's code is to see it also where PyTorch answers in C++."""
+        plain_group = internals.group_tensors
+        plain_wrapper = torch.Tensor._make_wrapper_subclass
+        plain_compatible = internals.has_compatible_type
+
+        def group(tensorlistlist: Any, with_indices: bool = False) -> Any:
+            groups: dict[Any, Any] = {}
+            for (device, dtype), (lists, indices) in plain_group(tensorlistlist, with_indices).items():
+                if device is None or device.type != "meta":
+                    groups[device, dtype] = (lists, indices)
+                    continue
+                members: dict[torch.device, list[int]] = {}
+                with internals.disable_torch_function():
+                    for position, tensor in enumerate(lists[0]):
+                        members.setdefault(self.places.of(tensor), []).append(position)
+                for place, positions in members.items():
+                    chosen = [[held[i] for i in positions] if held else held for held in lists]
+                    groups[place, dtype] = (chosen, [indices[i] for i in positions] if indices else indices)
+            return groups
+
+        def make_wrapper_subclass(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("device") is not None and self.look.place(kwargs["device"]) is not None:
+                kwargs = {**kwargs, "device": META}
+            return plain_wrapper(*args, **kwargs)
+
+        def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+            # As between CPU and CUDA: a parameter stays the same object when its module moves (`Look._set_data`).
+            with internals.disable_torch_function():
+                moves = tensor.is_meta != other.is_meta
+            return moves or bool(plain_compatible(tensor, other))
+
+        return [
+            Replacement(*internals.place("has_compatible_type"), compatible),
+            # Other ways in which a module may move: its parameters would not be the same objects afterwards.
+            Replacement(torch.__future__, "get_swap_module_params_on_conversion", lambda: False),
+            Replacement(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: False),
+            Replacement(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass)),
+            Replacement(*internals.place("group_tensors"), group),
+        ]
 
 
 @contextmanager
 def eager() -> Iterator[None]:
     """Compiled models run uncompiled: shape-only tensors have nothing to compile for."""
     dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
+    with nullcontext() if dynamo is None else dynamo.config.patch(disable=True):
         yield
-        return
-    before = dynamo.config.disable
-    dynamo.config.disable = True
-    try:
-        yield
-    finally:
-        dynamo.config.disable = before
-
-
-def autocast_answers(autocast: Autocast) -> list[Replacement]:
-    """Autocast for CUDA on a machine without CUDA.
-
-    cuDNN is declared unfit for single tensors, so that recurrent layers leave their shape-only weights as they are.
-    """
-    plain_clear = torch.clear_autocast_cache
-
-    def clear() -> None:
-        autocast.clear_cache()
-        plain_clear()
-
-    return [
-        Replacement(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        Replacement(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
-        Replacement(torch, "clear_autocast_cache", clear),
-        Replacement(torch.backends.cudnn, "is_acceptable", lambda tensor: False),
-    ]
-
-
-def look_answers(
-    look: Look,
-    places: Places,
-    is_on: Callable[[], bool] = lambda: True,
-    around_backward: Callable[[bool], AbstractContextManager[None]] = lambda accumulates: nullcontext(),
-) -> list[Replacement]:
-    """The device as the user's code is to see it, also where PyTorch calls that code or answers it in C++.
-
-    Args:
-        look: shows the device.
-        places: where shape-only tensors are.
-        is_on: whether the thread that runs is simulated.
-        around_backward: entered for each run of the autograd engine; told whether it accumulates gradients.
-    """
-    return [*_around_callbacks(look, is_on, around_backward), *_about_devices(look, places)]
-
-
-def _around_callbacks(
-    look: Look, is_on: Callable[[], bool], around_backward: Callable[[bool], AbstractContextManager[None]]
-) -> list[Replacement]:
-    plain_backward = internals.engine_run_backward
-    plain_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
-
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        if not is_on():
-            return plain_backward(*args, **kwargs)
-        with around_backward(bool(kwargs.get("accumulate_grad"))), look.again():
-            return plain_backward(*args, **kwargs)
-
-    def with_look(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def call(value: Any) -> Any:
-            if not is_on():
-                return hook(value)
-            with look.again():
-                return hook(value)
-
-        return call
-
-    def saved_tensors_hooks(self: Any, /, pack_hook: Any, unpack_hook: Any) -> None:
-        plain_hooks(self, with_look(pack_hook), with_look(unpack_hook))
-
-    return [
-        Replacement(torch.autograd, "_engine_run_backward", run_backward),
-        Replacement(torch.autograd.graph, "_engine_run_backward", run_backward),
-        Replacement(torch.autograd.graph.saved_tensors_hooks, "__init__", saved_tensors_hooks),
-    ]
-
-
-def _by_place(tensors: list[Any], places: Places) -> dict[torch.device, list[int]]:
-    """The places of shape-only tensors, each with the positions of those that are there."""
-    found: dict[torch.device, list[int]] = {}
-    with internals.disable_torch_function():
-        for position, tensor in enumerate(tensors):
-            found.setdefault(places.of(tensor), []).append(position)
-    return found
-
-
-def _about_devices(look: Look, places: Places) -> list[Replacement]:
-    plain_group = internals.group_tensors
-    plain_wrapper = torch.Tensor._make_wrapper_subclass
-    plain_compatible = internals.has_compatible_type
-
-    def group(tensorlistlist: Any, with_indices: bool = False) -> Any:
-        groups: dict[Any, Any] = {}
-        for (device, dtype), (lists, indices) in plain_group(tensorlistlist, with_indices).items():
-            if device is None or device.type != "meta":
-                groups[device, dtype] = (lists, indices)
-                continue
-            for place, members in _by_place(lists[0], places).items():
-                chosen = [[held[i] for i in members] if held else held for held in lists]
-                groups[place, dtype] = (chosen, [indices[i] for i in members] if indices else indices)
-        return groups
-
-    def make_wrapper_subclass(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") is not None and look.place(kwargs["device"]) is not None:
-            kwargs = {**kwargs, "device": META}
-        return plain_wrapper(*args, **kwargs)
-
-    def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-        # As between CPU and CUDA: a parameter stays the same object when its module moves (`Look._set_data`).
-        with internals.disable_torch_function():
-            moves = tensor.is_meta != other.is_meta
-        return moves or bool(plain_compatible(tensor, other))
-
-    return [
-        Replacement(torch, "_has_compatible_shallow_copy_type", compatible),
-        # Other ways in which a module may move: with these, its parameters would not be the same objects afterwards.
-        Replacement(torch.__future__, "get_swap_module_params_on_conversion", lambda: False),
-        Replacement(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: False),
-        Replacement(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass)),
-        Replacement(torch._C, "_group_tensors_by_device_and_dtype", group),
-    ]
 
 
 class UsualCollector:

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,7 +147,8 @@ def test_tensors_are_sent_to_all_and_summed():
 
 
 def listed() -> list[Replacement]:
-    return cuda_replacements(CudaDevices(T4, 1), LiveAllocator(AllocatorOptions(), None), lambda code, text: None)
+    memory = LiveAllocator(AllocatorOptions(), None)
+    return cuda_replacements(CudaDevices(T4, 1), memory, lambda code, text: None, SimpleNamespace())
 
 
 def test_nothing_is_replaced_by_asking_for_the_list():

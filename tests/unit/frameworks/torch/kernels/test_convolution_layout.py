@@ -194,3 +194,48 @@ def test_only_gradients_that_are_asked_for_are_made():
 def test_the_operators_exist():
     for name in RULES:
         assert hasattr(ATEN, name.removeprefix("aten::"))
+
+
+META = torch.device("meta")
+DENSE = torch.empty(2, 3, 4, 5, device=META)
+KINDS = {"dense": DENSE, "channels-last": DENSE.to(memory_format=torch.channels_last)}
+
+
+def vector(dtype=torch.float32):
+    return torch.empty(3, dtype=dtype, device=META)
+
+
+def described(out):
+    return [None if part is None else (tuple(part.shape), part.stride(), part.dtype) for part in out]
+
+
+def by_rule(op, *args):
+    return RULES[op._schema.name](op, args, {}, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_batch_norm(kind, dtype):
+    batch_norm = torch.ops.aten.native_batch_norm.default
+    statistics = [vector(torch.float64 if dtype is torch.float64 else torch.float32) for _ in range(4)]
+    args = (KINDS[kind].to(dtype), *statistics)
+
+    assert described(by_rule(batch_norm, *args, True, 0.1, 1e-5)) == described(batch_norm(*args, True, 0.1, 1e-5))
+    assert by_rule(batch_norm, *args, False, 0.1, 1e-5) is NotImplemented
+
+
+@pytest.mark.parametrize("mask", list(itertools.product([True, False], repeat=2)))
+def test_the_gradient_of_batch_norm(mask):
+    backward = torch.ops.aten.native_batch_norm_backward.default
+    args = (DENSE, DENSE, *[vector()] * 5, True, 1e-5, [True, *mask])
+
+    assert described(by_rule(backward, *args)) == described(backward(*args))
+
+
+def test_batch_norm_makes_no_gradient_that_nobody_wants():
+    # PyTorch's shape rule makes the input's gradient regardless; its CUDA kernel doesn't.
+    backward = torch.ops.aten.native_batch_norm_backward.default
+
+    made = by_rule(backward, DENSE, DENSE, *[vector()] * 5, True, 1e-5, [False, True, False])
+
+    assert described(made) == [None, ((3,), (1,), torch.float32), None]

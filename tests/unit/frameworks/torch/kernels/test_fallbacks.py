@@ -1,3 +1,4 @@
+import itertools
 import resource
 import uuid
 
@@ -436,15 +437,6 @@ def test_zeros_on_the_host_are_zeros(shape, dtype):
     assert not zeros.any()
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, False), ({"device": None}, False), ({"device": "meta"}, False), ({"device": torch.device("cpu")}, True)],
-    ids=str,
-)
-def test_whether_a_copy_goes_to_the_host(given, expected):
-    assert fallbacks.to_host(given) is expected
-
-
 def compared(x):
     total = x.sum()
     return [bool(found) for found in (total >= 0, total > 0, total == 1, total != 1, total <= 0, total < 1)]
@@ -504,3 +496,14 @@ def test_what_a_mask_of_the_host_selects_is_an_upper_bound():
     assert kept.shape == (6,)
     # THEN a single step reads the same
     assert observe(lambda x: (x > 0.5).cpu().tolist(), torch.empty(6))[0] == [True] * 6
+
+
+def test_classes_may_be_bytes():
+    kernel = torch.ops.aten.nll_loss_forward.default
+    rule = fallbacks.RULES[kernel._schema.name]
+    logits, weight = torch.empty(6, 5, device="meta"), torch.empty(5, device="meta")
+    classes, integers = (torch.empty(6, dtype=dtype, device="meta") for dtype in (torch.uint8, torch.int64))
+    for arguments in itertools.product((None, weight), (0, 1), (255,)):
+        made, usual = rule(kernel, (logits, classes, *arguments), {}, None), kernel(logits, integers, *arguments)
+        assert [(part.shape, part.dtype) for part in made] == [(part.shape, part.dtype) for part in usual]
+    assert rule(kernel, (logits, integers, None, 1, -100), {}, None) is NotImplemented

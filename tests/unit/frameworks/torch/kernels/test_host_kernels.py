@@ -243,9 +243,7 @@ def test_only_wanted_gradients_cost_memory():
     def peak(*wanted):
         out = tuple(torch.empty_like(t) if w else None for t, w in zip(shapes[1:], wanted, strict=True))
         kept = sum(t.numel() * 4 for t in out if t is not None)
-        return kept + sum(
-            HostConvolution().backward(None, (*shapes, None, *options, [*wanted, False]), {}, (*out, None))
-        )
+        return kept + sum(HostConvolution().backward((*shapes, None, *options, [*wanted, False]), (*out, None)))
 
     assert peak(False, False) == 0
     assert peak(True, False) < peak(True, True)

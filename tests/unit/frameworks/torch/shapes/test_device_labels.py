@@ -5,7 +5,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from memfit.frameworks.torch.shapes.device_labels import BARE, Pinned, Places, address_replacements
+from memfit.frameworks.torch.shapes.device_labels import BARE, Places, address_replacements
 from memfit.frameworks.torch.shapes.patching import replaced
 from tests.unit.frameworks.torch.machines import machine
 
@@ -167,19 +167,6 @@ def test_device_tensors_cannot_be_pinned():
     assert not tensor.is_pinned()
     with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
         tensor.pin_memory()
-
-
-def test_what_is_gone_is_forgotten():
-    pinned = Pinned()
-    tensor = torch.zeros(3)
-    pinned.add(tensor.untyped_storage())
-    pinned.add(tensor.untyped_storage())
-    assert tensor.untyped_storage() in pinned
-
-    del tensor
-    gc.collect()
-
-    assert pinned._references == {}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from memfit.core.timeline import Category, Mark, Phase
-from memfit.frameworks.torch.shapes.recorder import Accumulation, Recorder
+from memfit.frameworks.torch.shapes.recorder import Recorder, is_accumulated_in_place, references_of_sole_owner
 from tests.unit.frameworks.torch.builders import made_in, run, sizes, total
 
 
@@ -345,10 +345,9 @@ def test_a_parameter_used_twice_has_one_gradient():
 
 
 def test_other_sums_are_not_taken_for_the_engines():
-    accumulation = Accumulation()
     left, right = torch.empty(3, device="meta"), torch.empty(3, device="meta")
 
-    assert not accumulation.in_place((left, right), {})
+    assert not is_accumulated_in_place((left, right), {}, references_of_sole_owner())
 
 
 def test_a_sum_in_a_users_backward_function_makes_a_new_tensor():

@@ -64,6 +64,12 @@ def reads_values(func, args, kwargs):
     return bool({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags))
 
 
+def limited(**limits):
+    values = KnownValues()
+    vars(values).update(limits)
+    return values
+
+
 def simulate(program, values=None):
     """(what `program` returns on shapes, the values it left)"""
     values = values or KnownValues()
@@ -527,7 +533,7 @@ def test_an_error_on_the_host_makes_unknown():
 
 
 def test_only_small_tensors_are_followed():
-    values = KnownValues(limit_bytes_integer=80, limit_bytes_float=40)
+    values = limited(limit_bytes_integer=80, limit_bytes_float=40)
 
     def program(device):
         integers = torch.zeros(10, dtype=torch.int64, device=device), torch.arange(11, device=device)
@@ -542,7 +548,7 @@ def test_only_small_tensors_are_followed():
 
 def test_all_values_together_are_limited_and_the_dead_make_room():
     # GIVEN room for two tensors
-    values = KnownValues(limit_bytes_total=160)
+    values = limited(limit_bytes_total=160)
     made, _ = simulate(lambda device: [torch.zeros(10, dtype=torch.int64, device=device) for _ in range(3)], values)
     assert [values.of(tensor) is not None for tensor in made] == [True, True, False]
 
@@ -733,7 +739,7 @@ def test_only_what_depends_on_values_is_answered_exactly():
 
 
 def test_a_selection_too_large_to_keep_still_has_its_size():
-    values = KnownValues(limit_bytes_integer=800)
+    values = limited(limit_bytes_integer=800)
 
     def program(device):
         repeats = torch.full((10,), 10**9, device=device)

@@ -16,6 +16,10 @@ from tests.unit.frameworks.torch.sessions import codes, made, really, running
 DATA = torch.empty(4, 6)
 
 
+def unreported(code, text):
+    raise AssertionError(f"{code}: {text}")
+
+
 @pytest.mark.parametrize(
     ("ask", "on_cuda", "on_host"),
     [
@@ -125,17 +129,17 @@ def test_real_tensors_are_shown_as_they_are():
 
 
 def test_where_devices_really_are():
-    look = Look(Places(torch.device("cuda", 0)))
+    look = Look(Places(torch.device("cuda", 0)), unreported)
 
     assert look.place("cuda:0") == look.place(0) == look.place("cuda") == torch.device("cuda", 0)
     assert look.place("cuda:1") == torch.device("cuda", 1)
     assert look.place("meta") == torch.device("meta")
     assert look.place("cpu") is None
-    assert Look(Places(torch.device("cpu"))).place("cpu") == torch.device("cpu")
+    assert Look(Places(torch.device("cpu")), unreported).place("cpu") == torch.device("cpu")
 
 
 def test_numbers_stay_real_on_the_host_only_while_asked():
-    look = Look(Places(torch.device("cpu")))
+    look = Look(Places(torch.device("cpu")), unreported)
     with look:
         with look.keeping_scalars():
             kept = torch.tensor(3.0), torch.zeros(()), torch.ones((), device="cpu")
@@ -246,7 +250,7 @@ def test_plain_tensors_may_get_data_elsewhere(session):
 def test_others_hear_of_parameters_that_move():
     heard = []
     places = Places(torch.device("cuda", 0))
-    look = Look(places, knows_device=True)
+    look = Look(places, unreported, knows_device=True)
     look.on_parameter = lambda parameter: heard.append(("there", parameter))
     look.on_departure = lambda parameter, before: heard.append(("was", before))
     weight = nn.Parameter(torch.ones(3))
@@ -494,7 +498,7 @@ def test_a_model_made_on_the_meta_device_comes_to_the_device_empty(session):
 
 
 def test_a_tensor_put_somewhere():
-    look = Look(Places(torch.device("cuda", 0)))
+    look = Look(Places(torch.device("cuda", 0)), unreported)
     real, bare = torch.ones(2, 3).t(), torch.empty(4, device="meta")
 
     for tensor in (real, bare):
@@ -509,7 +513,7 @@ def test_a_tensor_put_somewhere():
 
 def test_it_can_be_switched_on_again_inside_of_a_function():
     # GIVEN a mode that is off, as inside of functions that it handles
-    look = Look(Places(torch.device("cuda", 0)))
+    look = Look(Places(torch.device("cuda", 0)), unreported)
     tensor = torch.empty(2, device="meta")
     seen = []
     with look:
@@ -531,7 +535,7 @@ def test_it_can_be_switched_on_again_inside_of_a_function():
 
 
 def test_it_is_off_again_after_an_error():
-    look = Look(Places(torch.device("cuda", 0)))
+    look = Look(Places(torch.device("cuda", 0)), unreported)
     with pytest.raises(KeyError), look.again():
         raise KeyError
 

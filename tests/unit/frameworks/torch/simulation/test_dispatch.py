@@ -9,7 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from memfit.core.errors import StepFailed
 from memfit.core.timeline import Category, Phase
-from memfit.frameworks.torch.kernels import host_reads as readings
+from memfit.frameworks.torch.kernels import assumed_values
 from memfit.frameworks.torch.simulation.dispatch import _collective
 from tests.unit.frameworks.torch.builders import (
     HOST,
@@ -458,7 +458,7 @@ def test_a_number_that_is_read():
 
 
 def test_a_step_ends_the_waiting_for_another_answer(monkeypatch):
-    monkeypatch.setattr(readings, "_PATIENCE", 5)
+    monkeypatch.setattr(assumed_values, "_PATIENCE", 5)
     with running() as session:
         weight = nn.Parameter(torch.zeros(3, device="cuda"))
         optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -10,20 +10,15 @@ from torch.utils.checkpoint import checkpoint
 from memfit.core.estimate import Note
 from memfit.core.timeline import Category
 from memfit.frameworks.torch.kernels import fallbacks
-from memfit.frameworks.torch.kernels.autocast import Autocast
 from memfit.frameworks.torch.shapes import interception
-from memfit.frameworks.torch.shapes.device_labels import Places
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.patching import Replacement, replaced
+from memfit.frameworks.torch.shapes.patching import Replacement
 from memfit.frameworks.torch.shapes.recorder import Recorder
-from memfit.frameworks.torch.simulation.device_view import Look
 from memfit.frameworks.torch.simulation.simulation import (
     Notes,
     Simulation,
     UsualCollector,
-    autocast_answers,
     eager,
-    look_answers,
 )
 from tests.unit.frameworks.torch.builders import AMPERE, HOST, line_of
 from tests.unit.frameworks.torch.sessions import really, running
@@ -280,23 +275,8 @@ def test_compilation_is_off_inside_and_as_it_was_afterwards():
 FIRST = torch.device("cuda", 0)
 
 
-def lists():
-    places = Places(FIRST)
-    return autocast_answers(Autocast("cuda")), look_answers(Look(places), places)
-
-
-def test_asking_for_the_lists_changes_nothing():
-    given = [replacement for found in lists() for replacement in found]
-    before = [vars(owner).get(name) for owner, name, _ in given]
-    lists()
-
-    assert all(vars(o).get(n) is then for (o, n, _), then in zip(given, before, strict=True))
-    assert len({(id(owner), name) for owner, name, _ in given}) == len(given)
-
-
 def test_autocast_for_cuda_is_there():
-    answers, _ = lists()
-    with replaced(answers):
+    with make().running():
         assert not torch.cuda.amp.common.amp_definitely_not_available()
         assert torch.cuda.is_bf16_supported()
         # Recurrent layers flatten the weights of those that cuDNN takes.
@@ -304,17 +284,15 @@ def test_autocast_for_cuda_is_there():
 
 
 def test_clearing_the_cache_of_autocast_clears_both():
-    cleared = []
-
-    class Watched(Autocast):
-        def clear_cache(self):
-            cleared.append(self)
-
-    autocast = Watched("cuda")
-    with replaced(autocast_answers(autocast)):
+    simulation = make()
+    with simulation.running(), torch.autocast("cuda", torch.float16):
+        weight = nn.Parameter(torch.empty(3, 3, device="cuda"))
+        for _ in range(2):
+            weight @ weight
         torch.clear_autocast_cache()
+        weight @ weight
 
-    assert cleared == [autocast]
+    assert [op for op, _ in ops(simulation)].count("aten._to_copy") == 2
 
 
 def test_what_the_backward_pass_calls_sees_the_device():
@@ -378,8 +356,7 @@ def test_tensors_made_of_others_may_be_said_to_be_on_the_device():
 
 
 def test_a_parameter_may_take_over_a_tensor_of_another_device():
-    _, answers = lists()
-    with replaced(answers):
+    with make().running():
         assert torch._has_compatible_shallow_copy_type(torch.zeros(2), torch.zeros(2, device="meta"))
         assert torch._has_compatible_shallow_copy_type(torch.zeros(2), torch.zeros(2))
         assert not torch._has_compatible_shallow_copy_type(torch.zeros(2), torch.eye(2).to_sparse())

@@ -3,9 +3,112 @@ import torch
 
 from memfit.core.estimate import AT_MOST
 from memfit.core.timeline import Category
-from memfit.frameworks.torch.kernels import host_reads as readings
-from memfit.frameworks.torch.shapes.sampled_values import MADE_UP
+from memfit.frameworks.torch.kernels import assumed_values
+from memfit.frameworks.torch.kernels.assumed_values import MADE_UP, Readings
 from tests.unit.frameworks.torch.sessions import codes, made, running, timeline
+
+PATIENCE = assumed_values._PATIENCE
+
+
+@pytest.fixture
+def notes():
+    return []
+
+
+class Program:
+    """A program that reads at the line it is told to be at."""
+
+    def __init__(self, notes):
+        self.line = "train.py:1"
+        self.readings = Readings(lambda: self.line, lambda code, text: notes.append((code, text)))
+
+    def reads(self, stand_in, times):
+        """The answers that are none of `stand_in`, each with the number of the reading."""
+        found = [(number, self.readings.answer(stand_in)) for number in range(1, times + 1)]
+        return [(number, answer) for number, answer in found if answer != stand_in]
+
+
+@pytest.fixture
+def program(notes):
+    return Program(notes)
+
+
+@pytest.mark.parametrize(("stand_in", "other"), [(False, True), (True, False), (1, 0), (1.0, 0.0)], ids=str)
+def test_who_asks_again_and_again_gets_another_answer(program, notes, stand_in, other):
+    # GIVEN a program that waits at one line for another number, without taking a step
+    found = program.reads(stand_in, 2 * PATIENCE + 1)
+
+    # THEN it gets one from time to time, of the same type
+    assert found == [(PATIENCE, other), (2 * PATIENCE, other)]
+    assert type(found[0][1]) is type(stand_in)
+    assert notes == [("stand-in-value", f"read 5,000 times within a step, and then given {other!r}")] * 2
+
+
+def test_a_program_that_takes_steps_does_not_wait(program, notes):
+    for _ in range(3):
+        assert program.reads(False, PATIENCE - 1) == []
+        program.readings.step_taken()
+
+    assert notes == []
+
+
+def test_lines_are_counted_one_by_one(program):
+    for line in ("train.py:1", "train.py:2"):
+        program.line = line
+        assert program.reads(1, PATIENCE - 1) == []
+
+
+def test_a_softmax_is_read_as_equal_probabilities(program, notes):
+    made = torch.empty(3, 4, device="meta")
+    program.readings.are_probabilities(made)
+
+    copied = program.readings.host_copy(made, torch.float64)
+
+    assert torch.equal(copied, torch.full((3, 4), 0.25, dtype=torch.float64))
+    # Views of it too.
+    assert program.readings.host_copy(made[0], torch.float32).sum() == 1
+    assert {code for code, _ in notes} == {"stand-in-value"}
+
+
+def test_a_mask_is_read_as_true_until_the_program_waits_for_another(program):
+    made = torch.empty(3, dtype=torch.bool, device="meta")
+    copies = [program.readings.host_copy(made, torch.bool).tolist() for _ in range(PATIENCE)]
+    assert copies[:-1] == [[True] * 3] * (PATIENCE - 1)
+    assert copies[-1] == [False] * 3
+
+
+def test_other_tensors_are_left_to_the_caller(program, notes):
+    made, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
+    assert program.readings.host_copy(other, torch.float32) is NotImplemented
+    program.readings.are_probabilities(made)
+
+    assert program.readings.host_copy(other, torch.float32) is NotImplemented
+    # A single number is no distribution.
+    assert program.readings.host_copy(made[0], torch.float32) is NotImplemented
+    assert notes == []
+
+
+def test_a_program_that_draws_from_a_softmax_on_the_host():
+    with running():
+        chances = torch.randn(2, 5, device="cuda").softmax(-1)
+        drawn = torch.multinomial(chances.cpu(), 1)
+        total = chances.cpu().sum(-1)
+
+    assert drawn.shape == (2, 1)
+    assert torch.allclose(total, torch.ones(2))
+
+
+def test_a_program_that_waits_for_the_device_goes_on():
+    with running() as session:
+        asked = 0
+        # GIVEN a loop that ends when a number is small enough
+        while torch.randn(3, device="cuda").sum().item() > 0.5:
+            asked += 1
+            assert asked < 2 * PATIENCE, "it would never end"
+
+    assert asked == PATIENCE - 1
+    assert "and then given 0.0" in " ".join(note.text for note in session.simulation.notes.found.values())
+
 
 VOCABULARY, END = 2000, 3
 
@@ -81,7 +184,7 @@ def test_a_text_ends_at_the_limit_of_the_program(language_model, choose):
 
 
 def test_a_loop_without_a_limit_ends(language_model, monkeypatch):
-    monkeypatch.setattr(readings, "_PATIENCE", 20)
+    monkeypatch.setattr(assumed_values, "_PATIENCE", 20)
     _, model = language_model
     token, num_tokens = start(1, 1)[0], 0
     with torch.no_grad():
@@ -222,3 +325,85 @@ def test_what_is_joined_or_selected_again_stays_an_upper_bound():
         features = torch.cat(kept) @ torch.rand(4, 9, device="cuda")
         assert features.shape == (600, 9)
     assert 600 * 9 * 4 in bounded(session)
+
+
+NUM_BOXES, NUM_SAMPLES, NUM_FOREGROUND = 2000, 512, 128
+
+
+@pytest.fixture
+def labels():
+    """Labels of boxes that a model has proposed: 0 is background; on the simulated device."""
+    with running():
+        boxes = torch.rand(NUM_BOXES, 7, device="cuda")
+        yield boxes.argmax(0).repeat(300)[:NUM_BOXES] * (boxes.sum(1) > 3)
+
+
+def draw(positions, most):
+    return positions[torch.randperm(positions.numel(), device="cuda")[: min(positions.numel(), most)]]
+
+
+def as_masks(labels):
+    """Samples as torchvision takes them."""
+    drawn = [draw(torch.where(labels >= 1)[0], NUM_FOREGROUND)]
+    drawn.append(draw(torch.where(labels == 0)[0], NUM_SAMPLES - drawn[0].numel()))
+    masks = [torch.zeros_like(labels, dtype=torch.uint8) for _ in drawn]
+    for mask, positions in zip(masks, drawn, strict=True):
+        mask[positions] = 1
+    return torch.where(masks[0] | masks[1])[0]
+
+
+def as_positions(labels):
+    """Samples as Detectron2 takes them; its background has the last label."""
+    foreground = draw(((labels != -1) & (labels != 7)).nonzero().unbind(1)[0], NUM_FOREGROUND)
+    background = draw((labels == 7).nonzero().unbind(1)[0], NUM_SAMPLES - foreground.numel())
+    return torch.cat([foreground, background])
+
+
+@pytest.mark.parametrize(
+    ("sample", "is_foreground"), [(as_masks, lambda x: x > 0), (as_positions, lambda x: (x >= 0) & (x < 7))]
+)
+def test_a_sampler_limits_what_it_selects(labels, sample, is_foreground):
+    sampled = sample(labels)
+    assert sampled.shape == (NUM_SAMPLES,)
+    assert torch.where(is_foreground(labels[sampled]))[0].shape == (NUM_FOREGROUND,)
+    assert torch.rand(NUM_BOXES, 4, device="cuda")[sampled].shape == (NUM_SAMPLES, 4)
+
+
+def test_masks_of_several_images_add_up(labels):
+    masks = []
+    for _ in range(2):
+        mask = torch.zeros(NUM_BOXES, dtype=torch.bool, device="cuda")
+        mask[draw(torch.where(labels >= 1)[0], 100)] = True
+        masks.append(mask)
+    joined = torch.cat(masks)
+    assert torch.where(joined)[0].shape == (200,)
+    assert torch.rand(2 * NUM_BOXES, 3, device="cuda")[joined].shape == (200, 3)
+
+
+def test_what_nothing_limits_is_selected_as_a_whole(labels):
+    chosen = labels >= 1
+    assert labels[chosen].shape == (NUM_BOXES,)
+    assert torch.where(chosen & (labels < 5))[0].shape == (NUM_BOXES,)
+
+
+def test_a_mask_that_is_true_elsewhere_stays_so(labels):
+    # GIVEN a mask that is true at 10 elements, set at up to 100 more
+    mask = torch.arange(NUM_BOXES, device="cuda") < 10
+    mask[draw(torch.where(labels >= 1)[0], 100)] = True
+    assert mask.nonzero().shape == (110, 1)
+    # WHEN it is turned round
+    # THEN that tells nothing
+    assert (~mask).nonzero().shape == (NUM_BOXES, 1)
+
+
+def test_a_mask_that_is_written_with_anything_is_unknown(labels):
+    mask = torch.zeros(NUM_BOXES, dtype=torch.bool, device="cuda")
+    mask[draw(torch.where(labels >= 1)[0], 100)] = True
+    mask.logical_not_()
+    assert mask.nonzero().shape == (NUM_BOXES, 1)
+
+
+def test_labels_that_were_changed_since_are_unknown(labels):
+    sampled = as_masks(labels)
+    labels.add_(1)
+    assert torch.where(labels[sampled] > 0)[0].shape == (NUM_SAMPLES,)
