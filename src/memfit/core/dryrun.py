@@ -27,20 +27,13 @@ from memfit.core.units import format_size
 class Outcome(StrEnum):
     """How a dry run ended."""
 
-    COMPLETED = "completed"
-    """All the steps asked for were taken."""
-    ENDED = "ended"
-    """The script ended by itself before that many, after at least one."""
-    NO_STEP = "no step"
-    """The script ended without an optimizer step."""
-    OUT_OF_MEMORY = "out of memory"
-    """The simulated device was full and the script died of it."""
-    FAILED = "failed"
-    """Any other exception, or an exit code other than 0."""
-    CRASHED = "crashed"
-    """The process died and left no result."""
-    INTERRUPTED = "interrupted"
-    """The user ended it."""
+    COMPLETED = "completed"  # all the steps asked for were taken
+    ENDED = "ended"  # the script ended by itself before that many, after at least one
+    NO_STEP = "no step"  # the script ended without an optimizer step
+    OUT_OF_MEMORY = "out of memory"  # the simulated device was full and the script died of it
+    FAILED = "failed"  # any other exception, or an exit code other than 0
+    CRASHED = "crashed"  # the process died and left no result
+    INTERRUPTED = "interrupted"  # the user ended it
 
 
 EXIT_CODES = {

@@ -29,32 +29,22 @@ class RunRequest:
     """What one attempt of a supervised run is to be.
 
     Args:
-        attempt: from 1 on.
         checkpoint: folder for checkpoints, from whose last one the script goes on; None where none was named.
         micro_batch_size: most samples to put through the model at once; None where nothing is known against any size.
-        budget_bytes: memory that the script may take on each device; None where all there is.
-        share: of what its plan may use, what it is to use, after attempts whose plans were too large.
-        rescue: whether operations that run out of memory are to be rescued from outside.
-        eager: whether the rescue is to move everything it can, before memory runs out.
-        script: path of the file, or dotted name of the module.
-        module: whether it is a module, as for `python -m`.
-        arguments: of the script.
-        data_limit_bytes: most data that the process may map (RLIMIT_DATA); None without a limit.
-        verbose: whether tracebacks of failures for lack of memory are shown.
     """
 
-    attempt: int = 1
+    attempt: int = 1  # from 1 on
     checkpoint: str | None = None
     micro_batch_size: int | None = None
-    budget_bytes: int | None = None
-    share: float = 1.0
-    rescue: bool = False
-    eager: bool = False
-    script: str = ""
-    module: bool = False
-    arguments: tuple[str, ...] = ()
-    data_limit_bytes: int | None = None
-    verbose: bool = False
+    budget_bytes: int | None = None  # memory that the script may take on each device; None where all there is
+    share: float = 1.0  # of what its plan may use, what it is to use, after attempts whose plans were too large
+    rescue: bool = False  # whether operations that run out of memory are to be rescued from outside
+    eager: bool = False  # whether the rescue is to move everything it can, before memory runs out
+    script: str = ""  # path of the file, or dotted name of the module
+    module: bool = False  # whether it is a module, as for `python -m`
+    arguments: tuple[str, ...] = ()  # of the script
+    data_limit_bytes: int | None = None  # most data that the process may map (RLIMIT_DATA); None without a limit
+    verbose: bool = False  # whether tracebacks of failures for lack of memory are shown
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write."""

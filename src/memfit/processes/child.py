@@ -102,13 +102,11 @@ class Signals:
     """The signals that were passed on.
 
     Args:
-        names: of all of them.
-        pid: the process that gets them; None while there is none.
         group: the processes that get an interruption, as they would from a terminal; None where that sends them.
     """
 
-    names: set[str] = field(default_factory=set)
-    pid: int | None = None
+    names: set[str] = field(default_factory=set)  # of all of them
+    pid: int | None = None  # the process that gets them; None while there is none
     group: int | None = None
     _num_interrupts: int = 0
 

@@ -12,8 +12,7 @@ from types import FrameType
 
 from memfit.processes import process_tree as processes
 
-GRACE_SECONDS = 5.0
-"""How long processes that the script left behind may take to end when they are told to."""
+GRACE_SECONDS = 5.0  # how long processes that the script left behind may take to end when they are told to
 
 # What the terminal or the supervisor sends is for the script.
 _NOT_FOR_US = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")

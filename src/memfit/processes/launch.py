@@ -59,21 +59,17 @@ class _Terminated(BaseException):
 
 
 def run_child(
-    request: Request,
+    request: Request,  # what to run; its `result_path` is filled in here
     *,
     stdout_to_stderr: bool = False,
-    silent: bool = False,
-    command: Sequence[str] | None = None,
-    timeout_seconds: float | None = None,
+    silent: bool = False,  # what the script prints goes nowhere, and it has nothing to read
+    command: Sequence[str] | None = None,  # what to start instead of `programs.DRYRUN`
+    timeout_seconds: float | None = None,  # how long it may take; it is then ended, and has crashed
 ) -> dict[str, Any]:
     """What the child found out, as the JSON of a `DryRun`, with anything it added.
 
     Args:
-        request: what to run; its `result_path` is filled in here.
         stdout_to_stderr: what the script prints goes to standard error, to keep standard output for the answer.
-        silent: what the script prints goes nowhere, and it has nothing to read.
-        command: what to start instead of `programs.DRYRUN`.
-        timeout_seconds: how long it may take; it is then ended, and has crashed.
 
     Raises:
         Interrupted: the user interrupted it, and the child left a result all the same.

@@ -31,8 +31,7 @@ _MARGIN_SHARE = 0.02
 _SETTLED_SECONDS, _LONG_SETTLED_SECONDS = 1.0, 3.0
 # What every process has mapped ahead isn't worth a limit of its own, which guards would take for another machine.
 _RESERVED_STEP_BYTES = 32 * MIB
-LIMITED_SHARE = 0.5
-"""Of what it may hold, what a process holds that gets a limit although it may reserve what it likes."""
+LIMITED_SHARE = 0.5  # of what it may hold, what a process holds that gets a limit although it may reserve what it likes
 # Full to this share, with as much of it unused: what is refused then is address space.
 _FULL_SHARE, _MUCH_SHARE = 0.95, 0.1
 _LARGEST = 2**62

@@ -2,8 +2,7 @@
 
 import sys
 
-DRYRUN: tuple[str, ...] = ()
-"""Runs a script on a simulated device; the path of a request is added."""
+DRYRUN: tuple[str, ...] = ()  # runs a script on a simulated device; the path of a request is added
 
 SUPERVISED: tuple[str, ...] = ()
 """Runs a supervised script; the path of a request and the number of a descriptor are added."""

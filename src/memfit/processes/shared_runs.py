@@ -12,8 +12,7 @@ from memfit.core.dryrun import DryRun, Outcome
 from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate, Note
 
-DEVICE = "device"
-"""Name of the file beside the request that tells what each process holds."""
+DEVICE = "device"  # name of the file beside the request that tells what each process holds
 _RESULTS = "process-*.json"
 _SCRIPT = "the script itself"
 FAILED = "process-failed"

@@ -328,22 +328,14 @@ class Supervisor:
 
 
 def next_configuration(
-    tried: Collection[Configuration],
-    used: int | None,
+    tried: Collection[Configuration],  # what all attempts so far were told, the latest last
+    used: int | None,  # size of the micro-batches at the end of the latest, where a guard or an integration tells
     *,
-    rescues: bool = True,
-    plans: bool = False,
-    reserved: bool = False,
+    rescues: bool = True,  # whether the script's framework is one whose operations can be rescued
+    plans: bool = False,  # whether its guard plans for the memory it is told of
+    reserved: bool = False,  # whether the latest was refused address space while it had memory left
 ) -> Configuration | None:
-    """What the next attempt is told; None when nothing is left.
-
-    Args:
-        tried: what all attempts so far were told, the latest last.
-        used: size of the micro-batches at the end of the latest, where a guard or an integration tells.
-        rescues: whether the script's framework is one whose operations can be rescued.
-        plans: whether its guard plans for the memory it is told of.
-        reserved: whether the latest was refused address space while it had memory left.
-    """
+    """What the next attempt is told; None when nothing is left."""
     latest = list(tried)[-1]
     if reserved:
         # It needs nothing smaller.

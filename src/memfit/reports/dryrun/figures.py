@@ -13,8 +13,7 @@ from memfit.reports.estimate import figures
 from memfit.reports.estimate.figures import printable
 from memfit.reports.parts import HARMLESS, KEEPS, Part, Report, note_line, sum_up
 
-REDIRECTED = "checkpoint-redirected"
-"""Code of the notes on checkpoints, which have a part of their own."""
+REDIRECTED = "checkpoint-redirected"  # code of the notes on checkpoints, which have a part of their own
 
 NUM_TOP = 5
 _REPORT = (

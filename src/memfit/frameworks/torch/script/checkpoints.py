@@ -53,23 +53,19 @@ class Checkpoints:
     """What a dry run saves, and stand-ins for the functions that save and load.
 
     Args:
-        folder: where redirected files go; None: a new temporary folder, made on first use.
-        report: takes (code, text) of each file redirected and each deletion skipped.
         place: moves a real host tensor to the simulated device or revives a shape-only one there, and returns it.
         device_of: where a shape-only tensor is shown to be.
-        num_ranks: processes that the simulated one is said to be one of.
-        private: whether nobody but the script sees what it writes.
     """
 
     def __init__(
         self,
-        folder: str | None,
-        report: Report,
+        folder: str | None,  # where redirected files go; None: a new temporary folder, made on first use
+        report: Report,  # takes (code, text) of each file redirected and each deletion skipped
         place: Place,
         device_of: Callable[[torch.Tensor], torch.device] = lambda tensor: _ON_DEVICE,
-        num_ranks: int = 1,
+        num_ranks: int = 1,  # processes that the simulated one is said to be one of
         *,
-        private: bool = False,
+        private: bool = False,  # whether nobody but the script sees what it writes
     ) -> None:
         self._num_ranks = num_ranks
         self._report = report
@@ -80,8 +76,7 @@ class Checkpoints:
         self._plain_load_script: Callable[..., Any] = torch.jit.load
         self.finish = self._files.finish
         """Removes what the script's checkpoints left behind beside the user's; to be called after the dry run."""
-        self.redirected = self._files.redirected
-        """Absolute path asked for -> path written."""
+        self.redirected = self._files.redirected  # absolute path asked for -> path written
         self.are_private = private
 
     def replacements(self) -> list[Replacement]:

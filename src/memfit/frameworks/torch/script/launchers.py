@@ -88,8 +88,7 @@ class Launchers:
     """Stands in for what starts a process per device."""
 
     def __init__(self, has_devices: Callable[[int], None], report: Callable[[str, str], None]) -> None:
-        self.run: Callable[[Program], None] = _refuse
-        """Runs a program in this process."""
+        self.run: Callable[[Program], None] = _refuse  # runs a program in this process
         self._has_devices = has_devices
         self._report = report
 

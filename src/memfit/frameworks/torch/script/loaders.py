@@ -31,22 +31,15 @@ _TOKEN_DTYPES = ("int64", "int32")
 
 
 class Loaders:
-    """Hears of every loader that the script iterates over.
-
-    Args:
-        num_scanned: batches to draw ahead; 0: none.
-        scanned: which iteration of a loader to draw ahead from, counted from 0.
-        parts: each batch of the loader that is split is given in so many parts, one after the other.
-        split: which iteration of a loader to begin with that; the same loader's later ones follow.
-    """
+    """Hears of every loader that the script iterates over."""
 
     def __init__(
         self,
-        num_scanned: int = 0,
-        scanned: int | None = None,
+        num_scanned: int = 0,  # batches to draw ahead; 0: none
+        scanned: int | None = None,  # which iteration of a loader to draw ahead from, counted from 0
         *,
-        parts: int = 1,
-        split: int | None = None,
+        parts: int = 1,  # each batch of the loader that is split is given in so many parts, one after the other
+        split: int | None = None,  # which iteration of a loader to begin with that; the same loader's later ones follow
     ) -> None:
         self._num_scanned = num_scanned
         self._scanned = scanned
@@ -212,24 +205,16 @@ def arrays_in(value: Any, name: str = "", seen: set[int] | None = None) -> Itera
 
 
 class Arrivals:
-    """Hears of every tensor that is copied from the host to the device.
-
-    Args:
-        line: the line of the user's code that runs.
-        num_steps: how many optimizer steps have been taken.
-        parts: micro-batches to a batch.
-        split_at: lines at which batches are copied that are to be cut down.
-        batch_size: samples of such a batch.
-    """
+    """Hears of every tensor that is copied from the host to the device."""
 
     def __init__(
         self,
-        line: Callable[[], str],
-        num_steps: Callable[[], int],
+        line: Callable[[], str],  # the line of the user's code that runs
+        num_steps: Callable[[], int],  # how many optimizer steps have been taken
         *,
-        parts: int = 1,
-        split_at: tuple[str, ...] = (),
-        batch_size: int | None = None,
+        parts: int = 1,  # micro-batches to a batch
+        split_at: tuple[str, ...] = (),  # lines at which batches are copied that are to be cut down
+        batch_size: int | None = None,  # samples of such a batch
     ) -> None:
         self._line = line
         self._num_steps = num_steps

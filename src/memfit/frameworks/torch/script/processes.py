@@ -96,16 +96,13 @@ class Processes:
         self._report = report
         self._are_simulated = are_simulated
         self.num_started = 0
-        self._pids: list[tuple[int, int]] = []
-        """Those that were started, each behind the process that started it."""
+        self._pids: list[tuple[int, int]] = []  # those that were started, each behind the process that started it
         self.forking = ""
         """Name of the process that is being started and is to stay in the simulation where it is forked off."""
-        self.leave: Callable[[], None] = lambda: None
-        """Called in a process that turns out to be a loader's worker."""
+        self.leave: Callable[[], None] = lambda: None  # called in a process that turns out to be a loader's worker
         self.ended: Callable[[BaseException | None], None] = lambda error: None
         """Called in a process of the script's own when it has done its work, with what ended it."""
-        self.started: Callable[[], None] = lambda: None
-        """Called when a process is about to be started."""
+        self.started: Callable[[], None] = lambda: None  # called when a process is about to be started
 
     def replacements(self) -> list[Replacement]:
         """Stands in front of the two ways in which Python starts processes, and of the beginning of one."""

@@ -26,8 +26,7 @@ from memfit.core import env
 from memfit.frameworks.torch.shapes.patching import Replacement
 
 Report = Callable[[str, str], None]
-Plain = Callable[..., Any]
-"""The function that a stand-in is for, which each of them gets first."""
+Plain = Callable[..., Any]  # the function that a stand-in is for, which each of them gets first
 Path = Any  # what open() takes: a string, bytes or a path object; a descriptor is left alone
 
 REDIRECTED = "checkpoint-redirected"
@@ -62,14 +61,10 @@ class RedirectedFiles:
 
     def __init__(self, folder: str | None, report: Report, *, private: bool = False) -> None:
         self.are_private = private
-        self.redirected: dict[str, str] = {}
-        """Absolute path asked for -> path written."""
-        self.removed: set[str] = set()
-        """What the user has on disk and the script removed."""
-        self.made: set[str] = set()
-        """Folders that the script made."""
-        self.is_active = False
-        """Whether the stand-ins are in place."""
+        self.redirected: dict[str, str] = {}  # key of the path asked for -> path written
+        self.removed: set[str] = set()  # what the user has on disk and the script removed
+        self.made: set[str] = set()  # folders that the script made
+        self.is_active = False  # whether the stand-ins are in place
         self._folder = None if folder is None else os.path.realpath(folder)
         self._report = report
         self._reported: set[tuple[str, str]] = set()
@@ -95,16 +90,12 @@ class RedirectedFiles:
         key = self.key(path)
         return key if key in self.redirected or key in self.removed else None
 
-    def current(self, path: Path) -> Path:
-        """Where the file is that the script finds at `path`."""
-        key = self.known(path)
-        return path if key is None else self.redirected.get(key, path)
-
     def existing(self, path: Path) -> Path:
-        """Like `current`; raises FileNotFoundError for what the script removed."""
-        if self.known(path) in self.removed:
+        """Where the file is that the script finds at `path`; raises FileNotFoundError for what the script removed."""
+        key = self.known(path)
+        if key in self.removed:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
-        return self.current(path)
+        return path if key is None else self.redirected.get(key, path)
 
     def target(self, path: Path) -> str:
         """Where the file goes that the script writes to `path`."""
@@ -127,14 +118,11 @@ class RedirectedFiles:
         if self.are_private:
             return path
         known = self.known(path)
-        if known in self.redirected:
-            return self.redirected[str(known)]
-        if not set(mode) & set("wxa+"):
+        if known in self.redirected or not set(mode) & set("wxa+"):
             return self.existing(path)
         key = self.key(path)
         is_there = self._status(key) is not None and key not in self.removed
-        is_users = self.is_older(key)
-        is_data = key.lower().endswith(_SUFFIXES_OF_DATA)
+        is_users, is_data = self.is_older(key), key.lower().endswith(_SUFFIXES_OF_DATA)
         if "w" not in mode and is_there:
             # Data of any size are changed where they are: numpy's memmap opens files that way unless told otherwise.
             if is_data or key.lower().endswith(".bin") or not is_users or not self.is_checkpoint(key):
@@ -166,11 +154,11 @@ class RedirectedFiles:
 
     def is_checkpoint(self, key: str) -> bool:
         """Whether a file of that name is taken for a checkpoint, or for a part of one."""
-        # A temporary folder of the script's own, through which it may talk to other processes, holds none.
-        is_scratch = any(
-            key.startswith(root) and root + key[len(root) :].partition(os.sep)[0] in self.made for root in self._scratch
-        )
-        if is_scratch or self._is_apart(key):
+        for root in self._scratch:
+            # A temporary folder of the script's own, through which it may talk to other processes, holds none.
+            if key.startswith(root) and root + key[len(root) :].partition(os.sep)[0] in self.made:
+                return False
+        if self._is_apart(key):
             return False
         folder, name = os.path.split(key)
         name = name.lower()
@@ -183,10 +171,10 @@ class RedirectedFiles:
         return key.startswith(tuple(root + os.sep for root in (self._folder, *self._caches) if root))
 
     def finish(self) -> None:
-        """Takes along folders of checkpoints that the script made, which are incomplete without the redirected files.
+        """Moves folders of checkpoints that the script made to the redirected files, without which they are incomplete.
 
-        To be called when Python's functions are its own again. A later run could take such a folder for a checkpoint
-        to resume from.
+        A later run could take such a folder for a checkpoint to resume from. To be called when Python's functions are
+        its own again.
         """
         asked = {os.path.dirname(path) for path in self.redirected}
         for folder in sorted(self.made, key=len, reverse=True):
@@ -217,32 +205,30 @@ class RedirectedFiles:
         active = Replacement(self, "is_active", True)
         if self.are_private:
             return [active, *(self.replacement(os, name, _rename_folder) for name in ("rename", "replace"))]
-        of_os: dict[str, Callable[..., Any]] = {
-            **dict.fromkeys(("stat", "lstat", "chmod", "utime", "access"), self._look),
-            **dict.fromkeys(("remove", "unlink"), self._remove),
-            **dict.fromkeys(("rename", "replace"), self._rename),
-            **dict.fromkeys(("link", "symlink"), self._link),
-            "open": self._open_descriptor,
-            "mkdir": self._mkdir,
-            "listdir": self._listdir,
-            "scandir": self._scandir,
-            "truncate": self._truncate,
+        others: dict[Callable[..., Any], tuple[str, ...]] = {
+            self._look: ("stat", "lstat", "chmod", "utime", "access", "getxattr", "listxattr", "setxattr"),
+            self._remove: ("remove", "unlink"),
+            self._rename: ("rename", "replace"),
+            self._link: ("link", "symlink"),
+            self._open_descriptor: ("open",),
+            self._mkdir: ("mkdir",),
+            self._listdir: ("listdir",),
+            self._scandir: ("scandir",),
+            self._truncate: ("truncate",),
         }
-        of_shutil: dict[str, Callable[..., Any]] = {"copyfile": self._copyfile, "rmtree": self._rmtree}
-        of_shutil |= dict.fromkeys(("copymode", "copystat"), self._copy_status)
-        made = [self.replacement(os, name, other) for name, other in of_os.items()]
+        of_os = [self.replacement(os, name, f) for f, names in others.items() for name in names if hasattr(os, name)]
         able = {name: set(getattr(os, name)) for name in _CAPABILITIES}
-        for _, name, value in made:
-            for functions in able.values():
-                functions |= {value} if getattr(os, name) in functions else set()
+        for functions in able.values():
+            functions |= {value for _, name, value in of_os if getattr(os, name) in functions}
         opening = self.replacement(builtins, "open", self._open)
         return [
             active,
             opening,
             Replacement(io, "open", opening.value),
             Replacement(io, "FileIO", self._file_type()),
-            *made,
-            *(self.replacement(shutil, name, other) for name, other in of_shutil.items()),
+            *of_os,
+            self.replacement(shutil, "copyfile", self._copyfile),
+            self.replacement(shutil, "rmtree", self._rmtree),
             *(Replacement(os, name, functions) for name, functions in able.items()),
         ]
 
@@ -288,10 +274,9 @@ class RedirectedFiles:
         plain(path if isinstance(path, int) else self.opened(path, "r+b"), length)
 
     def _look(self, plain: Plain, path: Path, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("dir_fd") is None:
-            # Access is denied rather than an error.
-            path = (self.current if plain.__name__ == "access" else self.existing)(path)
-        return plain(path, *args, **kwargs)
+        if plain.__name__ == "access" and self.known(path) in self.removed:
+            return False
+        return plain(self.existing(path) if kwargs.get("dir_fd") is None else path, *args, **kwargs)
 
     def _remove(self, plain: Plain, path: Path, *, dir_fd: int | None = None) -> None:
         whole = _whole(path, dir_fd)
@@ -380,14 +365,11 @@ class RedirectedFiles:
         return any(self.is_checkpoint(file) and self.is_older(file) for file in files)
 
     def _copyfile(self, plain: Plain, src: Path, dst: Path, *args: Any, **kwargs: Any) -> Any:
-        # A name that looks like a checkpoint's is redirected when it is opened.
-        if self.known(src) is None:
-            return plain(src, dst, *args, **kwargs)
-        plain(self.existing(src), self.target(dst), *args, **kwargs)
-        return dst
-
-    def _copy_status(self, plain: Plain, src: Path, dst: Path, *args: Any, **kwargs: Any) -> None:
-        plain(self.existing(src), self.existing(dst), *args, **kwargs)
+        # A copy of a redirected file is one, whatever its name; another that looks like one is when it is opened.
+        if self.known(src) is not None:
+            plain(self.existing(src), self.target(dst), *args, **kwargs)
+            return dst
+        return plain(src, dst, *args, **kwargs)
 
     def _listdir(self, plain: Plain, path: Path = ".") -> Any:
         names = plain(path)
@@ -484,7 +466,6 @@ class _Listing(itertools.chain[Any]):
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        """What is left is closed with its last entry."""
 
-    def close(self) -> None:
-        """As the one that os.scandir gives; what is left is closed with its last entry."""
+    close = __exit__

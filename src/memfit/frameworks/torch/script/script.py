@@ -58,22 +58,19 @@ class ScriptRun:
     """One run of a script.
 
     Args:
-        request: the script and the device.
-        memory: what the device can give.
         configure: called before the first allocation, when the script has had its chance to set the allocator, with
             what takes a sentence about each setting that isn't simulated.
         shared: the device as it is shared with processes that the script starts; None: they see none.
-        private_files: whether nobody but the script sees what it writes.
     """
 
     def __init__(
         self,
-        request: Request,
-        memory: LiveAllocator,
+        request: Request,  # the script and the device
+        memory: LiveAllocator,  # what the device can give
         configure: Callable[[Callable[[str], None]], None] = lambda report: None,
         shared: SharedDevice | None = None,
         *,
-        private_files: bool = False,
+        private_files: bool = False,  # whether nobody but the script sees what it writes
     ) -> None:
         self._request = request
         self._shared = shared

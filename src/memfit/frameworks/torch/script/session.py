@@ -55,27 +55,21 @@ class Session:
     """A simulated device for as long as `running` lasts.
 
     Args:
-        device: the target.
-        memory: what the device can give.
-        count: devices of that kind that PyTorch sees; the memory is that of the first.
-        steps: optimizer steps after which the program is ended.
-        settled: called after each optimizer step.
         configure: called before the first allocation, with what takes a sentence about each setting not simulated.
         fitting: changes how the program's steps are run; by default they are left as they are.
-        watch: note the work of operators.
     """
 
     def __init__(
         self,
-        device: Device,
-        memory: LiveAllocator,
+        device: Device,  # the target
+        memory: LiveAllocator,  # what the device can give
         *,
-        count: int = 1,
-        steps: int = NO_END,
-        settled: Callable[[], None] = lambda: None,
+        count: int = 1,  # devices of that kind that PyTorch sees; the memory is that of the first
+        steps: int = NO_END,  # optimizer steps after which the program is ended
+        settled: Callable[[], None] = lambda: None,  # called after each optimizer step
         configure: Callable[[Callable[[str], None]], None] = lambda report: None,
         fitting: ScriptSettings | None = None,
-        watch: bool = False,
+        watch: bool = False,  # note the work of operators
     ) -> None:
         self.device = device
         self.memory = memory

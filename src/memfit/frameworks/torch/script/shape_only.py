@@ -68,8 +68,7 @@ class ShapeOnly:
     ) -> None:
         self._place = place
         self._device_of = device_of
-        self.num_stored = 0
-        """How many tensors have been stored without values."""
+        self.num_stored = 0  # how many tensors have been stored without values
 
     def replacements(self) -> list[Replacement]:
         """What makes PyTorch's pickles hold shapes."""

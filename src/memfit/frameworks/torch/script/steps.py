@@ -28,21 +28,14 @@ class EndOfRun(SystemExit):
 
 
 class StepCounter:
-    """Knows how many steps have been taken.
-
-    Args:
-        wanted: steps after which the run ends.
-        before: called before an optimizer's step, with the optimizer.
-        after: called after an optimizer's step, with the optimizer.
-        is_on: whether the thread that runs counts.
-    """
+    """Knows how many steps have been taken."""
 
     def __init__(
         self,
-        wanted: int,
-        before: Callable[[Any], None] = lambda optimizer: None,
-        after: Callable[[Any], None] = lambda optimizer: None,
-        is_on: Callable[[], bool] = lambda: True,
+        wanted: int,  # steps after which the run ends
+        before: Callable[[Any], None] = lambda optimizer: None,  # called before an optimizer's step, with the optimizer
+        after: Callable[[Any], None] = lambda optimizer: None,  # called after an optimizer's step, with the optimizer
+        is_on: Callable[[], bool] = lambda: True,  # whether the thread that runs counts
     ) -> None:
         self._wanted = wanted
         self._before = before
@@ -54,12 +47,9 @@ class StepCounter:
         self._num_backward = 0
         self._has_new_gradients = False
         self.has_optimizer = False
-        self.has_ended = False
-        """Whether the last step wanted has been taken, in whichever thread."""
-        self.ended: Callable[[], None] = lambda: None
-        """Called before the program is ended."""
-        self.ignored: Callable[[], None] = lambda: None
-        """Called when the program has caught its own end and gone on."""
+        self.has_ended = False  # whether the last step wanted has been taken, in whichever thread
+        self.ended: Callable[[], None] = lambda: None  # called before the program is ended
+        self.ignored: Callable[[], None] = lambda: None  # called when the program has caught its own end and gone on
 
     @property
     def num_steps(self) -> int:

@@ -81,17 +81,17 @@ def test_a_path_is_the_same_by_whatever_way(files, tmp_path, monkeypatch):
 
     place = files.target(tmp_path / "link" / "model.pt")
 
-    assert files.current("model.pt") == place
-    assert files.current(b"model.pt") == place
-    assert files.current("../real/./model.pt") == place
+    assert files.existing("model.pt") == place
+    assert files.existing(b"model.pt") == place
+    assert files.existing("../real/./model.pt") == place
 
 
 def test_other_paths_are_as_given(files, tmp_path):
     files.target(tmp_path / "model.pt")
 
-    assert files.current("elsewhere/model.pt") == "elsewhere/model.pt"
+    assert files.existing("elsewhere/model.pt") == "elsewhere/model.pt"
     assert files.existing(3) == 3
-    assert files.current("data.csv") == "data.csv"
+    assert files.existing("data.csv") == "data.csv"
 
 
 @pytest.mark.parametrize(
