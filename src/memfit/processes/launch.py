@@ -29,7 +29,7 @@ from memfit.processes import process_tree as processes
 from memfit.processes import programs
 from memfit.processes.folders import temporary_folder
 from memfit.processes.overlay import collect
-from memfit.processes.shared_runs import DEVICE, are_several, combined
+from memfit.processes.shared_runs import DEVICE, with_other_processes
 
 # Seconds after which a run without a step says what it is doing; the last again and again.
 _MOMENTS = (10.0, 30.0, 60.0)
@@ -61,15 +61,12 @@ class _Terminated(BaseException):
 def run_child(
     request: Request,  # what to run; its `result_path` is filled in here
     *,
-    stdout_to_stderr: bool = False,
+    stdout_to_stderr: bool = False,  # what the script prints goes there, to keep standard output for the answer
     silent: bool = False,  # what the script prints goes nowhere, and it has nothing to read
     command: Sequence[str] | None = None,  # what to start instead of `programs.DRYRUN`
     timeout_seconds: float | None = None,  # how long it may take; it is then ended, and has crashed
 ) -> dict[str, Any]:
     """What the child found out, as the JSON of a `DryRun`, with anything it added.
-
-    Args:
-        stdout_to_stderr: what the script prints goes to standard error, to keep standard output for the answer.
 
     Raises:
         Interrupted: the user interrupted it, and the child left a result all the same.
@@ -99,9 +96,7 @@ def run_child(
             known = _with_files(known, folder, kept)
             raise Interrupted(replace(DryRun.from_json(known), outcome=Outcome.INTERRUPTED, error="")) from None
         data = _read(result_path) or _crash(request, return_code).to_json()
-        if are_several(Path(folder)):
-            data = {**data, **combined(DryRun.from_json(data), Path(folder)).to_json()}
-        return _with_files(data, folder, kept)
+        return _with_files(with_other_processes(data, Path(folder)), folder, kept)
 
 
 def _with_files(data: dict[str, Any], folder: str, kept: str) -> dict[str, Any]:
@@ -127,10 +122,7 @@ def _run(
     sys.stdout.flush()
     sys.stderr.flush()
     nowhere = subprocess.DEVNULL
-    # Hashes order sets, and sets may order allocations: the same script is to stop at the same place every time.
-    environment = {"PYTHONHASHSEED": "0", **os.environ}
-    # Whoever has the terminal's attention gets its keys. A script in a group of its own could not read from the
-    # terminal, and needs no message from us when Ctrl-C is pressed there.
+    # A script in a group of its own could not read from the terminal; in ours, Ctrl-C reaches it without our help.
     shares_terminal = not silent and processes.is_terminal(0)
     with _interrupts.waiting() if is_ours else nullcontext():
         started = subprocess.Popen(
@@ -138,14 +130,13 @@ def _run(
             stdin=nowhere if silent else None,
             stdout=nowhere if silent else 2 if stdout_to_stderr else None,
             stderr=nowhere if silent else None,
-            env=environment,
+            # Hashes order sets, and sets may order allocations: the same script is to stop at the same place each time.
+            env={"PYTHONHASHSEED": "0", **os.environ},
             process_group=None if shares_terminal or not hasattr(os, "killpg") else 0,
         )
     with started as process:
         try:
-            if silent:
-                return process.wait(timeout_seconds)
-            return _wait(process, Path(command[-1]).parent / DEVICE)
+            return process.wait(timeout_seconds) if silent else _wait(process, Path(command[-1]).parent / DEVICE)
         except BaseException as error:
             _stop(process, error, shares_terminal)
             raise
@@ -165,11 +156,7 @@ def _wait(process: subprocess.Popen[bytes], device: Path) -> int:
 
 
 def progress(peak_bytes: int, shares: list[Share]) -> str:
-    """What a run that has taken no step yet is doing; "" for one that has.
-
-    >>> progress(0, [])
-    'still importing PyTorch'
-    """
+    """What a run that has taken no step yet is doing; "" for one that has."""
     if not shares:
         return "still importing PyTorch"
     if any(share.num_steps for share in shares):

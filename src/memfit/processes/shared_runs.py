@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from memfit.allocator.shared import Share, read_shares
 from memfit.core.dryrun import DryRun, Outcome
@@ -13,28 +14,23 @@ from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate, Note
 
 DEVICE = "device"  # name of the file beside the request that tells what each process holds
-_RESULTS = "process-*.json"
 _SCRIPT = "the script itself"
 FAILED = "process-failed"
 _ENDED = (Outcome.COMPLETED, Outcome.ENDED, Outcome.NO_STEP)
 
 
-def are_several(folder: Path) -> bool:
-    """Whether processes of the script may have used the device beside its first; reading its result takes longer."""
-    _, shares = read_shares(str(folder / DEVICE))
-    return any(share.peak_bytes for share in shares[1:]) or any(folder.glob(_RESULTS))
-
-
-def combined(run: DryRun, folder: Path) -> DryRun:
-    """The run of the script's first process with what others did, which left their results in `folder`."""
+def with_other_processes(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The result of the script's first process with what others did, which left their results in `folder`."""
     peak_bytes, shares = read_shares(str(folder / DEVICE))
     others = []
-    for path in sorted(folder.glob(_RESULTS)):
+    for path in sorted(folder.glob("process-*.json")):
         # One that was killed while it wrote left no whole result; what it held is known all the same.
         with contextlib.suppress(OSError, ValueError, BadFile):
             others.append(DryRun.from_json(json.loads(path.read_text(encoding="utf-8"))))
     if not others and not any(share.peak_bytes for share in shares[1:]):
-        return run
+        # Most runs: reading all of a result takes a while.
+        return data
+    run = DryRun.from_json(data)
     largest = max([run, *others], key=lambda one: 0 if one.estimate is None else one.estimate.peak_bytes)
     fatal = next((other for other in others if other.outcome is Outcome.OUT_OF_MEMORY), None)
     if fatal is not None and (run.outcome is not Outcome.COMPLETED or not run.num_steps):
@@ -43,7 +39,7 @@ def combined(run: DryRun, folder: Path) -> DryRun:
     failed = [other for other in others if other.outcome is Outcome.FAILED]
     outcome, error, suspicion = _outcome(run, others, failed)
     estimate = _estimate(largest, run, peak_bytes, [other.error for other in failed] if not error else ())
-    return replace(
+    together = replace(
         run,
         estimate=estimate,
         outcome=outcome,
@@ -56,6 +52,7 @@ def combined(run: DryRun, folder: Path) -> DryRun:
         seen=largest.seen if run.seen is not None else None,
         processes=_named(shares),
     )
+    return {**data, **together.to_json()}
 
 
 def _outcome(run: DryRun, others: list[DryRun], failed: list[DryRun]) -> tuple[Outcome, str, str]:
