@@ -47,17 +47,27 @@ def main(request_path: str, descriptor: str | None = None) -> None:
     said: list[str] = []
     # Libraries ask whether others are there without importing them: only Keras tells that its backend is used.
     early = {name: lambda: said.extend(_flags(request)) for name in ("tensorflow", "jax")}
-
-    def install_torch(module: ModuleType) -> None:
-        from memfit.api import integrations
-        from memfit.frameworks.torch import supervised
-
-        supervised.install(request, integrations.TRAINERS)
-
-    late = {"torch": install_torch, "keras": lambda module: _install_keras(module, said)}
+    late = {"torch": lambda module: _install_torch(request), "keras": lambda module: _install_keras(module, said)}
     imports.watch_imports(late, before=early)
     _interrupts.raise_again()
     run_script(request)
+
+
+def _install_torch(request: RunRequest) -> None:
+    """Budget, rescue, and the trainers that memfit knows, each when its own library has been imported."""
+    from memfit.api import integrations
+    from memfit.frameworks.torch import budget
+
+    note("torch")
+    if request.budget_bytes is not None:
+        budget.limit_devices(request.budget_bytes)
+    if request.rescue:
+        # What nobody asked for isn't loaded.
+        from memfit.frameworks.torch import rescue
+
+        rescue.Rescue(eager=request.eager)
+        note("rescue", eager=request.eager)
+    imports.watch_imports(integrations.TRAINERS)
 
 
 def _install_keras(module: ModuleType, said: list[str]) -> None:

@@ -4,13 +4,16 @@ A report is a verdict, a few lines below it, and parts. Text, terminal and page 
 """
 
 import shlex
+from typing import Any
 
 from memfit.core.dryrun import Advice, DryRun, Failure, Outcome, Scan
+from memfit.core.errors import BadInput
 from memfit.core.estimate import CACHED, CONTEXT, OTHER_PROCESSES, Estimate, Note
 from memfit.core.timeline import Phase
 from memfit.core.units import format_size
 from memfit.reports.estimate import figures
 from memfit.reports.estimate.figures import printable
+from memfit.reports.estimate.payload import build_payload
 from memfit.reports.parts import HARMLESS, KEEPS, Part, Report, note_line, sum_up
 
 REDIRECTED = "checkpoint-redirected"  # code of the notes on checkpoints, which have a part of their own
@@ -44,11 +47,10 @@ def verdict(run: DryRun) -> str:
         exit_code = "no exit code" if run.exit_code is None else f"exit code {run.exit_code}"
         reason = ", and the simulation may be the reason" if run.suspicion else " for a reason of its own"
         return f"{head} failed{reason}: {printable(run.error) or exit_code}"
-    if run.outcome is Outcome.NO_STEP and not run.error and _fits_until_then(run) is not None:
+    if _fits_until_then(run) is not None:
         return f"{head}, peak {_peak(run)}: {figures.answer(_fits_until_then(run))} as far as it went"
     if run.outcome in (Outcome.NO_STEP, Outcome.INTERRUPTED):
-        why = f": {printable(run.error)}" if run.error else ""
-        return f"{head}, so whether it fits is unknown{why}"
+        return f"{head}, so whether it fits is unknown" + (f": {printable(run.error)}" if run.error else "")
     if run.is_off_device:
         return f"{head} and put nothing on the device, so whether it fits is unknown: does it move its model there?"
     peak = f"{head}, peak {_peak(run)}"
@@ -58,8 +60,10 @@ def verdict(run: DryRun) -> str:
 
 
 def _fits_until_then(run: DryRun) -> bool | None:
-    """Whether what a script without a step did runs on the device; None where it did nothing there."""
-    return run.estimate.fits if run.estimate is not None and run.estimate.timeline.blocks else None
+    """Whether what a script without a step did fits; None where it did nothing on the device or says why it can't."""
+    if run.outcome is not Outcome.NO_STEP or run.error or run.estimate is None or not run.estimate.timeline.blocks:
+        return None
+    return run.estimate.fits
 
 
 def answer(run: DryRun) -> str:
@@ -75,7 +79,7 @@ def details(run: DryRun) -> list[str]:
     estimate = run.estimate
     if run.num_devices > 1:
         lines.append("all figures are those of one device")
-    if run.outcome is Outcome.NO_STEP and not run.error and _fits_until_then(run) is not None:
+    if _fits_until_then(run) is not None:
         lines.append("training was not seen: gradients and an optimizer's state, if there are any, are not in it")
     elif not is_whole(run) and estimate is not None and estimate.timeline.blocks:
         lines.append(f"until then: peak {_peak(run)} (simulated)")
@@ -94,8 +98,7 @@ def details(run: DryRun) -> list[str]:
 
 def place(failure: Failure) -> str:
     """Where and when an allocation failed."""
-    where = f"at {printable(failure.source)}, " if failure.source else ""
-    return where + moment(failure)
+    return (f"at {printable(failure.source)}, " if failure.source else "") + moment(failure)
 
 
 def moment(failure: Failure) -> str:
@@ -241,9 +244,8 @@ def scan_lines(run: DryRun) -> list[str]:
             sizes += f", median {format_size(scan.median_bytes)}"
         lines.append(f"{looked} looked at: {sizes}")
         for leaf in scan.leaves:
-            first, last = shape(leaf.smallest_shape), shape(leaf.largest_shape)
-            varies = first if first == last else f"{first} to {last}"
-            lines.append(f"{printable(leaf.name)}: {printable(leaf.dtype)}, {varies}")
+            shapes = [" x ".join(map(str, sizes)) or "scalar" for sizes in (leaf.smallest_shape, leaf.largest_shape)]
+            lines.append(f"{printable(leaf.name)}: {printable(leaf.dtype)}, {' to '.join(dict.fromkeys(shapes))}")
     if scan.fits is not None:
         peak = "" if scan.peak_bytes is None else f": peak {format_size(scan.peak_bytes)} (simulated)"
         lines.append(f"{longest(scan)}{peak}: {figures.answer(scan.fits)}")
@@ -252,15 +254,6 @@ def scan_lines(run: DryRun) -> list[str]:
     if scan.problem:
         lines.append(f"no step with the largest batch: {printable(scan.problem)}")
     return lines
-
-
-def shape(sizes: tuple[int, ...]) -> str:
-    """A shape as people write it; a scalar has none.
-
-    >>> shape((8, 128)), shape(())
-    ('8 x 128', 'scalar')
-    """
-    return " x ".join(map(str, sizes)) or "scalar"
 
 
 def notes(run: DryRun) -> list[Note]:
@@ -276,8 +269,7 @@ def stand_ins(run: DryRun) -> str:
 
 def note_lines(run: DryRun) -> list[str]:
     """Each note in a line, and one for all stand-ins."""
-    lines = [*map(note_line, notes(run)), stand_ins(run)]
-    return [line for line in lines if line]
+    return [line for line in (*map(note_line, notes(run)), stand_ins(run)) if line]
 
 
 def _progress(run: DryRun) -> str:
@@ -288,9 +280,8 @@ def _progress(run: DryRun) -> str:
         return f"ran {counted}"
     if run.outcome is Outcome.ENDED:
         return f"ended by itself after {run.num_steps} of {run.steps_wanted} steps"
-    if run.outcome is Outcome.INTERRUPTED:
-        return f"interrupted after {counted}" if run.num_steps else "interrupted before its first step"
-    return f"after {counted}," if run.num_steps else "before its first step,"
+    until = f"after {counted}" if run.num_steps else "before its first step"
+    return f"interrupted {until}" if run.outcome is Outcome.INTERRUPTED else f"{until},"
 
 
 def _peak(run: DryRun) -> str:
@@ -302,3 +293,60 @@ def _peak(run: DryRun) -> str:
 def report(run: DryRun) -> Report:
     """A rule, the verdict, where it ran out, what would help, notes."""
     return Report(verdict(run), details(run), parts(run), run.fits, with_rule=True)
+
+
+def build_run_payload(run: DryRun) -> dict[str, Any]:
+    """Everything the page shows, as a plain structure that `json` can write."""
+    estimate = run.estimate
+    if estimate is None:
+        raise BadInput(f"there is nothing to draw: {verdict(run)}.")
+    shown_notes = [[note.code, note.text, note.source] for note in notes(run)]
+    if stand_ins(run):
+        shown_notes.append([HARMLESS, stand_ins(run), ""])
+    fatal, late = run.fatal, None if run.scan is None else run.scan.failure
+    failed = [failure for failure in (fatal, late) if failure is not None]
+    # The page has places of its own for these.
+    shown = [line for failure in failed for line in failure_lines(run, failure)]
+    return {
+        **build_payload(estimate),
+        "headline": f"memfit dryrun: {command(run)}",
+        "demand": verdict(run),
+        "answer": answer(run),
+        "fits": run.fits,
+        "bounds": figures.bounds(estimate) if is_whole(run) else "",
+        "failure": None if fatal is None else asked(run, fatal),
+        "figures": [[f.label, f.value, f.origin] for f in run_figures(run)],
+        "seconds": round(run.seconds, 2),
+        "notes": shown_notes,
+        "run": {
+            "details": [line for line in (*details(run), *advice_lines(run)) if line not in shown],
+            "failure": None if fatal is None else _failure(run, fatal),
+            "scan": [line for line in scan_lines(run) if line not in shown],
+            "scanFailure": None if late is None else _failure(run, late),
+            "advice": [
+                [
+                    advice.title,
+                    format_size(advice.saves_bytes),
+                    format_size(advice.peak_bytes),
+                    None if estimate.capacity_bytes is None else advice.peak_bytes <= estimate.capacity_bytes,
+                    KEEPS.get(advice.keeps, advice.keeps),
+                    advice.origin.value,
+                    advice.how,
+                ]
+                for advice in run.advice
+            ],
+            "redirected": [(given, real or "not kept") for given, real in run.redirected.items()],
+        },
+    }
+
+
+def _failure(run: DryRun, failure: Failure) -> dict[str, Any]:
+    groups = failure_groups(run, failure)
+    rows = figures.rows(groups, sum(groups.values()))
+    return {
+        "title": f"Held {moment(failure)}",
+        "source": failure.source,
+        "code": failure.code.strip(),
+        "message": failure.message,
+        "rows": [[row.name, row.size_bytes, row.share] for row in rows],
+    }

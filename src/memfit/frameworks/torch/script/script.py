@@ -8,7 +8,6 @@ import atexit
 import importlib.util
 import os
 import random
-import runpy
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from memfit.allocator.shared import SharedDevice
 from memfit.core.dryrun import DryRun, Outcome, Request, Scan, Seen
 from memfit.core.printing import printable, printable_traceback, without_own_frames
 from memfit.core.settings import Settings
+from memfit.core.user_code import run_program
 from memfit.frameworks.torch.apply.script_settings import ScriptSettings
 from memfit.frameworks.torch.kernels import fallbacks
 from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
@@ -227,7 +227,7 @@ class ScriptRun:
         with self._simulated():
             _seed()
             try:
-                self._run_script()
+                run_program(self._program.script, self._program.arguments, module=self._program.module)
             except BaseException as raised:
                 error = raised
             if self._in_place is not None:
@@ -258,22 +258,12 @@ class ScriptRun:
         finally:
             timer.cancel()
 
-    def _run_script(self) -> None:
-        program = self._program
-        sys.argv = [program.script, *program.arguments]
-        if program.module:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(program.script, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(program.script)))
-            runpy.run_path(program.script, run_name="__main__")
-
     def _run_in_place(self, program: Program) -> None:
         """Runs what a launcher was to start in the place of the launcher."""
         self._program = program
         self.session.replace_late(self._checkpoints.of_ranks())
         try:
-            self._run_script()
+            run_program(program.script, program.arguments, module=program.module)
         except BaseException as error:
             self._in_place = error, error.__traceback__
             raise
