@@ -23,6 +23,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -73,7 +74,6 @@ class Checkpoints:
         self._shapes = ShapeOnly(place, device_of)
         self._plain_save: Callable[..., None] = torch.save
         self._plain_load: Callable[..., Any] = torch.load
-        self._plain_load_script: Callable[..., Any] = torch.jit.load
         self.finish = self._files.finish
         """Removes what the script's checkpoints left behind beside the user's; to be called after the dry run."""
         self.redirected = self._files.redirected  # absolute path asked for -> path written
@@ -86,19 +86,12 @@ class Checkpoints:
         copied += [
             Replacement(torch, "save", stand_in(self._plain_save, self._save)),
             Replacement(torch, "load", stand_in(self._plain_load, self._load)),
-            Replacement(torch.jit, "load", stand_in(self._plain_load_script, self._load_script)),
+            self._files.replacement(torch.jit, "load", self._load_script),
         ]
-        owner, name = internals.place("file_writer")
-        writing = functools.partial(self._write, getattr(owner, name))
-        inner.append(Replacement(owner, name, stand_in(getattr(owner, name), writing)))
+        inner.append(self._files.replacement(*internals.place("file_writer"), self._write))
         # Without TorchScript modules are plain ones.
-        save_script = getattr(_SCRIPT, "save", None)
-        if save_script is not None:
-
-            def saving(module: Any, f: Any, **kwargs: Any) -> None:
-                save_script(module, self._files.target(f), **kwargs)
-
-            inner.append(Replacement(_SCRIPT, "save", stand_in(save_script, saving)))
+        if hasattr(_SCRIPT, "save"):
+            inner.append(self._files.replacement(_SCRIPT, "save", self._save_script))
         return [
             *self._files.replacements(),
             *self._shapes.replacements(),
@@ -114,21 +107,15 @@ class Checkpoints:
             self._plain_save(obj, self._files.target(f) if self._files.is_regular(f) else f, *args, **kwargs)
             return
         # torch.distributed.checkpoint passes a wrapper of the file.
-        name = getattr(f, "name", None) or getattr(getattr(f, "raw", None), "name", None)
-        if not isinstance(name, str):
-            self._plain_save(obj, f, *args, **kwargs)
-            return
-        if name.endswith(_DISTRIBUTED) and self._files.is_own(name):
-            obj = _without_zeros(obj)
+        name: Any = getattr(f, "name", None) or getattr(getattr(f, "raw", None), "name", None)
+        is_file = isinstance(name, str)
+        is_own = is_file and self._files.is_own(name)
         before = self._shapes.num_stored
-        self._plain_save(obj, f, *args, **kwargs)
-        is_apart = self._files.is_own(name) or name.startswith(tempfile.gettempdir() + os.sep)
-        if self._shapes.num_stored > before and not is_apart:
-            self._report(
-                OVERWRITTEN,
-                f"{name} was opened for writing, and nothing in its name says that it is a checkpoint: "
-                "it now holds shapes without values",
-            )
+        self._plain_save(_without_zeros(obj) if is_own and name.endswith(_DISTRIBUTED) else obj, f, *args, **kwargs)
+        is_users = is_file and not is_own and not name.startswith(tempfile.gettempdir() + os.sep)
+        if is_users and self._shapes.num_stored > before:
+            text = f"{name} was opened for writing, and nothing in its name says that it is a checkpoint: "
+            self._report(OVERWRITTEN, text + "it now holds shapes without values")
 
     def _write(self, plain: Plain, f: Any, *args: Any, **kwargs: Any) -> Any:
         """The writer behind torch.save, which some use themselves."""
@@ -147,10 +134,13 @@ class Checkpoints:
                     kwargs["mmap"] = file.read(len(_ARCHIVE)) == _ARCHIVE or None
         return self._plain_load(f, self._shapes.restoring(map_location), pickle_module, **kwargs)
 
-    def _load_script(self, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _save_script(self, plain: Plain, module: Any, f: Any, **kwargs: Any) -> None:
+        plain(module, self._files.target(f), **kwargs)
+
+    def _load_script(self, plain: Plain, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         # From torch.load, which has been given a stand-in for it.
         map_location = getattr(map_location, "given", map_location)
-        return self._plain_load_script(self._files.existing(f) if _is_path(f) else f, map_location, *args, **kwargs)
+        return plain(self._files.existing(f) if _is_path(f) else f, map_location, *args, **kwargs)
 
     def _of_numpy(self) -> list[Replacement]:
         """Opened for writing, which is numpy's default, a large file would be copied into the overlay."""
@@ -232,7 +222,7 @@ class Checkpoints:
     def _load_bytes(self, plain: Plain, data: bytes) -> Any:
         if not _is_archive(data):
             return plain(data)
-        return _Delivered(self._stored(io.BytesIO(data)), self._to("cpu")).get_tensors()
+        return self._stored(io.BytesIO(data), self._to("cpu")).get_tensors()
 
     def _opening(self, plain: Plain) -> type:
         checkpoints = self
@@ -248,18 +238,16 @@ class Checkpoints:
                 with open(path, "rb") as file:
                     if _is_archive(file.read(_HEADER)):
                         file.seek(0)
-                        return _Delivered(checkpoints._stored(file), deliver)
+                        return checkpoints._stored(file, deliver)
                 if deliver.keywords["device"].type != "cuda":
                     return plain(path, framework, device=device, **options)
                 return _Delivered(plain(path, framework, device="cpu", **options), deliver)
 
         return safe_open
 
-    def _stored(self, source: Any) -> "_Stored":
-        return _Stored(**self._plain_load(source, map_location=self._restoring(), weights_only=True))
-
-    def _restoring(self) -> Any:
-        return self._shapes.restoring(None, keeps_shapes=True)
+    def _stored(self, source: Any, deliver: "functools.partial[torch.Tensor]") -> "_Delivered":
+        restoring = self._shapes.restoring(None, keeps_shapes=True)
+        return _Delivered(_Stored(**self._plain_load(source, map_location=restoring, weights_only=True)), deliver)
 
     def _to(self, device: Any) -> "functools.partial[torch.Tensor]":
         device = checked_device(f"cuda:{device}" if isinstance(device, int) else device)
@@ -287,17 +275,18 @@ class Checkpoints:
             plain(state_dict, storage_reader, *args, **{**kwargs, "no_dist": True})
             return
         # Written above, by this run.
+        restoring = self._shapes.restoring(None, keeps_shapes=True)
         place = self._files.redirected[str(saved)]
-        _fill(state_dict, self._plain_load(place, map_location=self._restoring(), weights_only=False))
+        _fill(state_dict, self._plain_load(place, map_location=restoring, weights_only=False))
 
 
 def _with_copies(replacements: list[Replacement]) -> list[Replacement]:
     """The same for every module that holds the function to be replaced, under whatever name."""
     values = {id(getattr(owner, name)): value for owner, name, value in replacements}
-    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     return [
         Replacement(module, name, values[id(held)])
-        for module in modules
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType)
         for name, held in list(vars(module).items())
         if id(held) in values
     ]
@@ -343,23 +332,11 @@ class _Stored:
     """A file that torch.save wrote, with the methods that an opened safetensors file has."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
-        self._tensors = tensors
-        self._metadata = metadata
-
-    def metadata(self) -> dict[str, str] | None:
-        return self._metadata
-
-    def keys(self) -> list[str]:
-        return sorted(self._tensors)
-
-    def offset_keys(self) -> list[str]:
-        return list(self._tensors)
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return _fresh(self._tensors[name])
-
-    def get_slice(self, name: str) -> "_StoredSlice":
-        return _StoredSlice(self._tensors[name])
+        self.metadata = lambda: metadata
+        self.keys = lambda: sorted(tensors)
+        self.offset_keys = lambda: list(tensors)
+        self.get_tensor = lambda name: _fresh(tensors[name])
+        self.get_slice = lambda name: _StoredSlice(tensors[name])
 
 
 class _StoredSlice:
@@ -367,9 +344,7 @@ class _StoredSlice:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
+        self.get_shape = lambda: list(tensor.shape)
 
     def get_dtype(self) -> str:
         import safetensors.torch
@@ -380,12 +355,12 @@ class _StoredSlice:
         return _fresh(self._tensor[index].contiguous())
 
 
+@dataclass(eq=False)
 class _Delivered:
     """An opened file, or a tensor of it, whose values are taken elsewhere when they are read."""
 
-    def __init__(self, opened: Any, deliver: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._opened = opened
-        self._deliver = deliver
+    _opened: Any
+    _deliver: Callable[[torch.Tensor], torch.Tensor]
 
     def __enter__(self) -> "_Delivered":
         return self

@@ -100,7 +100,7 @@ class ScriptRun:
             lambda: self.session.counter.num_steps,
             parts=parts,
             split_at=request.batch_lines,
-            batch_size=request.batch_size,
+            split_size=request.batch_size,
         )
         self._checkpoints = Checkpoints(
             request.checkpoint_folder or None,

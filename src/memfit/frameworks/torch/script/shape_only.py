@@ -16,6 +16,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -157,29 +158,27 @@ class ShapeOnly:
         return internals.rebuild_tensor_v2, (typed, *state)
 
 
+@dataclass(eq=False)
 class _Arrival:
-    """A storage on the way from a file to where its tensors are wanted; None where only its size is known."""
+    """A storage on the way from a file to where its tensors are wanted."""
 
-    def __init__(
-        self, storage: Storage | None, size_bytes: int, deliver: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        self._storage = storage
-        self._size_bytes = size_bytes
-        self._deliver = deliver
-        self._arrived: Storage | None = None
+    storage: Storage | None  # None where only its size is known
+    size_bytes: int
+    deliver: Callable[[torch.Tensor], torch.Tensor]
+    arrived: Storage | None = None
 
     def view(self, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
         """The tensor at the destination; all of a storage share one there as well."""
-        if self._arrived is None:
-            is_whole = offset == 0 and math.prod(size) * dtype.itemsize == self._size_bytes
+        if self.arrived is None:
+            is_whole = offset == 0 and math.prod(size) * dtype.itemsize == self.size_bytes
             is_whole = is_whole and _shape(dtype, size, stride).is_contiguous()
-            layout = (dtype, size, stride) if is_whole else (torch.uint8, (self._size_bytes,), (1,))
-            read = _shape(*layout) if self._storage is None else _view(self._storage, layout[0], 0, *layout[1:])
-            tensor = self._deliver(read)
-            self._arrived, self._storage = tensor.untyped_storage(), None
+            layout = (dtype, size, stride) if is_whole else (torch.uint8, (self.size_bytes,), (1,))
+            read = _shape(*layout) if self.storage is None else _view(self.storage, layout[0], 0, *layout[1:])
+            tensor = self.deliver(read)
+            self.arrived, self.storage = tensor.untyped_storage(), None
             if is_whole:
                 return tensor
-        return _view(self._arrived, dtype, offset, size, stride)
+        return _view(self.arrived, dtype, offset, size, stride)
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
