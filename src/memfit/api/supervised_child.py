@@ -28,7 +28,7 @@ from memfit.core.progress import announce
 from memfit.core.run_events import RunRequest, keep_traceback, note
 from memfit.core.user_code import interrupted_import, is_users
 from memfit.frameworks.torch.script import imports
-from memfit.processes import keeper, limits
+from memfit.processes import child, limits
 from memfit.processes import process_tree as processes
 from memfit.processes.limits import has_devices
 
@@ -41,7 +41,7 @@ _END_SECONDS = 30.0
 def main(request_path: str, descriptor: str | None = None) -> None:
     """Runs what the file asks for; the script's end is this process's."""
     request = RunRequest.from_json(Path(request_path).read_text(encoding="utf-8"))
-    keeper.divide(None if descriptor is None else int(descriptor))
+    child.divide(None if descriptor is None else int(descriptor))
     if request.data_limit_bytes is not None:
         limits.set_data_limit(request.data_limit_bytes)
     said: list[str] = []

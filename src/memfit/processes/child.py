@@ -1,4 +1,9 @@
-"""One start of the script: its process, what is passed on to it, and how it ended."""
+"""One start of the script: its process, what is passed on to it, and how it ended.
+
+A supervisor that is ended by SIGKILL can end nobody. So the script's process has a parent of its own, the keeper,
+which the kernel tells of the supervisor's death, and which is given every process of the script whose parent is gone.
+When the script ends, the keeper ends what it left behind and tells how it ended, through a pipe.
+"""
 
 import contextlib
 import json
@@ -16,11 +21,13 @@ from typing import Any
 from memfit.core import env
 from memfit.core.run_events import RunRequest
 from memfit.processes import process_tree as processes
-from memfit.processes import programs
 
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _ENDING = {"SIGINT", "SIGTERM", "SIGHUP"}
 _IMPATIENT = 3
+GRACE_SECONDS = 5.0  # how long processes that the script left behind may take to end when they are told to
+# What the terminal or the supervisor sends is for the script, and not for its keeper.
+_OF_SCRIPT = ("SIGQUIT", *_PASSED_ON)
 
 
 class Child:
@@ -69,7 +76,7 @@ def started(
         request: what this attempt is to be.
         folder: where the request is written, and where events will be.
         stdout_to_stderr: what the script prints goes to standard error, to keep standard output for the answer.
-        command: what to start instead of `programs.SUPERVISED`.
+        command: what to start instead of `SUPERVISED`.
     """
     path = folder / "request.json"
     path.write_text(json.dumps(request.to_json()), encoding="utf-8")
@@ -82,7 +89,7 @@ def started(
     options: dict[str, Any] = {"pass_fds": (theirs,)} if has_keeper else {}
     if has_keeper and not processes.is_terminal(0):
         options["process_group"] = 0
-    arguments = [*(command or programs.SUPERVISED), str(path), *([] if theirs is None else [str(theirs)])]
+    arguments = [*(command or processes.SUPERVISED), str(path), *([] if theirs is None else [str(theirs)])]
     try:
         process = subprocess.Popen(
             arguments, stdout=2 if stdout_to_stderr else None, env=env.with_run_request(str(path)), **options
@@ -160,3 +167,62 @@ def passing_on_signals() -> Iterator[Signals]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def divide(report: int | None) -> None:
+    """Goes on in a new process, which is to become the script; this one stays behind as its keeper.
+
+    The keeper writes the script's process and status to `report`. Where there is no `fork`, there is no keeper.
+    """
+    if not hasattr(os, "fork"):
+        return
+    supervisor, keeper = os.getppid(), os.getpid()
+    processes.adopt_orphans()
+    # Signals wait until it is clear which of the two processes they are for.
+    numbers = {getattr(signal, name) for name in _OF_SCRIPT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    pid = os.fork()
+    if pid:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    if pid:
+        _keep(pid, supervisor, report)
+    if report is not None:
+        os.close(report)
+    processes.adopt_orphans(False)
+    processes.die_with_parent(signal.SIGKILL)
+    if os.getppid() != keeper:
+        os._exit(1)
+
+
+def _end_everything(number: int, frame: FrameType | None) -> None:
+    processes.end_descendants(os.getpid(), 0.0)
+    os._exit(1)
+
+
+def _keep(script: int, supervisor: int, report: int | None) -> None:
+    """Waits for the script, ends what it left, tells, and ends."""
+    if processes.IS_LINUX:
+        # A signal that nobody else sends.
+        death = signal.SIGRTMIN + 3
+        signal.signal(death, _end_everything)
+        processes.die_with_parent(death)
+        if os.getppid() != supervisor:
+            _end_everything(death, None)
+
+    def tell(line: str) -> None:
+        if report is not None:
+            with contextlib.suppress(OSError):
+                os.write(report, f"{line}\n".encode())
+
+    tell(f"pid {script}")
+    status = 0
+    with contextlib.suppress(ChildProcessError):
+        pid = 0
+        while pid != script:
+            # Others are somebody else's children, which were given to us when that one ended.
+            pid, status = os.waitpid(-1, 0)
+    tell(f"status {status}")
+    processes.end_descendants(os.getpid(), GRACE_SECONDS)
+    os._exit(0)

@@ -21,7 +21,7 @@ from memfit.core import env
 from memfit.core.device import Device, Kind
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.units import MIB, format_size
-from memfit.processes import programs
+from memfit.processes import process_tree
 from memfit.processes.limits import has_devices
 
 # No interpreter needs more before a script has begun; below it, what this one needs is measured.
@@ -59,7 +59,7 @@ def check_budget(budget_bytes: int) -> None:
 def _interpreter_bytes() -> int:
     """What a process has mapped that is about to run a script; 0 where that can't be found out."""
     try:
-        words = [sys.executable, "-c", _MEASURE, programs.SUPERVISED[-1]]
+        words = [sys.executable, "-c", _MEASURE, process_tree.SUPERVISED[-1]]
         done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
         return int(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):

@@ -13,8 +13,9 @@ from typing import Any
 
 from memfit.core.supervised import Cause, Ending, ProcessMemory
 from memfit.core.units import format_size
+from memfit.core.worker_ends import name_of_signal
 from memfit.processes.limits import Ceiling, is_full, is_mostly_reserved
-from memfit.processes.process_tree import Held, name_of_signal
+from memfit.processes.process_tree import Held
 from memfit.processes.watch import Seen
 
 # Native code that gets no memory may crash instead of saying so, and may have asked for much at once.

@@ -25,8 +25,8 @@ from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import BadFile
 from memfit.core.progress import announce, doing
 from memfit.core.units import format_size
+from memfit.core.worker_ends import name_of_signal
 from memfit.processes import process_tree as processes
-from memfit.processes import programs
 from memfit.processes.folders import temporary_folder
 from memfit.processes.overlay import collect
 from memfit.processes.shared_runs import DEVICE, with_other_processes
@@ -63,7 +63,7 @@ def run_child(
     *,
     stdout_to_stderr: bool = False,  # what the script prints goes there, to keep standard output for the answer
     silent: bool = False,  # what the script prints goes nowhere, and it has nothing to read
-    command: Sequence[str] | None = None,  # what to start instead of `programs.DRYRUN`
+    command: Sequence[str] | None = None,  # what to start instead of `DRYRUN`
     timeout_seconds: float | None = None,  # how long it may take; it is then ended, and has crashed
 ) -> dict[str, Any]:
     """What the child found out, as the JSON of a `DryRun`, with anything it added.
@@ -83,7 +83,7 @@ def run_child(
         asked = replace(request, result_path=str(result_path), layers=tuple(folders), checkpoint_folder=kept)
         request_path.write_text(json.dumps(asked.to_json()), encoding="utf-8")
         try:
-            words = [*(command or programs.DRYRUN), str(request_path)]
+            words = [*(command or processes.DRYRUN), str(request_path)]
             # What the script prints is progress enough.
             with doing("running the script") if silent else nullcontext():
                 return_code = _run(words, stdout_to_stderr, silent, timeout_seconds, is_ours="-m" in words)
@@ -211,7 +211,7 @@ def _crash(request: Request, return_code: int) -> DryRun:
     """A run that left no result: why, as far as its return code tells."""
     error = f"the process ended with exit code {return_code} and left no result; what it printed last may say why"
     if return_code < 0:
-        name = processes.name_of_signal(-return_code)
+        name = name_of_signal(-return_code)
         error = f"the process was ended by {name}" + (f", {_REASONS[name]}" if name in _REASONS else "")
     return DryRun(
         script=request.script,

@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("raise AssertionError('only the child runs this')\n")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text("")
-    monkeypatch.setattr("memfit.processes.programs.DRYRUN", (sys.executable, fake_child.__file__))
+    monkeypatch.setattr("memfit.processes.process_tree.DRYRUN", (sys.executable, fake_child.__file__))
     monkeypatch.setenv(fake_child.LOG, str(tmp_path / "children.log"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -215,9 +215,9 @@ INTERRUPTED = """
 import sys
 
 from memfit.commands import main
-from memfit.processes import programs
+from memfit.processes import process_tree
 
-programs.DRYRUN = (sys.executable, sys.argv[1])
+process_tree.DRYRUN = (sys.executable, sys.argv[1])
 sys.exit(main(["dryrun", "-d", "t4", *sys.argv[2:]]))
 """
 

@@ -9,11 +9,13 @@ from copy import copy
 from types import ModuleType
 from typing import Any
 
+After = Callable[[ModuleType], None]
+
 
 class _Loader(importlib.abc.Loader):
     """A module's own loader, and an action afterwards."""
 
-    def __init__(self, plain: Any, action: Callable[[ModuleType], None] | None) -> None:
+    def __init__(self, plain: Any, action: After | None) -> None:
         self._plain = plain
         self._action = action
 
@@ -52,11 +54,9 @@ class _Imported(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(
-        self, before: Mapping[str, Callable[[], None]], after: Mapping[str, Callable[[ModuleType], None]]
-    ) -> None:
+    def __init__(self, before: Mapping[str, Callable[[], None]], after: dict[str, After]) -> None:
         self._before = dict(before)
-        self._after = dict(after)
+        self._after = after
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         early = self._before.pop(name, None)
@@ -79,7 +79,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def watch_imports(
-    after: Mapping[str, Callable[[ModuleType], None]], *, before: Mapping[str, Callable[[], None]] | None = None
+    after: Mapping[str, After], *, before: Mapping[str, Callable[[], None]] | None = None
 ) -> importlib.abc.MetaPathFinder:
     """Calls `after[name](module)` when a module has been imported, and `before[name]()` when it is about to be.
 
@@ -95,9 +95,7 @@ def watch_imports(
 
 
 @contextmanager
-def on_import(
-    before: Mapping[str, Callable[[], None]], after: Mapping[str, Callable[[ModuleType], None]]
-) -> Iterator[None]:
+def on_import(before: Mapping[str, Callable[[], None]], after: Mapping[str, After]) -> Iterator[None]:
     """`watch_imports` while it lasts."""
     finder = watch_imports(after, before=before)
     try:

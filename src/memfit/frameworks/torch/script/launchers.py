@@ -9,15 +9,15 @@ import os
 import shutil
 import sys
 import tokenize
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed
 
+from memfit.frameworks.torch.script.processes import environment
 from memfit.frameworks.torch.shapes.patching import Replacement
-from memfit.frameworks.torch.simulation.distributed import SPAWNED, environment
+from memfit.frameworks.torch.simulation import distributed
 
 ACCELERATE = "accelerate.utils.launch"
 # Options of the interpreter that take a word of their own.
@@ -68,7 +68,7 @@ def launched_environment(config: Any) -> dict[str, str]:
     world = str(local * nodes)
     return {
         # Also where there is but one.
-        **environment(2),
+        **distributed.environment(2),
         "ROLE_RANK": "0",
         "ROLE_NAME": str(config.role),
         "WORLD_SIZE": world,
@@ -107,8 +107,8 @@ class Launchers:
             launchers._has_devices(int(self._config.nproc_per_node))
             if told["WORLD_SIZE"] != "1":
                 text = f"of {told['WORLD_SIZE']} launched processes only the first was run, in this process"
-                launchers._report(SPAWNED, text)
-            with _environment(told):
+                launchers._report(distributed.SPAWNED, text)
+            with environment(**told):
                 if callable(self._entrypoint):
                     return {0: self._entrypoint(*given)}
                 launchers.run(program_of([self._entrypoint, *given]))
@@ -126,7 +126,7 @@ class Launchers:
 
         def prepare_simple_launcher_cmd_env(args: Any) -> NoReturn:
             words, told = plain(args)
-            with _environment(told):
+            with environment(**told):
                 self.run(program_of(words))
             sys.exit(0)
 
@@ -143,17 +143,6 @@ class Launchers:
             Replacement(module, "prepare_simple_launcher_cmd_env", prepare_simple_launcher_cmd_env),
             Replacement(argparse.ArgumentParser, "parse_known_args", parse_known_args),
         ]
-
-
-@contextmanager
-def _environment(told: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(told)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _refuse(program: Program) -> NoReturn:

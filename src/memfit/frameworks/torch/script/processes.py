@@ -68,7 +68,24 @@ _IDLE_SECONDS, _OWN_IDLE_SECONDS = 10.0, 60.0
 
 
 @contextlib.contextmanager
-def following(request_path: str, program: str) -> Iterator[None]:
+def environment(**values: str | None) -> Iterator[None]:
+    """Sets variables of the environment, or takes them out (None), while it lasts."""
+    before = {name: os.environ.get(name) for name in values}
+
+    def put(variables: dict[str, str | None]) -> None:
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    put(values)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def following(request_path: str, program: str) -> contextlib.AbstractContextManager[None]:
     """Every Python that is started meanwhile, by whatever way, follows the request, too.
 
     `program` is the module that runs it, with a function `follow` for other processes.
@@ -77,16 +94,8 @@ def following(request_path: str, program: str) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     text = _HOOK.format(program=program, variable=env.SIMULATION, prefix=sys.prefix, imports=imports.__file__)
     (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(folder) if not before else f"{folder}{os.pathsep}{before}"
-    os.environ[env.SIMULATION] = request_path
-    try:
-        yield
-    finally:
-        for name in ("PYTHONPATH", env.SIMULATION):
-            os.environ.pop(name, None)
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+    paths = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    return environment(**{"PYTHONPATH": paths, env.SIMULATION: request_path})
 
 
 class Processes:
@@ -114,12 +123,8 @@ class Processes:
         def start(self: Any, /) -> None:
             if _is_worker(self):
                 # It sees no device, and isn't slowed by a simulation.
-                before = os.environ.pop(env.SIMULATION, None)
-                try:
+                with environment(**{env.SIMULATION: None}):
                     plain_start(self)
-                finally:
-                    if before is not None:
-                        os.environ[env.SIMULATION] = before
                 return
             processes._note(f"process {self.name!r}")
             processes.forking = self.name if processes._are_simulated else ""
@@ -155,12 +160,12 @@ class Processes:
         def popen(self: Any, /, *args: Any, **kwargs: Any) -> None:
             command = args[0] if args else kwargs.get("args")
             words = command if isinstance(command, str) else " ".join(map(str, command or ()))
-            is_followed = "python" in words and _asked_by_user()
-            if is_followed:
-                processes._note(f"command {words[:80]!r}")
+            if "python" not in words or not _asked_by_user():
+                plain_popen(self, *args, **kwargs)
+                return
+            processes._note(f"command {words[:80]!r}")
             plain_popen(self, *args, **kwargs)
-            if is_followed:
-                processes._pids.append((os.getpid(), self.pid))
+            processes._pids.append((os.getpid(), self.pid))
 
         return [
             Replacement(multiprocessing.process.BaseProcess, "start", start),

@@ -55,34 +55,26 @@ _CLEARING_SECONDS = 150.0
 
 
 class ScriptRun:
-    """One run of a script.
-
-    Args:
-        configure: called before the first allocation, when the script has had its chance to set the allocator, with
-            what takes a sentence about each setting that isn't simulated.
-        shared: the device as it is shared with processes that the script starts; None: they see none.
-    """
+    """One run of a script; `configure` is as for `Session`."""
 
     def __init__(
         self,
         request: Request,  # the script and the device
         memory: LiveAllocator,  # what the device can give
         configure: Callable[[Callable[[str], None]], None] = lambda report: None,
-        shared: SharedDevice | None = None,
+        shared: SharedDevice | None = None,  # the device as processes of the script share it; None: they see none
         *,
         private_files: bool = False,  # whether nobody but the script sees what it writes
+        write_process: Callable[[DryRun], None] = lambda result: None,  # writes the result of a process of the script
     ) -> None:
         self._request = request
         self._shared = shared
+        self._write_process = write_process
         settings = request.settings or Settings(set_to_none=False)
         parts = settings.micro_batches
         self._fitting = ScriptSettings(replace(settings, micro_batches=parts if request.accumulates else 1))
-        self.loaders = Loaders(
-            request.scan,
-            request.loader_ordinal if request.largest_first else None,
-            parts=parts,
-            split=request.loader_ordinal,
-        )
+        ordinal = request.loader_ordinal
+        self.loaders = Loaders(request.scan, ordinal if request.largest_first else None, parts, split=ordinal)
         self.session = Session(
             request.device,
             memory,
@@ -95,13 +87,9 @@ class ScriptRun:
         )
         simulation = self.session.simulation
         report = simulation.notes.report
-        self._arrivals = simulation.look.on_arrival = Arrivals(
-            lambda: self.session.origin.user_line()[0],
-            lambda: self.session.counter.num_steps,
-            parts=parts,
-            split_at=request.batch_lines,
-            split_size=request.batch_size,
-        )
+        line, num_steps = lambda: self.session.origin.user_line()[0], lambda: self.session.counter.num_steps
+        self._arrivals = Arrivals(line, num_steps, parts, request.batch_lines, request.batch_size)
+        simulation.look.on_arrival = self._arrivals
         self._checkpoints = Checkpoints(
             request.checkpoint_folder or None,
             report,
@@ -119,8 +107,6 @@ class ScriptRun:
         self._processes.started = self._process_started
         self.session.on_fork = self._stay
         self._exit_functions = ExitFunctions()
-        self.write_process: Callable[[DryRun], None] = lambda result: None
-        """Writes the result of a process that was forked off."""
         self._started = time.perf_counter()
         self._until_end = ExitStack()
         self._leave: Callable[[DryRun], None] | None = None
@@ -130,9 +116,9 @@ class ScriptRun:
         self._leave = leave
         self.session.counter.ignored = lambda: leave(self._result(EndOfRun()))
 
-    def follow(self, write: Callable[[DryRun], None]) -> None:
-        """Simulates from now on in this process, which a script has started; `write` is given its result."""
-        end = self._ending_with(write)
+    def follow(self) -> None:
+        """Simulates from now on in this process, which a script has started."""
+        end = self._end_as_process()
 
         def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             plain_hook(kind, error, trace)
@@ -145,7 +131,7 @@ class ScriptRun:
         self.session.devices.assumed = _MANY
         self._until_end.enter_context(self._simulated())
 
-    def _ending_with(self, write: Callable[[DryRun], None]) -> Callable[[BaseException | None], None]:
+    def _end_as_process(self) -> Callable[[BaseException | None], None]:
         """Ends this process of the script's, once; after its last step already: one of a pool waits for more work."""
         is_over = False
 
@@ -156,7 +142,7 @@ class ScriptRun:
             is_over, has_ended = True, self.session.counter.has_ended
             result = self._result(EndOfRun() if has_ended else error)
             if result.num_steps or result.failures or (result.estimate is not None and result.estimate.timeline.blocks):
-                write(result)
+                self._write_process(result)
             if self._shared is not None:
                 self._shared.note(result.num_steps, self.session.recorder.num_ticks, has_ended or bool(result.failures))
                 if has_ended:
@@ -180,7 +166,7 @@ class ScriptRun:
         self.session.devices.assumed = _MANY
         self.session.memory.share(shared)
         self.session.devices.stay()
-        self._ending_with(self.write_process)
+        self._end_as_process()
         return True
 
     def _process_started(self) -> None:
@@ -201,16 +187,11 @@ class ScriptRun:
 
     @contextmanager
     def _simulated(self) -> Iterator[None]:
-        report = self.session.simulation.notes.report
-        replacements = [
-            *self.loaders.replacements(),
-            *self._checkpoints.replacements(),
-            *self._processes.replacements(),
-            *self._exit_functions.replacements(),
-            _tracebacks(),
-            *([] if self._shared is None else distributed.spawn_replacements(report, self.session.devices)),
-        ]
         simulation = self.session.simulation
+        parts = (self.loaders, self._checkpoints, self._processes, self._exit_functions)
+        replacements = [*(each for part in parts for each in part.replacements()), _tracebacks()]
+        if self._shared is not None:
+            replacements += distributed.spawn_replacements(simulation.notes.report, self.session.devices)
         with (
             on_import({"torchvision": define_missing_operators}, {}),
             sharing(simulation.places.is_simulated, self.session.recorder.add_foreign),
@@ -280,15 +261,14 @@ class ScriptRun:
                 "it started other processes, and what those do on the device is not simulated. "
                 "Let it train in its own process, with --count for several devices"
             )
-        suspicion = ""
+        suspicion, scan = "", None
         if outcome is Outcome.FAILED and error is not None:
-            made_up = (fallbacks.STAND_IN, MADE_UP)
             notes = session.simulation.notes.found.values()
-            suspicion = failures.suspicion(error, [note.source for note in notes if note.code in made_up])
-        scan = None
+            made_up = [note.source for note in notes if note.code in (fallbacks.STAND_IN, MADE_UP)]
+            suspicion = failures.suspicion(error, made_up)
         if request.largest_first:
-            problem = "the script reads no torch.utils.data.DataLoader for its steps"
-            scan = self.loaders.scan() or Scan(problem=problem)
+            no_loader = "the script reads no torch.utils.data.DataLoader for its steps"
+            scan = self.loaders.scan() or Scan(problem=no_loader)
         program, died = self._program, outcome is Outcome.OUT_OF_MEMORY
         return DryRun(
             script=program.script,

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -72,51 +72,46 @@ class Session:
         watch: bool = False,  # note the work of operators
     ) -> None:
         self.device = device
+        self.devices = CudaDevices(device, count)
         self.memory = memory
         self.failures: list[Failure] = []
         self.seen = Seen()
-        self._fitting = fitting or ScriptSettings(Settings(set_to_none=False))
-        self.devices = CudaDevices(device, count)
-        self._settled = settled
-        self._first_block = 0
-        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-        self._num_recovered = 0
         self.on_update: Callable[[Any], None] = lambda optimizer: None
-        self._num_parameters = 0
+        self.on_fork: Callable[[], bool] = lambda: False  # called in a forked process: whether it stays simulated
+        self._fitting = fitting or ScriptSettings(Settings(set_to_none=False))
+        self._settled = settled
+        self._first_block = self._num_recovered = self._num_parameters = 0
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._updating = False
-        self.on_fork: Callable[[], bool] = lambda: False
-        """Called in a process that was forked off; whether it stays in the simulation."""
         self._one_backward = threading.RLock()
         self._backward_threads: set[int] = set()
-        # What is replaced in libraries that the program imports later.
-        self._late = ExitStack()
+        self._late = ExitStack()  # what is replaced in libraries that the program imports later
         self._lazy: list[weakref.ref[torch.nn.Module]] = []
+        self._work = WorkLog()
         self.origin = OriginTracker(met=self._met, entered=self._entered)
 
         def report(text: str) -> None:
-            self.simulation.notes.report(ALLOCATOR_SETTINGS, text)
+            simulation.notes.report(ALLOCATOR_SETTINGS, text)
 
         self.recorder = LiveRecorder(self.origin.current, memory, self._refuse, lambda: configure(report))
-        self.simulation = Simulation(device, self.recorder, self.origin, scripted=True)
-        self.simulation.look.on_parameter = lambda parameter: self._classify(parameter, Category.PARAMETER, "")
-        self.simulation.look.is_large_weight = LargeWeights(self.simulation.notes.report)
-        self.simulation.around_backward = self._in_backward
-        self.launchers = Launchers(self.has_devices, self.simulation.notes.report)
-        self.counter = StepCounter(steps, self._begin_update, self._end_update, self.simulation.is_on)
-        self.simulation.operators.on_write = self._written
-        self._work = WorkLog()
+        self.simulation = simulation = Simulation(device, self.recorder, self.origin, scripted=True)
+        simulation.look.on_parameter = lambda parameter: self._classify(parameter, Category.PARAMETER, "")
+        simulation.look.is_large_weight = LargeWeights(simulation.notes.report)
+        simulation.around_backward = self._in_backward
+        simulation.operators.on_write = self._written
         if watch:
-            self.simulation.operators.on_run = self._worked
+            simulation.operators.on_run = self._worked
+        self.launchers = Launchers(self.has_devices, simulation.notes.report)
+        self.counter = StepCounter(steps, self._begin_update, self._end_update, simulation.is_on)
 
     @contextmanager
     def running(self, replacements: Sequence[Replacement] = ()) -> Iterator[None]:
         """Shows PyTorch the device while it lasts."""
         report, counter = self.simulation.notes.report, self.counter
+        steps = counter.begin_step, counter.end_step
         # What is done in libraries that the program imports.
         late: dict[str, Callable[[ModuleType], list[Replacement]]] = {
-            unsimulated.MODULE: lambda module: unsimulated.update_replacements(
-                module, counter.begin_step, counter.end_step
-            ),
+            unsimulated.MODULE: lambda module: unsimulated.update_replacements(module, *steps),
             unsimulated.EXTENSIONS: unsimulated.extension_replacements,
             unsimulated.FLEX_ATTENTION: lambda module: unsimulated.flex_replacements(module, report),
             ACCELERATE: self.launchers.of_accelerate,
@@ -129,10 +124,16 @@ class Session:
                 stack.callback(handle.remove)
             stack.callback(self.recorder.stop)
             stack.callback(self._late.close)
-            given = cuda_replacements(self.devices, self.memory, report, self.simulation.look)
-            given += distributed_replacements(self.devices.installed, report, self._gathered)
-            given += self.launchers.replacements()
-            with self.simulation.running([*given, *self._replacements(), *replacements]):
+            every = [
+                *cuda_replacements(self.devices, self.memory, report, self.simulation.look),
+                *distributed_replacements(
+                    self.devices.installed, report, lambda bucket: self._classify(bucket, Category.GRADIENT, "")
+                ),
+                *self.launchers.replacements(),
+                *self._replacements(),
+                *replacements,
+            ]
+            with self.simulation.running(every):
                 yield
 
     def replace_late(self, replacements: Iterable[Replacement]) -> None:
@@ -161,27 +162,23 @@ class Session:
                 checkpoints.finish()
 
     def _replacements(self) -> list[Replacement]:
-        session = self
         plain_bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
         plain_start, plain_resize = threading.Thread.start, torch.UntypedStorage.resize_
 
         def start(thread: threading.Thread) -> None:
             # Threads of the program are simulated, and not those of others that were there before.
-            vars(thread)["_memfit_simulated"] = session.simulation.is_on()
+            vars(thread)["_memfit_simulated"] = self.simulation.is_on()
             plain_start(thread)
 
         def bootstrap(thread: threading.Thread) -> None:
-            if not vars(thread).get("_memfit_simulated"):
-                plain_bootstrap(thread)
-                return
-            with session.simulation.in_thread():
+            with self.simulation.in_thread() if vars(thread).get("_memfit_simulated") else nullcontext():
                 plain_bootstrap(thread)
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = plain_resize(storage, size)
-            if storage.device.type == "meta" and not session.simulation.places.has(storage):
+            if storage.device.type == "meta" and not self.simulation.places.has(storage):
                 # How sharded parameters are let go and brought back.
-                session.recorder.resized(storage, "resize_")
+                self.recorder.resized(storage, "resize_")
             return result
 
         return [
@@ -308,9 +305,6 @@ class Session:
         if self.counter.num_steps > before:
             self.simulation.notes.report(BY_HAND, "no optimizer was made: updates of parameters count as steps")
             self._settled()
-
-    def _gathered(self, bucket: torch.Tensor) -> None:
-        self._classify(bucket, Category.GRADIENT, "")
 
     def _entered(self, model: torch.nn.Module) -> None:
         tidied = self.recorder.tidy()
