@@ -93,20 +93,19 @@ def _tried(view: "_View", place: Path) -> str:
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
-        said = "it ended"
+        reason = ""
         try:
             view.enter(place)
-            said = ""
         except BaseException as error:
-            said = str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
         finally:
-            os.write(writing, said.encode(errors="replace")[:512] or b"\0")
+            os.write(writing, reason.encode(errors="replace")[:512] or b"\0")
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        told = pipe.read()
+        answer = pipe.read()
     os.waitpid(pid, 0)
-    return "" if told == b"\0" else told.decode(errors="replace") or "it ended"
+    return "" if answer == b"\0" else answer.decode(errors="replace") or "it ended"
 
 
 class _View:
@@ -157,8 +156,12 @@ class _View:
             self._bind(path)
         for path in self._kept_among_live():
             self._lay_over(path)
-        for path in (*self._shared, *_sockets()):
+        for path in self._shared:
             self._bind(path)
+        for path in _sockets():
+            # One may be gone by now, with its process.
+            with contextlib.suppress(FileNotFoundError):
+                self._bind(path)
         os.chdir(self._root)
         self._call("pivot_root", b".", b".")
         self._call("umount2", b".", _DETACH)
@@ -265,10 +268,8 @@ class _View:
         return self._root if path == "/" else self._root + path
 
     def _mount(self, source: str, place: str, kind: str | None, flags: int, options: str = "") -> None:
-        words = (os.fsencode(source), os.fsencode(place), kind.encode() if kind else None)
-        self._call(
-            "mount", *words, ctypes.c_ulong(flags), options.encode() or None, what=f"{kind or 'bind'} of {place}"
-        )
+        words = (os.fsencode(source), os.fsencode(place), kind.encode() if kind else None, ctypes.c_ulong(flags))
+        self._call("mount", *words, options.encode() or None, what=f"{kind or 'bind'} of {place}")
 
     def _call(self, function: str, *arguments: object, what: str = "") -> None:
         if getattr(self._libc, function)(*arguments):
@@ -319,19 +320,16 @@ def collect(folder: Path, kept: str = "") -> dict[str, str]:
         folder: that was given to `overlay.enter`; where there was no view, there is nothing to collect.
         kept: where to keep them, the path of each below the working folder or the root; "" for nowhere.
     """
-    try:
+    layers = []
+    with contextlib.suppress(OSError, ValueError):
         layers = json.loads(Path(folder, LAYERS).read_text("utf-8"))
-    except (OSError, ValueError):
-        layers = []
     written = {path: place for above, layer in layers for path, place in _written(str(above), Path(layer))}
-    if not written or not kept:
-        return dict.fromkeys(sorted(written), "")
-    places = {}
+    places = dict.fromkeys(sorted(written), "")
     target = Path(kept)
-    if target.exists() and any(target.iterdir()):
+    if kept and written and target.exists() and any(target.iterdir()):
         # In it, where nothing is yet.
         target = next(each for number in itertools.count(1) if not (each := Path(kept, str(number))).exists())
-    for path, place in sorted(written.items()):
+    for path, place in sorted(written.items()) if kept else ():
         below = os.path.relpath(path)
         there = target / (path.lstrip(os.sep) if below.startswith(os.pardir) else below)
         try:
@@ -339,7 +337,6 @@ def collect(folder: Path, kept: str = "") -> dict[str, str]:
             shutil.move(place, there)
             places[path] = str(there)
         except OSError as error:
-            places[path] = ""
             announce(f"{path} can't be kept as {there}: {error.strerror or error}")
     return places
 
@@ -351,8 +348,7 @@ def _written(above: str, layer: Path) -> Iterator[tuple[str, Path]]:
         for name in names:
             place = Path(current, name)
             path = os.path.normpath(os.path.join(above, place.relative_to(layer)))
-            status = place.lstat()
-            before = None
+            status, before = place.lstat(), None
             with contextlib.suppress(OSError):
                 before = os.lstat(path).st_mtime_ns
             # What was removed is a device file, and what only changed its owner or mode is a copy.

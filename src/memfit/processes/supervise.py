@@ -34,6 +34,12 @@ _OUTCOMES = {
 EXIT_OUT_OF_MEMORY = 3
 EXIT_INTERRUPTED = 130
 _MAX_MARKS = 500
+_MARKS = {
+    "oom": ("out of memory", "an allocation failed{at}, and the guard rolled the step back"),
+    "settings": ("settings", "{text}"),
+    "checkpoint": ("checkpoint", "checkpoint written{at}"),
+    "resume": ("checkpoint", "resumed from a checkpoint{at}"),
+}
 # Of the memory, what the plan of an attempt may use beside that of the one before.
 _NEXT_SHARE, _LEAST_SHARE = 0.75, 0.3
 
@@ -88,7 +94,7 @@ class Supervisor:
             attempts=tuple(self._attempts),
             outcome=outcome,
             exit_code=fixed.get(outcome, exit_code),
-            history=self._history.samples,
+            history=tuple(self._history),
             marks=tuple(self._marks[:_MAX_MARKS]),
             budget_bytes=self._request.budget_bytes,
             limit_bytes=self._ceiling.limit_bytes,
@@ -166,18 +172,11 @@ class Supervisor:
         number, guarded = len(self._attempts) + 1, "guard" in last
         resumed_from = str(last["resume"].get("path", "")) if "resume" in last else self._checkpoint if guarded else ""
         for event in events[-_MAX_MARKS:]:
-            step = _step(event)
-            at = "" if step is None else f" in step {step}"
-            marks = {
-                "oom": ("out of memory", f"an allocation failed{at}, and the guard rolled the step back"),
-                "settings": ("settings", str(event.get("text", ""))),
-                "checkpoint": ("checkpoint", f"checkpoint written{at}"),
-                "resume": ("checkpoint", f"resumed from a checkpoint{at}"),
-            }
-            if event["event"] in marks:
-                moment = event.get("time")
+            if event["event"] in _MARKS:
+                (kind, text), step, moment = _MARKS[event["event"]], _step(event), event.get("time")
+                at = "" if step is None else f" in step {step}"
                 seconds = moment - self._clock_origin if isinstance(moment, int | float) else None
-                self._mark(*marks[event["event"]], seconds)
+                self._mark(kind, text.format(at=at, text=event.get("text", "")), seconds)
         saved = last.get("checkpoint", {})
         if saved.get("path"):
             update = _step(saved)
