@@ -70,48 +70,43 @@ class Checkpoints:
     ) -> None:
         self._num_ranks = num_ranks
         self._report = report
-        self._files = RedirectedFiles(folder, report, private=private)
+        self.files = RedirectedFiles(folder, report, private=private)
         self._shapes = ShapeOnly(place, device_of)
         self._plain_save: Callable[..., None] = torch.save
         self._plain_load: Callable[..., Any] = torch.load
-        self.finish = self._files.finish
-        """Removes what the script's checkpoints left behind beside the user's; to be called after the dry run."""
-        self.redirected = self._files.redirected  # absolute path asked for -> path written
-        self.are_private = private
 
     def replacements(self) -> list[Replacement]:
         """What to put in place for the time of the dry run."""
-        stand_in = self._files.stand_in
         inner, copied = self._of_safetensors()
         copied += [
-            Replacement(torch, "save", stand_in(self._plain_save, self._save)),
-            Replacement(torch, "load", stand_in(self._plain_load, self._load)),
-            self._files.replacement(torch.jit, "load", self._load_script),
+            self.files.replacement(torch, "save", self._save),
+            self.files.replacement(torch, "load", self._load),
+            self.files.replacement(torch.jit, "load", self._load_script),
         ]
-        inner.append(self._files.replacement(*internals.place("file_writer"), self._write))
+        inner.append(self.files.replacement(*internals.place("file_writer"), self._write))
         # Without TorchScript modules are plain ones.
         if hasattr(_SCRIPT, "save"):
-            inner.append(self._files.replacement(_SCRIPT, "save", self._save_script))
+            inner.append(self.files.replacement(_SCRIPT, "save", self._save_script))
         return [
-            *self._files.replacements(),
+            *self.files.replacements(),
             *self._shapes.replacements(),
             *inner,
             *_with_copies(copied),
             *self._of_h5py(),
-            *(self._of_numpy() if self.are_private else []),
+            *(self._of_numpy() if self.files.are_private else []),
             *(self.of_ranks() if self._num_ranks > 1 else []),
         ]
 
-    def _save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    def _save(self, plain: Plain, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if _is_path(f):
-            self._plain_save(obj, self._files.target(f) if self._files.is_regular(f) else f, *args, **kwargs)
+            plain(obj, self.files.target(f) if self.files.is_regular(f) else f, *args, **kwargs)
             return
         # torch.distributed.checkpoint passes a wrapper of the file.
         name: Any = getattr(f, "name", None) or getattr(getattr(f, "raw", None), "name", None)
         is_file = isinstance(name, str)
-        is_own = is_file and self._files.is_own(name)
+        is_own = is_file and self.files.is_own(name)
         before = self._shapes.num_stored
-        self._plain_save(_without_zeros(obj) if is_own and name.endswith(_DISTRIBUTED) else obj, f, *args, **kwargs)
+        plain(_without_zeros(obj) if is_own and name.endswith(_DISTRIBUTED) else obj, f, *args, **kwargs)
         is_users = is_file and not is_own and not name.startswith(tempfile.gettempdir() + os.sep)
         if is_users and self._shapes.num_stored > before:
             text = f"{name} was opened for writing, and nothing in its name says that it is a checkpoint: "
@@ -119,28 +114,28 @@ class Checkpoints:
 
     def _write(self, plain: Plain, f: Any, *args: Any, **kwargs: Any) -> Any:
         """The writer behind torch.save, which some use themselves."""
-        is_redirected = _is_path(f) and not self._files.is_own(f) and self._files.is_regular(f)
-        return plain(self._files.target(f) if is_redirected else f, *args, **kwargs)
+        is_redirected = _is_path(f) and not self.files.is_own(f) and self.files.is_regular(f)
+        return plain(self.files.target(f) if is_redirected else f, *args, **kwargs)
 
-    def _load(self, f: Any, map_location: Any = None, pickle_module: Any = None, **kwargs: Any) -> Any:
+    def _load(self, plain: Plain, f: Any, map_location: Any = None, pickle_module: Any = None, **kwargs: Any) -> Any:
         if _is_path(f):
-            f = os.fspath(self._files.existing(f))
+            f = os.fspath(self.files.existing(f))
             if f.endswith(".safetensors"):
-                return self._plain_load(f, map_location, pickle_module, **kwargs)
+                return plain(f, map_location, pickle_module, **kwargs)
             is_cuda = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cuda"
             if kwargs.get("mmap") is None and is_cuda:
                 with open(f, "rb") as file:
                     # Only small tensors keep their values on the simulated device: the others need not be read.
                     kwargs["mmap"] = file.read(len(_ARCHIVE)) == _ARCHIVE or None
-        return self._plain_load(f, self._shapes.restoring(map_location), pickle_module, **kwargs)
+        return plain(f, self._shapes.restoring(map_location), pickle_module, **kwargs)
 
     def _save_script(self, plain: Plain, module: Any, f: Any, **kwargs: Any) -> None:
-        plain(module, self._files.target(f), **kwargs)
+        plain(module, self.files.target(f), **kwargs)
 
     def _load_script(self, plain: Plain, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         # From torch.load, which has been given a stand-in for it.
         map_location = getattr(map_location, "given", map_location)
-        return plain(self._files.existing(f) if _is_path(f) else f, map_location, *args, **kwargs)
+        return plain(self.files.existing(f) if _is_path(f) else f, map_location, *args, **kwargs)
 
     def _of_numpy(self) -> list[Replacement]:
         """Opened for writing, which is numpy's default, a large file would be copied into the overlay."""
@@ -152,7 +147,7 @@ class Checkpoints:
 
         def new(cls: Any, filename: Any, dtype: Any = numpy.uint8, mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
             is_large = _is_path(filename) and os.path.isfile(filename) and os.path.getsize(filename) > _MAX_COPIED_BYTES
-            if self._files.is_active and is_large and mode in ("r+", "readwrite"):
+            if self.files.is_active and is_large and mode in ("r+", "readwrite"):
                 mode = "c"
             return plain(cls, filename, dtype, mode, *args, **kwargs)
 
@@ -166,14 +161,13 @@ class Checkpoints:
             h5py: Any = importlib.import_module("h5py")
         except Exception:
             return []  # missing, or not fit for this Python: the script can't use it either
-        plain = h5py.File.__init__
 
-        def init(file: Any, name: Any, mode: str | None = "r", *args: Any, **kwargs: Any) -> None:
+        def init(plain: Plain, file: Any, name: Any, mode: str | None = "r", *args: Any, **kwargs: Any) -> None:
             if _is_path(name) or isinstance(name, bytes):
-                name = self._files.opened(name, {None: "r", "w-": "x"}.get(mode, str(mode)))
+                name = self.files.opened(name, {None: "r", "w-": "x"}.get(mode, str(mode)))
             plain(file, name, mode, *args, **kwargs)
 
-        return [Replacement(h5py.File, "__init__", self._files.stand_in(plain, init))]
+        return [self.files.replacement(h5py.File, "__init__", init)]
 
     def _of_safetensors(self) -> tuple[list[Replacement], list[Replacement]]:
         """What to put in place, and what to put in place of each copy as well; nothing without safetensors."""
@@ -187,10 +181,10 @@ class Checkpoints:
         )
         inner |= {"serialize_file": self._serialize_file, "serialize": self._serialize}
         return (
-            [self._files.replacement(module, name, other) for name, other in inner.items()],
+            [self.files.replacement(module, name, other) for name, other in inner.items()],
             [
                 Replacement(safetensors, "safe_open", self._opening(safetensors.safe_open)),
-                self._files.replacement(module, "load", self._load_bytes),
+                self.files.replacement(module, "load", self._load_bytes),
             ],
         )
 
@@ -199,14 +193,14 @@ class Checkpoints:
         if not torch.distributed.is_available():
             return []
         return [
-            self._files.replacement(*internals.place("save_state_dict"), self._save_rank),
-            self._files.replacement(*internals.place("load_state_dict"), self._load_rank),
+            self.files.replacement(*internals.place("save_state_dict"), self._save_rank),
+            self.files.replacement(*internals.place("load_state_dict"), self._load_rank),
         ]
 
     def _serialize_file(
         self, plain: Plain, tensors: Any, filename: Path, metadata: dict[str, str] | None = None
     ) -> None:
-        target = self._files.target(filename)
+        target = self.files.target(filename)
         if isinstance(tensors, _Unflattened):
             self._plain_save({"tensors": dict(tensors), "metadata": metadata}, target)
         else:
@@ -231,9 +225,9 @@ class Checkpoints:
             """In the place of safetensors.safe_open, which is a class too."""
 
             def __new__(cls, filename: Path, framework: str, device: Any = "cpu", **options: Any) -> Any:
-                if not checkpoints._files.is_active:
+                if not checkpoints.files.is_active:
                     return plain(filename, framework, device=device, **options)
-                path = checkpoints._files.existing(filename)
+                path = checkpoints.files.existing(filename)
                 deliver = checkpoints._to(device)
                 with open(path, "rb") as file:
                     if _is_archive(file.read(_HEADER)):
@@ -260,7 +254,7 @@ class Checkpoints:
         from torch.distributed.checkpoint.metadata import Metadata
 
         # Opened here: torch.save refuses a name that begins with its suffix.
-        with open(self._files.target(os.path.join(path, _METADATA)), "wb") as file:
+        with open(self.files.target(os.path.join(path, _METADATA)), "wb") as file:
             self._plain_save(internals.tree_map(_without_zeros, state_dict), file)
         return Metadata(state_dict_metadata={})
 
@@ -269,14 +263,14 @@ class Checkpoints:
         if path is None or not _is_one_of_several():
             plain(state_dict, storage_reader, *args, **kwargs)
             return
-        saved = self._files.known(os.path.join(path, _METADATA))
-        if saved not in self._files.redirected:
+        saved = self.files.known(os.path.join(path, _METADATA))
+        if saved not in self.files.redirected:
             # The user's own: read by one rank for itself.
             plain(state_dict, storage_reader, *args, **{**kwargs, "no_dist": True})
             return
         # Written above, by this run.
         restoring = self._shapes.restoring(None, keeps_shapes=True)
-        place = self._files.redirected[str(saved)]
+        place = self.files.redirected[str(saved)]
         _fill(state_dict, self._plain_load(place, map_location=restoring, weights_only=False))
 
 

@@ -18,6 +18,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -98,20 +99,19 @@ def following(request_path: str, program: str) -> contextlib.AbstractContextMana
     return environment(**{"PYTHONPATH": paths, env.SIMULATION: request_path})
 
 
+@dataclass(eq=False)
 class Processes:
     """Hears of processes that the script starts, and of the end of the one that this is."""
 
-    def __init__(self, report: Callable[[str, str], None], *, are_simulated: bool = False) -> None:
-        self._report = report
-        self._are_simulated = are_simulated
-        self.num_started = 0
-        self._pids: list[tuple[int, int]] = []  # those that were started, each behind the process that started it
-        self.forking = ""
-        """Name of the process that is being started and is to stay in the simulation where it is forked off."""
-        self.leave: Callable[[], None] = lambda: None  # called in a process that turns out to be a loader's worker
-        self.ended: Callable[[BaseException | None], None] = lambda error: None
-        """Called in a process of the script's own when it has done its work, with what ended it."""
-        self.started: Callable[[], None] = lambda: None  # called when a process is about to be started
+    report: Callable[[str, str], None]
+    are_simulated: bool = False
+    leave: Callable[[], None] = lambda: None  # called in a process that turns out to be a loader's worker
+    started: Callable[[], None] = lambda: None  # called when a process is about to be started
+    # Called in a process of the script's own when it has done its work, with what ended it.
+    ended: Callable[[BaseException | None], None] = lambda error: None
+    num_started: int = 0
+    forking: str = ""  # name of the process that is being started and stays in the simulation where it is forked off
+    _pids: list[tuple[int, int]] = field(default_factory=list)  # of those started, behind that of who started them
 
     def replacements(self) -> list[Replacement]:
         """Stands in front of the two ways in which Python starts processes, and of the beginning of one."""
@@ -127,7 +127,7 @@ class Processes:
                     plain_start(self)
                 return
             processes._note(f"process {self.name!r}")
-            processes.forking = self.name if processes._are_simulated else ""
+            processes.forking = self.name if processes.are_simulated else ""
             try:
                 plain_start(self)
             finally:
@@ -175,10 +175,10 @@ class Processes:
 
     def _note(self, what: str) -> None:
         self.num_started += 1
-        if not self._are_simulated:
-            self._report(NOT_SIMULATED, f"{what} was started: what it does on the device is not simulated")
-        else:
+        if self.are_simulated:
             self.started()
+        else:
+            self.report(NOT_SIMULATED, f"{what} was started: what it does on the device is not simulated")
 
     def num_alive(self) -> int:
         """How many of those that this process started have not ended."""
@@ -238,10 +238,7 @@ class ExitFunctions:
 
 
 def interrupt_when_idle(has_nothing_to_do: Callable[[], bool], end: Callable[[], None]) -> None:
-    """Ends a script that waits for processes which have taken all their steps, by a thread of its own.
-
-    `has_nothing_to_do` says that they have been taken; `end` is called before the main thread is interrupted.
-    """
+    """Interrupts a script that waits for processes which have nothing to do any more; calls `end` before that."""
     main = threading.main_thread().ident
 
     def watch() -> None:
@@ -268,9 +265,7 @@ def wait_for_others(device: SharedDevice, num_alive: Callable[[], int] | None = 
     """Keeps what this process holds until those that were started beside it have taken their steps, too.
 
     Without a dry run all of them would train for hours, side by side. Here a process is done before another has begun.
-
-    `num_alive` says how many processes can be to come at all, where this process has started them: one that ended
-    without PyTorch never comes.
+    One that ended without PyTorch never comes: `num_alive` says how many of this process's own still can.
     """
     begun = since = time.monotonic()
     last = -1

@@ -11,7 +11,6 @@ pass here and needs its own stand-in.
 
 import builtins
 import errno
-import functools
 import io
 import itertools
 import os
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memfit.core import env
-from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.patching import Replacement, around
 
 Report = Callable[[str, str], None]
 Plain = Callable[..., Any]  # the function that a stand-in is for, which each of them gets first
@@ -186,19 +185,9 @@ class RedirectedFiles:
             elif folder in asked and not os.listdir(folder):
                 os.rmdir(folder)
 
-    def stand_in(self, plain: Plain, other: Callable[..., Any]) -> Callable[..., Any]:
-        """Calls `other` while the stand-ins are in place, and `plain` afterwards: modules keep what they imported."""
-
-        @functools.wraps(plain)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (other if self.is_active else plain)(*args, **kwargs)
-
-        return call
-
     def replacement(self, owner: Any, name: str, other: Callable[..., Any]) -> Replacement:
-        """A stand-in for `owner.name`, which `other` is given first."""
-        plain = getattr(owner, name)
-        return Replacement(owner, name, self.stand_in(plain, functools.partial(other, plain)))
+        """A stand-in for `owner.name`, which `other` gets first; modules that keep it have the plain one afterwards."""
+        return around(owner, name, other, lambda: self.is_active)
 
     def replacements(self) -> list[Replacement]:
         """What to put in place; hardly anything where the script's writes are its own anyway."""

@@ -102,9 +102,7 @@ class ScriptRun:
         # What ended a script in the place of its launcher, before the launcher's frames were added.
         self._in_place: tuple[BaseException, TracebackType | None] | None = None
         self.session.launchers.run = self._run_in_place
-        self._processes = Processes(report, are_simulated=shared is not None)
-        self._processes.leave = leave
-        self._processes.started = self._process_started
+        self._processes = Processes(report, shared is not None, leave, self._process_started)
         self.session.on_fork = self._stay
         self._exit_functions = ExitFunctions()
         self._started = time.perf_counter()
@@ -181,6 +179,7 @@ class ScriptRun:
                 interrupt_when_idle(self._shared.have_taken_steps, end)
 
     def _settle(self) -> None:
+        """A step has been taken."""
         self.loaders.settle()
         if self._shared is not None:
             self._shared.note(self.session.counter.num_steps, self.session.recorder.num_ticks, has_ended=False)
@@ -220,7 +219,7 @@ class ScriptRun:
                 elif isinstance(error, SystemExit) and isinstance(error.code, str):
                     print(printable(error.code, keep="\n\t"), file=sys.stderr)
             self._clear_up(error)
-        self._checkpoints.finish()
+        self._checkpoints.files.finish()
         return self._result(error)
 
     def _clear_up(self, error: BaseException | None) -> None:
@@ -282,7 +281,7 @@ class ScriptRun:
             error=text,
             suspicion=suspicion,
             exit_code=exit_code,
-            redirected={} if self._checkpoints.are_private else dict(self._checkpoints.redirected),
+            redirected={} if self._checkpoints.files.are_private else dict(self._checkpoints.files.redirected),
             scan=scan,
             seconds=seconds,
             allocator=session.memory.options,

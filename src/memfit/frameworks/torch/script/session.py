@@ -159,7 +159,7 @@ class Session:
                     yield
             finally:
                 restoration.restore()
-                checkpoints.finish()
+                checkpoints.files.finish()
 
     def _replacements(self) -> list[Replacement]:
         plain_bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from memfit.core.units import MIB
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.patching import Replacement, around
 from memfit.frameworks.torch.shapes.shapes import META
 
 Place = Callable[[torch.Tensor, torch.device | None], torch.Tensor]
@@ -74,20 +74,20 @@ class ShapeOnly:
     def replacements(self) -> list[Replacement]:
         """What makes PyTorch's pickles hold shapes."""
         storage = torch.UntypedStorage
-        rebuild_v3 = _around(*internals.place("rebuild_tensor_v3"), _rebuild)
+        rebuild_v3 = around(*internals.place("rebuild_tensor_v3"), _rebuild)
         # The unpickler for weights only has a table of the functions that it may call.
         unpickler, name = internals.place("allowed_globals")
         allowed = getattr(unpickler, name)
         path = f"{rebuild_v3.value.__module__}.{rebuild_v3.value.__name__}"
         table = functools.cache(lambda: {**allowed(), path: rebuild_v3.value})
         return [
-            _around(*internals.place("reduce_tensor"), self._reduce),
-            _around(storage, "cuda", _storage_cuda),
-            _around(storage, "to", _storage_to),
-            _around(torch.serialization, "location_tag", lambda plain, it: getattr(it, _LOCATION, None) or plain(it)),
-            _around(*internals.place("rebuild_tensor"), _rebuild),
+            around(*internals.place("reduce_tensor"), self._reduce),
+            around(storage, "cuda", _storage_cuda),
+            around(storage, "to", _storage_to),
+            around(torch.serialization, "location_tag", lambda plain, it: getattr(it, _LOCATION, None) or plain(it)),
+            around(*internals.place("rebuild_tensor"), _rebuild),
             rebuild_v3,
-            _around(*internals.place("restore_location"), _restore_wrapper),
+            around(*internals.place("restore_location"), _restore_wrapper),
             Replacement(unpickler, name, table),
         ]
 
@@ -219,17 +219,6 @@ def _zeros(shape: torch.Tensor) -> torch.Tensor:
         return _view(zeros.untyped_storage(), shape.dtype, *view)
 
 
-def _around(owner: Any, name: str, around: Callable[..., Any]) -> Replacement:
-    """A function in the place of one of PyTorch, which `around` gets as its first argument."""
-    plain = getattr(owner, name)
-
-    @functools.wraps(plain)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return around(plain, *args, **kwargs)
-
-    return Replacement(owner, name, call)
-
-
 def _wanted(map_location: Any, storage: Storage, location: str) -> tuple[Storage, str]:
     """The storage and where it is to go, by the rules of torch.load."""
     if isinstance(map_location, dict):
@@ -282,9 +271,7 @@ def _restore_wrapper(plain: Callable[..., Any], device: Any) -> Any:
 
 def _storage_cuda(plain: Callable[..., Any], storage: Storage, device: Any = None, non_blocking: bool = False) -> Any:
     """`map_location=lambda storage, location: storage.cuda()`: says where the storage is wanted."""
-    return storage.to(
-        device=torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    )
+    return storage.to(device=f"cuda:{device}" if isinstance(device, int) else device or "cuda")
 
 
 def _storage_to(plain: Callable[..., Any], storage: Storage, *, device: Any, non_blocking: bool = False) -> Any:
