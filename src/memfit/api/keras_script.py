@@ -1,8 +1,7 @@
 """A dry run of a script that trains with Keras: it runs until its first step, which is estimated.
 
 That is a step of the first `fit` or `train_on_batch`, or a turn of a loop that the script writes itself. No device is
-simulated for the script, whose data and model are real; nothing is trained. It is run by `_child`, in a process of its
-own.
+simulated for the script, whose data and model are real; nothing is trained.
 """
 
 import sys

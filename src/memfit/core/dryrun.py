@@ -1,8 +1,7 @@
 """The answer of `memfit.dryrun`: how an unmodified script fared on a simulated device, and what would help.
 
-The child process that runs the script writes a `DryRun` as JSON; the parent reads it, combines it with what further
-runs found, and hands it to the reports. `Request` is what the parent asks of the child. Both sides import this module
-and nothing of each other.
+The child process that runs the script writes a `DryRun` as JSON; `Request` is what the parent asks of it. Both sides
+import this module and nothing of each other.
 """
 
 import json

@@ -216,10 +216,7 @@ def recognise(error: BaseException) -> OutOfMemory | None:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Lets go of the tensors that `error` keeps: its tracebacks, and the variables of functions that it ended.
-
-    Call it before memory is asked for again. Functions that still run keep their variables.
-    """
+    """Lets go of the tensors that `error` keeps, by its tracebacks and the variables of functions that it ended."""
     for link in _chain(error):
         if link.__traceback__ is not None:
             traceback.clear_frames(link.__traceback__)

@@ -26,16 +26,11 @@ _MAX_FILE_BYTES = 64 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What one attempt of a supervised run is to be.
-
-    Args:
-        checkpoint: folder for checkpoints, from whose last one the script goes on; None where none was named.
-        micro_batch_size: most samples to put through the model at once; None where nothing is known against any size.
-    """
+    """What one attempt of a supervised run is to be."""
 
     attempt: int = 1  # from 1 on
-    checkpoint: str | None = None
-    micro_batch_size: int | None = None
+    checkpoint: str | None = None  # folder for checkpoints, from whose last one it goes on; None where none was named
+    micro_batch_size: int | None = None  # most samples at once; None where nothing is known against any size
     budget_bytes: int | None = None  # memory that the script may take on each device; None where all there is
     share: float = 1.0  # of what its plan may use, what it is to use, after attempts whose plans were too large
     rescue: bool = False  # whether operations that run out of memory are to be rescued from outside
@@ -72,13 +67,7 @@ def current() -> RunRequest | None:
 
 
 def note(event: str, **values: Any) -> bool:
-    """Tells the supervisor that something happened; does nothing outside of a supervised run. Whether it was told.
-
-    Args:
-        event: what: "guard", "step", "settings", "oom", "checkpoint", "resume", "cannot fit", "torch", "rescue" or
-            "error".
-        values: details, which `json` can write.
-    """
+    """Tells the supervisor that something happened; does nothing outside of a supervised run. Whether it was told."""
     path = env.run_request()
     if not path:
         return False

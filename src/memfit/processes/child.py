@@ -31,13 +31,7 @@ _OF_SCRIPT = ("SIGQUIT", *_PASSED_ON)
 
 
 class Child:
-    """A script's process.
-
-    Args:
-        process: what was started, which is the script or its keeper.
-        report: descriptor through which the keeper tells; None without one.
-        group: of processes, which it leads; None where it is in ours, because the terminal is.
-    """
+    """A script's process: the script itself, or its keeper, which tells of it through the descriptor `report`."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", report: int | None, group: int | None = None) -> None:
         self._process = process
@@ -72,11 +66,7 @@ def started(
 ) -> Iterator[Child]:
     """Starts the script; when the block is left, nothing of it is left either.
 
-    Args:
-        request: what this attempt is to be.
-        folder: where the request is written, and where events will be.
-        stdout_to_stderr: what the script prints goes to standard error, to keep standard output for the answer.
-        command: what to start instead of `SUPERVISED`.
+    The request is written to `folder`, where events will be. `command` is started instead of `SUPERVISED`.
     """
     path = folder / "request.json"
     path.write_text(json.dumps(request.to_json()), encoding="utf-8")
@@ -106,15 +96,11 @@ def started(
 
 @dataclass(slots=True)
 class Signals:
-    """The signals that were passed on.
-
-    Args:
-        group: the processes that get an interruption, as they would from a terminal; None where that sends them.
-    """
+    """The signals that were passed on."""
 
     names: set[str] = field(default_factory=set)  # of all of them
     pid: int | None = None  # the process that gets them; None while there is none
-    group: int | None = None
+    group: int | None = None  # those that get an interruption, as from a terminal; None where that sends it itself
     _num_interrupts: int = 0
 
     @property

@@ -101,8 +101,7 @@ def has_devices(folder: Path = Path("/dev")) -> bool:
 class FollowingLimit:
     """Keeps a process's limit at what it may still use, as others come, grow and go and as it reserves.
 
-    The budget is never exceeded. A process that `reserves` began without a limit, and gets one only when it holds much
-    of what it may.
+    The budget is never exceeded. A process that `reserves` gets its limit only when it holds much of what it may.
     """
 
     def __init__(self, pid: int, start: Ceiling, budget_bytes: int | None, *, reserves: bool = False) -> None:

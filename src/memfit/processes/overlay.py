@@ -316,9 +316,7 @@ def is_within(path: str, folder: str) -> bool:
 def collect(folder: Path, kept: str = "") -> dict[str, str]:
     """Each file that the script wrote or changed, by the path it knew, and where it is now; "" where it is not kept.
 
-    Args:
-        folder: that was given to `overlay.enter`; where there was no view, there is nothing to collect.
-        kept: where to keep them, the path of each below the working folder or the root; "" for nowhere.
+    `folder` is the one given to `enter`. Files are `kept` there by their paths below the working folder or the root.
     """
     layers = []
     with contextlib.suppress(OSError, ValueError):

@@ -137,12 +137,7 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def end_descendants(pid: int, grace_seconds: float) -> None:
-    """Ends what a process has started and what was given to it, at first with a word of warning.
-
-    Args:
-        pid: the process, which is our own where those that ended are to be waited for too.
-        grace_seconds: how long they may take to end by themselves once they are told.
-    """
+    """Ends what a process, perhaps our own, has started or was given: told to end, and killed after a while."""
     if _told(pid, signal.SIGTERM):
         deadline = time.monotonic() + grace_seconds
         while time.monotonic() < deadline and _told(pid, 0):

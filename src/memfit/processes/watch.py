@@ -1,9 +1,8 @@
 """Watches the memory of a script, its processes and its container while it runs.
 
-Five times a second, with reads that cost microseconds; who the script's processes are is asked less often, because
-walking the tree costs more. The script's own process is looked at more often than that, so that its limit is right
-before the next large request. What is kept: the history, the process that held most and when, and what each process
-held last, which is what is known of one that the kernel has killed.
+Five times a second, with reads that cost microseconds; the tree of processes is walked less often, and the script's
+own process is looked at more often, so that its limit is right before the next large request. Kept are the history,
+the process that held most, and what each process held last, which is what is known of one that the kernel has killed.
 """
 
 import contextlib

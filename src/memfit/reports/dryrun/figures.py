@@ -1,7 +1,4 @@
-"""What every report says about a dry run, before any of them decides how it looks.
-
-A report is a verdict, a few lines below it, and parts. Text, terminal and page show the same ones.
-"""
+"""What every report says about a dry run, as text, in the terminal and on a page."""
 
 import shlex
 from typing import Any

@@ -97,10 +97,7 @@ def row(attempt: Attempt) -> list[str]:
 
 
 def report(run: SupervisedRun, *, brief: bool = False) -> Report:
-    """The verdict, why the last attempt ended, a table of several attempts, notes.
-
-    `brief`: without reasons and notes, for where both were told when each attempt ended.
-    """
+    """The verdict, why the last attempt ended, the attempts, notes; `brief`: without what was told meanwhile."""
     parts = []
     if len(run.attempts) > 1:
         columns = ("attempt", "run with", ">time", ">peak", "steps", "started from", "ended")

@@ -1,18 +1,14 @@
 """Saving and loading during a dry run: the script goes on, and the user's files stay as they are.
 
-Simulated tensors have no values, and a model that a dry run has trained for three steps is nobody's best. So whatever
-the script saves goes to a folder of its own, as shapes where there are no values, and is found there when the script
-loads it again: by torch.save and torch.load, safetensors, h5py (Keras), torch.distributed.checkpoint, or by opening
-files itself. Loading the user's own files to the simulated device works as well; values are read on the host.
+Simulated tensors have no values, and what three steps have trained is nobody's best model. So what the script saves
+(torch.save, safetensors, h5py, torch.distributed.checkpoint, files that it opens) goes to a folder of its own, as
+shapes where there are no values, and is found there when it is loaded again. The user's own files can be loaded to the
+simulated device; values are read on the host. Copies of functions, as transformers keeps of safetensors', are replaced.
 
-The stand-ins are to be in place before the script imports what copies functions, as transformers does with those of
-safetensors. Where that has happened before, as in a notebook, the copies are replaced too.
-
-The formats of safetensors and torch.distributed.checkpoint have no place for tensors without values: what holds some
-is written by torch.save instead, under the name that the user's code gave. Such a safetensors file is told from others
-by its first bytes. PyTorch's distributed writer puts the parts of all ranks together and refuses when some are missing,
-and in a simulation there is only one rank. So what that rank holds is saved in one file. Loading it leaves tensors as
-they are, for they have no values anyway, and restores everything else. With one rank nothing of this is needed.
+safetensors and torch.distributed.checkpoint can't hold tensors without values: those are written by torch.save, under
+the name that the script gave, and told from real safetensors files by their first bytes. PyTorch's distributed writer
+wants the parts of all ranks, and a simulation has one: what that rank holds is saved in one file. Loading it leaves
+tensors, which have no values anyway, as they are.
 """
 
 import functools
@@ -51,12 +47,7 @@ _SCRIPT: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
 
 
 class Checkpoints:
-    """What a dry run saves, and stand-ins for the functions that save and load.
-
-    Args:
-        place: moves a real host tensor to the simulated device or revives a shape-only one there, and returns it.
-        device_of: where a shape-only tensor is shown to be.
-    """
+    """What a dry run saves, and stand-ins for functions that save and load; `place`, `device_of`: as in `ShapeOnly`."""
 
     def __init__(
         self,
@@ -291,10 +282,7 @@ def _is_path(f: Any) -> bool:
 
 
 def _without_zeros(value: Any) -> Any:
-    """A large tensor of zeros, which a copy from the simulated device is, as a shape; anything else as it is.
-
-    torch.distributed.checkpoint copies tensors to the host before it saves them.
-    """
+    """A large tensor of zeros, as torch.distributed.checkpoint copies simulated ones, as a shape; others as they are."""
     plain = type(value) is torch.Tensor and not is_shape_only(value) and value.layout is torch.strided
     if not plain or value.nbytes < MIB:
         return value

@@ -119,8 +119,7 @@ class Launchers:
     def of_accelerate(self, module: ModuleType) -> list[Replacement]:
         """What to put in place of accelerate's start of a single process; of several torchrun's is used.
 
-        Accelerate asks PyTorch for the number of devices, and takes a single process where there is but one. Who asks
-        for several processes has the devices.
+        Accelerate asks PyTorch for the number of devices. Who asks for several processes has the devices.
         """
         plain: Callable[[Any], tuple[list[str], dict[str, str]]] = module.prepare_simple_launcher_cmd_env
 

@@ -1,12 +1,11 @@
 """The batches of a script: what its data loaders give, or its training loop copies to the device.
 
-Runs that die in mid-epoch usually met a longer batch. The first run of a script finds out which loader feeds its
-training loop: the one that gave a batch last before the first optimizer step, evaluations apart. A second run draws
-many batches from that loader on the host, and hands the script the largest of them, again and again.
+Runs that die in mid-epoch usually met a longer batch. A first run finds the loader that feeds the training loop: the
+one that gave a batch last before the first optimizer step, evaluations apart. A second run draws many batches from it
+on the host, and hands the script the largest of them, again and again.
 
-A loop without a loader (`x[indices].to("cuda")`) copies its batches at the same lines in every step, and all of them
-have as many samples. One run finds these lines; in another, what is copied there is cut down to the first micro-batch,
-as if the script had drawn fewer samples.
+A loop without a loader (`x[indices].to("cuda")`) copies its batches at the same lines in every step, all with as many
+samples. One run finds these lines; in another, what is copied there is cut down to the first micro-batch.
 """
 
 import functools

@@ -87,10 +87,7 @@ def environment(**values: str | None) -> Iterator[None]:
 
 
 def following(request_path: str, program: str) -> contextlib.AbstractContextManager[None]:
-    """Every Python that is started meanwhile, by whatever way, follows the request, too.
-
-    `program` is the module that runs it, with a function `follow` for other processes.
-    """
+    """Every Python that is started meanwhile follows the request too, by `follow` of the module `program`."""
     folder = Path(request_path).parent / "hook"
     folder.mkdir(exist_ok=True)
     text = _HOOK.format(program=program, variable=env.SIMULATION, prefix=sys.prefix, imports=imports.__file__)
@@ -198,11 +195,7 @@ class Processes:
 
 
 class ExitFunctions:
-    """Functions that the script registers for its end: they run while the device is still there.
-
-    Python would run them when the interpreter ends, after the simulation. What they save would then overwrite the
-    user's own files, and what they ask of the device would fail.
-    """
+    """Functions that the script registers for its end: they run while the device and its files are there."""
 
     def __init__(self) -> None:
         self._registered: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []

@@ -1,12 +1,9 @@
-"""Files of a dry run, kept apart from the user's.
+"""Files of a dry run, kept apart from the user's where there is no overlay (`memfit.processes.overlay`).
 
-What a script saves during a dry run holds shapes, or weights of a training that was cut short: neither may replace a
-checkpoint on disk. So files that look like checkpoints are written below a folder of their own, and the script finds
-them where it put them. The user's older checkpoints are not removed either; the script sees them gone.
-
-Python's functions that open, look at, list, copy, link, rename and remove files have stand-ins meanwhile; paths that
-are not known here go to the function they were meant for. A library that opens files by itself, in C or Rust, doesn't
-pass here and needs its own stand-in.
+What a script saves during a dry run holds shapes, or weights of a training that was cut short. So files that look like
+checkpoints are written below a folder of their own, and the script finds them where it put them. The user's older
+checkpoints are not removed either; the script sees them gone. Python's functions on files have stand-ins meanwhile;
+a library that opens files by itself, in C or Rust, needs its own.
 """
 
 import builtins
@@ -49,13 +46,8 @@ _CAPABILITIES = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks")
 class RedirectedFiles:
     """Where the checkpoints of a dry run are, and stand-ins for Python's functions on files.
 
-    A path is known by its key: absolute, with the links on the way to it resolved.
-
-    Args:
-        folder: where they go; None: a new temporary folder, made on first use.
-        report: takes (code, text) of each file redirected and each deletion skipped.
-        private: whether nobody but the script sees what it writes (`memfit.processes.overlay`): then files stay where
-            it puts them, and only those of checkpoints are known.
+    A path is known by its key: absolute, with the links on the way to it resolved. Without a `folder` a temporary one
+    is made on first use. Where files are `private`, nobody but the script sees what it writes, and files stay in place.
     """
 
     def __init__(self, folder: str | None, report: Report, *, private: bool = False) -> None:
@@ -170,10 +162,9 @@ class RedirectedFiles:
         return key.startswith(tuple(root + os.sep for root in (self._folder, *self._caches) if root))
 
     def finish(self) -> None:
-        """Moves folders of checkpoints that the script made to the redirected files, without which they are incomplete.
+        """Moves folders of checkpoints that the script made to the redirected files: a later run could resume from them.
 
-        A later run could take such a folder for a checkpoint to resume from. To be called when Python's functions are
-        its own again.
+        To be called when Python's functions are its own again.
         """
         asked = {os.path.dirname(path) for path in self.redirected}
         for folder in sorted(self.made, key=len, reverse=True):

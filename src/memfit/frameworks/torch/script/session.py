@@ -54,9 +54,8 @@ NO_END = 2**62
 class Session:
     """A simulated device for as long as `running` lasts.
 
-    Args:
-        configure: called before the first allocation, with what takes a sentence about each setting not simulated.
-        fitting: changes how the program's steps are run; by default they are left as they are.
+    `configure` is called before the first allocation, with what takes a sentence about each setting not simulated;
+    `fitting` changes how the program's steps are run.
     """
 
     def __init__(

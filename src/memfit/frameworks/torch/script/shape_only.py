@@ -59,9 +59,8 @@ def as_shape(tensor: torch.Tensor) -> torch.Tensor:
 class ShapeOnly:
     """Stores and revives simulated tensors.
 
-    Args:
-        place: moves a real host tensor to the simulated device or revives a shape-only one there, and returns it.
-        device_of: where a shape-only tensor is. What the user's own code made on the meta device belongs there.
+    `place` moves a real host tensor to the simulated device, or revives a shape-only one there; `device_of` says where
+    a shape-only tensor is: what the user's own code made on the meta device belongs there.
     """
 
     def __init__(
@@ -94,9 +93,7 @@ class ShapeOnly:
     def restoring(self, map_location: Any, *, keeps_shapes: bool = False) -> Callable[[Storage, str], Storage]:
         """A `map_location` for PyTorch's own torch.load that does what `map_location` says on the simulated device.
 
-        Args:
-            map_location: what the user's code gave.
-            keeps_shapes: tensors that were stored as shapes come back as such, known to no simulation.
+        With `keeps_shapes`, tensors that were stored as shapes come back as such, known to no simulation.
         """
 
         def restore(storage: Storage, location: str) -> Storage:
