@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -61,13 +61,8 @@ class Child:
 
 
 @contextlib.contextmanager
-def started(
-    request: RunRequest, folder: Path, *, stdout_to_stderr: bool = False, command: Sequence[str] | None = None
-) -> Iterator[Child]:
-    """Starts the script; when the block is left, nothing of it is left either.
-
-    The request is written to `folder`, where events will be. `command` is started instead of `SUPERVISED`.
-    """
+def started(request: RunRequest, folder: Path, *, stdout_to_stderr: bool = False) -> Iterator[Child]:
+    """Starts the script, with its request and events in `folder`; when the block is left, nothing of it is left."""
     path = folder / "request.json"
     path.write_text(json.dumps(request.to_json()), encoding="utf-8")
     # What we have printed so far comes before what the script prints.
@@ -79,7 +74,7 @@ def started(
     options: dict[str, Any] = {"pass_fds": (theirs,)} if has_keeper else {}
     if has_keeper and not processes.is_terminal(0):
         options["process_group"] = 0
-    arguments = [*(command or processes.SUPERVISED), str(path), *([] if theirs is None else [str(theirs)])]
+    arguments = [*processes.SUPERVISED, str(path), *([] if theirs is None else [str(theirs)])]
     try:
         process = subprocess.Popen(
             arguments, stdout=2 if stdout_to_stderr else None, env=env.with_run_request(str(path)), **options

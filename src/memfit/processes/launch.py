@@ -167,10 +167,10 @@ def progress(peak_bytes: int, shares: list[Share]) -> str:
 
 def _stop(process: subprocess.Popen[bytes], error: BaseException, shares_terminal: bool) -> None:
     """Tells the script to end, and ends it and all it started when it doesn't."""
-    told = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
+    number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
     try:
-        if not (shares_terminal and told == signal.SIGINT):
-            processes.send_to(process.pid, told, group=not shares_terminal)
+        if not (shares_terminal and number == signal.SIGINT):
+            processes.send_to(process.pid, number, group=not shares_terminal)
         process.wait(_GRACE_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt, _Terminated):
         # Not in time, or asked for a second time.

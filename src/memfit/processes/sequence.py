@@ -94,7 +94,7 @@ def peak_with(
 
 
 def _with_need(died: DryRun, request: Request) -> tuple[DryRun, TooLarge | None]:
-    """The run with the estimate of an unlimited device, if that tells more, and the failure of the first noted in it."""
+    """The run with the estimate of an unlimited device, if that tells more, with the failure of the first."""
     request = replace(request, unlimited=True, watch=True)
     data = run_child(request, silent=True)
     free = DryRun.from_json(data)

@@ -209,9 +209,9 @@ class Supervisor:
         attempt = self._attempts[-1]
         sizes = [event["micro_batch_size"] for event in events if isinstance(event.get("micro_batch_size"), int)]
         used = sizes[-1] if attempt.guarded and sizes else None
-        told = attempt.configuration.micro_batch_size
-        if told is not None and used is not None and used > told:
-            self._notes.append(f"attempt {attempt.number} was to use micro-batches of at most {told} but used {used}")
+        most = attempt.configuration.micro_batch_size
+        if most is not None and used is not None and used > most:
+            self._notes.append(f"attempt {attempt.number} was to use micro-batches of at most {most} but used {used}")
         following = next_configuration(
             [a.configuration for a in self._attempts],
             used,
@@ -229,12 +229,11 @@ class Supervisor:
             self._notes.append(reason)
             self._announce(f"giving up: {reason}")
             return None
+        start = "from its beginning, unless it resumes by itself"
         if attempt.guarded:
-            whence = f"from the checkpoint {self._checkpoint}" if self._checkpoint else "without a checkpoint"
-        else:
-            whence = "from its beginning, unless it resumes by itself"
-        total = self._retries + 1
-        self._announce(f"starting it again {whence}, with {following} (attempt {attempt.number + 1} of {total})")
+            start = f"from the checkpoint {self._checkpoint}" if self._checkpoint else "without a checkpoint"
+        number = f"attempt {attempt.number + 1} of {self._retries + 1}"
+        self._announce(f"starting it again {start}, with {following} ({number})")
         return following
 
     def _may_only_reserve(self, attempt: Attempt, last: Last) -> bool:

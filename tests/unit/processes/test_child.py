@@ -69,13 +69,6 @@ def test_a_keeper_that_is_killed_is_noticed(tmp_path):
     assert running.lost_keeper
 
 
-def test_another_command_can_be_started(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text("import sys; sys.exit(3)")
-    with started(RunRequest(), tmp_path, command=[sys.executable, str(program)]) as running:
-        assert running.wait() == 3
-
-
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT"])
 def test_signals_reach_the_script(tmp_path, name):
     # GIVEN a script that tells which signal it gets

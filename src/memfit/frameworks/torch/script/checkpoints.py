@@ -282,7 +282,7 @@ def _is_path(f: Any) -> bool:
 
 
 def _without_zeros(value: Any) -> Any:
-    """A large tensor of zeros, as torch.distributed.checkpoint copies simulated ones, as a shape; others as they are."""
+    """A large tensor of zeros, as torch.distributed.checkpoint copies simulated ones, as a shape; others as is."""
     plain = type(value) is torch.Tensor and not is_shape_only(value) and value.layout is torch.strided
     if not plain or value.nbytes < MIB:
         return value

@@ -102,16 +102,16 @@ class Launchers:
         launchers = self
 
         def launch(self: Any, /, *args: Any) -> dict[int, Any]:
-            given = macros.substitute(list(args), "0")
-            told = launched_environment(self._config)
+            arguments = macros.substitute(list(args), "0")
+            variables = launched_environment(self._config)
             launchers._has_devices(int(self._config.nproc_per_node))
-            if told["WORLD_SIZE"] != "1":
-                text = f"of {told['WORLD_SIZE']} launched processes only the first was run, in this process"
+            if variables["WORLD_SIZE"] != "1":
+                text = f"of {variables['WORLD_SIZE']} launched processes only the first was run, in this process"
                 launchers._report(distributed.SPAWNED, text)
-            with environment(**told):
+            with environment(**variables):
                 if callable(self._entrypoint):
-                    return {0: self._entrypoint(*given)}
-                launchers.run(program_of([self._entrypoint, *given]))
+                    return {0: self._entrypoint(*arguments)}
+                launchers.run(program_of([self._entrypoint, *arguments]))
                 return {0: None}
 
         return [Replacement(elastic_launch, "__call__", launch)]
@@ -124,8 +124,8 @@ class Launchers:
         plain: Callable[[Any], tuple[list[str], dict[str, str]]] = module.prepare_simple_launcher_cmd_env
 
         def prepare_simple_launcher_cmd_env(args: Any) -> NoReturn:
-            words, told = plain(args)
-            with environment(**told):
+            words, variables = plain(args)
+            with environment(**variables):
                 self.run(program_of(words))
             sys.exit(0)
 
@@ -133,9 +133,9 @@ class Launchers:
 
         def parse_known_args(parser: Any, /, *args: Any, **kwargs: Any) -> Any:
             parsed = plain_parse(parser, *args, **kwargs)
-            told = vars(parsed[0])
-            if {"num_processes", "num_machines", "training_script"} <= told.keys() and not told.get("use_cpu"):
-                self._has_devices(max(1, (told["num_processes"] or 1) // (told["num_machines"] or 1)))
+            options = vars(parsed[0])
+            if {"num_processes", "num_machines", "training_script"} <= options.keys() and not options.get("use_cpu"):
+                self._has_devices(max(1, (options["num_processes"] or 1) // (options["num_machines"] or 1)))
             return parsed
 
         return [

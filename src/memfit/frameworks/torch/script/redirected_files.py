@@ -162,7 +162,7 @@ class RedirectedFiles:
         return key.startswith(tuple(root + os.sep for root in (self._folder, *self._caches) if root))
 
     def finish(self) -> None:
-        """Moves folders of checkpoints that the script made to the redirected files: a later run could resume from them.
+        """Moves folders of checkpoints that the script made to the redirected files: later runs could resume from them.
 
         To be called when Python's functions are its own again.
         """
