@@ -22,7 +22,7 @@ from memfit.core.dryrun import Scan, ScannedLeaf
 from memfit.core.errors import BadBatch
 from memfit.frameworks.torch.apply.micro_batches import split
 from memfit.frameworks.torch.shapes.batch import common_first_dimension
-from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.patching import Replacement, around
 from memfit.frameworks.torch.shapes.stand_in import map_tensors
 
 _END = object()
@@ -86,12 +86,11 @@ class Loaders:
 
     def replacements(self) -> list[Replacement]:
         """Puts this object in front of `DataLoader.__iter__`."""
-        plain = DataLoader.__iter__
 
-        def __iter__(loader: Any) -> Any:
+        def iterate(plain: Callable[[Any], Any], loader: Any) -> Any:
             ordinal = self._num_iterations
             self._num_iterations += 1
-            iterator: Any = plain(loader)
+            iterator = plain(loader)
             if ordinal == self.scanned:
                 iterator = self._largest_first(iterator, loader)
             if self.parts > 1 and ordinal == self.split:
@@ -99,7 +98,7 @@ class Loaders:
             parts = self.parts if loader is self._split_loader else 1
             return _Watched(iterator, functools.partial(self._read, ordinal), parts)
 
-        return [Replacement(DataLoader, "__iter__", __iter__)]
+        return [around(DataLoader, "__iter__", iterate)]
 
     def _read(self, ordinal: int, batch: Any) -> None:
         """An iteration has given a batch, or `_END`."""

@@ -29,7 +29,7 @@ from memfit.core.user_code import INSTALLED_FOLDERS
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.script import imports
 from memfit.frameworks.torch.shapes.origin import HIDDEN_FOLDERS
-from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.patching import Replacement, around
 
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 # Where code is that isn't the user's own: memfit's, Python's, a library's.
@@ -112,31 +112,27 @@ class Processes:
 
     def replacements(self) -> list[Replacement]:
         """Stands in front of the two ways in which Python starts processes, and of the beginning of one."""
-        plain_start = multiprocessing.process.BaseProcess.start
-        plain_bootstrap: Any = multiprocessing.process.BaseProcess._bootstrap  # type: ignore[attr-defined]
-        plain_popen = subprocess.Popen.__init__
-        processes = self
 
-        def start(self: Any, /) -> None:
-            if _is_worker(self):
+        def start(plain: Callable[[Any], None], process: Any) -> None:
+            if _is_worker(process):
                 # It sees no device, and isn't slowed by a simulation.
                 with environment(**{env.SIMULATION: None}):
-                    plain_start(self)
+                    plain(process)
                 return
-            processes._note(f"process {self.name!r}")
-            processes.forking = self.name if processes.are_simulated else ""
+            self._note(f"process {process.name!r}")
+            self.forking = process.name if self.are_simulated else ""
             try:
-                plain_start(self)
+                plain(process)
             finally:
-                processes.forking = ""
-            processes._pids.append((os.getpid(), self.pid))
+                self.forking = ""
+            self._pids.append((os.getpid(), process.pid))
 
-        def bootstrap(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if _is_worker(self):
-                processes.leave()
-                return plain_bootstrap(self, *args, **kwargs)
+        def bootstrap(plain: Callable[..., Any], process: Any, *args: Any, **kwargs: Any) -> Any:
+            if _is_worker(process):
+                self.leave()
+                return plain(process, *args, **kwargs)
             errors: list[BaseException] = []
-            plain_run = self.run
+            plain_run = process.run
 
             def run() -> None:
                 try:
@@ -148,26 +144,27 @@ class Processes:
                     errors.append(error)
                     raise
 
-            self.run = run
+            process.run = run
             try:
-                return plain_bootstrap(self, *args, **kwargs)
+                return plain(process, *args, **kwargs)
             finally:
-                processes.ended(errors[0] if errors else None)
+                self.ended(errors[0] if errors else None)
 
-        def popen(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        def popen(plain: Callable[..., None], process: Any, *args: Any, **kwargs: Any) -> None:
             command = args[0] if args else kwargs.get("args")
             words = command if isinstance(command, str) else " ".join(map(str, command or ()))
             if "python" not in words or not _asked_by_user():
-                plain_popen(self, *args, **kwargs)
+                plain(process, *args, **kwargs)
                 return
-            processes._note(f"command {words[:80]!r}")
-            plain_popen(self, *args, **kwargs)
-            processes._pids.append((os.getpid(), self.pid))
+            self._note(f"command {words[:80]!r}")
+            plain(process, *args, **kwargs)
+            self._pids.append((os.getpid(), process.pid))
 
+        base = multiprocessing.process.BaseProcess
         return [
-            Replacement(multiprocessing.process.BaseProcess, "start", start),
-            Replacement(multiprocessing.process.BaseProcess, "_bootstrap", bootstrap),
-            Replacement(subprocess.Popen, "__init__", popen),
+            around(base, "start", start),
+            around(base, "_bootstrap", bootstrap),
+            around(subprocess.Popen, "__init__", popen),
         ]
 
     def _note(self, what: str) -> None:

@@ -44,7 +44,7 @@ from memfit.frameworks.torch.script.session import Session, leave
 from memfit.frameworks.torch.script.shared_tensors import sharing
 from memfit.frameworks.torch.script.steps import EndOfRun
 from memfit.frameworks.torch.shapes import failures
-from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.patching import Replacement, around
 from memfit.frameworks.torch.shapes.sampled_values import MADE_UP
 from memfit.frameworks.torch.simulation import distributed
 
@@ -331,10 +331,9 @@ def _seed() -> None:
 
 def _tracebacks() -> Replacement:
     """Tracebacks are written without our own frames, whoever writes them: `multiprocessing` does in a process."""
-    plain_init = traceback.TracebackException.__init__
 
-    def init(self: traceback.TracebackException, /, *args: Any, **kwargs: Any) -> None:
-        plain_init(self, *args, **kwargs)
+    def init(plain: Callable[..., None], self: traceback.TracebackException, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
         self.stack = without_own_frames(self.stack)
 
-    return Replacement(traceback.TracebackException, "__init__", init)
+    return around(traceback.TracebackException, "__init__", init)

@@ -35,7 +35,7 @@ from memfit.frameworks.torch.script.launchers import ACCELERATE, Launchers
 from memfit.frameworks.torch.script.steps import StepCounter
 from memfit.frameworks.torch.shapes import interception, unsimulated
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.patching import Replacement, replaced
+from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.shapes.restoration import Restoration, random_states_kept
 from memfit.frameworks.torch.shapes.shapes import tensors
 from memfit.frameworks.torch.shapes.stand_in import LargeWeights, dense_parts, tensors_in
@@ -161,29 +161,26 @@ class Session:
                 checkpoints.files.finish()
 
     def _replacements(self) -> list[Replacement]:
-        plain_bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
-        plain_start, plain_resize = threading.Thread.start, torch.UntypedStorage.resize_
-
-        def start(thread: threading.Thread) -> None:
+        def start(plain: Callable[[Any], None], thread: threading.Thread) -> None:
             # Threads of the program are simulated, and not those of others that were there before.
             vars(thread)["_memfit_simulated"] = self.simulation.is_on()
-            plain_start(thread)
+            plain(thread)
 
-        def bootstrap(thread: threading.Thread) -> None:
+        def bootstrap(plain: Callable[[Any], None], thread: threading.Thread) -> None:
             with self.simulation.in_thread() if vars(thread).get("_memfit_simulated") else nullcontext():
-                plain_bootstrap(thread)
+                plain(thread)
 
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = plain_resize(storage, size)
+        def resize(plain: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
+            result = plain(storage, size)
             if storage.device.type == "meta" and not self.simulation.places.has(storage):
                 # How sharded parameters are let go and brought back.
                 self.recorder.resized(storage, "resize_")
             return result
 
         return [
-            Replacement(torch.UntypedStorage, "resize_", resize),
-            Replacement(threading.Thread, "start", start),
-            Replacement(threading.Thread, "_bootstrap_inner", bootstrap),
+            around(torch.UntypedStorage, "resize_", resize),
+            around(threading.Thread, "start", start),
+            around(threading.Thread, "_bootstrap_inner", bootstrap),
             Replacement(torch.optim.Optimizer, "__init__", self.counter.counting_init(self._fitting.made)),
             *self._fitting.replacements(),
         ]
