@@ -20,7 +20,7 @@ from memfit.core.dryrun import DryRun, Request
 from memfit.core.progress import announce
 from memfit.processes import overlay
 from memfit.processes import process_tree as processes
-from memfit.processes.shared_runs import DEVICE
+from memfit.processes.launch import DEVICE
 
 if TYPE_CHECKING:
     from memfit.frameworks.torch.script.script import ScriptRun

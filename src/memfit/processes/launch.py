@@ -2,7 +2,8 @@
 
 A script may do anything to its process: end it, kill it, run out of host memory. So it gets one of its own, which is
 handed a request in a file and leaves its result in another. Its output goes where ours goes, as it comes. However it
-ends, the parent has an answer: what the child wrote, or a crash with the signal's name.
+ends, the parent has an answer: what the child wrote, or a crash with the signal's name. Processes of the script, which
+share the device, leave results of their own.
 """
 
 import itertools
@@ -13,7 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +25,16 @@ from memfit.allocator.shared import Share, read_shares
 from memfit.core import interrupts as _interrupts
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import BadFile
+from memfit.core.estimate import Estimate, Note
 from memfit.core.progress import announce, doing
 from memfit.core.units import format_size
 from memfit.core.worker_ends import name_of_signal
 from memfit.processes import process_tree as processes
 from memfit.processes.folders import temporary_folder
 from memfit.processes.overlay import collect
-from memfit.processes.shared_runs import DEVICE, with_other_processes
+
+DEVICE = "device"  # name of the file beside the request that tells what each process holds
+FAILED = "process-failed"
 
 # Seconds after which a run without a step says what it is doing; the last again and again.
 _MOMENTS = (10.0, 30.0, 60.0)
@@ -224,3 +229,83 @@ def _crash(request: Request, return_code: int) -> DryRun:
         error=error,
         exit_code=return_code if return_code >= 0 else None,
     )
+
+
+def with_other_processes(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The result of the script's first process with what others did, which left their results in `folder`."""
+    peak_bytes, shares = read_shares(str(folder / DEVICE))
+    others = []
+    for path in sorted(folder.glob("process-*.json")):
+        # One that was killed while it wrote left no whole result; what it held is known all the same.
+        with suppress(OSError, ValueError, BadFile):
+            others.append(DryRun.from_json(json.loads(path.read_text(encoding="utf-8"))))
+    if not others and not any(share.peak_bytes for share in shares[1:]):
+        # Most runs: reading all of a result takes a while.
+        return data
+    run = DryRun.from_json(data)
+    largest = max([run, *others], key=lambda one: 0 if one.estimate is None else one.estimate.peak_bytes)
+    fatal = next((other for other in others if other.outcome is Outcome.OUT_OF_MEMORY), None)
+    if fatal is not None and (run.outcome is not Outcome.COMPLETED or not run.num_steps):
+        # Whatever became of the others, the one that died is the one to look at.
+        largest = run = replace(fatal, script=run.script, arguments=run.arguments, redirected=run.redirected)
+    failed = [other for other in others if other.outcome is Outcome.FAILED]
+    outcome, error, suspicion = _outcome(run, others, failed)
+    estimate = _estimate(largest, run, peak_bytes, [other.error for other in failed] if not error else ())
+    together = replace(
+        run,
+        estimate=estimate,
+        outcome=outcome,
+        error=error,
+        suspicion=suspicion,
+        num_steps=max(run.num_steps, *(other.num_steps for other in others), 0),
+        failures=largest.failures if fatal is not None else (*run.failures, *(f for o in others for f in o.failures)),
+        redirected={path: place for one in (*others, run) for path, place in one.redirected.items()},
+        allocator=largest.allocator,
+        seen=largest.seen if run.seen is not None else None,
+        processes=_named(shares),
+    )
+    return {**data, **together.to_json()}
+
+
+def _outcome(run: DryRun, others: list[DryRun], failed: list[DryRun]) -> tuple[Outcome, str, str]:
+    """(how it ended, the error, why the simulation may be its reason)."""
+    if run.outcome not in (Outcome.ENDED, Outcome.NO_STEP):
+        return run.outcome, run.error, run.suspicion
+    outcomes = {other.outcome for other in others}
+    if failed and not run.num_steps:
+        return Outcome.FAILED, f"in a process that it started: {failed[0].error}", failed[0].suspicion
+    if Outcome.COMPLETED in outcomes:
+        return Outcome.COMPLETED, "", ""
+    if run.outcome is Outcome.ENDED or Outcome.ENDED in outcomes:
+        return Outcome.ENDED, "", ""
+    return run.outcome, run.error, run.suspicion
+
+
+def _estimate(largest: DryRun, run: DryRun, peak_bytes: int, failures: Iterable[str]) -> Estimate | None:
+    estimate = largest.estimate
+    if estimate is None:
+        return run.estimate
+    other_bytes = max(0, peak_bytes - estimate.peak_bytes)
+    known = () if run.estimate is None else run.estimate.notes
+    notes = dict.fromkeys((*estimate.notes, *known, *(Note(FAILED, f"a process failed: {text}") for text in failures)))
+    return replace(
+        estimate,
+        subject=estimate.subject if run.estimate is None else run.estimate.subject,
+        other_bytes=other_bytes,
+        lower_bytes=estimate.lower_bytes + other_bytes,
+        upper_bytes=estimate.upper_bytes + other_bytes,
+        # Another process has put something there.
+        notes=tuple(note for note in notes if note.code != "nothing-on-device"),
+    )
+
+
+def _named(shares: list[Share]) -> dict[str, int]:
+    names: Counter[str] = Counter()
+    held = {}
+    for number, share in enumerate(shares):
+        if not share.peak_bytes:
+            continue
+        name = share.name if number else "the script itself"
+        names[name] += 1
+        held[name if names[name] == 1 else f"{name} ({names[name]})"] = share.at_peak_bytes
+    return held

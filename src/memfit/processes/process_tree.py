@@ -153,18 +153,14 @@ def _told(pid: int, number: int) -> bool:
         for child in descendants(pid, recursive=False):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, os.WNOHANG)
-    running = [child for child in descendants(pid) if not _has_ended(child)]
-    for child in running:
-        send_to(child, number)
-    return bool(running)
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a process is gone, or only waits to be waited for."""
-    try:
-        return bool(psutil().Process(pid).status() in (psutil().STATUS_ZOMBIE, psutil().STATUS_DEAD))
-    except psutil().Error:
-        return True
+    is_running = False
+    for child in descendants(pid):
+        with contextlib.suppress(psutil().Error):
+            # One that only waits to be waited for has ended.
+            if psutil().Process(child).status() not in (psutil().STATUS_ZOMBIE, psutil().STATUS_DEAD):
+                is_running = True
+                send_to(child, number)
+    return is_running
 
 
 def number_of(name: str) -> int:

@@ -254,19 +254,18 @@ def scan_lines(run: DryRun) -> list[str]:
 
 
 def notes(run: DryRun) -> list[Note]:
-    """The notes that are shown one by one."""
+    """The notes that are shown, with one for all values that were read from the device."""
+    if run.estimate is None:
+        return []
     summed_up = {HARMLESS, REDIRECTED} if run.redirected else {HARMLESS}
-    return [] if run.estimate is None else [note for note in run.estimate.notes if note.code not in summed_up]
-
-
-def stand_ins(run: DryRun) -> str:
-    """All values that were read from the device in one line; "" where there are none."""
-    return "" if run.estimate is None else sum_up(run.estimate.notes)
+    stand_ins = sum_up(run.estimate.notes)
+    shown = [note for note in run.estimate.notes if note.code not in summed_up]
+    return [*shown, Note(HARMLESS, stand_ins)] if stand_ins else shown
 
 
 def note_lines(run: DryRun) -> list[str]:
-    """Each note in a line, and one for all stand-ins."""
-    return [line for line in (*map(note_line, notes(run)), stand_ins(run)) if line]
+    """Each note in a line."""
+    return [note.text if note.code == HARMLESS else note_line(note) for note in notes(run)]
 
 
 def _progress(run: DryRun) -> str:
@@ -297,9 +296,6 @@ def build_run_payload(run: DryRun) -> dict[str, Any]:
     estimate = run.estimate
     if estimate is None:
         raise BadInput(f"there is nothing to draw: {verdict(run)}.")
-    shown_notes = [[note.code, note.text, note.source] for note in notes(run)]
-    if stand_ins(run):
-        shown_notes.append([HARMLESS, stand_ins(run), ""])
     fatal, late = run.fatal, None if run.scan is None else run.scan.failure
     failed = [failure for failure in (fatal, late) if failure is not None]
     # The page has places of its own for these.
@@ -314,7 +310,7 @@ def build_run_payload(run: DryRun) -> dict[str, Any]:
         "failure": None if fatal is None else asked(run, fatal),
         "figures": [[f.label, f.value, f.origin] for f in run_figures(run)],
         "seconds": round(run.seconds, 2),
-        "notes": shown_notes,
+        "notes": [[note.code, note.text, note.source] for note in notes(run)],
         "run": {
             "details": [line for line in (*details(run), *advice_lines(run)) if line not in shown],
             "failure": None if fatal is None else _failure(run, fatal),

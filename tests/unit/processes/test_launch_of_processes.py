@@ -10,7 +10,7 @@ from memfit.core.estimate import Note
 from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Phase
 from memfit.core.units import MIB
-from memfit.processes.shared_runs import DEVICE, with_other_processes
+from memfit.processes.launch import DEVICE, with_other_processes
 from tests.unit.reports.builders import make_estimate
 
 ESTIMATE = make_estimate()
