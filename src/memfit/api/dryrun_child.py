@@ -53,8 +53,8 @@ def main(request_path: str) -> int:
     # DistributedDataParallel has no clock for shape-only tensors, and says so in C++.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if request.settings is not None and request.settings.expandable_segments:
-        given = env.allocator_settings()
-        os.environ["PYTORCH_ALLOC_CONF"] = f"{given},expandable_segments:True" if given else "expandable_segments:True"
+        settings = filter(None, (env.allocator_settings(), "expandable_segments:True"))
+        os.environ["PYTORCH_ALLOC_CONF"] = ",".join(settings)
     from memfit.frameworks.torch.script.processes import following
 
     run = _script_run(request, request_path, "")

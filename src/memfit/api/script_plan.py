@@ -60,7 +60,7 @@ def plan_script(
     from memfit.planner.script_space import ScriptSpace
     from memfit.processes.entry_point import checked_arguments, find_target, simulated
 
-    given = checked_arguments(arguments, count=(count, 1), steps=(steps, 1))
+    script_arguments = checked_arguments(arguments, count=(count, 1), steps=(steps, 1))
     target = target_within(simulated(target_within(device, budget) if device is None else resolve(device)), budget)
     words = [word.strip() for word in (allow.split(",") if isinstance(allow, str) else allow)]
     allowed = allowed_moves(words)
@@ -72,6 +72,6 @@ def plan_script(
     parse_options(env.allocator_settings())
     path = find_target(os.fspath(script), module=module)
     require_torch()
-    request = Request(path, module, given, target, count, steps, unlimited=True, watch=True)
+    request = Request(path, module, script_arguments, target, count, steps, unlimited=True, watch=True)
     space = ScriptSpace(request, allowed, patience, quiet_output=options.quiet_output)
     return Planner(space.question, space.search, started).run()

@@ -120,8 +120,8 @@ def explain(evidence: Evidence) -> Ending:
         return _memory(evidence, Cause.EXCEPTION, evidence.cannot_fit)
     if evidence.kills or error.get("memory"):
         return _of_worker(evidence)
-    said = f": {error['type']}: {error['text']}".rstrip(": ") if error else ""
-    return Ending(Cause.FAILED, f"it failed with exit code {evidence.status}{said}", evidence.status)
+    error_text = f": {error['type']}: {error['text']}".rstrip(": ") if error else ""
+    return Ending(Cause.FAILED, f"it failed with exit code {evidence.status}{error_text}", evidence.status)
 
 
 def _was_refused_address_space(evidence: Evidence, error: dict[str, Any]) -> bool:
@@ -145,16 +145,16 @@ def _was_refused_address_space(evidence: Evidence, error: dict[str, Any]) -> boo
 
 def _of_exception(evidence: Evidence, error: dict[str, Any], *, was_reserved: bool) -> Ending:
     requested, data, used = (error.get(name) for name in ("requested_bytes", "data_bytes", "used_bytes"))
-    said = f"{error['type']}: {error['text']}".rstrip(": ") if error else f"exit code {evidence.status}"
+    error_text = f"{error['type']}: {error['text']}".rstrip(": ") if error else f"exit code {evidence.status}"
     at = f" at {error['at']}" if error.get("at") else ""
     if was_reserved:
         sizes = f": of {format_size(data)} that it had mapped it used {format_size(used)}" if data and used else ""
-        return _memory(evidence, Cause.RESERVED, f"it was refused address space, not memory{sizes} ({said}){at}")
-    asked, said = (f" of {format_size(requested)}", error["type"]) if requested else ("", said)
+        return _memory(evidence, Cause.RESERVED, f"it was refused address space, not memory{sizes} ({error_text}){at}")
+    asked, error_text = (f" of {format_size(requested)}", error["type"]) if requested else ("", error_text)
     importing = str(error.get("importing") or "")
     where = f" while it imported {importing}" if importing else ""
     cause = Cause.SHARED_MEMORY if error.get("source") == "shared memory" else Cause.EXCEPTION
-    return _memory(evidence, cause, f"an allocation{asked} failed{where} ({said}){at}", importing=importing)
+    return _memory(evidence, cause, f"an allocation{asked} failed{where} ({error_text}){at}", importing=importing)
 
 
 def _of_worker(evidence: Evidence) -> Ending:

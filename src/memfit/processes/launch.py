@@ -243,7 +243,7 @@ def with_other_processes(data: dict[str, Any], folder: Path) -> dict[str, Any]:
         # Most runs: reading all of a result takes a while.
         return data
     run = DryRun.from_json(data)
-    largest = max([run, *others], key=lambda one: 0 if one.estimate is None else one.estimate.peak_bytes)
+    largest = max([run, *others], key=lambda each: 0 if each.estimate is None else each.estimate.peak_bytes)
     fatal = next((other for other in others if other.outcome is Outcome.OUT_OF_MEMORY), None)
     if fatal is not None and (run.outcome is not Outcome.COMPLETED or not run.num_steps):
         # Whatever became of the others, the one that died is the one to look at.
@@ -259,7 +259,7 @@ def with_other_processes(data: dict[str, Any], folder: Path) -> dict[str, Any]:
         suspicion=suspicion,
         num_steps=max(run.num_steps, *(other.num_steps for other in others), 0),
         failures=largest.failures if fatal is not None else (*run.failures, *(f for o in others for f in o.failures)),
-        redirected={path: place for one in (*others, run) for path, place in one.redirected.items()},
+        redirected={path: place for each in (*others, run) for path, place in each.redirected.items()},
         allocator=largest.allocator,
         seen=largest.seen if run.seen is not None else None,
         processes=_named(shares),

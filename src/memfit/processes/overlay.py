@@ -220,26 +220,26 @@ class _View:
             os.close(lower)
         self._layers.append((path, os.path.abspath(upper)))
 
-    def _make_alike(self, made: Path, path: str) -> None:
+    def _make_alike(self, folder: Path, path: str) -> None:
         status = os.stat(path)
         mode = stat.S_IMODE(status.st_mode)
         if self._is_root:
-            os.chown(made, status.st_uid, status.st_gid)
+            os.chown(folder, status.st_uid, status.st_gid)
         elif status.st_uid != os.geteuid():
             # Somebody else's folder has become this user's, who may do no more there than before.
             rights = sum(right for right in (os.R_OK, os.W_OK, os.X_OK) if os.access(path, right))
             mode = mode & ~stat.S_IRWXU | rights << 6
-        made.chmod(mode)
+        folder.chmod(mode)
 
     def _split(self, path: str) -> None:
         root = Path(self._at(path))
         if path in self._mounts:
             # Among the layers, where it can be seen from outside.
-            made = Path(str(len(self._layers)), "upper")
-            made.mkdir(parents=True)
-            self._make_alike(made, path)
-            self._mount(str(made), str(root), None, _BIND)
-            self._layers.append((path, os.path.abspath(made)))
+            upper = Path(str(len(self._layers)), "upper")
+            upper.mkdir(parents=True)
+            self._make_alike(upper, path)
+            self._mount(str(upper), str(root), None, _BIND)
+            self._layers.append((path, os.path.abspath(upper)))
         for entry in os.scandir(path):
             place, status = root / entry.name, entry.stat(follow_symlinks=False)
             if entry.is_symlink():

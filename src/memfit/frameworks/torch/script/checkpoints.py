@@ -125,7 +125,7 @@ class Checkpoints:
 
     def _load_script(self, plain: Plain, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         # From torch.load, which has been given a stand-in for it.
-        map_location = getattr(map_location, "given", map_location)
+        map_location = getattr(map_location, "map_location", map_location)
         return plain(self.files.existing(f) if _is_path(f) else f, map_location, *args, **kwargs)
 
     def _of_numpy(self) -> list[Replacement]:

@@ -54,7 +54,7 @@ class RedirectedFiles:
         self.are_private = private
         self.redirected: dict[str, str] = {}  # key of the path asked for -> path written
         self.removed: set[str] = set()  # what the user has on disk and the script removed
-        self.made: set[str] = set()  # folders that the script made
+        self.new_folders: set[str] = set()  # folders that the script made
         self.is_active = False  # whether the stand-ins are in place
         self._folder = None if folder is None else os.path.realpath(folder)
         self._report = report
@@ -147,7 +147,7 @@ class RedirectedFiles:
         """Whether a file of that name is taken for a checkpoint, or for a part of one."""
         for root in self._scratch:
             # A temporary folder of the script's own, through which it may talk to other processes, holds none.
-            if key.startswith(root) and root + key[len(root) :].partition(os.sep)[0] in self.made:
+            if key.startswith(root) and root + key[len(root) :].partition(os.sep)[0] in self.new_folders:
                 return False
         if self._is_apart(key):
             return False
@@ -155,7 +155,7 @@ class RedirectedFiles:
         name = name.lower()
         for suffix in _UNFINISHED:
             name = name.removesuffix(suffix)
-        return name.endswith(_SUFFIXES) or (_is_checkpoint_folder(folder) and folder not in self.made)
+        return name.endswith(_SUFFIXES) or (_is_checkpoint_folder(folder) and folder not in self.new_folders)
 
     def _is_apart(self, key: str) -> bool:
         """Whether this is in a folder that is nobody's work: that of redirected files, or a cache."""
@@ -167,7 +167,7 @@ class RedirectedFiles:
         To be called when Python's functions are its own again.
         """
         asked = {os.path.dirname(path) for path in self.redirected}
-        for folder in sorted(self.made, key=len, reverse=True):
+        for folder in sorted(self.new_folders, key=len, reverse=True):
             if not os.path.isdir(folder):
                 continue
             if _is_checkpoint_folder(folder):
@@ -222,13 +222,13 @@ class RedirectedFiles:
     def _open_descriptor(
         self, plain: Plain, path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
     ) -> int:
-        given = whole = _whole(path, dir_fd)
+        plain_path = whole = _whole(path, dir_fd)
         is_new = not self.known(whole) and not self.is_older(self.key(whole))
         if not flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC) or is_new:
             whole = self.existing(whole)
         elif not flags & os.O_EXCL:
             whole = self.opened(whole, "wb" if flags & os.O_TRUNC else "ab")
-        if whole == given:
+        if whole == plain_path:
             return int(plain(path, flags, mode, dir_fd=dir_fd))
         return int(plain(whole, flags | (flags & os.O_TRUNC and os.O_CREAT), mode))
 
@@ -281,9 +281,9 @@ class RedirectedFiles:
             if is_folder:
                 for key in self._below(source):
                     self.redirected[destination + key[len(source) :]] = self.redirected.pop(key)
-                if source in self.made:
-                    self.made.discard(source)
-                    self.made.add(destination)
+                if source in self.new_folders:
+                    self.new_folders.discard(source)
+                    self.new_folders.add(destination)
             return
         target = self.target(dst)
         if not is_redirected and self.is_older(source):
@@ -319,7 +319,7 @@ class RedirectedFiles:
             self.removed.discard(key)
         else:
             plain(path, mode)
-            self.made.add(key)
+            self.new_folders.add(key)
 
     def _rmtree(self, plain: Plain, path: Path, ignore_errors: bool = False, *args: Any, **kwargs: Any) -> None:
         key = self.key(path)
@@ -333,14 +333,14 @@ class RedirectedFiles:
             self._keep(key)
         else:
             plain(path, ignore_errors, *args, **kwargs)
-            self.made.discard(key)
+            self.new_folders.discard(key)
         for each in self._below(key):
             self._plain_remove(self.redirected.pop(each))
 
     def _holds_older(self, folder: str) -> bool:
         """Whether checkpoints of the user's are in a folder."""
-        if folder in self.made or _is_checkpoint_folder(folder):
-            return folder not in self.made
+        if folder in self.new_folders or _is_checkpoint_folder(folder):
+            return folder not in self.new_folders
         files = (os.path.join(where, name) for where, _, names in os.walk(folder) for name in names)
         return any(self.is_checkpoint(file) and self.is_older(file) for file in files)
 

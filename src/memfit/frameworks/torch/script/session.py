@@ -115,7 +115,7 @@ class Session:
             unsimulated.FLEX_ATTENTION: lambda module: unsimulated.flex_replacements(module, report),
             ACCELERATE: self.launchers.of_accelerate,
         }
-        imported = {name: lambda module, made=made: self.replace_late(made(module)) for name, made in late.items()}
+        imported = {name: lambda module, make=make: self.replace_late(make(module)) for name, make in late.items()}
         with ONE_AT_A_TIME, eager(), ExitStack() as stack, on_import({}, imported):
             _active.append(self)
             stack.callback(_active.remove, self)

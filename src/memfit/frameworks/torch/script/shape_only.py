@@ -113,7 +113,7 @@ class ShapeOnly:
             setattr(storage, _ARRIVAL, _Arrival(storage if is_filled else None, size_bytes, deliver))
             return storage
 
-        restore.given = map_location  # type: ignore[attr-defined]
+        restore.map_location = map_location  # type: ignore[attr-defined]
         return restore
 
     def deliver(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -257,12 +257,12 @@ def _rebuild(plain: Callable[..., Any], storage: Any, *view: Any) -> Any:
 
 def _restore_wrapper(plain: Callable[..., Any], device: Any) -> Any:
     """Where tensors go that only wrap others, of which a real one must never be on the simulated device."""
-    given = getattr(internals.serialization_state.map_location, "given", device)
-    if isinstance(given, dict):
-        given = given.get(str(device), device)
-    if given is not None and not isinstance(given, str | torch.device):
+    wanted = getattr(internals.serialization_state.map_location, "map_location", device)
+    if isinstance(wanted, dict):
+        wanted = wanted.get(str(device), device)
+    if wanted is not None and not isinstance(wanted, str | torch.device):
         return plain(device)
-    wanted = torch.device(device if given is None else given)
+    wanted = torch.device(device if wanted is None else wanted)
     return META if wanted.type == "cuda" else wanted
 
 

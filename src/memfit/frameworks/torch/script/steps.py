@@ -115,14 +115,14 @@ class StepCounter:
 
         return [register_optimizer_step_pre_hook(self.begin_step), register_optimizer_step_post_hook(self.end_step)]
 
-    def counting_init(self, made: Callable[[Any], None] = lambda optimizer: None) -> Callable[..., None]:
-        """Stands in for `Optimizer.__init__`, to hear of optimizers before they step; `made` is told of each."""
+    def counting_init(self, on_made: Callable[[Any], None] = lambda optimizer: None) -> Callable[..., None]:
+        """Stands in for `Optimizer.__init__`, to hear of optimizers before they step; `on_made` is called with each."""
         plain: Callable[..., None] = torch.optim.Optimizer.__init__
 
         def __init__(optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
             plain(optimizer, *args, **kwargs)
             if self.is_on():
                 self.made(optimizer)
-                made(optimizer)
+                on_made(optimizer)
 
         return __init__
