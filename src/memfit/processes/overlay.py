@@ -241,20 +241,28 @@ class _View:
             self._mount(str(upper), str(root), None, _BIND)
             self._layers.append((path, os.path.abspath(upper)))
         for entry in os.scandir(path):
-            place, status = root / entry.name, entry.stat(follow_symlinks=False)
-            if entry.is_symlink():
-                place.symlink_to(os.readlink(entry.path))
-            elif entry.is_dir():
-                place.mkdir()
-                self._make_alike(place, entry.path)
-                if entry.path not in self._mounts:
-                    self._lay_over(entry.path)
-            elif entry.is_file() and status.st_size <= _MAX_COPIED_BYTES and os.access(entry.path, os.R_OK):
-                shutil.copy2(entry.path, place)
-            else:
-                place.touch()
-                os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
-                self._bind(entry.path, read_only=entry.is_file())
+            try:
+                self._show(entry, root / entry.name)
+            except FileNotFoundError:
+                # Others, who don't wait for us, remove theirs from a folder such as /tmp.
+                if os.path.lexists(entry.path):
+                    raise
+
+    def _show(self, entry: "os.DirEntry[str]", place: Path) -> None:
+        status = entry.stat(follow_symlinks=False)
+        if entry.is_symlink():
+            place.symlink_to(os.readlink(entry.path))
+        elif entry.is_dir():
+            place.mkdir()
+            self._make_alike(place, entry.path)
+            if entry.path not in self._mounts:
+                self._lay_over(entry.path)
+        elif entry.is_file() and status.st_size <= _MAX_COPIED_BYTES and os.access(entry.path, os.R_OK):
+            shutil.copy2(entry.path, place)
+        else:
+            place.touch()
+            os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
+            self._bind(entry.path, read_only=entry.is_file())
 
     def _bind(self, path: str, *, read_only: bool = False) -> None:
         place = self._at(path)
