@@ -7,7 +7,7 @@ simulated for the script, whose data and model are real; nothing is trained.
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -36,15 +36,15 @@ _NO_LOOPS = (
 )
 
 
+@dataclass(eq=False)
 class KerasScriptRun:
     """One run of a script until its first training step."""
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._first: FirstBatch | None = None
-        self._turn: Any = None
-        self._loop: Any = None
-        self._backend = ""
+    _request: Request
+    _first: "FirstBatch | None" = None
+    _turn: Any = None
+    _loop: Any = None
+    _backend: str = ""
 
     def run(self) -> DryRun:
         """Runs the script and says what its first training step needs."""

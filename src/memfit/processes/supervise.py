@@ -122,8 +122,7 @@ class Supervisor:
         started = self._seconds()
         self._mark("start" if number == 1 else "restart", f"attempt {number}: {configuration}")
         counted, counted_around = self._groups.num_kills(), self._groups.num_kills(around=True)
-        log = kills.KernelLog()
-        try:
+        with contextlib.closing(kills.KernelLog()) as log:
             with child.started(request, folder, stdout_to_stderr=self._quiet_output) as running:
                 limit = limits.FollowingLimit(
                     running.pid, self._ceiling, self._host_budget(), reserves=configuration.reserves
@@ -157,8 +156,6 @@ class Supervisor:
                 guarded_by="TensorFlow" if uses_tensorflow else "",
                 reserves=configuration.reserves,
             )
-        finally:
-            log.close()
         ending = kills.explain(evidence)
         self._finish(configuration, ending, started, seen, events, last)
         if not ending.cause.is_memory or signals.ask_to_end:

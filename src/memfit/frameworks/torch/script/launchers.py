@@ -10,6 +10,7 @@ import shutil
 import sys
 import tokenize
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
@@ -84,13 +85,17 @@ def launched_environment(config: Any) -> dict[str, str]:
     }
 
 
+def _refuse(program: Program) -> NoReturn:
+    raise RuntimeError(f"a launcher can't start {program.script!r} here: give the whole command to `memfit dryrun`.")
+
+
+@dataclass(eq=False)
 class Launchers:
     """Stands in for what starts a process per device."""
 
-    def __init__(self, has_devices: Callable[[int], None], report: Callable[[str, str], None]) -> None:
-        self.run: Callable[[Program], None] = _refuse  # runs a program in this process
-        self._has_devices = has_devices
-        self._report = report
+    has_devices: Callable[[int], None]
+    report: Callable[[str, str], None]
+    run: Callable[[Program], None] = _refuse  # runs a program in this process
 
     def replacements(self) -> list[Replacement]:
         """What to put in place of torchrun's."""
@@ -104,10 +109,10 @@ class Launchers:
         def launch(self: Any, /, *args: Any) -> dict[int, Any]:
             arguments = macros.substitute(list(args), "0")
             variables = launched_environment(self._config)
-            launchers._has_devices(int(self._config.nproc_per_node))
+            launchers.has_devices(int(self._config.nproc_per_node))
             if variables["WORLD_SIZE"] != "1":
                 text = f"of {variables['WORLD_SIZE']} launched processes only the first was run, in this process"
-                launchers._report(distributed.SPAWNED, text)
+                launchers.report(distributed.SPAWNED, text)
             with environment(**variables):
                 if callable(self._entrypoint):
                     return {0: self._entrypoint(*arguments)}
@@ -135,14 +140,10 @@ class Launchers:
             parsed = plain_parse(parser, *args, **kwargs)
             options = vars(parsed[0])
             if {"num_processes", "num_machines", "training_script"} <= options.keys() and not options.get("use_cpu"):
-                self._has_devices(max(1, (options["num_processes"] or 1) // (options["num_machines"] or 1)))
+                self.has_devices(max(1, (options["num_processes"] or 1) // (options["num_machines"] or 1)))
             return parsed
 
         return [
             Replacement(module, "prepare_simple_launcher_cmd_env", prepare_simple_launcher_cmd_env),
             Replacement(argparse.ArgumentParser, "parse_known_args", parse_known_args),
         ]
-
-
-def _refuse(program: Program) -> NoReturn:
-    raise RuntimeError(f"a launcher can't start {program.script!r} here: give the whole command to `memfit dryrun`.")
