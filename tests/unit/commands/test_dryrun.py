@@ -152,7 +152,7 @@ def test_a_page_is_written(folder, capfd):
 def test_a_crash_leaves_no_page(folder, capfd):
     _, written = run(capfd, "-d", "t4", "--html", "memory.html", "train.py", "SIGKILL")
 
-    assert written.out.endswith("no page: the run left nothing to draw in memory.html\n")
+    assert written.out.endswith("no page was written to memory.html: the run recorded nothing to draw\n")
     assert not (folder / "memory.html").exists()
 
 
