@@ -52,7 +52,7 @@ ROWS = (
     ("frameworks.torch.apply",),
     ("frameworks.torch.trace",),
     ("frameworks.torch.script", "frameworks.torch.guard", "frameworks.keras.trace"),
-    ("frameworks.torch.supervised", "frameworks.keras.script", "frameworks.keras.guard"),
+    ("frameworks.keras.script", "frameworks.keras.guard"),
     ("frameworks.torch.adapter", "frameworks.keras.adapter", "frameworks.jax.adapter"),
     ("estimator", "processes"),
     ("planner", "guard", "data"),

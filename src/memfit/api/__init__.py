@@ -1,6 +1,8 @@
 """The public verbs: each checks its arguments, picks the adapter of a framework and calls a driver."""
 
-from memfit.processes import programs
+import sys
 
-programs.DRYRUN = programs.module_command("memfit.api.dryrun_child")
-programs.SUPERVISED = programs.module_command("memfit.api.supervised_child")
+from memfit.processes import process_tree
+
+process_tree.DRYRUN = (sys.executable, "-m", "memfit.api.dryrun_child")
+process_tree.SUPERVISED = (sys.executable, "-m", "memfit.api.supervised_child")

@@ -13,7 +13,6 @@ from memfit.core import dryrun as dryrun_results
 from memfit.core import env
 from memfit.core.device import Device, Kind
 from memfit.core.dryrun import DryRun, DryRunOptions, Request
-from memfit.core.errors import BadInput
 from memfit.core.progress import announce
 from memfit.planner.moves import autocast_of
 from memfit.reports.dryrun import figures
@@ -57,28 +56,20 @@ def dryrun(
         steps: optimizer steps after which the script is ended.
         options: a scan of its batches, what becomes of the files that it writes, and where its output goes.
     """
-    options = options or DryRunOptions()
-    for option, value, least in (("count", count, 1), ("steps", steps, 1), ("scan", options.scan, 0)):
-        if value < least:
-            raise BadInput(f"{option} must be at least {least}, but {value} was given.")
-    if isinstance(arguments, str):
-        raise BadInput(f"arguments must be a list such as {arguments.split()!r}, but the text {arguments!r} was given.")
-    name = os.fspath(script)
     # Processes are of no use to anyone who doesn't run a script.
-    from memfit.processes.entry_point import find_target, keras_backend
+    from memfit.processes.entry_point import checked_arguments, find_target, keras_backend, simulated
     from memfit.processes.limits import has_devices
     from memfit.processes.sequence import dry_run
 
-    name = find_target(name, module=module)
+    options = options or DryRunOptions()
+    words = checked_arguments(arguments, count=(count, 1), steps=(steps, 1), scan=(options.scan, 0))
+    name = find_target(os.fspath(script), module=module)
     backend = keras_backend(name, module=module)
     target = resolve("cpu" if device is None and backend and not has_devices() else device)
     # Keras on PyTorch runs on the simulated device like any other script of PyTorch.
     until_fit = backend != "" and (backend != "torch" or target.kind is not Kind.CUDA)
-    if target.kind is not Kind.CUDA and not until_fit:
-        raise BadInput(
-            f"only CUDA devices can be simulated for a script, but {target.name!r} was given. "
-            "Name one, such as device='rtx-3090' (--device rtx-3090); `memfit devices` lists all."
-        )
+    if not until_fit:
+        simulated(target)
     # Refused here rather than by the script's process.
     parse_options(env.allocator_settings())
     if not until_fit:
@@ -87,7 +78,7 @@ def dryrun(
     request = Request(
         name,
         module,
-        tuple(map(str, arguments)),
+        words,
         target,
         count,
         steps,

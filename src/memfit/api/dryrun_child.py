@@ -18,9 +18,9 @@ from memfit.core import env
 from memfit.core import interrupts as _interrupts
 from memfit.core.dryrun import DryRun, Request
 from memfit.core.progress import announce
-from memfit.processes import overlay, programs
+from memfit.processes import overlay
 from memfit.processes import process_tree as processes
-from memfit.processes.shared_runs import DEVICE
+from memfit.processes.launch import DEVICE
 
 if TYPE_CHECKING:
     from memfit.frameworks.torch.script.script import ScriptRun
@@ -53,8 +53,8 @@ def main(request_path: str) -> int:
     # DistributedDataParallel has no clock for shape-only tensors, and says so in C++.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if request.settings is not None and request.settings.expandable_segments:
-        given = env.allocator_settings()
-        os.environ["PYTORCH_ALLOC_CONF"] = f"{given},expandable_segments:True" if given else "expandable_segments:True"
+        settings = filter(None, (env.allocator_settings(), "expandable_segments:True"))
+        os.environ["PYTORCH_ALLOC_CONF"] = ",".join(settings)
     from memfit.frameworks.torch.script.processes import following
 
     run = _script_run(request, request_path, "")
@@ -70,7 +70,7 @@ def main(request_path: str) -> int:
     run.leave_with(leave)
     _interrupts.raise_again()
     try:
-        with following(request_path, programs.DRYRUN[-1]) if can_share() else nullcontext():
+        with following(request_path, processes.DRYRUN[-1]) if can_share() else nullcontext():
             result = run.run()
     except KeyboardInterrupt:
         # Before or after the script.
@@ -121,7 +121,7 @@ def follow(request_path: str) -> None:
     """Simulates the device of a request in this process too, which the request's script has started."""
     request = _read(request_path)
     run = _script_run(request, request_path, " ".join(map(os.path.basename, sys.argv[:1])) or "a process")
-    run.follow(run.write_process)
+    run.follow()
     _followed.append(run)
 
 
@@ -129,18 +129,18 @@ def _script_run(request: Request, request_path: str, name: str) -> "ScriptRun":
     from memfit.frameworks.torch.script.script import ScriptRun
 
     memory, configure = memory_of(request.device, unlimited=request.unlimited)
-    shared = None
+    folder, shared = os.path.dirname(request_path), None
     if can_share():
         usable = None if request.unlimited else request.device.usable_bytes
-        path = os.path.join(os.path.dirname(request_path), DEVICE)
-        shared = SharedDevice(path, usable, request.device.context_bytes or 0, name)
+        shared = SharedDevice(os.path.join(folder, DEVICE), usable, request.device.context_bytes or 0, name)
         memory.share(shared)
-    folder = os.path.dirname(request_path)
+
+    def write_process(result: DryRun) -> None:
+        _write(os.path.join(folder, f"process-{os.getpid()}.json"), result.to_json())
+
     # Processes that the script starts are in the view of files that the first one has entered.
-    private_files = any(os.path.exists(os.path.join(layer, overlay.LAYERS)) for layer in request.layers[:1])
-    run = ScriptRun(request, memory, configure, shared, private_files=private_files)
-    run.write_process = lambda result: _write(os.path.join(folder, f"process-{os.getpid()}.json"), result.to_json())
-    return run
+    private = any(os.path.exists(os.path.join(layer, overlay.LAYERS)) for layer in request.layers[:1])
+    return ScriptRun(request, memory, configure, shared, private_files=private, write_process=write_process)
 
 
 def _write(path: str, data: dict[str, Any]) -> None:

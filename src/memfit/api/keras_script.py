@@ -1,16 +1,13 @@
 """A dry run of a script that trains with Keras: it runs until its first step, which is estimated.
 
 That is a step of the first `fit` or `train_on_batch`, or a turn of a loop that the script writes itself. No device is
-simulated for the script, whose data and model are real; nothing is trained. It is run by `_child`, in a process of its
-own.
+simulated for the script, whose data and model are real; nothing is trained.
 """
 
-import runpy
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +18,7 @@ from memfit.core.estimate import Estimate, Note
 from memfit.core.job import Job
 from memfit.core.printing import printable_traceback
 from memfit.core.replay import AllocatorOptions
+from memfit.core.user_code import run_program
 from memfit.estimator.estimator import Estimator
 from memfit.frameworks.torch.script.imports import watch_imports
 
@@ -38,33 +36,23 @@ _NO_LOOPS = (
 )
 
 
+@dataclass(eq=False)
 class KerasScriptRun:
-    """One run of a script until its first training step.
+    """One run of a script until its first training step."""
 
-    Args:
-        request: the script and the device.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._first: FirstBatch | None = None
-        self._turn: Any = None
-        self._loop: Any = None
-        self._backend = ""
+    _request: Request
+    _first: "FirstBatch | None" = None
+    _turn: Any = None
+    _loop: Any = None
+    _backend: str = ""
 
     def run(self) -> DryRun:
         """Runs the script and says what its first training step needs."""
         started = time.perf_counter()
         watch_imports({"keras": self._watch})
         request, error = self._request, None
-        sys.argv = [request.script, *request.arguments]
         try:
-            if request.module:
-                sys.path.insert(0, str(Path.cwd()))
-                runpy.run_module(request.script, run_name="__main__", alter_sys=True)
-            else:
-                sys.path.insert(0, str(Path(request.script).absolute().parent))
-                runpy.run_path(request.script, run_name="__main__")
+            run_program(request.script, request.arguments, module=request.module)
         except BaseException as raised:
             error = raised
         if self._loop is not None and not self._has_step and not isinstance(error, KeyboardInterrupt):
@@ -113,13 +101,14 @@ class KerasScriptRun:
                 return replace(plain, outcome=Outcome.FAILED, error=_said(problem))
             outcome = Outcome.OUT_OF_MEMORY if estimate.fits is False else Outcome.COMPLETED
             return replace(plain, estimate=estimate, outcome=outcome, num_steps=1, steps_wanted=1)
-        if isinstance(error, KeyboardInterrupt):
-            return replace(plain, outcome=Outcome.INTERRUPTED)
-        if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-            return replace(plain, outcome=Outcome.FAILED if code else Outcome.NO_STEP, exit_code=code)
-        if isinstance(error, Exception):
-            return replace(plain, outcome=Outcome.FAILED, error=_said(error), exit_code=1)
+        match error:
+            case KeyboardInterrupt():
+                return replace(plain, outcome=Outcome.INTERRUPTED)
+            case SystemExit(code=code):
+                exit_code = code if isinstance(code, int) else 0 if code is None else 1
+                return replace(plain, outcome=Outcome.FAILED if exit_code else Outcome.NO_STEP, exit_code=exit_code)
+            case Exception():
+                return replace(plain, outcome=Outcome.FAILED, error=_said(error), exit_code=1)
         return replace(plain, error=_NO_LOOPS if self._backend == "torch" else _NO_STEP, exit_code=0)
 
     def _estimate(self, error: BaseException | None) -> Estimate:

@@ -4,12 +4,12 @@ import os
 from collections.abc import Sequence
 
 from memfit.core import supervised
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile
 from memfit.core.progress import announce
 from memfit.core.run_events import RunRequest
 from memfit.core.supervised import SupervisedRun
 from memfit.core.units import parse_size
-from memfit.processes.entry_point import check_budget, find_target
+from memfit.processes.entry_point import check_budget, checked_arguments, find_target
 from memfit.processes.supervise import Supervisor
 from memfit.reports.page import write_page
 from memfit.reports.run import figures
@@ -50,19 +50,15 @@ def run(
     Returns:
         How it went: every attempt, why it ended, memory over time. `exit_code` is what `memfit run` returns.
     """
-    name, given = os.fspath(script), tuple(map(str, arguments))
-    if isinstance(arguments, str):
-        raise BadInput(f"arguments must be a list of words, but the text {arguments!r} was given.")
-    if retries < 0:
-        raise BadInput(f"retries must be at least 0, but {retries} was given.")
+    words = checked_arguments(arguments, retries=(retries, 0))
     budget_bytes = None if budget is None else parse_size(budget)
-    name = find_target(name, module=module)
+    name = find_target(os.fspath(script), module=module)
     if budget_bytes is not None:
         check_budget(budget_bytes)
     request = RunRequest(
         script=name,
         module=module,
-        arguments=given,
+        arguments=words,
         budget_bytes=budget_bytes,
         checkpoint=None if checkpoint is None else _folder(os.fspath(checkpoint)),
         rescue=rescue,

@@ -9,7 +9,7 @@ from memfit.api.devices import resolve, target_within
 from memfit.api.jobs import require_torch
 from memfit.api.plan import NO_OPTIONS, PlanOptions
 from memfit.core import env
-from memfit.core.device import Device, Kind
+from memfit.core.device import Device
 from memfit.core.dryrun import Request
 from memfit.core.errors import BadInput
 from memfit.core.plan import Plan
@@ -57,18 +57,11 @@ def plan_script(
             )
     if precision not in (KEEP, AUTO):
         raise BadInput(f"precision of a script's plan must be {KEEP!r} or {AUTO!r}, but {precision!r} was given.")
-    for option, number in (("count", count), ("steps", steps)):
-        if number < 1:
-            raise BadInput(f"{option} must be at least 1, but {number} was given.")
-    if isinstance(arguments, str):
-        raise BadInput(f"arguments must be a list such as {arguments.split()!r}, but the text {arguments!r} was given.")
-    target = target_within(device, budget) if device is None else resolve(device)
-    if target.kind is not Kind.CUDA:
-        raise BadInput(
-            f"only CUDA devices can be simulated for a script, but {target.name!r} was given. "
-            "Name one, such as device='rtx-3090' (--device rtx-3090); `memfit devices` lists all."
-        )
-    target = target_within(target, budget)
+    from memfit.planner.script_space import ScriptSpace
+    from memfit.processes.entry_point import checked_arguments, find_target, simulated
+
+    script_arguments = checked_arguments(arguments, count=(count, 1), steps=(steps, 1))
+    target = target_within(simulated(target_within(device, budget) if device is None else resolve(device)), budget)
     words = [word.strip() for word in (allow.split(",") if isinstance(allow, str) else allow)]
     allowed = allowed_moves(words)
     if precision == KEEP and AUTOCAST not in words:
@@ -77,11 +70,8 @@ def plan_script(
         allowed -= {SHARD}
     # Refused here rather than by the script's process.
     parse_options(env.allocator_settings())
-    from memfit.planner.script_space import ScriptSpace
-    from memfit.processes.entry_point import find_target
-
     path = find_target(os.fspath(script), module=module)
     require_torch()
-    request = Request(path, module, tuple(map(str, arguments)), target, count, steps, unlimited=True, watch=True)
+    request = Request(path, module, script_arguments, target, count, steps, unlimited=True, watch=True)
     space = ScriptSpace(request, allowed, patience, quiet_output=options.quiet_output)
     return Planner(space.question, space.search, started).run()

@@ -28,7 +28,7 @@ from memfit.core.progress import announce
 from memfit.core.run_events import RunRequest, keep_traceback, note
 from memfit.core.user_code import interrupted_import, is_users
 from memfit.frameworks.torch.script import imports
-from memfit.processes import keeper, limits
+from memfit.processes import child, limits
 from memfit.processes import process_tree as processes
 from memfit.processes.limits import has_devices
 
@@ -41,30 +41,40 @@ _END_SECONDS = 30.0
 def main(request_path: str, descriptor: str | None = None) -> None:
     """Runs what the file asks for; the script's end is this process's."""
     request = RunRequest.from_json(Path(request_path).read_text(encoding="utf-8"))
-    keeper.divide(None if descriptor is None else int(descriptor))
+    child.divide(None if descriptor is None else int(descriptor))
     if request.data_limit_bytes is not None:
         limits.set_data_limit(request.data_limit_bytes)
-    said: list[str] = []
+    set_early: list[str] = []
     # Libraries ask whether others are there without importing them: only Keras tells that its backend is used.
-    early = {name: lambda: said.extend(_flags(request)) for name in ("tensorflow", "jax")}
-
-    def install_torch(module: ModuleType) -> None:
-        from memfit.api import integrations
-        from memfit.frameworks.torch import supervised
-
-        supervised.install(request, integrations.TRAINERS)
-
-    late = {"torch": install_torch, "keras": lambda module: _install_keras(module, said)}
+    early = {name: lambda: set_early.extend(_flags(request)) for name in ("tensorflow", "jax")}
+    late = {"torch": lambda module: _install_torch(request), "keras": lambda module: _install_keras(module, set_early)}
     imports.watch_imports(late, before=early)
     _interrupts.raise_again()
     run_script(request)
 
 
-def _install_keras(module: ModuleType, said: list[str]) -> None:
+def _install_torch(request: RunRequest) -> None:
+    """Budget, rescue, and the trainers that memfit knows, each when its own library has been imported."""
+    from memfit.api import integrations
+    from memfit.frameworks.torch.oom import limit_devices
+
+    note("torch")
+    if request.budget_bytes is not None:
+        limit_devices(request.budget_bytes)
+    if request.rescue:
+        # What nobody asked for isn't loaded.
+        from memfit.frameworks.torch import rescue
+
+        rescue.Rescue(eager=request.eager)
+        note("rescue", eager=request.eager)
+    imports.watch_imports(integrations.TRAINERS)
+
+
+def _install_keras(module: ModuleType, set_early: list[str]) -> None:
     from memfit.api import integrations
 
     backend = {"tensorflow": "TensorFlow", "jax": "JAX"}.get(module.backend.backend(), "none")
-    texts = [text for text in said if text.startswith(backend) and ("GPU" not in text or has_devices())]
+    texts = [text for text in set_early if text.startswith(backend) and ("GPU" not in text or has_devices())]
     if texts:
         announce("; ".join(texts))
     integrations.install_keras(module)
@@ -89,14 +99,14 @@ def run_script(request: RunRequest) -> None:
     except BaseException as error:
         # Our own frames are no part of the script.
         traceback = _of_script(error.__traceback__)
-        is_told = tell(error.with_traceback(traceback))
+        is_explained = tell(error.with_traceback(traceback))
         if sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error, traceback)
-        elif not is_told or request.verbose:
+        elif not is_explained or request.verbose:
             # As Python would, but what an exception says can't steer the terminal.
             text = printable("".join(tracebacks.format_exception(error)), keep="\n\t")
             print(text, end="", file=sys.stderr, flush=True)
-        if is_told:
+        if is_explained:
             # Threads of the script may wait for what will not come, now that memory ran out.
             timer = threading.Timer(_END_SECONDS, _end)
             timer.daemon = True

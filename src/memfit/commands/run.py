@@ -73,7 +73,7 @@ def _report(result: SupervisedRun, arguments: argparse.Namespace) -> None:
         output.print_json(result.to_json())
     elif len(result.attempts) > 1 or result.outcome is Outcome.OUT_OF_MEMORY:
         # Standard output is the script's.
-        output.print_report(supervised_figures.brief_report(result), stderr=True)
+        output.print_report(supervised_figures.report(result, brief=True), stderr=True)
     elif result.outcome is not Outcome.INTERRUPTED:
         announce(supervised_figures.verdict(result))
     if arguments.html:

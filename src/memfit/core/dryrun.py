@@ -1,8 +1,7 @@
 """The answer of `memfit.dryrun`: how an unmodified script fared on a simulated device, and what would help.
 
-The child process that runs the script writes a `DryRun` as JSON; the parent reads it, combines it with what further
-runs found, and hands it to the reports. `Request` is what the parent asks of the child. Both sides import this module
-and nothing of each other.
+The child process that runs the script writes a `DryRun` as JSON; `Request` is what the parent asks of it. Both sides
+import this module and nothing of each other.
 """
 
 import json
@@ -27,20 +26,13 @@ from memfit.core.units import format_size
 class Outcome(StrEnum):
     """How a dry run ended."""
 
-    COMPLETED = "completed"
-    """All the steps asked for were taken."""
-    ENDED = "ended"
-    """The script ended by itself before that many, after at least one."""
-    NO_STEP = "no step"
-    """The script ended without an optimizer step."""
-    OUT_OF_MEMORY = "out of memory"
-    """The simulated device was full and the script died of it."""
-    FAILED = "failed"
-    """Any other exception, or an exit code other than 0."""
-    CRASHED = "crashed"
-    """The process died and left no result."""
-    INTERRUPTED = "interrupted"
-    """The user ended it."""
+    COMPLETED = "completed"  # all the steps asked for were taken
+    ENDED = "ended"  # the script ended by itself before that many, after at least one
+    NO_STEP = "no step"  # the script ended without an optimizer step
+    OUT_OF_MEMORY = "out of memory"  # the simulated device was full and the script died of it
+    FAILED = "failed"  # any other exception, or an exit code other than 0
+    CRASHED = "crashed"  # the process died and left no result
+    INTERRUPTED = "interrupted"  # the user ended it
 
 
 EXIT_CODES = {

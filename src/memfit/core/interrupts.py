@@ -22,9 +22,9 @@ def _is_command() -> bool:
 
 
 def _module() -> str | None:
-    """What `python -m` was given; None without it."""
-    given = getattr(sys, "orig_argv", [])
-    return given[given.index("-m") + 1] if "-m" in given[:-1] else None
+    """What `python -m` was words; None without it."""
+    words = getattr(sys, "orig_argv", [])
+    return words[words.index("-m") + 1] if "-m" in words[:-1] else None
 
 
 def _end(number: int, frame: FrameType | None) -> None:

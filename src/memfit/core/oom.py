@@ -96,16 +96,12 @@ _BY_TEXT = ("RuntimeError", "ImportError", "SystemError", "tensorflow.OpError")
 class Entry(NamedTuple):
     """One way to report that memory ran out."""
 
-    source: str
-    """Who reports it, as in `OutOfMemory`."""
-    where: Where | None
-    """Whose memory; None: the device's where the text names one, otherwise the host's."""
-    text: re.Pattern[str]
-    """Found in the message."""
+    source: str  # who reports it, as in `OutOfMemory`
+    where: Where | None  # whose memory; None: the device's where the text names one, otherwise the host's
+    text: re.Pattern[str]  # found in the message
     types: tuple[str, ...]
     """Exception classes, subclasses included: "torch.OutOfMemoryError" by package name, "MemoryError" for Python's."""
-    sizes: Callable[[str], Sizes]
-    """Reads the bytes that the message names."""
+    sizes: Callable[[str], Sizes]  # reads the bytes that the message names
 
 
 _HOST, _DEVICE = Where.HOST, Where.DEVICE
@@ -233,10 +229,7 @@ def caught(action: Callable[[], object]) -> OutOfMemory | None:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Lets go of the tensors that `error` keeps: its tracebacks, and the variables of functions that it ended.
-
-    Call it before memory is asked for again. Functions that still run keep their variables.
-    """
+    """Lets go of the tensors that `error` keeps, by its tracebacks and the variables of functions that it ended."""
     for link in _chain(error):
         if link.__traceback__ is not None:
             traceback.clear_frames(link.__traceback__)

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 STATUS = Path("/proc/self/status")
-_FIELDS = (b"VmPeak", b"VmHWM", b"VmRSS", b"VmData")
 
 
 def limits() -> tuple[int | None, int | None]:
@@ -18,16 +17,17 @@ def limits() -> tuple[int | None, int | None]:
     return data, space
 
 
+def status_bytes(path: str | Path, *names: bytes) -> list[int | None]:
+    """Sizes by their names in a file such as /proc/self/status; None for each that isn't there."""
+    try:
+        with open(path, "rb") as file:
+            lines = dict(line.split(b":", 1) for line in file.read().splitlines() if b":" in line)
+    except OSError:
+        lines = {}
+    return [int(lines[name].split()[0]) * 1024 if name in lines else None for name in names]
+
+
 def read_sizes(status: Path = STATUS) -> tuple[int, int, int, int] | None:
     """Bytes of (peak address space, peak resident, resident, private data); None where the system doesn't tell."""
-    try:
-        text = status.read_bytes()
-    except OSError:
-        return None
-    sizes = dict.fromkeys(_FIELDS, 0)
-    for line in text.splitlines():
-        name, _, value = line.partition(b":")
-        if name in sizes:
-            sizes[name] = int(value.split()[0]) * 1024
-    space, peak, resident, data = sizes.values()
+    space, peak, resident, data = (size or 0 for size in status_bytes(status, b"VmPeak", b"VmHWM", b"VmRSS", b"VmData"))
     return (space, peak, resident, data) if peak else None

@@ -26,35 +26,20 @@ _MAX_FILE_BYTES = 64 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What one attempt of a supervised run is to be.
+    """What one attempt of a supervised run is to be."""
 
-    Args:
-        attempt: from 1 on.
-        checkpoint: folder for checkpoints, from whose last one the script goes on; None where none was named.
-        micro_batch_size: most samples to put through the model at once; None where nothing is known against any size.
-        budget_bytes: memory that the script may take on each device; None where all there is.
-        share: of what its plan may use, what it is to use, after attempts whose plans were too large.
-        rescue: whether operations that run out of memory are to be rescued from outside.
-        eager: whether the rescue is to move everything it can, before memory runs out.
-        script: path of the file, or dotted name of the module.
-        module: whether it is a module, as for `python -m`.
-        arguments: of the script.
-        data_limit_bytes: most data that the process may map (RLIMIT_DATA); None without a limit.
-        verbose: whether tracebacks of failures for lack of memory are shown.
-    """
-
-    attempt: int = 1
-    checkpoint: str | None = None
-    micro_batch_size: int | None = None
-    budget_bytes: int | None = None
-    share: float = 1.0
-    rescue: bool = False
-    eager: bool = False
-    script: str = ""
-    module: bool = False
-    arguments: tuple[str, ...] = ()
-    data_limit_bytes: int | None = None
-    verbose: bool = False
+    attempt: int = 1  # from 1 on
+    checkpoint: str | None = None  # folder for checkpoints, from whose last one it goes on; None where none was named
+    micro_batch_size: int | None = None  # most samples at once; None where nothing is known against any size
+    budget_bytes: int | None = None  # memory that the script may take on each device; None where all there is
+    share: float = 1.0  # of what its plan may use, what it is to use, after attempts whose plans were too large
+    rescue: bool = False  # whether operations that run out of memory are to be rescued from outside
+    eager: bool = False  # whether the rescue is to move everything it can, before memory runs out
+    script: str = ""  # path of the file, or dotted name of the module
+    module: bool = False  # whether it is a module, as for `python -m`
+    arguments: tuple[str, ...] = ()  # of the script
+    data_limit_bytes: int | None = None  # most data that the process may map (RLIMIT_DATA); None without a limit
+    verbose: bool = False  # whether tracebacks of failures for lack of memory are shown
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write."""
@@ -82,13 +67,7 @@ def current() -> RunRequest | None:
 
 
 def note(event: str, **values: Any) -> bool:
-    """Tells the supervisor that something happened; does nothing outside of a supervised run. Whether it was told.
-
-    Args:
-        event: what: "guard", "step", "settings", "oom", "checkpoint", "resume", "cannot fit", "torch", "rescue" or
-            "error".
-        values: details, which `json` can write.
-    """
+    """Tells the supervisor that something happened; does nothing outside of a supervised run. Whether it was told."""
     path = env.run_request()
     if not path:
         return False

@@ -14,16 +14,11 @@ from memfit.core.units import format_size
 class Outcome(StrEnum):
     """How a supervised run ended."""
 
-    COMPLETED = "completed"
-    """The script ended by itself with exit code 0."""
-    FAILED = "failed"
-    """The script ended for a reason of its own, with another exit code or by another exception."""
-    OUT_OF_MEMORY = "out of memory"
-    """Memory ran out, and nothing was left to try."""
-    INTERRUPTED = "interrupted"
-    """The user ended it."""
-    SIGNALLED = "ended by a signal"
-    """Somebody else ended it."""
+    COMPLETED = "completed"  # the script ended by itself with exit code 0
+    FAILED = "failed"  # the script ended for a reason of its own, with another exit code or by another exception
+    OUT_OF_MEMORY = "out of memory"  # memory ran out, and nothing was left to try
+    INTERRUPTED = "interrupted"  # the user ended it
+    SIGNALLED = "ended by a signal"  # somebody else ended it
 
 
 class Cause(StrEnum):

@@ -1,6 +1,7 @@
-"""Whose code a file is: the user's, memfit's own, or that of an installed library."""
+"""The user's code: runs it, and tells whose code a file is: the user's, memfit's own, or that of a library."""
 
 import os
+import runpy
 import sys
 import sysconfig
 import traceback
@@ -19,6 +20,16 @@ INSTALLED_FOLDERS = tuple(
 def is_users(path: str) -> bool:
     """True for a file that neither memfit nor an installed library brought, nor the interpreter made up."""
     return not path.startswith("<") and not os.path.abspath(path).startswith((*INSTALLED_FOLDERS, PACKAGE_FOLDER))
+
+
+def run_program(name: str, arguments: tuple[str, ...], *, module: bool) -> None:
+    """Runs a script, or a module as for `python -m`, as `__main__` in this process."""
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.abspath(name)))
+    if module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(name, run_name="__main__")
 
 
 def user_line(error: BaseException) -> tuple[str, str]:

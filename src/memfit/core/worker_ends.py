@@ -1,4 +1,4 @@
-"""What to say of a worker process of a stream that ended before its work was done."""
+"""How processes ended: names of signals, and what to say of a worker of a stream that ended too early."""
 
 import signal
 
@@ -10,16 +10,22 @@ _CAUSES = dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"), _F
 }
 
 
-def describe_end(who: str, exit_code: int | None) -> str:
-    """How a worker ended, why that may be, and what to do.
+def name_of_signal(number: int) -> str:
+    """The signal's name, or its number in words.
 
-    Args:
-        who: the worker.
-        exit_code: of its process, negative for a signal; None where it isn't known.
+    >>> name_of_signal(9), name_of_signal(250)
+    ('SIGKILL', 'signal 250')
     """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_end(who: str, exit_code: int | None) -> str:
+    """How a worker ended, why that may be, and what to do; `exit_code` is negative for a signal, None if unknown."""
     if exit_code is not None and exit_code < 0:
-        number = -exit_code
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        name = name_of_signal(-exit_code)
         cause = _CAUSES.get(name, "Another program killed it.")
         return f"{who} was ended by {name} before its last batch. {cause}"
     return (

@@ -15,7 +15,6 @@ from memfit.catalogue.host import memory_groups, parse_limit
 _ROOT = Path("/")
 # Such a file is a few lines, and is made in one piece when it is read.
 _MAX_FILE_BYTES = 65536
-_CONTAINER, _MACHINE = "container", "machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +34,18 @@ class Groups:
         self._root = root
         # Without a controller a hierarchy has folders and no figures.
         self._levels = [
-            (is_unified, levels) for is_unified, levels in memory_groups(root) if any(map(_has_figures, levels))
+            (is_unified, levels)
+            for is_unified, levels in memory_groups(root)
+            if any(_used(level, is_unified, {}) is not None and (level / "memory.stat").is_file() for level in levels)
         ]
 
     def room(self) -> Room | None:
         """The tightest of all limits, that of the machine included; None where nothing is known."""
-        rooms = [*self._rooms(), *_machine_room(self._root)]
+        rooms = list(self._rooms())
+        machine = _table(self._root / "proc/meminfo", unit=1024)
+        total, free = machine.get("MemTotal:"), machine.get("MemAvailable:")
+        if total is not None and free is not None:
+            rooms.append(Room(free, total, total - free, "machine"))
         return min(rooms, key=lambda room: room.free_bytes, default=None)
 
     def used_bytes(self) -> int | None:
@@ -72,13 +77,7 @@ class Groups:
                 limit = _limit(level, is_unified, figures)
                 used = None if limit is None else _used(level, is_unified, figures)
                 if limit is not None and used is not None:
-                    yield Room(max(0, limit - used), limit, used, _CONTAINER)
-
-
-def _has_figures(level: Path) -> bool:
-    return (level / "memory.stat").is_file() and (
-        (level / "memory.current").is_file() or (level / "memory.usage_in_bytes").is_file()
-    )
+                    yield Room(max(0, limit - used), limit, used, "container")
 
 
 def _limit(level: Path, is_unified: bool, figures: dict[str, int]) -> int | None:
@@ -94,19 +93,8 @@ def _used(level: Path, is_unified: bool, figures: dict[str, int]) -> int | None:
     charged = _number(_read(level / ("memory.current" if is_unified else "memory.usage_in_bytes")))
     if charged is None:
         return None
-    names = (
-        ("inactive_file", "active_file", "slab_reclaimable")
-        if is_unified
-        else ("total_inactive_file", "total_active_file")
-    )
-    return max(0, charged - sum(figures.get(name, 0) for name in names))
-
-
-def _machine_room(root: Path) -> Iterator[Room]:
-    figures = _table(root / "proc/meminfo", unit=1024)
-    total, free = figures.get("MemTotal:"), figures.get("MemAvailable:")
-    if total is not None and free is not None:
-        yield Room(free, total, total - free, _MACHINE)
+    unified, older = ("inactive_file", "active_file", "slab_reclaimable"), ("total_inactive_file", "total_active_file")
+    return max(0, charged - sum(figures.get(name, 0) for name in (unified if is_unified else older)))
 
 
 def _read(path: Path) -> str:

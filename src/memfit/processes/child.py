@@ -1,4 +1,9 @@
-"""One start of the script: its process, what is passed on to it, and how it ended."""
+"""One start of the script: its process, what is passed on to it, and how it ended.
+
+A supervisor that is ended by SIGKILL can end nobody. So the script's process has a parent of its own, the keeper,
+which the kernel tells of the supervisor's death, and which is given every process of the script whose parent is gone.
+When the script ends, the keeper ends what it left behind and tells how it ended, through a pipe.
+"""
 
 import contextlib
 import json
@@ -7,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -16,21 +21,17 @@ from typing import Any
 from memfit.core import env
 from memfit.core.run_events import RunRequest
 from memfit.processes import process_tree as processes
-from memfit.processes import programs
 
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _ENDING = {"SIGINT", "SIGTERM", "SIGHUP"}
 _IMPATIENT = 3
+GRACE_SECONDS = 5.0  # how long processes that the script left behind may take to end when they are told to
+# What the terminal or the supervisor sends is for the script, and not for its keeper.
+_OF_SCRIPT = ("SIGQUIT", *_PASSED_ON)
 
 
 class Child:
-    """A script's process.
-
-    Args:
-        process: what was started, which is the script or its keeper.
-        report: descriptor through which the keeper tells; None without one.
-        group: of processes, which it leads; None where it is in ours, because the terminal is.
-    """
+    """A script's process: the script itself, or its keeper, which tells of it through the descriptor `report`."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", report: int | None, group: int | None = None) -> None:
         self._process = process
@@ -60,17 +61,8 @@ class Child:
 
 
 @contextlib.contextmanager
-def started(
-    request: RunRequest, folder: Path, *, stdout_to_stderr: bool = False, command: Sequence[str] | None = None
-) -> Iterator[Child]:
-    """Starts the script; when the block is left, nothing of it is left either.
-
-    Args:
-        request: what this attempt is to be.
-        folder: where the request is written, and where events will be.
-        stdout_to_stderr: what the script prints goes to standard error, to keep standard output for the answer.
-        command: what to start instead of `programs.SUPERVISED`.
-    """
+def started(request: RunRequest, folder: Path, *, stdout_to_stderr: bool = False) -> Iterator[Child]:
+    """Starts the script, with its request and events in `folder`; when the block is left, nothing of it is left."""
     path = folder / "request.json"
     path.write_text(json.dumps(request.to_json()), encoding="utf-8")
     # What we have printed so far comes before what the script prints.
@@ -82,7 +74,7 @@ def started(
     options: dict[str, Any] = {"pass_fds": (theirs,)} if has_keeper else {}
     if has_keeper and not processes.is_terminal(0):
         options["process_group"] = 0
-    arguments = [*(command or programs.SUPERVISED), str(path), *([] if theirs is None else [str(theirs)])]
+    arguments = [*processes.SUPERVISED, str(path), *([] if theirs is None else [str(theirs)])]
     try:
         process = subprocess.Popen(
             arguments, stdout=2 if stdout_to_stderr else None, env=env.with_run_request(str(path)), **options
@@ -99,17 +91,11 @@ def started(
 
 @dataclass(slots=True)
 class Signals:
-    """The signals that were passed on.
+    """The signals that were passed on."""
 
-    Args:
-        names: of all of them.
-        pid: the process that gets them; None while there is none.
-        group: the processes that get an interruption, as they would from a terminal; None where that sends them.
-    """
-
-    names: set[str] = field(default_factory=set)
-    pid: int | None = None
-    group: int | None = None
+    names: set[str] = field(default_factory=set)  # of all of them
+    pid: int | None = None  # the process that gets them; None while there is none
+    group: int | None = None  # those that get an interruption, as from a terminal; None where that sends it itself
     _num_interrupts: int = 0
 
     @property
@@ -162,3 +148,62 @@ def passing_on_signals() -> Iterator[Signals]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def divide(report: int | None) -> None:
+    """Goes on in a new process, which is to become the script; this one stays behind as its keeper.
+
+    The keeper writes the script's process and status to `report`. Where there is no `fork`, there is no keeper.
+    """
+    if not hasattr(os, "fork"):
+        return
+    supervisor, keeper = os.getppid(), os.getpid()
+    processes.adopt_orphans()
+    # Signals wait until it is clear which of the two processes they are for.
+    numbers = {getattr(signal, name) for name in _OF_SCRIPT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    pid = os.fork()
+    if pid:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    if pid:
+        _keep(pid, supervisor, report)
+    if report is not None:
+        os.close(report)
+    processes.adopt_orphans(False)
+    processes.die_with_parent(signal.SIGKILL)
+    if os.getppid() != keeper:
+        os._exit(1)
+
+
+def _end_everything(number: int, frame: FrameType | None) -> None:
+    processes.end_descendants(os.getpid(), 0.0)
+    os._exit(1)
+
+
+def _keep(script: int, supervisor: int, report: int | None) -> None:
+    """Waits for the script, ends what it left, tells, and ends."""
+    if processes.IS_LINUX:
+        # A signal that nobody else sends.
+        death = signal.SIGRTMIN + 3
+        signal.signal(death, _end_everything)
+        processes.die_with_parent(death)
+        if os.getppid() != supervisor:
+            _end_everything(death, None)
+
+    def tell(line: str) -> None:
+        if report is not None:
+            with contextlib.suppress(OSError):
+                os.write(report, f"{line}\n".encode())
+
+    tell(f"pid {script}")
+    status = 0
+    with contextlib.suppress(ChildProcessError):
+        pid = 0
+        while pid != script:
+            # Others are somebody else's children, which were given to us when that one ended.
+            pid, status = os.waitpid(-1, 0)
+    tell(f"status {status}")
+    processes.end_descendants(os.getpid(), GRACE_SECONDS)
+    os._exit(0)

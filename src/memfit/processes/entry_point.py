@@ -13,13 +13,15 @@ import subprocess
 import sys
 import sysconfig
 import tokenize
+from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from memfit.core import env
+from memfit.core.device import Device, Kind
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.units import MIB, format_size
-from memfit.processes import programs
+from memfit.processes import process_tree
 from memfit.processes.limits import has_devices
 
 # No interpreter needs more before a script has begun; below it, what this one needs is measured.
@@ -57,11 +59,31 @@ def check_budget(budget_bytes: int) -> None:
 def _interpreter_bytes() -> int:
     """What a process has mapped that is about to run a script; 0 where that can't be found out."""
     try:
-        words = [sys.executable, "-c", _MEASURE, programs.SUPERVISED[-1]]
+        words = [sys.executable, "-c", _MEASURE, process_tree.SUPERVISED[-1]]
         done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
         return int(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         return 0
+
+
+def checked_arguments(arguments: Iterable[str], **least: tuple[int, int]) -> tuple[str, ...]:
+    """The script's arguments; refuses a single text, and options (value, least) below their least value."""
+    for option, (value, smallest) in least.items():
+        if value < smallest:
+            raise BadInput(f"{option} must be at least {smallest}, but {value} was given.")
+    if isinstance(arguments, str):
+        raise BadInput(f"arguments must be a list such as {arguments.split()!r}, but the text {arguments!r} was given.")
+    return tuple(map(str, arguments))
+
+
+def simulated(device: Device) -> Device:
+    """The device; refuses one on which scripts can't be simulated."""
+    if device.kind is not Kind.CUDA:
+        raise BadInput(
+            f"only CUDA devices can be simulated for a script, but {device.name!r} was given. "
+            "Name one, such as device='rtx-3090' (--device rtx-3090); `memfit devices` lists all."
+        )
+    return device
 
 
 def find_target(name: str, *, module: bool) -> str:
@@ -70,7 +92,14 @@ def find_target(name: str, *, module: bool) -> str:
     A bare name that is no file here may be that of an installed program of Python, such as `torchrun`.
     """
     if module:
-        _check_module(name)
+        spec = _find(name)
+        if spec is None:
+            raise BadTarget(
+                f"there is no module {name!r} in {os.getcwd()!r} or among the installed ones. "
+                "Give -m a name that `python -m` knows, or the path of a script without -m."
+            )
+        if spec.submodule_search_locations is not None and _find(f"{name}.__main__") is None:
+            raise BadTarget(f"{name!r} is a package without a __main__ module. Name the module in it that trains.")
         return name
     if not os.path.exists(name) and name == os.path.basename(name):
         # That of this environment, whether or not it is active in the shell.
@@ -94,19 +123,8 @@ def find_target(name: str, *, module: bool) -> str:
     return name
 
 
-def _check_module(name: str) -> None:
-    """Refuses a name that `python -m` would find no module for; imports nothing to find out."""
-    spec = _find(name)
-    if spec is None:
-        raise BadTarget(
-            f"there is no module {name!r} in {os.getcwd()!r} or among the installed ones. "
-            "Give -m a name that `python -m` knows, or the path of a script without -m."
-        )
-    if spec.submodule_search_locations is not None and _find(f"{name}.__main__") is None:
-        raise BadTarget(f"{name!r} is a package without a __main__ module. Name the module in it that trains.")
-
-
 def _find(name: str) -> ModuleSpec | None:
+    """What `python -m` would run by that name; imports nothing to find out."""
     parts = name.split(".")
     if not all(parts):
         return None

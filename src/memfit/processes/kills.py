@@ -13,8 +13,9 @@ from typing import Any
 
 from memfit.core.supervised import Cause, Ending, ProcessMemory
 from memfit.core.units import format_size
+from memfit.core.worker_ends import name_of_signal
 from memfit.processes.limits import Ceiling, is_full, is_mostly_reserved
-from memfit.processes.process_tree import Held, name_of_signal
+from memfit.processes.process_tree import Held
 from memfit.processes.watch import Seen
 
 # Native code that gets no memory may crash instead of saying so, and may have asked for much at once.
@@ -110,19 +111,17 @@ def explain(evidence: Evidence) -> Ending:
         )
     if evidence.status < 0:
         return _of_signal(evidence)
-    error = evidence.error
-    if _was_refused_address_space(evidence, error or {}):
-        return _of_exception(evidence, error or {}, was_reserved=True)
-    if error is not None and error.get("memory"):
-        if error.get("source") == "worker":
-            return _of_worker(evidence)
+    error = evidence.error or {}
+    if _was_refused_address_space(evidence, error):
+        return _of_exception(evidence, error, was_reserved=True)
+    if error.get("memory") and error.get("source") != "worker":
         return _of_exception(evidence, error, was_reserved=False)
-    if evidence.cannot_fit:
+    if evidence.cannot_fit and not error.get("memory"):
         return _memory(evidence, Cause.EXCEPTION, evidence.cannot_fit)
-    if evidence.kills:
+    if evidence.kills or error.get("memory"):
         return _of_worker(evidence)
-    said = f": {error['type']}: {error['text']}".rstrip(": ") if error else ""
-    return Ending(Cause.FAILED, f"it failed with exit code {evidence.status}{said}", evidence.status)
+    error_text = f": {error['type']}: {error['text']}".rstrip(": ") if error else ""
+    return Ending(Cause.FAILED, f"it failed with exit code {evidence.status}{error_text}", evidence.status)
 
 
 def _was_refused_address_space(evidence: Evidence, error: dict[str, Any]) -> bool:
@@ -146,18 +145,16 @@ def _was_refused_address_space(evidence: Evidence, error: dict[str, Any]) -> boo
 
 def _of_exception(evidence: Evidence, error: dict[str, Any], *, was_reserved: bool) -> Ending:
     requested, data, used = (error.get(name) for name in ("requested_bytes", "data_bytes", "used_bytes"))
-    said = f"{error['type']}: {error['text']}".rstrip(": ") if error else f"exit code {evidence.status}"
+    error_text = f"{error['type']}: {error['text']}".rstrip(": ") if error else f"exit code {evidence.status}"
     at = f" at {error['at']}" if error.get("at") else ""
     if was_reserved:
         sizes = f": of {format_size(data)} that it had mapped it used {format_size(used)}" if data and used else ""
-        return _memory(evidence, Cause.RESERVED, f"it was refused address space, not memory{sizes} ({said}){at}")
-    if requested:
-        said = error["type"]
-    asked = f" of {format_size(requested)}" if requested else ""
+        return _memory(evidence, Cause.RESERVED, f"it was refused address space, not memory{sizes} ({error_text}){at}")
+    asked, error_text = (f" of {format_size(requested)}", error["type"]) if requested else ("", error_text)
     importing = str(error.get("importing") or "")
     where = f" while it imported {importing}" if importing else ""
     cause = Cause.SHARED_MEMORY if error.get("source") == "shared memory" else Cause.EXCEPTION
-    return _memory(evidence, cause, f"an allocation{asked} failed{where} ({said}){at}", importing=importing)
+    return _memory(evidence, cause, f"an allocation{asked} failed{where} ({error_text}){at}", importing=importing)
 
 
 def _of_worker(evidence: Evidence) -> Ending:
@@ -211,22 +208,14 @@ def _memory(
     has_gone = cause is Cause.EXCEPTION or process is None
     process = process or (evidence.seen.peak if has_gone else evidence.seen.last)
     limit, whose = evidence.ceiling.limit_bytes, evidence.ceiling.limit_of
-    held = ""
     if process is not None and process.held_bytes is not None:
-        held = f"; it held {format_size(process.held_bytes)}" + (" at most" if has_gone else " when seen last")
-    limits = "" if limit is None or cause is Cause.SHARED_MEMORY else f", the {whose}'s limit is {format_size(limit)}"
-    if whose == "budget":
-        limits = limits.replace("the budget's limit", "the budget")
-    status = evidence.status
-    return Ending(
-        cause,
-        f"{text}{held}{limits}",
-        exit_code=status if status >= 0 else None,
-        signal="" if status >= 0 else name_of_signal(-status),
-        process=process,
-        limit_bytes=limit,
-        importing=importing,
-    )
+        text += f"; it held {format_size(process.held_bytes)}" + (" at most" if has_gone else " when seen last")
+    if limit is not None and cause is not Cause.SHARED_MEMORY:
+        whose = whose if whose == "budget" else f"{whose}'s limit"
+        text += f", the {whose} is {format_size(limit)}"
+    code = evidence.status if evidence.status >= 0 else None
+    signal = "" if code is not None else name_of_signal(-evidence.status)
+    return Ending(cause, text, code, signal, process, limit, importing)
 
 
 def _logged(evidence: Evidence) -> ProcessMemory | None:
@@ -244,7 +233,7 @@ def _logged(evidence: Evidence) -> ProcessMemory | None:
 def _named(process: ProcessMemory | None) -> str:
     if process is None:
         return "one of its processes"
-    return f"process {process.pid} ({process.name})" if process.name else f"process {process.pid}"
+    return f"process {process.pid}" + (f" ({process.name})" if process.name else "")
 
 
 def _is_exhausted(evidence: Evidence) -> bool:

@@ -2,7 +2,8 @@
 
 A script may do anything to its process: end it, kill it, run out of host memory. So it gets one of its own, which is
 handed a request in a file and leaves its result in another. Its output goes where ours goes, as it comes. However it
-ends, the parent has an answer: what the child wrote, or a crash with the signal's name.
+ends, the parent has an answer: what the child wrote, or a crash with the signal's name. Processes of the script, which
+share the device, leave results of their own.
 """
 
 import itertools
@@ -13,7 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +25,16 @@ from memfit.allocator.shared import Share, read_shares
 from memfit.core import interrupts as _interrupts
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import BadFile
+from memfit.core.estimate import Estimate, Note
 from memfit.core.progress import announce, doing
 from memfit.core.units import format_size
+from memfit.core.worker_ends import name_of_signal
 from memfit.processes import process_tree as processes
-from memfit.processes import programs
 from memfit.processes.folders import temporary_folder
 from memfit.processes.overlay import collect
-from memfit.processes.shared_runs import DEVICE, are_several, combined
+
+DEVICE = "device"  # name of the file beside the request that tells what each process holds
+FAILED = "process-failed"
 
 # Seconds after which a run without a step says what it is doing; the last again and again.
 _MOMENTS = (10.0, 30.0, 60.0)
@@ -59,21 +64,14 @@ class _Terminated(BaseException):
 
 
 def run_child(
-    request: Request,
+    request: Request,  # what to run; its `result_path` is filled in here
     *,
-    stdout_to_stderr: bool = False,
-    silent: bool = False,
-    command: Sequence[str] | None = None,
-    timeout_seconds: float | None = None,
+    stdout_to_stderr: bool = False,  # what the script prints goes there, to keep standard output for the answer
+    silent: bool = False,  # what the script prints goes nowhere, and it has nothing to read
+    command: Sequence[str] | None = None,  # what to start instead of `DRYRUN`
+    timeout_seconds: float | None = None,  # how long it may take; it is then ended, and has crashed
 ) -> dict[str, Any]:
     """What the child found out, as the JSON of a `DryRun`, with anything it added.
-
-    Args:
-        request: what to run; its `result_path` is filled in here.
-        stdout_to_stderr: what the script prints goes to standard error, to keep standard output for the answer.
-        silent: what the script prints goes nowhere, and it has nothing to read.
-        command: what to start instead of `programs.DRYRUN`.
-        timeout_seconds: how long it may take; it is then ended, and has crashed.
 
     Raises:
         Interrupted: the user interrupted it, and the child left a result all the same.
@@ -90,7 +88,7 @@ def run_child(
         asked = replace(request, result_path=str(result_path), layers=tuple(folders), checkpoint_folder=kept)
         request_path.write_text(json.dumps(asked.to_json()), encoding="utf-8")
         try:
-            words = [*(command or programs.DRYRUN), str(request_path)]
+            words = [*(command or processes.DRYRUN), str(request_path)]
             # What the script prints is progress enough.
             with doing("running the script") if silent else nullcontext():
                 return_code = _run(words, stdout_to_stderr, silent, timeout_seconds, is_ours="-m" in words)
@@ -103,9 +101,7 @@ def run_child(
             known = _with_files(known, folder, kept)
             raise Interrupted(replace(DryRun.from_json(known), outcome=Outcome.INTERRUPTED, error="")) from None
         data = _read(result_path) or _crash(request, return_code).to_json()
-        if are_several(Path(folder)):
-            data = {**data, **combined(DryRun.from_json(data), Path(folder)).to_json()}
-        return _with_files(data, folder, kept)
+        return _with_files(with_other_processes(data, Path(folder)), folder, kept)
 
 
 def _with_files(data: dict[str, Any], folder: str, kept: str) -> dict[str, Any]:
@@ -131,10 +127,7 @@ def _run(
     sys.stdout.flush()
     sys.stderr.flush()
     nowhere = subprocess.DEVNULL
-    # Hashes order sets, and sets may order allocations: the same script is to stop at the same place every time.
-    environment = {"PYTHONHASHSEED": "0", **os.environ}
-    # Whoever has the terminal's attention gets its keys. A script in a group of its own could not read from the
-    # terminal, and needs no message from us when Ctrl-C is pressed there.
+    # A script in a group of its own could not read from the terminal; in ours, Ctrl-C reaches it without our help.
     shares_terminal = not silent and processes.is_terminal(0)
     with _interrupts.waiting() if is_ours else nullcontext():
         started = subprocess.Popen(
@@ -142,14 +135,13 @@ def _run(
             stdin=nowhere if silent else None,
             stdout=nowhere if silent else 2 if stdout_to_stderr else None,
             stderr=nowhere if silent else None,
-            env=environment,
+            # Hashes order sets, and sets may order allocations: the same script is to stop at the same place each time.
+            env={"PYTHONHASHSEED": "0", **os.environ},
             process_group=None if shares_terminal or not hasattr(os, "killpg") else 0,
         )
     with started as process:
         try:
-            if silent:
-                return process.wait(timeout_seconds)
-            return _wait(process, Path(command[-1]).parent / DEVICE)
+            return process.wait(timeout_seconds) if silent else _wait(process, Path(command[-1]).parent / DEVICE)
         except BaseException as error:
             _stop(process, error, shares_terminal)
             raise
@@ -169,11 +161,7 @@ def _wait(process: subprocess.Popen[bytes], device: Path) -> int:
 
 
 def progress(peak_bytes: int, shares: list[Share]) -> str:
-    """What a run that has taken no step yet is doing; "" for one that has.
-
-    >>> progress(0, [])
-    'still importing PyTorch'
-    """
+    """What a run that has taken no step yet is doing; "" for one that has."""
     if not shares:
         return "still importing PyTorch"
     if any(share.num_steps for share in shares):
@@ -184,10 +172,10 @@ def progress(peak_bytes: int, shares: list[Share]) -> str:
 
 def _stop(process: subprocess.Popen[bytes], error: BaseException, shares_terminal: bool) -> None:
     """Tells the script to end, and ends it and all it started when it doesn't."""
-    told = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
+    number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
     try:
-        if not (shares_terminal and told == signal.SIGINT):
-            processes.send_to(process.pid, told, group=not shares_terminal)
+        if not (shares_terminal and number == signal.SIGINT):
+            processes.send_to(process.pid, number, group=not shares_terminal)
         process.wait(_GRACE_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt, _Terminated):
         # Not in time, or asked for a second time.
@@ -228,7 +216,7 @@ def _crash(request: Request, return_code: int) -> DryRun:
     """A run that left no result: why, as far as its return code tells."""
     error = f"the process ended with exit code {return_code} and left no result; what it printed last may say why"
     if return_code < 0:
-        name = processes.name_of_signal(-return_code)
+        name = name_of_signal(-return_code)
         error = f"the process was ended by {name}" + (f", {_REASONS[name]}" if name in _REASONS else "")
     return DryRun(
         script=request.script,
@@ -241,3 +229,83 @@ def _crash(request: Request, return_code: int) -> DryRun:
         error=error,
         exit_code=return_code if return_code >= 0 else None,
     )
+
+
+def with_other_processes(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The result of the script's first process with what others did, which left their results in `folder`."""
+    peak_bytes, shares = read_shares(str(folder / DEVICE))
+    others = []
+    for path in sorted(folder.glob("process-*.json")):
+        # One that was killed while it wrote left no whole result; what it held is known all the same.
+        with suppress(OSError, ValueError, BadFile):
+            others.append(DryRun.from_json(json.loads(path.read_text(encoding="utf-8"))))
+    if not others and not any(share.peak_bytes for share in shares[1:]):
+        # Most runs: reading all of a result takes a while.
+        return data
+    run = DryRun.from_json(data)
+    largest = max([run, *others], key=lambda each: 0 if each.estimate is None else each.estimate.peak_bytes)
+    fatal = next((other for other in others if other.outcome is Outcome.OUT_OF_MEMORY), None)
+    if fatal is not None and (run.outcome is not Outcome.COMPLETED or not run.num_steps):
+        # Whatever became of the others, the one that died is the one to look at.
+        largest = run = replace(fatal, script=run.script, arguments=run.arguments, redirected=run.redirected)
+    failed = [other for other in others if other.outcome is Outcome.FAILED]
+    outcome, error, suspicion = _outcome(run, others, failed)
+    estimate = _estimate(largest, run, peak_bytes, [other.error for other in failed] if not error else ())
+    together = replace(
+        run,
+        estimate=estimate,
+        outcome=outcome,
+        error=error,
+        suspicion=suspicion,
+        num_steps=max(run.num_steps, *(other.num_steps for other in others), 0),
+        failures=largest.failures if fatal is not None else (*run.failures, *(f for o in others for f in o.failures)),
+        redirected={path: place for each in (*others, run) for path, place in each.redirected.items()},
+        allocator=largest.allocator,
+        seen=largest.seen if run.seen is not None else None,
+        processes=_named(shares),
+    )
+    return {**data, **together.to_json()}
+
+
+def _outcome(run: DryRun, others: list[DryRun], failed: list[DryRun]) -> tuple[Outcome, str, str]:
+    """(how it ended, the error, why the simulation may be its reason)."""
+    if run.outcome not in (Outcome.ENDED, Outcome.NO_STEP):
+        return run.outcome, run.error, run.suspicion
+    outcomes = {other.outcome for other in others}
+    if failed and not run.num_steps:
+        return Outcome.FAILED, f"in a process that it started: {failed[0].error}", failed[0].suspicion
+    if Outcome.COMPLETED in outcomes:
+        return Outcome.COMPLETED, "", ""
+    if run.outcome is Outcome.ENDED or Outcome.ENDED in outcomes:
+        return Outcome.ENDED, "", ""
+    return run.outcome, run.error, run.suspicion
+
+
+def _estimate(largest: DryRun, run: DryRun, peak_bytes: int, failures: Iterable[str]) -> Estimate | None:
+    estimate = largest.estimate
+    if estimate is None:
+        return run.estimate
+    other_bytes = max(0, peak_bytes - estimate.peak_bytes)
+    known = () if run.estimate is None else run.estimate.notes
+    notes = dict.fromkeys((*estimate.notes, *known, *(Note(FAILED, f"a process failed: {text}") for text in failures)))
+    return replace(
+        estimate,
+        subject=estimate.subject if run.estimate is None else run.estimate.subject,
+        other_bytes=other_bytes,
+        lower_bytes=estimate.lower_bytes + other_bytes,
+        upper_bytes=estimate.upper_bytes + other_bytes,
+        # Another process has put something there.
+        notes=tuple(note for note in notes if note.code != "nothing-on-device"),
+    )
+
+
+def _named(shares: list[Share]) -> dict[str, int]:
+    names: Counter[str] = Counter()
+    held = {}
+    for number, share in enumerate(shares):
+        if not share.peak_bytes:
+            continue
+        name = share.name if number else "the script itself"
+        names[name] += 1
+        held[name if names[name] == 1 else f"{name} ({names[name]})"] = share.at_peak_bytes
+    return held

@@ -31,8 +31,7 @@ _MARGIN_SHARE = 0.02
 _SETTLED_SECONDS, _LONG_SETTLED_SECONDS = 1.0, 3.0
 # What every process has mapped ahead isn't worth a limit of its own, which guards would take for another machine.
 _RESERVED_STEP_BYTES = 32 * MIB
-LIMITED_SHARE = 0.5
-"""Of what it may hold, what a process holds that gets a limit although it may reserve what it likes."""
+LIMITED_SHARE = 0.5  # of what it may hold, what a process holds that gets a limit although it may reserve what it likes
 # Full to this share, with as much of it unused: what is refused then is address space.
 _FULL_SHARE, _MUCH_SHARE = 0.95, 0.1
 _LARGEST = 2**62
@@ -73,7 +72,7 @@ def set_data_limit(limit_bytes: int | None, pid: int = 0) -> bool:
 
         soft, hard = resource.prlimit(pid, resource.RLIMIT_DATA)
         bounds = [limit_bytes, hard] if pid or limit_bytes is None else [limit_bytes, soft, hard]
-        wanted = min((each for each in bounds if each not in (None, resource.RLIM_INFINITY)), default=hard)
+        wanted = min((bound for bound in bounds if bound not in (None, resource.RLIM_INFINITY)), default=hard)
         resource.prlimit(pid, resource.RLIMIT_DATA, (wanted or 0, hard))
     except (ImportError, AttributeError, OSError, ValueError):
         # Not on this system, or not ours to set.
@@ -102,24 +101,17 @@ def has_devices(folder: Path = Path("/dev")) -> bool:
 class FollowingLimit:
     """Keeps a process's limit at what it may still use, as others come, grow and go and as it reserves.
 
-    Args:
-        pid: of the process.
-        start: what it was given at the start.
-        budget_bytes: what the user allows it to hold, which is never exceeded.
-        reserves: whether it began without a limit, and gets one only when it holds much of what it may.
+    The budget is never exceeded. A process that `reserves` gets its limit only when it holds much of what it may.
     """
 
     def __init__(self, pid: int, start: Ceiling, budget_bytes: int | None, *, reserves: bool = False) -> None:
-        self._pid = pid
-        self._start = start
-        self._budget_bytes = budget_bytes
-        self._reserves = reserves
+        self._pid, self._start, self._budget_bytes, self._reserves = pid, start, budget_bytes, reserves
         self._inherited = own_limits()[0] or _LARGEST
         self._unused: deque[tuple[float, int]] = deque()
         is_budget = start.limit_of == "budget"
         self._settled_seconds = _SETTLED_SECONDS if is_budget else _LONG_SETTLED_SECONDS
+        # Followed more often than memory is sampled, except in a container, where others decide on it too.
         self.is_urgent = is_budget or reserves
-        """Whether it has to be followed more often than memory is sampled: in a container, others decide on it too."""
         self._works = start.data_bytes is not None
         self._was_set = False
         self._least_bytes = 0
@@ -145,14 +137,12 @@ class FollowingLimit:
         wanted = self.wanted(held, room, seconds)
         if abs(wanted - self.data_bytes) < _LEAST_CHANGE * self.data_bytes:
             return
-        is_set = _current_limit(self._pid) == self.data_bytes
-        if is_set:
+        if _current_limit(self._pid) == self.data_bytes:
             self._was_set = self._works = set_data_limit(wanted, self._pid)
+            self.data_bytes = wanted if self._works else self.data_bytes
         elif self._was_set:
             # It has lifted its limit, and needs the room to say what went wrong.
             self._works = False
-        if is_set and self._works:
-            self.data_bytes = wanted
 
     def wanted(self, held: Held, room: Room | None, seconds: float | None = None) -> int:
         """The limit that lets the process use what is left, for what is held and free now."""

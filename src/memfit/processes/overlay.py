@@ -93,20 +93,19 @@ def _tried(view: "_View", place: Path) -> str:
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
-        said = "it ended"
+        reason = ""
         try:
             view.enter(place)
-            said = ""
         except BaseException as error:
-            said = str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
         finally:
-            os.write(writing, said.encode(errors="replace")[:512] or b"\0")
+            os.write(writing, reason.encode(errors="replace")[:512] or b"\0")
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        told = pipe.read()
+        answer = pipe.read()
     os.waitpid(pid, 0)
-    return "" if told == b"\0" else told.decode(errors="replace") or "it ended"
+    return "" if answer == b"\0" else answer.decode(errors="replace") or "it ended"
 
 
 class _View:
@@ -157,8 +156,12 @@ class _View:
             self._bind(path)
         for path in self._kept_among_live():
             self._lay_over(path)
-        for path in (*self._shared, *_sockets()):
+        for path in self._shared:
             self._bind(path)
+        for path in _sockets():
+            # One may be gone by now, with its process.
+            with contextlib.suppress(FileNotFoundError):
+                self._bind(path)
         os.chdir(self._root)
         self._call("pivot_root", b".", b".")
         self._call("umount2", b".", _DETACH)
@@ -217,41 +220,49 @@ class _View:
             os.close(lower)
         self._layers.append((path, os.path.abspath(upper)))
 
-    def _make_alike(self, made: Path, path: str) -> None:
+    def _make_alike(self, folder: Path, path: str) -> None:
         status = os.stat(path)
         mode = stat.S_IMODE(status.st_mode)
         if self._is_root:
-            os.chown(made, status.st_uid, status.st_gid)
+            os.chown(folder, status.st_uid, status.st_gid)
         elif status.st_uid != os.geteuid():
             # Somebody else's folder has become this user's, who may do no more there than before.
             rights = sum(right for right in (os.R_OK, os.W_OK, os.X_OK) if os.access(path, right))
             mode = mode & ~stat.S_IRWXU | rights << 6
-        made.chmod(mode)
+        folder.chmod(mode)
 
     def _split(self, path: str) -> None:
         root = Path(self._at(path))
         if path in self._mounts:
             # Among the layers, where it can be seen from outside.
-            made = Path(str(len(self._layers)), "upper")
-            made.mkdir(parents=True)
-            self._make_alike(made, path)
-            self._mount(str(made), str(root), None, _BIND)
-            self._layers.append((path, os.path.abspath(made)))
+            upper = Path(str(len(self._layers)), "upper")
+            upper.mkdir(parents=True)
+            self._make_alike(upper, path)
+            self._mount(str(upper), str(root), None, _BIND)
+            self._layers.append((path, os.path.abspath(upper)))
         for entry in os.scandir(path):
-            place, status = root / entry.name, entry.stat(follow_symlinks=False)
-            if entry.is_symlink():
-                place.symlink_to(os.readlink(entry.path))
-            elif entry.is_dir():
-                place.mkdir()
-                self._make_alike(place, entry.path)
-                if entry.path not in self._mounts:
-                    self._lay_over(entry.path)
-            elif entry.is_file() and status.st_size <= _MAX_COPIED_BYTES and os.access(entry.path, os.R_OK):
-                shutil.copy2(entry.path, place)
-            else:
-                place.touch()
-                os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
-                self._bind(entry.path, read_only=entry.is_file())
+            try:
+                self._show(entry, root / entry.name)
+            except FileNotFoundError:
+                # Others, who don't wait for us, remove theirs from a folder such as /tmp.
+                if os.path.lexists(entry.path):
+                    raise
+
+    def _show(self, entry: "os.DirEntry[str]", place: Path) -> None:
+        status = entry.stat(follow_symlinks=False)
+        if entry.is_symlink():
+            place.symlink_to(os.readlink(entry.path))
+        elif entry.is_dir():
+            place.mkdir()
+            self._make_alike(place, entry.path)
+            if entry.path not in self._mounts:
+                self._lay_over(entry.path)
+        elif entry.is_file() and status.st_size <= _MAX_COPIED_BYTES and os.access(entry.path, os.R_OK):
+            shutil.copy2(entry.path, place)
+        else:
+            place.touch()
+            os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
+            self._bind(entry.path, read_only=entry.is_file())
 
     def _bind(self, path: str, *, read_only: bool = False) -> None:
         place = self._at(path)
@@ -265,10 +276,8 @@ class _View:
         return self._root if path == "/" else self._root + path
 
     def _mount(self, source: str, place: str, kind: str | None, flags: int, options: str = "") -> None:
-        words = (os.fsencode(source), os.fsencode(place), kind.encode() if kind else None)
-        self._call(
-            "mount", *words, ctypes.c_ulong(flags), options.encode() or None, what=f"{kind or 'bind'} of {place}"
-        )
+        words = (os.fsencode(source), os.fsencode(place), kind.encode() if kind else None, ctypes.c_ulong(flags))
+        self._call("mount", *words, options.encode() or None, what=f"{kind or 'bind'} of {place}")
 
     def _call(self, function: str, *arguments: object, what: str = "") -> None:
         if getattr(self._libc, function)(*arguments):
@@ -315,23 +324,18 @@ def is_within(path: str, folder: str) -> bool:
 def collect(folder: Path, kept: str = "") -> dict[str, str]:
     """Each file that the script wrote or changed, by the path it knew, and where it is now; "" where it is not kept.
 
-    Args:
-        folder: that was given to `overlay.enter`; where there was no view, there is nothing to collect.
-        kept: where to keep them, the path of each below the working folder or the root; "" for nowhere.
+    `folder` is the one given to `enter`. Files are `kept` there by their paths below the working folder or the root.
     """
-    try:
+    layers = []
+    with contextlib.suppress(OSError, ValueError):
         layers = json.loads(Path(folder, LAYERS).read_text("utf-8"))
-    except (OSError, ValueError):
-        layers = []
     written = {path: place for above, layer in layers for path, place in _written(str(above), Path(layer))}
-    if not written or not kept:
-        return dict.fromkeys(sorted(written), "")
-    places = {}
+    places = dict.fromkeys(sorted(written), "")
     target = Path(kept)
-    if target.exists() and any(target.iterdir()):
+    if kept and written and target.exists() and any(target.iterdir()):
         # In it, where nothing is yet.
         target = next(each for number in itertools.count(1) if not (each := Path(kept, str(number))).exists())
-    for path, place in sorted(written.items()):
+    for path, place in sorted(written.items()) if kept else ():
         below = os.path.relpath(path)
         there = target / (path.lstrip(os.sep) if below.startswith(os.pardir) else below)
         try:
@@ -339,7 +343,6 @@ def collect(folder: Path, kept: str = "") -> dict[str, str]:
             shutil.move(place, there)
             places[path] = str(there)
         except OSError as error:
-            places[path] = ""
             announce(f"{path} can't be kept as {there}: {error.strerror or error}")
     return places
 
@@ -351,8 +354,7 @@ def _written(above: str, layer: Path) -> Iterator[tuple[str, Path]]:
         for name in names:
             place = Path(current, name)
             path = os.path.normpath(os.path.join(above, place.relative_to(layer)))
-            status = place.lstat()
-            before = None
+            status, before = place.lstat(), None
             with contextlib.suppress(OSError):
                 before = os.lstat(path).st_mtime_ns
             # What was removed is a device file, and what only changed its owner or mode is a copy.

@@ -16,19 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memfit.core.own_memory import status_bytes
+
+# Programs that memfit starts, by the words that start them. They lie above this package, which is told of them.
+DRYRUN: tuple[str, ...] = ()  # runs a script on a simulated device; the path of a request is added
+SUPERVISED: tuple[str, ...] = ()  # runs a supervised script; the path of a request and a descriptor are added
+
 IS_LINUX = sys.platform.startswith("linux")
 KILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
 
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS = 0.02
-# Lines of /proc/PID/status.
-_SIZES = {
-    b"RssAnon": "anonymous_bytes",
-    b"RssShmem": "shared_bytes",
-    b"VmData": "data_bytes",
-    b"VmSwap": "swapped_bytes",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +94,9 @@ def held_by(pid: int) -> Held | None:
         except psutil().Error:
             return None
         return Held(int(memory.rss), int(memory.vms))
-    try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            lines = file.read().split(b"\n")
-    except OSError:
-        return None
-    sizes = {}
-    for line in lines:
-        name, _, value = line.partition(b":")
-        if name in _SIZES:
-            sizes[_SIZES[name]] = int(value.split()[0]) * 1024
+    sizes = status_bytes(f"/proc/{pid}/status", b"RssAnon", b"VmData", b"RssShmem", b"VmSwap")
     # One that has ended and was not waited for yet has none of these lines.
-    return Held(**sizes) if "anonymous_bytes" in sizes and "data_bytes" in sizes else None
+    return None if sizes[0] is None or sizes[1] is None else Held(sizes[0], sizes[1], sizes[2] or 0, sizes[3] or 0)
 
 
 def name_of(pid: int) -> str:
@@ -147,12 +137,7 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def end_descendants(pid: int, grace_seconds: float) -> None:
-    """Ends what a process has started and what was given to it, at first with a word of warning.
-
-    Args:
-        pid: the process, which is our own where those that ended are to be waited for too.
-        grace_seconds: how long they may take to end by themselves once they are told.
-    """
+    """Ends what a process, perhaps our own, has started or was given: told to end, and killed after a while."""
     if _told(pid, signal.SIGTERM):
         deadline = time.monotonic() + grace_seconds
         while time.monotonic() < deadline and _told(pid, 0):
@@ -168,30 +153,14 @@ def _told(pid: int, number: int) -> bool:
         for child in descendants(pid, recursive=False):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, os.WNOHANG)
-    running = [child for child in descendants(pid) if not _has_ended(child)]
-    for child in running:
-        send_to(child, number)
-    return bool(running)
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a process is gone, or only waits to be waited for."""
-    try:
-        return bool(psutil().Process(pid).status() in (psutil().STATUS_ZOMBIE, psutil().STATUS_DEAD))
-    except psutil().Error:
-        return True
-
-
-def name_of_signal(number: int) -> str:
-    """The signal's name, or its number in words.
-
-    >>> name_of_signal(9), name_of_signal(250)
-    ('SIGKILL', 'signal 250')
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    is_running = False
+    for child in descendants(pid):
+        with contextlib.suppress(psutil().Error):
+            # One that only waits to be waited for has ended.
+            if psutil().Process(child).status() not in (psutil().STATUS_ZOMBIE, psutil().STATUS_DEAD):
+                is_running = True
+                send_to(child, number)
+    return is_running
 
 
 def number_of(name: str) -> int:

@@ -68,8 +68,7 @@ def run_with(
 ) -> DryRun | None:
     """The run of a script with settings in force; None where they could not be put into practice for whole steps.
 
-    `request` is that of the plain run, which has told how the script's batches can be split, and `num_steps` are the
-    optimizer steps that it took.
+    `request` is that of the plain run, and `num_steps` are the optimizer steps that it took.
     """
     many = settings.micro_batches > 1 and request.accumulates
     steps = min(_STEPS_OF_PARTS, request.steps) if many else request.steps
@@ -95,10 +94,7 @@ def peak_with(
 
 
 def _with_need(died: DryRun, request: Request) -> tuple[DryRun, TooLarge | None]:
-    """The run with the estimate of an unlimited device, in which the failure of the limited one is noted.
-
-    Where that run tells no more than the limited one, what is known of the latter is all there is to know.
-    """
+    """The run with the estimate of an unlimited device, if that tells more, with the failure of the first."""
     request = replace(request, unlimited=True, watch=True)
     data = run_child(request, silent=True)
     free = DryRun.from_json(data)

@@ -34,6 +34,12 @@ _OUTCOMES = {
 EXIT_OUT_OF_MEMORY = 3
 EXIT_INTERRUPTED = 130
 _MAX_MARKS = 500
+_MARKS = {
+    "oom": ("out of memory", "an allocation failed{at}, and the guard rolled the step back"),
+    "settings": ("settings", "{text}"),
+    "checkpoint": ("checkpoint", "checkpoint written{at}"),
+    "resume": ("checkpoint", "resumed from a checkpoint{at}"),
+}
 # Of the memory, what the plan of an attempt may use beside that of the one before.
 _NEXT_SHARE, _LEAST_SHARE = 0.75, 0.3
 
@@ -88,7 +94,7 @@ class Supervisor:
             attempts=tuple(self._attempts),
             outcome=outcome,
             exit_code=fixed.get(outcome, exit_code),
-            history=self._history.samples,
+            history=tuple(self._history),
             marks=tuple(self._marks[:_MAX_MARKS]),
             budget_bytes=self._request.budget_bytes,
             limit_bytes=self._ceiling.limit_bytes,
@@ -116,8 +122,7 @@ class Supervisor:
         started = self._seconds()
         self._mark("start" if number == 1 else "restart", f"attempt {number}: {configuration}")
         counted, counted_around = self._groups.num_kills(), self._groups.num_kills(around=True)
-        log = kills.KernelLog()
-        try:
+        with contextlib.closing(kills.KernelLog()) as log:
             with child.started(request, folder, stdout_to_stderr=self._quiet_output) as running:
                 limit = limits.FollowingLimit(
                     running.pid, self._ceiling, self._host_budget(), reserves=configuration.reserves
@@ -151,8 +156,6 @@ class Supervisor:
                 guarded_by="TensorFlow" if uses_tensorflow else "",
                 reserves=configuration.reserves,
             )
-        finally:
-            log.close()
         ending = kills.explain(evidence)
         self._finish(configuration, ending, started, seen, events, last)
         if not ending.cause.is_memory or signals.ask_to_end:
@@ -166,18 +169,11 @@ class Supervisor:
         number, guarded = len(self._attempts) + 1, "guard" in last
         resumed_from = str(last["resume"].get("path", "")) if "resume" in last else self._checkpoint if guarded else ""
         for event in events[-_MAX_MARKS:]:
-            step = _step(event)
-            at = "" if step is None else f" in step {step}"
-            marks = {
-                "oom": ("out of memory", f"an allocation failed{at}, and the guard rolled the step back"),
-                "settings": ("settings", str(event.get("text", ""))),
-                "checkpoint": ("checkpoint", f"checkpoint written{at}"),
-                "resume": ("checkpoint", f"resumed from a checkpoint{at}"),
-            }
-            if event["event"] in marks:
-                moment = event.get("time")
+            if event["event"] in _MARKS:
+                (kind, text), step, moment = _MARKS[event["event"]], _step(event), event.get("time")
+                at = "" if step is None else f" in step {step}"
                 seconds = moment - self._clock_origin if isinstance(moment, int | float) else None
-                self._mark(*marks[event["event"]], seconds)
+                self._mark(kind, text.format(at=at, text=event.get("text", "")), seconds)
         saved = last.get("checkpoint", {})
         if saved.get("path"):
             update = _step(saved)
@@ -210,9 +206,9 @@ class Supervisor:
         attempt = self._attempts[-1]
         sizes = [event["micro_batch_size"] for event in events if isinstance(event.get("micro_batch_size"), int)]
         used = sizes[-1] if attempt.guarded and sizes else None
-        told = attempt.configuration.micro_batch_size
-        if told is not None and used is not None and used > told:
-            self._notes.append(f"attempt {attempt.number} was to use micro-batches of at most {told} but used {used}")
+        most = attempt.configuration.micro_batch_size
+        if most is not None and used is not None and used > most:
+            self._notes.append(f"attempt {attempt.number} was to use micro-batches of at most {most} but used {used}")
         following = next_configuration(
             [a.configuration for a in self._attempts],
             used,
@@ -230,12 +226,11 @@ class Supervisor:
             self._notes.append(reason)
             self._announce(f"giving up: {reason}")
             return None
+        start = "from its beginning, unless it resumes by itself"
         if attempt.guarded:
-            whence = f"from the checkpoint {self._checkpoint}" if self._checkpoint else "without a checkpoint"
-        else:
-            whence = "from its beginning, unless it resumes by itself"
-        total = self._retries + 1
-        self._announce(f"starting it again {whence}, with {following} (attempt {attempt.number + 1} of {total})")
+            start = f"from the checkpoint {self._checkpoint}" if self._checkpoint else "without a checkpoint"
+        number = f"attempt {attempt.number + 1} of {self._retries + 1}"
+        self._announce(f"starting it again {start}, with {following} ({number})")
         return following
 
     def _may_only_reserve(self, attempt: Attempt, last: Last) -> bool:
@@ -328,22 +323,14 @@ class Supervisor:
 
 
 def next_configuration(
-    tried: Collection[Configuration],
-    used: int | None,
+    tried: Collection[Configuration],  # what all attempts so far were told, the latest last
+    used: int | None,  # size of the micro-batches at the end of the latest, where a guard or an integration tells
     *,
-    rescues: bool = True,
-    plans: bool = False,
-    reserved: bool = False,
+    rescues: bool = True,  # whether the script's framework is one whose operations can be rescued
+    plans: bool = False,  # whether its guard plans for the memory it is told of
+    reserved: bool = False,  # whether the latest was refused address space while it had memory left
 ) -> Configuration | None:
-    """What the next attempt is told; None when nothing is left.
-
-    Args:
-        tried: what all attempts so far were told, the latest last.
-        used: size of the micro-batches at the end of the latest, where a guard or an integration tells.
-        rescues: whether the script's framework is one whose operations can be rescued.
-        plans: whether its guard plans for the memory it is told of.
-        reserved: whether the latest was refused address space while it had memory left.
-    """
+    """What the next attempt is told; None when nothing is left."""
     latest = list(tried)[-1]
     if reserved:
         # It needs nothing smaller.

@@ -1,9 +1,8 @@
 """Watches the memory of a script, its processes and its container while it runs.
 
-Five times a second, with reads that cost microseconds; who the script's processes are is asked less often, because
-walking the tree costs more. The script's own process is looked at more often than that, so that its limit is right
-before the next large request. What is kept: the history, the process that held most and when, and what each process
-held last, which is what is known of one that the kernel has killed.
+Five times a second, with reads that cost microseconds; the tree of processes is walked less often, and the script's
+own process is looked at more often, so that its limit is right before the next large request. Kept are the history,
+the process that held most, and what each process held last, which is what is known of one that the kernel has killed.
 """
 
 import contextlib
@@ -46,24 +45,18 @@ class Seen:
     exceeded: ProcessMemory | None = None
 
 
-class History:
+class History(list[Sample]):
     """Memory over time in bounded space: where samples are too many, neighbours become one with the larger figures."""
 
     def __init__(self, max_samples: int = _MAX_SAMPLES) -> None:
+        super().__init__()
         self._max = max_samples
-        self._samples: list[Sample] = []
 
     def add(self, sample: Sample) -> None:
         """Adds the next sample in time."""
-        if len(self._samples) >= self._max:
-            pairs = zip(self._samples[::2], self._samples[1::2], strict=False)
-            self._samples = [_larger(first, second) for first, second in pairs]
-        self._samples.append(sample)
-
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        """What is kept, in order."""
-        return tuple(self._samples)
+        if len(self) >= self._max:
+            self[:] = map(_larger, self[::2], self[1::2])
+        self.append(sample)
 
 
 def _larger(first: Sample, second: Sample) -> Sample:
@@ -80,17 +73,12 @@ class Watch:
     """Watches one attempt, in a thread of its own, while the `with` block lasts."""
 
     def __init__(self, pid: int, groups: Groups, limit: FollowingLimit, history: History, origin: float) -> None:
-        self._pid = pid
-        self._groups = groups
-        self._limit = limit
-        self._history = history
-        self._origin = origin
+        self._pid, self._groups, self._limit, self._history, self._origin = pid, groups, limit, history, origin
         self._limits: dict[int, FollowingLimit] = {}
         self._room: Room | None = None
-        self._used_bytes = 0
+        self._used_bytes = self._num_samples = 0
         self._others: list[int] = []
         self._names: dict[int, str] = {}
-        self._num_samples = 0
         self._seen = Seen(by_pid={})
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memfit-watch", daemon=True)
@@ -146,9 +134,7 @@ class Watch:
             for pid in list(by_pid)[: _MAX_REMEMBERED // 2]:
                 for known in (by_pid, self._names, self._limits):
                     known.pop(pid, None)
-        free = [] if self._room is None else [self._room.free_bytes]
-        if seen.least_free_bytes is not None:
-            free.append(seen.least_free_bytes)
+        free = (None if self._room is None else self._room.free_bytes, seen.least_free_bytes)
         self._seen = replace(
             self._seen,
             peak=max(filter(None, (self._seen.peak, own, *others)), key=lambda process: process.held_bytes or 0),
@@ -156,7 +142,7 @@ class Watch:
             by_pid=by_pid,
             data_bytes=max(seen.data_bytes, held.data_bytes),
             swapped_bytes=max(seen.swapped_bytes, held.swapped_bytes),
-            least_free_bytes=min(free, default=None),
+            least_free_bytes=min((size for size in free if size is not None), default=None),
             shared_memory_full=seen.shared_memory_full or is_shared_memory_full(),
         )
         others_bytes = sum(other.held_bytes or 0 for other in others)

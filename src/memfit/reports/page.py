@@ -21,7 +21,6 @@ from memfit.core.plan import Plan
 from memfit.core.printing import printable
 from memfit.core.supervised import SupervisedRun
 from memfit.reports.dryrun import figures as run_figures
-from memfit.reports.dryrun.payload import build_run_payload
 from memfit.reports.estimate import figures
 from memfit.reports.estimate.payload import build_payload
 from memfit.reports.estimate.text import format_estimate
@@ -29,7 +28,6 @@ from memfit.reports.files import write_whole
 from memfit.reports.plan import figures as plan_figures
 from memfit.reports.plan.payload import build_plan_payload
 from memfit.reports.run import figures as supervised_figures
-from memfit.reports.run.payload import build_supervised_payload
 
 _SCRIPTS = {
     "page": ("document", "axes", "curves", "chart", "treemap", "tables", "run", "page"),
@@ -42,14 +40,18 @@ _STYLES = {"page": ("page",), "plan": ("page", "plan"), "supervised": ("page", "
 def render_page(result: Estimate | DryRun | Plan | SupervisedRun) -> str:
     """The page of a result as one string of HTML."""
     if isinstance(result, DryRun):
-        return _render(run_figures.verdict(result), str(run_figures.report(result)), build_run_payload(result))
+        return _render(
+            run_figures.verdict(result), str(run_figures.report(result)), run_figures.build_run_payload(result)
+        )
     if isinstance(result, Plan):
         return _render(
             plan_figures.verdict(result), str(plan_figures.report(result)), build_plan_payload(result), "plan"
         )
     if isinstance(result, SupervisedRun):
         text = str(supervised_figures.report(result))
-        return _render(supervised_figures.verdict(result), text, build_supervised_payload(result), "supervised")
+        return _render(
+            supervised_figures.verdict(result), text, supervised_figures.build_supervised_payload(result), "supervised"
+        )
     return _render(figures.headline(result), format_estimate(result), build_payload(result))
 
 

@@ -18,7 +18,7 @@ QUIET = DryRunOptions(quiet_output=True)
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    monkeypatch.setattr("memfit.processes.programs.DRYRUN", (sys.executable, fake_child.__file__))
+    monkeypatch.setattr("memfit.processes.process_tree.DRYRUN", (sys.executable, fake_child.__file__))
     path = tmp_path / "train.py"
     path.write_text("")
     return path

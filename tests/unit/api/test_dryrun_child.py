@@ -119,7 +119,7 @@ def test_the_users_files_stay_what_they_are(tmp_path, monkeypatch, has_view):
         pytest.skip(done.stderr)
 
     # AND the user's files are what they were; where others than checkpoints are not, that was said
-    assert ("whatever else it writes or removes" in done.stderr) is not has_view
+    assert ("everything else that it writes or removes" in done.stderr) is not has_view
     assert (f"except below {cache}" in done.stderr) is has_view
     for path in folder.rglob("*.pt"):
         assert path.read_text() == "the user's"

@@ -56,7 +56,7 @@ def test_the_defaults(asked, script):
         ({"script": "no.such.module", "module": True}, BadTarget, "there is no module 'no.such.module'"),
         ({"budget": "8 bananas"}, InvalidSize, "'8 bananas' is not a size"),
         ({"retries": -1}, BadInput, "retries must be at least 0, but -1 was given"),
-        ({"arguments": "--lr 1"}, BadInput, "must be a list of words, but the text '--lr 1'"),
+        ({"arguments": "--lr 1"}, BadInput, r"must be a list such as \['--lr', '1'\], but the text '--lr 1'"),
         ({"checkpoint": "train.py"}, BadFile, "'train.py' is not a folder"),
         ({"checkpoint": "train.py/inner"}, BadFile, "can't be made: Not a directory"),
     ],

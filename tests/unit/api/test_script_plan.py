@@ -29,7 +29,7 @@ def script(tmp_path):
         ({"device": "t4", "steps": 0}, "steps must be at least 1, but 0 was given"),
         ({"device": "t4", "count": 0}, "count must be at least 1, but 0 was given"),
         ({"device": "t4", "arguments": "--lr 1"}, r"arguments must be a list such as \['--lr', '1'\]"),
-        ({"device": "t4", "allow": ["magic"]}, "'magic' is nothing that can be allowed"),
+        ({"device": "t4", "allow": ["magic"]}, "'magic' is not something that can be allowed"),
         ({"device": "t4", "options": PlanOptions(measure=True)}, "measure is for plans of steps"),
     ],
 )

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -221,6 +221,44 @@ def test_torch_is_equipped_when_the_script_imports_it(tmp_path):
 
     assert done.stdout == "2.0\n", done.stderr
     assert [event["event"] for event in read_events(tmp_path)] == ["torch"]
+
+
+@pytest.fixture
+def equipped(monkeypatch, tmp_path):
+    """Equips a process that isn't this one; gives what was done and told."""
+    done = []
+    monkeypatch.setenv(env.RUN_REQUEST, str(tmp_path / "request.json"))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr("memfit.frameworks.torch.budget.limit_devices", lambda size: done.append(("budget", size)))
+    monkeypatch.setattr("memfit.frameworks.torch.rescue.Rescue", lambda *, eager: done.append(("rescue", eager)))
+
+    def install(request, trainers=()):
+        monkeypatch.setattr("memfit.api.integrations.TRAINERS", dict(trainers))
+        _supervised._install_torch(request)
+        return done, [event["event"] for event in read_events(tmp_path)]
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("changes", "done", "events"),
+    [
+        ({}, [], ["torch"]),
+        ({"budget_bytes": 5, "rescue": True, "eager": True}, [("budget", 5), ("rescue", True)], ["torch", "rescue"]),
+    ],
+)
+def test_torch_gets_what_was_asked_for(equipped, changes, done, events):
+    assert equipped(RunRequest(**changes)) == (done, events)
+
+
+def test_trainers_are_guarded_when_they_are_imported(equipped, monkeypatch):
+    there = ModuleType("imported_before")
+    monkeypatch.setitem(sys.modules, "imported_before", there)
+    seen = []
+
+    equipped(RunRequest(), {"imported_before": seen.append, "never_imported": seen.append})
+
+    assert seen == [there]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("raise AssertionError('only the child runs this')\n")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text("")
-    monkeypatch.setattr("memfit.processes.programs.DRYRUN", (sys.executable, fake_child.__file__))
+    monkeypatch.setattr("memfit.processes.process_tree.DRYRUN", (sys.executable, fake_child.__file__))
     monkeypatch.setenv(fake_child.LOG, str(tmp_path / "children.log"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -108,7 +108,7 @@ def test_json_equals_what_the_api_says(folder, capfd):
     [
         ("complete", 0, ": fits"),
         ("oom", 3, "train.py would run out of memory on NVIDIA Tesla T4 at train.py:88, in step 1, forward"),
-        ("failure", 4, "failed for another reason than memory: ValueError: no (train.py:3)"),
+        ("failure", 4, "failed for a reason of its own: ValueError: no (train.py:3)"),
         ("SIGSEGV", 4, "train.py crashed: the process was ended by SIGSEGV"),
         ("no step", 5, "ended without an optimizer step, peak 1.13 GiB"),
     ],
@@ -152,7 +152,7 @@ def test_a_page_is_written(folder, capfd):
 def test_a_crash_leaves_no_page(folder, capfd):
     _, written = run(capfd, "-d", "t4", "--html", "memory.html", "train.py", "SIGKILL")
 
-    assert written.out.endswith("no page: the run left nothing to draw in memory.html\n")
+    assert written.out.endswith("no page was written to memory.html: the run recorded nothing to draw\n")
     assert not (folder / "memory.html").exists()
 
 
@@ -215,9 +215,9 @@ INTERRUPTED = """
 import sys
 
 from memfit.commands import main
-from memfit.processes import programs
+from memfit.processes import process_tree
 
-programs.DRYRUN = (sys.executable, sys.argv[1])
+process_tree.DRYRUN = (sys.executable, sys.argv[1])
 sys.exit(main(["dryrun", "-d", "t4", *sys.argv[2:]]))
 """
 

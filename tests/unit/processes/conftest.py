@@ -11,7 +11,7 @@ from tests.unit.processes import fake_child
 def child(monkeypatch, tmp_path):
     """Children are fake ones; gives what each was asked for, in order."""
     log = tmp_path / "children.log"
-    monkeypatch.setattr("memfit.processes.programs.DRYRUN", (sys.executable, str(Path(fake_child.__file__))))
+    monkeypatch.setattr("memfit.processes.process_tree.DRYRUN", (sys.executable, str(Path(fake_child.__file__))))
     monkeypatch.setenv(fake_child.LOG, str(log))
 
     def asked():

@@ -342,3 +342,25 @@ def test_without_a_view_nothing_is_known(tmp_path, text):
 
     assert collect(tmp_path, str(tmp_path / "kept")) == {}
     assert not (tmp_path / "kept").exists()
+
+
+def test_a_file_that_others_remove_meanwhile_is_no_reason_to_fail(tmp_path, monkeypatch):
+    # GIVEN a folder that is shown entry by entry, of which one goes when it is about to be shown
+    for name in ("gone", "there"):
+        (tmp_path / "shared" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "shared" / name).write_text(name)
+    view = overlay._View(str(tmp_path), (), ())
+    view._root = str(tmp_path / "root")
+    (tmp_path / f"root{tmp_path}" / "shared").mkdir(parents=True)
+    plain = overlay._View._show
+
+    def show(self, entry, place):
+        if entry.name == "gone":
+            os.remove(entry.path)
+        plain(self, entry, place)
+
+    monkeypatch.setattr(overlay._View, "_show", show)
+
+    # THEN the others are shown
+    view._split(str(tmp_path / "shared"))
+    assert os.listdir(tmp_path / f"root{tmp_path}" / "shared") == ["there"]

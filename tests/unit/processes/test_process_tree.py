@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import signal
 import subprocess
@@ -6,6 +7,7 @@ import time
 
 import pytest
 
+import memfit
 from memfit.core.units import MIB
 from memfit.processes import process_tree as processes
 
@@ -137,3 +139,13 @@ def test_a_system_without_prctl(monkeypatch):
 
 def test_a_closed_descriptor_is_no_terminal():
     assert not processes.is_terminal(987)
+
+
+@pytest.mark.parametrize("program", ["DRYRUN", "SUPERVISED"])
+def test_the_programs_are_there_once_memfit_is(program):
+    assert memfit.__all__
+
+    *_, option, module = getattr(processes, program)
+
+    assert option == "-m"
+    assert importlib.util.find_spec(module) is not None

@@ -1,20 +1,19 @@
-"""What every report says about a dry run, before any of them decides how it looks.
-
-A report is a verdict, a few lines below it, and parts. Text, terminal and page show the same ones.
-"""
+"""What every report says about a dry run, as text, in the terminal and on a page."""
 
 import shlex
+from typing import Any
 
 from memfit.core.dryrun import Advice, DryRun, Failure, Outcome, Scan
+from memfit.core.errors import BadInput
 from memfit.core.estimate import CACHED, CONTEXT, OTHER_PROCESSES, Estimate, Note
 from memfit.core.timeline import Phase
 from memfit.core.units import format_size
 from memfit.reports.estimate import figures
 from memfit.reports.estimate.figures import printable
+from memfit.reports.estimate.payload import build_payload
 from memfit.reports.parts import HARMLESS, KEEPS, Part, Report, note_line, sum_up
 
-REDIRECTED = "checkpoint-redirected"
-"""Code of the notes on checkpoints, which have a part of their own."""
+REDIRECTED = "checkpoint-redirected"  # code of the notes on checkpoints, which have a part of their own
 
 NUM_TOP = 5
 _REPORT = (
@@ -45,11 +44,10 @@ def verdict(run: DryRun) -> str:
         exit_code = "no exit code" if run.exit_code is None else f"exit code {run.exit_code}"
         reason = ", and the simulation may be the reason" if run.suspicion else " for a reason of its own"
         return f"{head} failed{reason}: {printable(run.error) or exit_code}"
-    if run.outcome is Outcome.NO_STEP and not run.error and _fits_until_then(run) is not None:
+    if _fits_until_then(run) is not None:
         return f"{head}, peak {_peak(run)}: {figures.answer(_fits_until_then(run))} as far as it went"
     if run.outcome in (Outcome.NO_STEP, Outcome.INTERRUPTED):
-        why = f": {printable(run.error)}" if run.error else ""
-        return f"{head}, so whether it fits is unknown{why}"
+        return f"{head}, so whether it fits is unknown" + (f": {printable(run.error)}" if run.error else "")
     if run.is_off_device:
         return f"{head} and put nothing on the device, so whether it fits is unknown: does it move its model there?"
     peak = f"{head}, peak {_peak(run)}"
@@ -59,8 +57,10 @@ def verdict(run: DryRun) -> str:
 
 
 def _fits_until_then(run: DryRun) -> bool | None:
-    """Whether what a script without a step did runs on the device; None where it did nothing there."""
-    return run.estimate.fits if run.estimate is not None and run.estimate.timeline.blocks else None
+    """Whether what a script without a step did fits; None where it did nothing on the device or says why it can't."""
+    if run.outcome is not Outcome.NO_STEP or run.error or run.estimate is None or not run.estimate.timeline.blocks:
+        return None
+    return run.estimate.fits
 
 
 def answer(run: DryRun) -> str:
@@ -76,7 +76,7 @@ def details(run: DryRun) -> list[str]:
     estimate = run.estimate
     if run.num_devices > 1:
         lines.append("all figures are those of one device")
-    if run.outcome is Outcome.NO_STEP and not run.error and _fits_until_then(run) is not None:
+    if _fits_until_then(run) is not None:
         lines.append("training was not seen: gradients and an optimizer's state, if there are any, are not in it")
     elif not is_whole(run) and estimate is not None and estimate.timeline.blocks:
         lines.append(f"until then: peak {_peak(run)} (simulated)")
@@ -95,8 +95,7 @@ def details(run: DryRun) -> list[str]:
 
 def place(failure: Failure) -> str:
     """Where and when an allocation failed."""
-    where = f"at {printable(failure.source)}, " if failure.source else ""
-    return where + moment(failure)
+    return (f"at {printable(failure.source)}, " if failure.source else "") + moment(failure)
 
 
 def moment(failure: Failure) -> str:
@@ -242,9 +241,8 @@ def scan_lines(run: DryRun) -> list[str]:
             sizes += f", median {format_size(scan.median_bytes)}"
         lines.append(f"{looked} looked at: {sizes}")
         for leaf in scan.leaves:
-            first, last = shape(leaf.smallest_shape), shape(leaf.largest_shape)
-            varies = first if first == last else f"{first} to {last}"
-            lines.append(f"{printable(leaf.name)}: {printable(leaf.dtype)}, {varies}")
+            shapes = [" x ".join(map(str, sizes)) or "scalar" for sizes in (leaf.smallest_shape, leaf.largest_shape)]
+            lines.append(f"{printable(leaf.name)}: {printable(leaf.dtype)}, {' to '.join(dict.fromkeys(shapes))}")
     if scan.fits is not None:
         peak = "" if scan.peak_bytes is None else f": peak {format_size(scan.peak_bytes)} (simulated)"
         lines.append(f"{longest(scan)}{peak}: {figures.answer(scan.fits)}")
@@ -255,30 +253,19 @@ def scan_lines(run: DryRun) -> list[str]:
     return lines
 
 
-def shape(sizes: tuple[int, ...]) -> str:
-    """A shape as people write it; a scalar has none.
-
-    >>> shape((8, 128)), shape(())
-    ('8 x 128', 'scalar')
-    """
-    return " x ".join(map(str, sizes)) or "scalar"
-
-
 def notes(run: DryRun) -> list[Note]:
-    """The notes that are shown one by one."""
+    """The notes that are shown, with one for all values that were read from the device."""
+    if run.estimate is None:
+        return []
     summed_up = {HARMLESS, REDIRECTED} if run.redirected else {HARMLESS}
-    return [] if run.estimate is None else [note for note in run.estimate.notes if note.code not in summed_up]
-
-
-def stand_ins(run: DryRun) -> str:
-    """All values that were read from the device in one line; "" where there are none."""
-    return "" if run.estimate is None else sum_up(run.estimate.notes)
+    stand_ins = sum_up(run.estimate.notes)
+    shown = [note for note in run.estimate.notes if note.code not in summed_up]
+    return [*shown, Note(HARMLESS, stand_ins)] if stand_ins else shown
 
 
 def note_lines(run: DryRun) -> list[str]:
-    """Each note in a line, and one for all stand-ins."""
-    lines = [*map(note_line, notes(run)), stand_ins(run)]
-    return [line for line in lines if line]
+    """Each note in a line."""
+    return [note.text if note.code == HARMLESS else note_line(note) for note in notes(run)]
 
 
 def _progress(run: DryRun) -> str:
@@ -289,9 +276,8 @@ def _progress(run: DryRun) -> str:
         return f"ran {counted}"
     if run.outcome is Outcome.ENDED:
         return f"ended by itself after {run.num_steps} of {run.steps_wanted} steps"
-    if run.outcome is Outcome.INTERRUPTED:
-        return f"interrupted after {counted}" if run.num_steps else "interrupted before its first step"
-    return f"after {counted}," if run.num_steps else "before its first step,"
+    until = f"after {counted}" if run.num_steps else "before its first step"
+    return f"interrupted {until}" if run.outcome is Outcome.INTERRUPTED else f"{until},"
 
 
 def _peak(run: DryRun) -> str:
@@ -303,3 +289,57 @@ def _peak(run: DryRun) -> str:
 def report(run: DryRun) -> Report:
     """A rule, the verdict, where it ran out, what would help, notes."""
     return Report(verdict(run), details(run), parts(run), run.fits, with_rule=True)
+
+
+def build_run_payload(run: DryRun) -> dict[str, Any]:
+    """Everything the page shows, as a plain structure that `json` can write."""
+    estimate = run.estimate
+    if estimate is None:
+        raise BadInput(f"there is nothing to draw: {verdict(run)}.")
+    fatal, late = run.fatal, None if run.scan is None else run.scan.failure
+    failed = [failure for failure in (fatal, late) if failure is not None]
+    # The page has places of its own for these.
+    shown = [line for failure in failed for line in failure_lines(run, failure)]
+    return {
+        **build_payload(estimate),
+        "headline": f"memfit dryrun: {command(run)}",
+        "demand": verdict(run),
+        "answer": answer(run),
+        "fits": run.fits,
+        "bounds": figures.bounds(estimate) if is_whole(run) else "",
+        "failure": None if fatal is None else asked(run, fatal),
+        "figures": [[f.label, f.value, f.origin] for f in run_figures(run)],
+        "seconds": round(run.seconds, 2),
+        "notes": [[note.code, note.text, note.source] for note in notes(run)],
+        "run": {
+            "details": [line for line in (*details(run), *advice_lines(run)) if line not in shown],
+            "failure": None if fatal is None else _failure(run, fatal),
+            "scan": [line for line in scan_lines(run) if line not in shown],
+            "scanFailure": None if late is None else _failure(run, late),
+            "advice": [
+                [
+                    advice.title,
+                    format_size(advice.saves_bytes),
+                    format_size(advice.peak_bytes),
+                    None if estimate.capacity_bytes is None else advice.peak_bytes <= estimate.capacity_bytes,
+                    KEEPS.get(advice.keeps, advice.keeps),
+                    advice.origin.value,
+                    advice.how,
+                ]
+                for advice in run.advice
+            ],
+            "redirected": [(given, real or "not kept") for given, real in run.redirected.items()],
+        },
+    }
+
+
+def _failure(run: DryRun, failure: Failure) -> dict[str, Any]:
+    groups = failure_groups(run, failure)
+    rows = figures.rows(groups, sum(groups.values()))
+    return {
+        "title": f"Held {moment(failure)}",
+        "source": failure.source,
+        "code": failure.code.strip(),
+        "message": failure.message,
+        "rows": [[row.name, row.size_bytes, row.share] for row in rows],
+    }

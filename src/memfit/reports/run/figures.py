@@ -1,8 +1,10 @@
 """What every report of a supervised run says, before any of them decides how it looks."""
 
+from typing import Any
+
 from memfit.core.supervised import Attempt, Cause, Outcome, SupervisedRun
 from memfit.core.units import format_size
-from memfit.reports.estimate.figures import Figure, printable
+from memfit.reports.estimate.figures import Figure, package_version, printable
 from memfit.reports.parts import Grid, Line, Part, Report
 
 _MEASURED, _GIVEN = "measured", "given"
@@ -81,14 +83,6 @@ def details(run: SupervisedRun) -> list[str]:
     return lines
 
 
-def attempt_parts(run: SupervisedRun) -> list[Part]:
-    """A table of the attempts, where there was more than one."""
-    if len(run.attempts) < 2:
-        return []
-    columns = ("attempt", "run with", ">time", ">peak", "steps", "started from", "ended")
-    return [Part("Attempts", grid=Grid(columns, tuple(Line(tuple(row(attempt))) for attempt in run.attempts)))]
-
-
 def row(attempt: Attempt) -> list[str]:
     """An attempt as the cells of a table."""
     return [
@@ -102,12 +96,44 @@ def row(attempt: Attempt) -> list[str]:
     ]
 
 
-def report(run: SupervisedRun) -> Report:
-    """The verdict, why each attempt ended, the attempts, notes."""
-    notes = [Part("Notes", lines=tuple(map(printable, run.notes)))] if run.notes else []
-    return Report(verdict(run), details(run), [*attempt_parts(run), *notes], is_good(run))
+def report(run: SupervisedRun, *, brief: bool = False) -> Report:
+    """The verdict, why the last attempt ended, the attempts, notes; `brief`: without what was told meanwhile."""
+    parts = []
+    if len(run.attempts) > 1:
+        columns = ("attempt", "run with", ">time", ">peak", "steps", "started from", "ended")
+        parts.append(Part("Attempts", grid=Grid(columns, tuple(Line(tuple(row(a))) for a in run.attempts))))
+    if run.notes and not brief:
+        parts.append(Part("Notes", lines=tuple(map(printable, run.notes))))
+    return Report(verdict(run), [] if brief else details(run), parts, is_good(run))
 
 
-def brief_report(run: SupervisedRun) -> Report:
-    """The verdict and the attempts, for where it was said why each ended when it ended."""
-    return Report(verdict(run), [], attempt_parts(run), is_good(run))
+def build_supervised_payload(run: SupervisedRun) -> dict[str, Any]:
+    """Everything the page shows, as a plain structure that `json` can write."""
+    history = run.history
+    has_others = any(sample.others_bytes for sample in history)
+    has_group = any(sample.group_bytes is not None for sample in history)
+    return {
+        "memfit": package_version(),
+        "headline": f"memfit run: {command(run)}",
+        "demand": verdict(run),
+        "answer": answer(run),
+        "fits": is_good(run),
+        "details": details(run),
+        "figures": [[f.label, f.value, f.origin] for f in figures(run)],
+        "seconds": run.seconds,
+        "limit": run.limit_bytes,
+        "limitName": limit_name(run),
+        "times": [sample.seconds for sample in history],
+        "series": [
+            ["script", [sample.script_bytes for sample in history]],
+            *([["its other processes", [sample.others_bytes for sample in history]]] if has_others else []),
+            *([["whole container", [sample.group_bytes for sample in history]]] if has_group else []),
+        ],
+        "marks": [[mark.seconds, mark.kind, mark.text] for mark in run.marks],
+        "spans": [[attempt.started, attempt.started + attempt.seconds] for attempt in run.attempts],
+        "attempts": [
+            [*row(attempt), "" if attempt.ending.cause is Cause.ENDED else attempt.ending.text]
+            for attempt in run.attempts
+        ],
+        "notes": [["note", note, ""] for note in run.notes],
+    }

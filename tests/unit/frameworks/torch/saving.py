@@ -55,7 +55,7 @@ class Run:
 
     @property
     def redirected(self):
-        return self.checkpoints.redirected
+        return self.checkpoints.files.redirected
 
 
 @contextmanager

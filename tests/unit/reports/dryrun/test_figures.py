@@ -51,11 +51,11 @@ TITLE = "NVIDIA GeForce RTX 3090"
         (make_dead_run(failures=()), f"train.py would run out of memory on {TITLE}"),
         (
             make_run(outcome=Outcome.FAILED, num_steps=1, error="ValueError: no (train.py:3)"),
-            f"train.py on {TITLE}: after 1 step, failed for another reason than memory: ValueError: no (train.py:3)",
+            f"train.py on {TITLE}: after 1 step, failed for a reason of its own: ValueError: no (train.py:3)",
         ),
         (
             make_run(outcome=Outcome.FAILED, num_steps=0, exit_code=9),
-            f"train.py on {TITLE}: before its first step, failed for another reason than memory: exit code 9",
+            f"train.py on {TITLE}: before its first step, failed for a reason of its own: exit code 9",
         ),
         (
             make_run(outcome=Outcome.NO_STEP, num_steps=0),

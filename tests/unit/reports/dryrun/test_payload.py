@@ -5,7 +5,7 @@ import pytest
 from memfit.core.dryrun import Outcome
 from memfit.core.errors import BadInput
 from memfit.reports.dryrun import figures as run_figures
-from memfit.reports.dryrun.payload import build_run_payload
+from memfit.reports.dryrun.figures import build_run_payload
 from memfit.reports.estimate.payload import build_payload
 from tests.unit.reports.builders import MYSTERY
 from tests.unit.reports.run_builders import ADVICE, make_dead_run, make_run, make_run_estimate, make_scan

@@ -59,7 +59,7 @@ def test_whose_limit_it_is(of, name):
 
 def test_why_it_ended_is_told_where_it_is_not_plain():
     assert figures.details(make_lost())[0].startswith("the kernel killed it: process 70")
-    assert figures.details(make_supervised()) == ["most was held by process 70 (python), 990.0 MiB, at 4.1 s"]
+    assert figures.details(make_supervised()) == ["largest process: process 70 (python), 990.0 MiB, at 4.1 s"]
 
 
 def test_parts():

@@ -2,7 +2,7 @@ import json
 
 from memfit.core.units import GIB, MIB
 from memfit.reports.page import render_page, write_page
-from memfit.reports.run.payload import build_supervised_payload
+from memfit.reports.run.figures import build_supervised_payload
 from tests.unit.core.supervised_builders import make_lost, make_supervised
 
 

@@ -36,7 +36,7 @@ def test_one_attempt_needs_no_table():
 
 def shown(run):
     console = Console(file=io.StringIO(), width=140, force_terminal=True, color_system="standard")
-    console.print(render_report(figures.brief_report(run)))
+    console.print(render_report(figures.report(run, brief=True)))
     return console.file.getvalue()
 
 

@@ -1,18 +1,14 @@
 """Saving and loading during a dry run: the script goes on, and the user's files stay as they are.
 
-Simulated tensors have no values, and a model that a dry run has trained for three steps is nobody's best. So whatever
-the script saves goes to a folder of its own, as shapes where there are no values, and is found there when the script
-loads it again: by torch.save and torch.load, safetensors, h5py (Keras), torch.distributed.checkpoint, or by opening
-files itself. Loading the user's own files to the simulated device works as well; values are read on the host.
+Simulated tensors have no values, and what three steps have trained is nobody's best model. So what the script saves
+(torch.save, safetensors, h5py, torch.distributed.checkpoint, files that it opens) goes to a folder of its own, as
+shapes where there are no values, and is found there when it is loaded again. The user's own files can be loaded to the
+simulated device; values are read on the host. Copies of functions, as transformers keeps of safetensors', are replaced.
 
-The stand-ins are to be in place before the script imports what copies functions, as transformers does with those of
-safetensors. Where that has happened before, as in a notebook, the copies are replaced too.
-
-The formats of safetensors and torch.distributed.checkpoint have no place for tensors without values: what holds some
-is written by torch.save instead, under the name that the user's code gave. Such a safetensors file is told from others
-by its first bytes. PyTorch's distributed writer puts the parts of all ranks together and refuses when some are missing,
-and in a simulation there is only one rank. So what that rank holds is saved in one file. Loading it leaves tensors as
-they are, for they have no values anyway, and restores everything else. With one rank nothing of this is needed.
+safetensors and torch.distributed.checkpoint can't hold tensors without values: those are written by torch.save, under
+the name that the script gave, and told from real safetensors files by their first bytes. PyTorch's distributed writer
+wants the parts of all ranks, and a simulation has one: what that rank holds is saved in one file. Loading it leaves
+tensors, which have no values anyway, as they are.
 """
 
 import functools
@@ -23,6 +19,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -50,112 +47,86 @@ _SCRIPT: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
 
 
 class Checkpoints:
-    """What a dry run saves, and stand-ins for the functions that save and load.
-
-    Args:
-        folder: where redirected files go; None: a new temporary folder, made on first use.
-        report: takes (code, text) of each file redirected and each deletion skipped.
-        place: moves a real host tensor to the simulated device or revives a shape-only one there, and returns it.
-        device_of: where a shape-only tensor is shown to be.
-        num_ranks: processes that the simulated one is said to be one of.
-        private: whether nobody but the script sees what it writes.
-    """
+    """What a dry run saves, and stand-ins for functions that save and load; `place`, `device_of`: as in `ShapeOnly`."""
 
     def __init__(
         self,
-        folder: str | None,
-        report: Report,
+        folder: str | None,  # where redirected files go; None: a new temporary folder, made on first use
+        report: Report,  # takes (code, text) of each file redirected and each deletion skipped
         place: Place,
         device_of: Callable[[torch.Tensor], torch.device] = lambda tensor: _ON_DEVICE,
-        num_ranks: int = 1,
+        num_ranks: int = 1,  # processes that the simulated one is said to be one of
         *,
-        private: bool = False,
+        private: bool = False,  # whether nobody but the script sees what it writes
     ) -> None:
         self._num_ranks = num_ranks
         self._report = report
-        self._files = RedirectedFiles(folder, report, private=private)
+        self.files = RedirectedFiles(folder, report, private=private)
         self._shapes = ShapeOnly(place, device_of)
         self._plain_save: Callable[..., None] = torch.save
         self._plain_load: Callable[..., Any] = torch.load
-        self._plain_load_script: Callable[..., Any] = torch.jit.load
-        self.finish = self._files.finish
-        """Removes what the script's checkpoints left behind beside the user's; to be called after the dry run."""
-        self.redirected = self._files.redirected
-        """Absolute path asked for -> path written."""
-        self.are_private = private
 
     def replacements(self) -> list[Replacement]:
         """What to put in place for the time of the dry run."""
-        stand_in = self._files.stand_in
         inner, copied = self._of_safetensors()
         copied += [
-            Replacement(torch, "save", stand_in(self._plain_save, self._save)),
-            Replacement(torch, "load", stand_in(self._plain_load, self._load)),
-            Replacement(torch.jit, "load", stand_in(self._plain_load_script, self._load_script)),
+            self.files.replacement(torch, "save", self._save),
+            self.files.replacement(torch, "load", self._load),
+            self.files.replacement(torch.jit, "load", self._load_script),
         ]
-        owner, name = internals.place("file_writer")
-        writing = functools.partial(self._write, getattr(owner, name))
-        inner.append(Replacement(owner, name, stand_in(getattr(owner, name), writing)))
+        inner.append(self.files.replacement(*internals.place("file_writer"), self._write))
         # Without TorchScript modules are plain ones.
-        save_script = getattr(_SCRIPT, "save", None)
-        if save_script is not None:
-
-            def saving(module: Any, f: Any, **kwargs: Any) -> None:
-                save_script(module, self._files.target(f), **kwargs)
-
-            inner.append(Replacement(_SCRIPT, "save", stand_in(save_script, saving)))
+        if hasattr(_SCRIPT, "save"):
+            inner.append(self.files.replacement(_SCRIPT, "save", self._save_script))
         return [
-            *self._files.replacements(),
+            *self.files.replacements(),
             *self._shapes.replacements(),
             *inner,
             *_with_copies(copied),
             *self._of_h5py(),
-            *(self._of_numpy() if self.are_private else []),
+            *(self._of_numpy() if self.files.are_private else []),
             *(self.of_ranks() if self._num_ranks > 1 else []),
         ]
 
-    def _save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    def _save(self, plain: Plain, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if _is_path(f):
-            self._plain_save(obj, self._files.target(f) if self._files.is_regular(f) else f, *args, **kwargs)
+            plain(obj, self.files.target(f) if self.files.is_regular(f) else f, *args, **kwargs)
             return
         # torch.distributed.checkpoint passes a wrapper of the file.
-        name = getattr(f, "name", None) or getattr(getattr(f, "raw", None), "name", None)
-        if not isinstance(name, str):
-            self._plain_save(obj, f, *args, **kwargs)
-            return
-        if name.endswith(_DISTRIBUTED) and self._files.is_own(name):
-            obj = _without_zeros(obj)
+        name: Any = getattr(f, "name", None) or getattr(getattr(f, "raw", None), "name", None)
+        is_file = isinstance(name, str)
+        is_own = is_file and self.files.is_own(name)
         before = self._shapes.num_stored
-        self._plain_save(obj, f, *args, **kwargs)
-        is_apart = self._files.is_own(name) or name.startswith(tempfile.gettempdir() + os.sep)
-        if self._shapes.num_stored > before and not is_apart:
-            self._report(
-                OVERWRITTEN,
-                f"{name} was opened for writing, and nothing in its name says that it is a checkpoint: "
-                "it now holds shapes without values",
-            )
+        plain(_without_zeros(obj) if is_own and name.endswith(_DISTRIBUTED) else obj, f, *args, **kwargs)
+        is_users = is_file and not is_own and not name.startswith(tempfile.gettempdir() + os.sep)
+        if is_users and self._shapes.num_stored > before:
+            text = f"{name} was opened for writing, and nothing in its name says that it is a checkpoint: "
+            self._report(OVERWRITTEN, text + "it now holds shapes without values")
 
     def _write(self, plain: Plain, f: Any, *args: Any, **kwargs: Any) -> Any:
         """The writer behind torch.save, which some use themselves."""
-        is_redirected = _is_path(f) and not self._files.is_own(f) and self._files.is_regular(f)
-        return plain(self._files.target(f) if is_redirected else f, *args, **kwargs)
+        is_redirected = _is_path(f) and not self.files.is_own(f) and self.files.is_regular(f)
+        return plain(self.files.target(f) if is_redirected else f, *args, **kwargs)
 
-    def _load(self, f: Any, map_location: Any = None, pickle_module: Any = None, **kwargs: Any) -> Any:
+    def _load(self, plain: Plain, f: Any, map_location: Any = None, pickle_module: Any = None, **kwargs: Any) -> Any:
         if _is_path(f):
-            f = os.fspath(self._files.existing(f))
+            f = os.fspath(self.files.existing(f))
             if f.endswith(".safetensors"):
-                return self._plain_load(f, map_location, pickle_module, **kwargs)
+                return plain(f, map_location, pickle_module, **kwargs)
             is_cuda = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cuda"
             if kwargs.get("mmap") is None and is_cuda:
                 with open(f, "rb") as file:
                     # Only small tensors keep their values on the simulated device: the others need not be read.
                     kwargs["mmap"] = file.read(len(_ARCHIVE)) == _ARCHIVE or None
-        return self._plain_load(f, self._shapes.restoring(map_location), pickle_module, **kwargs)
+        return plain(f, self._shapes.restoring(map_location), pickle_module, **kwargs)
 
-    def _load_script(self, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _save_script(self, plain: Plain, module: Any, f: Any, **kwargs: Any) -> None:
+        plain(module, self.files.target(f), **kwargs)
+
+    def _load_script(self, plain: Plain, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         # From torch.load, which has been given a stand-in for it.
-        map_location = getattr(map_location, "given", map_location)
-        return self._plain_load_script(self._files.existing(f) if _is_path(f) else f, map_location, *args, **kwargs)
+        map_location = getattr(map_location, "map_location", map_location)
+        return plain(self.files.existing(f) if _is_path(f) else f, map_location, *args, **kwargs)
 
     def _of_numpy(self) -> list[Replacement]:
         """Opened for writing, which is numpy's default, a large file would be copied into the overlay."""
@@ -167,7 +138,7 @@ class Checkpoints:
 
         def new(cls: Any, filename: Any, dtype: Any = numpy.uint8, mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
             is_large = _is_path(filename) and os.path.isfile(filename) and os.path.getsize(filename) > _MAX_COPIED_BYTES
-            if self._files.is_active and is_large and mode in ("r+", "readwrite"):
+            if self.files.is_active and is_large and mode in ("r+", "readwrite"):
                 mode = "c"
             return plain(cls, filename, dtype, mode, *args, **kwargs)
 
@@ -181,14 +152,13 @@ class Checkpoints:
             h5py: Any = importlib.import_module("h5py")
         except Exception:
             return []  # missing, or not fit for this Python: the script can't use it either
-        plain = h5py.File.__init__
 
-        def init(file: Any, name: Any, mode: str | None = "r", *args: Any, **kwargs: Any) -> None:
+        def init(plain: Plain, file: Any, name: Any, mode: str | None = "r", *args: Any, **kwargs: Any) -> None:
             if _is_path(name) or isinstance(name, bytes):
-                name = self._files.opened(name, {None: "r", "w-": "x"}.get(mode, str(mode)))
+                name = self.files.opened(name, {None: "r", "w-": "x"}.get(mode, str(mode)))
             plain(file, name, mode, *args, **kwargs)
 
-        return [Replacement(h5py.File, "__init__", self._files.stand_in(plain, init))]
+        return [self.files.replacement(h5py.File, "__init__", init)]
 
     def _of_safetensors(self) -> tuple[list[Replacement], list[Replacement]]:
         """What to put in place, and what to put in place of each copy as well; nothing without safetensors."""
@@ -202,10 +172,10 @@ class Checkpoints:
         )
         inner |= {"serialize_file": self._serialize_file, "serialize": self._serialize}
         return (
-            [self._files.replacement(module, name, other) for name, other in inner.items()],
+            [self.files.replacement(module, name, other) for name, other in inner.items()],
             [
                 Replacement(safetensors, "safe_open", self._opening(safetensors.safe_open)),
-                self._files.replacement(module, "load", self._load_bytes),
+                self.files.replacement(module, "load", self._load_bytes),
             ],
         )
 
@@ -214,14 +184,14 @@ class Checkpoints:
         if not torch.distributed.is_available():
             return []
         return [
-            self._files.replacement(*internals.place("save_state_dict"), self._save_rank),
-            self._files.replacement(*internals.place("load_state_dict"), self._load_rank),
+            self.files.replacement(*internals.place("save_state_dict"), self._save_rank),
+            self.files.replacement(*internals.place("load_state_dict"), self._load_rank),
         ]
 
     def _serialize_file(
         self, plain: Plain, tensors: Any, filename: Path, metadata: dict[str, str] | None = None
     ) -> None:
-        target = self._files.target(filename)
+        target = self.files.target(filename)
         if isinstance(tensors, _Unflattened):
             self._plain_save({"tensors": dict(tensors), "metadata": metadata}, target)
         else:
@@ -237,7 +207,7 @@ class Checkpoints:
     def _load_bytes(self, plain: Plain, data: bytes) -> Any:
         if not _is_archive(data):
             return plain(data)
-        return _Delivered(self._stored(io.BytesIO(data)), self._to("cpu")).get_tensors()
+        return self._stored(io.BytesIO(data), self._to("cpu")).get_tensors()
 
     def _opening(self, plain: Plain) -> type:
         checkpoints = self
@@ -246,25 +216,23 @@ class Checkpoints:
             """In the place of safetensors.safe_open, which is a class too."""
 
             def __new__(cls, filename: Path, framework: str, device: Any = "cpu", **options: Any) -> Any:
-                if not checkpoints._files.is_active:
+                if not checkpoints.files.is_active:
                     return plain(filename, framework, device=device, **options)
-                path = checkpoints._files.existing(filename)
+                path = checkpoints.files.existing(filename)
                 deliver = checkpoints._to(device)
                 with open(path, "rb") as file:
                     if _is_archive(file.read(_HEADER)):
                         file.seek(0)
-                        return _Delivered(checkpoints._stored(file), deliver)
+                        return checkpoints._stored(file, deliver)
                 if deliver.keywords["device"].type != "cuda":
                     return plain(path, framework, device=device, **options)
                 return _Delivered(plain(path, framework, device="cpu", **options), deliver)
 
         return safe_open
 
-    def _stored(self, source: Any) -> "_Stored":
-        return _Stored(**self._plain_load(source, map_location=self._restoring(), weights_only=True))
-
-    def _restoring(self) -> Any:
-        return self._shapes.restoring(None, keeps_shapes=True)
+    def _stored(self, source: Any, deliver: "functools.partial[torch.Tensor]") -> "_Delivered":
+        restoring = self._shapes.restoring(None, keeps_shapes=True)
+        return _Delivered(_Stored(**self._plain_load(source, map_location=restoring, weights_only=True)), deliver)
 
     def _to(self, device: Any) -> "functools.partial[torch.Tensor]":
         device = checked_device(f"cuda:{device}" if isinstance(device, int) else device)
@@ -277,7 +245,7 @@ class Checkpoints:
         from torch.distributed.checkpoint.metadata import Metadata
 
         # Opened here: torch.save refuses a name that begins with its suffix.
-        with open(self._files.target(os.path.join(path, _METADATA)), "wb") as file:
+        with open(self.files.target(os.path.join(path, _METADATA)), "wb") as file:
             self._plain_save(internals.tree_map(_without_zeros, state_dict), file)
         return Metadata(state_dict_metadata={})
 
@@ -286,23 +254,24 @@ class Checkpoints:
         if path is None or not _is_one_of_several():
             plain(state_dict, storage_reader, *args, **kwargs)
             return
-        saved = self._files.known(os.path.join(path, _METADATA))
-        if saved not in self._files.redirected:
+        saved = self.files.known(os.path.join(path, _METADATA))
+        if saved not in self.files.redirected:
             # The user's own: read by one rank for itself.
             plain(state_dict, storage_reader, *args, **{**kwargs, "no_dist": True})
             return
         # Written above, by this run.
-        place = self._files.redirected[str(saved)]
-        _fill(state_dict, self._plain_load(place, map_location=self._restoring(), weights_only=False))
+        restoring = self._shapes.restoring(None, keeps_shapes=True)
+        place = self.files.redirected[str(saved)]
+        _fill(state_dict, self._plain_load(place, map_location=restoring, weights_only=False))
 
 
 def _with_copies(replacements: list[Replacement]) -> list[Replacement]:
     """The same for every module that holds the function to be replaced, under whatever name."""
     values = {id(getattr(owner, name)): value for owner, name, value in replacements}
-    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     return [
         Replacement(module, name, values[id(held)])
-        for module in modules
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType)
         for name, held in list(vars(module).items())
         if id(held) in values
     ]
@@ -313,10 +282,7 @@ def _is_path(f: Any) -> bool:
 
 
 def _without_zeros(value: Any) -> Any:
-    """A large tensor of zeros, which a copy from the simulated device is, as a shape; anything else as it is.
-
-    torch.distributed.checkpoint copies tensors to the host before it saves them.
-    """
+    """A large tensor of zeros, as torch.distributed.checkpoint copies simulated ones, as a shape; others as is."""
     plain = type(value) is torch.Tensor and not is_shape_only(value) and value.layout is torch.strided
     if not plain or value.nbytes < MIB:
         return value
@@ -348,23 +314,11 @@ class _Stored:
     """A file that torch.save wrote, with the methods that an opened safetensors file has."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
-        self._tensors = tensors
-        self._metadata = metadata
-
-    def metadata(self) -> dict[str, str] | None:
-        return self._metadata
-
-    def keys(self) -> list[str]:
-        return sorted(self._tensors)
-
-    def offset_keys(self) -> list[str]:
-        return list(self._tensors)
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return _fresh(self._tensors[name])
-
-    def get_slice(self, name: str) -> "_StoredSlice":
-        return _StoredSlice(self._tensors[name])
+        self.metadata = lambda: metadata
+        self.keys = lambda: sorted(tensors)
+        self.offset_keys = lambda: list(tensors)
+        self.get_tensor = lambda name: _fresh(tensors[name])
+        self.get_slice = lambda name: _StoredSlice(tensors[name])
 
 
 class _StoredSlice:
@@ -372,9 +326,7 @@ class _StoredSlice:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
+        self.get_shape = lambda: list(tensor.shape)
 
     def get_dtype(self) -> str:
         import safetensors.torch
@@ -385,12 +337,12 @@ class _StoredSlice:
         return _fresh(self._tensor[index].contiguous())
 
 
+@dataclass(eq=False)
 class _Delivered:
     """An opened file, or a tensor of it, whose values are taken elsewhere when they are read."""
 
-    def __init__(self, opened: Any, deliver: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._opened = opened
-        self._deliver = deliver
+    _opened: Any
+    _deliver: Callable[[torch.Tensor], torch.Tensor]
 
     def __enter__(self) -> "_Delivered":
         return self

@@ -5,81 +5,61 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from types import ModuleType
 from typing import Any
 
+Before = Callable[[], None]
+After = Callable[[ModuleType], None]
+
 
 class _Loader(importlib.abc.Loader):
-    """A module's own loader, and an action afterwards."""
+    """A module's own loader, with an action before the module is there and one after its code has run."""
 
-    def __init__(self, plain: Any, action: Callable[[ModuleType], None] | None) -> None:
+    def __init__(self, plain: Any, before: dict[str, Before], after: After | None) -> None:
         self._plain = plain
-        self._action = action
+        self._before = before
+        self._after = after
+        self._was_imported = False
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._plain.create_module(spec)  # type: ignore[no-any-return]
+        # Taken out first: the action may import the module itself, whose code must not run twice.
+        self._before.pop(spec.name, lambda: None)()
+        module = sys.modules.get(spec.name)
+        self._was_imported = module is not None
+        return self._plain.create_module(spec) if module is None else module
 
     def exec_module(self, module: ModuleType) -> None:
         # From here on the module is what it is without us.
         module.__loader__ = self._plain
         if module.__spec__ is not None:
             module.__spec__.loader = self._plain
-        self._plain.exec_module(module)
-        action, self._action = self._action, None
-        if action is not None:
-            action(module)
+        if not self._was_imported:
+            self._plain.exec_module(module)
+            after, self._after = self._after, None
+            if after is not None:
+                after(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
 
 
-class _Imported(importlib.abc.Loader):
-    """Gives a module that was imported while it was looked for: its code must not run twice."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-        self._spec = module.__spec__
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return self._module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._spec.loader if self._spec else None, name)
-
-
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(
-        self, before: Mapping[str, Callable[[], None]], after: Mapping[str, Callable[[ModuleType], None]]
-    ) -> None:
-        self._before = dict(before)
-        self._after = dict(after)
+    def __init__(self, before: dict[str, Before], after: dict[str, After]) -> None:
+        self._before = before
+        self._after = after
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        early = self._before.pop(name, None)
-        if early is not None:
-            early()
-            module = sys.modules.get(name)
-            if module is not None and module.__spec__ is not None:
-                # The import goes on with the specification that the module has by now.
-                module.__spec__, loader = copy(module.__spec__), _Imported(module)
-                module.__spec__.loader = loader
-                return module.__spec__
         # Libraries ask whether others are there without importing them, so that this may be one of many times.
-        late = None if name in sys.modules else self._after.get(name)
-        if late is None:
+        if name in sys.modules or (name not in self._before and name not in self._after):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, late)
+            spec.loader = _Loader(spec.loader, self._before, self._after.get(name))
         return spec
 
 
 def watch_imports(
-    after: Mapping[str, Callable[[ModuleType], None]], *, before: Mapping[str, Callable[[], None]] | None = None
+    after: Mapping[str, After], *, before: Mapping[str, Before] | None = None
 ) -> importlib.abc.MetaPathFinder:
     """Calls `after[name](module)` when a module has been imported, and `before[name]()` when it is about to be.
 
@@ -89,15 +69,13 @@ def watch_imports(
     late = {name: action for name, action in after.items() if name not in sys.modules}
     for name in after.keys() - late.keys():
         after[name](sys.modules[name])
-    finder = _Finder(before or {}, late)
+    finder = _Finder(dict(before or {}), late)
     sys.meta_path.insert(0, finder)
     return finder
 
 
 @contextmanager
-def on_import(
-    before: Mapping[str, Callable[[], None]], after: Mapping[str, Callable[[ModuleType], None]]
-) -> Iterator[None]:
+def on_import(before: Mapping[str, Before], after: Mapping[str, After]) -> Iterator[None]:
     """`watch_imports` while it lasts."""
     finder = watch_imports(after, before=before)
     try:

@@ -9,15 +9,16 @@ import os
 import shutil
 import sys
 import tokenize
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed
 
+from memfit.frameworks.torch.script.processes import environment
 from memfit.frameworks.torch.shapes.patching import Replacement
-from memfit.frameworks.torch.simulation.distributed import SPAWNED, environment
+from memfit.frameworks.torch.simulation import distributed
 
 ACCELERATE = "accelerate.utils.launch"
 # Options of the interpreter that take a word of their own.
@@ -68,7 +69,7 @@ def launched_environment(config: Any) -> dict[str, str]:
     world = str(local * nodes)
     return {
         # Also where there is but one.
-        **environment(2),
+        **distributed.environment(2),
         "ROLE_RANK": "0",
         "ROLE_NAME": str(config.role),
         "WORLD_SIZE": world,
@@ -84,14 +85,17 @@ def launched_environment(config: Any) -> dict[str, str]:
     }
 
 
+def _refuse(program: Program) -> NoReturn:
+    raise RuntimeError(f"a launcher can't start {program.script!r} here: give the whole command to `memfit dryrun`.")
+
+
+@dataclass(eq=False)
 class Launchers:
     """Stands in for what starts a process per device."""
 
-    def __init__(self, has_devices: Callable[[int], None], report: Callable[[str, str], None]) -> None:
-        self.run: Callable[[Program], None] = _refuse
-        """Runs a program in this process."""
-        self._has_devices = has_devices
-        self._report = report
+    has_devices: Callable[[int], None]
+    report: Callable[[str, str], None]
+    run: Callable[[Program], None] = _refuse  # runs a program in this process
 
     def replacements(self) -> list[Replacement]:
         """What to put in place of torchrun's."""
@@ -103,16 +107,16 @@ class Launchers:
         launchers = self
 
         def launch(self: Any, /, *args: Any) -> dict[int, Any]:
-            given = macros.substitute(list(args), "0")
-            told = launched_environment(self._config)
-            launchers._has_devices(int(self._config.nproc_per_node))
-            if told["WORLD_SIZE"] != "1":
-                text = f"of {told['WORLD_SIZE']} launched processes only the first was run, in this process"
-                launchers._report(SPAWNED, text)
-            with _environment(told):
+            arguments = macros.substitute(list(args), "0")
+            variables = launched_environment(self._config)
+            launchers.has_devices(int(self._config.nproc_per_node))
+            if variables["WORLD_SIZE"] != "1":
+                text = f"of {variables['WORLD_SIZE']} launched processes only the first was run, in this process"
+                launchers.report(distributed.SPAWNED, text)
+            with environment(**variables):
                 if callable(self._entrypoint):
-                    return {0: self._entrypoint(*given)}
-                launchers.run(program_of([self._entrypoint, *given]))
+                    return {0: self._entrypoint(*arguments)}
+                launchers.run(program_of([self._entrypoint, *arguments]))
                 return {0: None}
 
         return [Replacement(elastic_launch, "__call__", launch)]
@@ -120,14 +124,13 @@ class Launchers:
     def of_accelerate(self, module: ModuleType) -> list[Replacement]:
         """What to put in place of accelerate's start of a single process; of several torchrun's is used.
 
-        Accelerate asks PyTorch for the number of devices, and takes a single process where there is but one. Who asks
-        for several processes has the devices.
+        Accelerate asks PyTorch for the number of devices. Who asks for several processes has the devices.
         """
         plain: Callable[[Any], tuple[list[str], dict[str, str]]] = module.prepare_simple_launcher_cmd_env
 
         def prepare_simple_launcher_cmd_env(args: Any) -> NoReturn:
-            words, told = plain(args)
-            with _environment(told):
+            words, variables = plain(args)
+            with environment(**variables):
                 self.run(program_of(words))
             sys.exit(0)
 
@@ -135,27 +138,12 @@ class Launchers:
 
         def parse_known_args(parser: Any, /, *args: Any, **kwargs: Any) -> Any:
             parsed = plain_parse(parser, *args, **kwargs)
-            told = vars(parsed[0])
-            if {"num_processes", "num_machines", "training_script"} <= told.keys() and not told.get("use_cpu"):
-                self._has_devices(max(1, (told["num_processes"] or 1) // (told["num_machines"] or 1)))
+            options = vars(parsed[0])
+            if {"num_processes", "num_machines", "training_script"} <= options.keys() and not options.get("use_cpu"):
+                self.has_devices(max(1, (options["num_processes"] or 1) // (options["num_machines"] or 1)))
             return parsed
 
         return [
             Replacement(module, "prepare_simple_launcher_cmd_env", prepare_simple_launcher_cmd_env),
             Replacement(argparse.ArgumentParser, "parse_known_args", parse_known_args),
         ]
-
-
-@contextmanager
-def _environment(told: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(told)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _refuse(program: Program) -> NoReturn:
-    raise RuntimeError(f"a launcher can't start {program.script!r} here: give the whole command to `memfit dryrun`.")

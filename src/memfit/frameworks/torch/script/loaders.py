@@ -1,19 +1,18 @@
 """The batches of a script: what its data loaders give, or its training loop copies to the device.
 
-Runs that die in mid-epoch usually met a longer batch. The first run of a script finds out which loader feeds its
-training loop: the one that gave a batch last before the first optimizer step, evaluations apart. A second run draws
-many batches from that loader on the host, and hands the script the largest of them, again and again.
+Runs that die in mid-epoch usually met a longer batch. A first run finds the loader that feeds the training loop: the
+one that gave a batch last before the first optimizer step, evaluations apart. A second run draws many batches from it
+on the host, and hands the script the largest of them, again and again.
 
-A loop without a loader (`x[indices].to("cuda")`) copies its batches at the same lines in every step, and all of them
-have as many samples. One run finds these lines; in another, what is copied there is cut down to the first micro-batch,
-as if the script had drawn fewer samples.
+A loop without a loader (`x[indices].to("cuda")`) copies its batches at the same lines in every step, all with as many
+samples. One run finds these lines; in another, what is copied there is cut down to the first micro-batch.
 """
 
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -23,61 +22,44 @@ from memfit.core.dryrun import Scan, ScannedLeaf
 from memfit.core.errors import BadBatch
 from memfit.frameworks.torch.apply.micro_batches import split
 from memfit.frameworks.torch.shapes.batch import common_first_dimension
-from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.patching import Replacement, around
 from memfit.frameworks.torch.shapes.stand_in import map_tensors
 
 _END = object()
 _TOKEN_DTYPES = ("int64", "int32")
 
 
+# Place of each tensor of a batch -> its dtype, shape and bytes.
+Batch = dict[str, tuple[str, tuple[int, ...], int]]
+
+
+@dataclass(eq=False)
 class Loaders:
-    """Hears of every loader that the script iterates over.
+    """Hears of every loader that the script iterates over."""
 
-    Args:
-        num_scanned: batches to draw ahead; 0: none.
-        scanned: which iteration of a loader to draw ahead from, counted from 0.
-        parts: each batch of the loader that is split is given in so many parts, one after the other.
-        split: which iteration of a loader to begin with that; the same loader's later ones follow.
-    """
-
-    def __init__(
-        self,
-        num_scanned: int = 0,
-        scanned: int | None = None,
-        *,
-        parts: int = 1,
-        split: int | None = None,
-    ) -> None:
-        self._num_scanned = num_scanned
-        self._scanned = scanned
-        self._parts = parts
-        self._split = split
-        self._split_loader: Any = None
-        self._num_iterations = 0
-        # Of each iteration before the first step, its last batch: size, with gradients or not, the last of all or not.
-        self._read_last: dict[int, tuple[int | None, bool, bool]] = {}
-        self.training: int | None = None
-        self.batch_size: int | None = None
-        """First dimension that the tensors of the first training batch share, or None."""
-        # Of each batch drawn ahead: place and (dtype, shape, bytes) of each tensor.
-        self._drawn: list[dict[str, tuple[str, tuple[int, ...], int]]] = []
-        self._total: int | None = None
+    num_scanned: int = 0  # batches to draw ahead; 0: none
+    scanned: int | None = None  # which iteration of a loader to draw ahead from, counted from 0
+    parts: int = 1  # each batch of the loader that is split is given in so many parts, one after the other
+    split: int | None = None  # which iteration of a loader to begin with that; the same loader's later ones follow
+    training: int | None = None  # which iteration feeds the training loop, once that is known
+    batch_size: int | None = None  # first dimension that the tensors of the first training batch share, or None
+    _split_loader: Any = None
+    _num_iterations: int = 0
+    # Of each iteration before the first step, its last batch: size, with gradients or not, the last of all or not.
+    _read_last: dict[int, tuple[int | None, bool, bool]] = field(default_factory=dict)
+    _drawn: list[Batch] = field(default_factory=list)  # ahead
+    _total: int | None = None
 
     def settle(self) -> None:
         """A step has been taken: the loader that was read last is the one that feeds it.
 
         An evaluation may come between the training batch and its step. It reads without gradients, or to the end.
         """
-        if self.training is not None or not self._read_last:
-            return
-
-        def rank(ordinal: int) -> tuple[bool, bool]:
-            _, with_grad, has_ended = self._read_last[ordinal]
-            return with_grad, not has_ended
-
-        # Of equals the first here, which was read last.
-        self.training = max(reversed(self._read_last), key=rank)
-        self.batch_size = self._read_last[self.training][0]
+        if self.training is None and self._read_last:
+            read = self._read_last
+            # With gradients, and not to its end; of equals the first here, which was read last.
+            self.training = max(reversed(read), key=lambda ordinal: (read[ordinal][1], not read[ordinal][2]))
+            self.batch_size = read[self.training][0]
 
     def scan(self) -> Scan | None:
         """How the batches drawn ahead vary; None when there were none."""
@@ -104,21 +86,19 @@ class Loaders:
 
     def replacements(self) -> list[Replacement]:
         """Puts this object in front of `DataLoader.__iter__`."""
-        plain = DataLoader.__iter__
-        watch = self
 
-        def __iter__(loader: Any) -> Any:
-            ordinal = watch._num_iterations
-            watch._num_iterations += 1
-            iterator: Any = plain(loader)
-            if ordinal == watch._scanned:
-                iterator = watch._largest_first(iterator, loader)
-            if watch._parts > 1 and ordinal == watch._split:
-                watch._split_loader = loader
-            parts = watch._parts if loader is watch._split_loader else 1
-            return _Watched(iterator, functools.partial(watch._read, ordinal), parts)
+        def iterate(plain: Callable[[Any], Any], loader: Any) -> Any:
+            ordinal = self._num_iterations
+            self._num_iterations += 1
+            iterator = plain(loader)
+            if ordinal == self.scanned:
+                iterator = self._largest_first(iterator, loader)
+            if self.parts > 1 and ordinal == self.split:
+                self._split_loader = loader
+            parts = self.parts if loader is self._split_loader else 1
+            return _Watched(iterator, functools.partial(self._read, ordinal), parts)
 
-        return [Replacement(DataLoader, "__iter__", __iter__)]
+        return [around(DataLoader, "__iter__", iterate)]
 
     def _read(self, ordinal: int, batch: Any) -> None:
         """An iteration has given a batch, or `_END`."""
@@ -132,9 +112,12 @@ class Loaders:
         with suppress(TypeError):
             self._total = len(loader)
         largest, most = None, -1
-        for batch in itertools.islice(iterator, self._num_scanned):
+        for batch in itertools.islice(iterator, self.num_scanned):
             self._drawn.append(
-                {name: (_dtype(a), tuple(map(int, a.shape)), int(a.nbytes)) for name, a in arrays_in(batch)}
+                {
+                    name: (str(a.dtype).removeprefix("torch."), tuple(map(int, a.shape)), int(a.nbytes))
+                    for name, a in arrays_in(batch)
+                }
             )
             if _size_bytes(self._drawn[-1]) > most:
                 largest, most = batch, _size_bytes(self._drawn[-1])
@@ -145,14 +128,14 @@ class Loaders:
         yield from iterator
 
 
+@dataclass(eq=False)
 class _Watched:
     """An iterator that says when it is read and gives batches in parts; all else is the loader's own iterator."""
 
-    def __init__(self, iterator: Any, read: Callable[[Any], None], parts: int = 1) -> None:
-        self._iterator = iterator
-        self._said = read
-        self._parts = parts
-        self._waiting: list[Any] = []
+    _iterator: Any
+    _said: Callable[[Any], None]
+    _parts: int
+    _waiting: list[Any] = field(default_factory=list)
 
     def __iter__(self) -> "_Watched":
         return self
@@ -177,15 +160,11 @@ class _Watched:
         return getattr(self._iterator, name)
 
 
-def _dtype(array: Any) -> str:
-    return str(array.dtype).removeprefix("torch.")
-
-
 def _count(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _size_bytes(drawn: dict[str, tuple[str, tuple[int, ...], int]]) -> int:
+def _size_bytes(drawn: Batch) -> int:
     return sum(size_bytes for _, _, size_bytes in drawn.values())
 
 
@@ -211,43 +190,27 @@ def arrays_in(value: Any, name: str = "", seen: set[int] | None = None) -> Itera
         yield from arrays_in(part, f"{name}.{key}" if name else str(key), seen)
 
 
+@dataclass(eq=False)
 class Arrivals:
-    """Hears of every tensor that is copied from the host to the device.
+    """Hears of every tensor that is copied from the host to the device."""
 
-    Args:
-        line: the line of the user's code that runs.
-        num_steps: how many optimizer steps have been taken.
-        parts: micro-batches to a batch.
-        split_at: lines at which batches are copied that are to be cut down.
-        batch_size: samples of such a batch.
-    """
-
-    def __init__(
-        self,
-        line: Callable[[], str],
-        num_steps: Callable[[], int],
-        *,
-        parts: int = 1,
-        split_at: tuple[str, ...] = (),
-        batch_size: int | None = None,
-    ) -> None:
-        self._line = line
-        self._num_steps = num_steps
-        self._parts = parts
-        self._split_at = frozenset(split_at)
-        self._given_size = batch_size
-        self._sizes: dict[str, set[int]] = {}
+    line: Callable[[], str]  # the line of the user's code that runs
+    num_steps: Callable[[], int]  # how many optimizer steps have been taken
+    parts: int = 1  # micro-batches to a batch
+    split_at: tuple[str, ...] = ()  # lines at which batches are copied that are to be cut down
+    split_size: int | None = None  # samples of such a batch
+    _sizes: dict[str, set[int]] = field(default_factory=dict)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or its first micro-batch."""
         if isinstance(tensor, torch.nn.Parameter) or not tensor.dim() or tensor.layout is not torch.strided:
             return tensor
         size = tensor.shape[0]
-        if self._parts > 1 and size == self._given_size and self._line() in self._split_at:
-            return tensor[: -(-size // self._parts)]
+        if self.parts > 1 and size == self.split_size and self.line() in self.split_at:
+            return tensor[: -(-size // self.parts)]
         # What is copied before the first update may be the model, or data that all steps share.
-        if self._num_steps() and tensor.numel() > 1:
-            self._sizes.setdefault(self._line(), set()).add(size)
+        if self.num_steps() and tensor.numel() > 1:
+            self._sizes.setdefault(self.line(), set()).add(size)
         return tensor
 
     @property

@@ -18,6 +18,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,7 +29,7 @@ from memfit.core.user_code import INSTALLED_FOLDERS
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.script import imports
 from memfit.frameworks.torch.shapes.origin import HIDDEN_FOLDERS
-from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.patching import Replacement, around
 
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 # Where code is that isn't the user's own: memfit's, Python's, a library's.
@@ -68,76 +69,70 @@ _IDLE_SECONDS, _OWN_IDLE_SECONDS = 10.0, 60.0
 
 
 @contextlib.contextmanager
-def following(request_path: str, program: str) -> Iterator[None]:
-    """Every Python that is started meanwhile, by whatever way, follows the request, too.
+def environment(**values: str | None) -> Iterator[None]:
+    """Sets variables of the environment, or takes them out (None), while it lasts."""
+    before = {name: os.environ.get(name) for name in values}
 
-    `program` is the module that runs it, with a function `follow` for other processes.
-    """
+    def put(variables: dict[str, str | None]) -> None:
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    put(values)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def following(request_path: str, program: str) -> contextlib.AbstractContextManager[None]:
+    """Every Python that is started meanwhile follows the request too, by `follow` of the module `program`."""
     folder = Path(request_path).parent / "hook"
     folder.mkdir(exist_ok=True)
     text = _HOOK.format(program=program, variable=env.SIMULATION, prefix=sys.prefix, imports=imports.__file__)
     (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(folder) if not before else f"{folder}{os.pathsep}{before}"
-    os.environ[env.SIMULATION] = request_path
-    try:
-        yield
-    finally:
-        for name in ("PYTHONPATH", env.SIMULATION):
-            os.environ.pop(name, None)
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+    paths = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    return environment(**{"PYTHONPATH": paths, env.SIMULATION: request_path})
 
 
+@dataclass(eq=False)
 class Processes:
     """Hears of processes that the script starts, and of the end of the one that this is."""
 
-    def __init__(self, report: Callable[[str, str], None], *, are_simulated: bool = False) -> None:
-        self._report = report
-        self._are_simulated = are_simulated
-        self.num_started = 0
-        self._pids: list[tuple[int, int]] = []
-        """Those that were started, each behind the process that started it."""
-        self.forking = ""
-        """Name of the process that is being started and is to stay in the simulation where it is forked off."""
-        self.leave: Callable[[], None] = lambda: None
-        """Called in a process that turns out to be a loader's worker."""
-        self.ended: Callable[[BaseException | None], None] = lambda error: None
-        """Called in a process of the script's own when it has done its work, with what ended it."""
-        self.started: Callable[[], None] = lambda: None
-        """Called when a process is about to be started."""
+    report: Callable[[str, str], None]
+    are_simulated: bool = False
+    leave: Callable[[], None] = lambda: None  # called in a process that turns out to be a loader's worker
+    started: Callable[[], None] = lambda: None  # called when a process is about to be started
+    # Called in a process of the script's own when it has done its work, with what ended it.
+    ended: Callable[[BaseException | None], None] = lambda error: None
+    num_started: int = 0
+    forking: str = ""  # name of the process that is being started and stays in the simulation where it is forked off
+    _pids: list[tuple[int, int]] = field(default_factory=list)  # of those started, behind that of who started them
 
     def replacements(self) -> list[Replacement]:
         """Stands in front of the two ways in which Python starts processes, and of the beginning of one."""
-        plain_start = multiprocessing.process.BaseProcess.start
-        plain_bootstrap: Any = multiprocessing.process.BaseProcess._bootstrap  # type: ignore[attr-defined]
-        plain_popen = subprocess.Popen.__init__
-        processes = self
 
-        def start(self: Any, /) -> None:
-            if _is_worker(self):
+        def start(plain: Callable[[Any], None], process: Any) -> None:
+            if _is_worker(process):
                 # It sees no device, and isn't slowed by a simulation.
-                before = os.environ.pop(env.SIMULATION, None)
-                try:
-                    plain_start(self)
-                finally:
-                    if before is not None:
-                        os.environ[env.SIMULATION] = before
+                with environment(**{env.SIMULATION: None}):
+                    plain(process)
                 return
-            processes._note(f"process {self.name!r}")
-            processes.forking = self.name if processes._are_simulated else ""
+            self._note(f"process {process.name!r}")
+            self.forking = process.name if self.are_simulated else ""
             try:
-                plain_start(self)
+                plain(process)
             finally:
-                processes.forking = ""
-            processes._pids.append((os.getpid(), self.pid))
+                self.forking = ""
+            self._pids.append((os.getpid(), process.pid))
 
-        def bootstrap(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if _is_worker(self):
-                processes.leave()
-                return plain_bootstrap(self, *args, **kwargs)
+        def bootstrap(plain: Callable[..., Any], process: Any, *args: Any, **kwargs: Any) -> Any:
+            if _is_worker(process):
+                self.leave()
+                return plain(process, *args, **kwargs)
             errors: list[BaseException] = []
-            plain_run = self.run
+            plain_run = process.run
 
             def run() -> None:
                 try:
@@ -149,34 +144,35 @@ class Processes:
                     errors.append(error)
                     raise
 
-            self.run = run
+            process.run = run
             try:
-                return plain_bootstrap(self, *args, **kwargs)
+                return plain(process, *args, **kwargs)
             finally:
-                processes.ended(errors[0] if errors else None)
+                self.ended(errors[0] if errors else None)
 
-        def popen(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        def popen(plain: Callable[..., None], process: Any, *args: Any, **kwargs: Any) -> None:
             command = args[0] if args else kwargs.get("args")
             words = command if isinstance(command, str) else " ".join(map(str, command or ()))
-            is_followed = "python" in words and _asked_by_user()
-            if is_followed:
-                processes._note(f"command {words[:80]!r}")
-            plain_popen(self, *args, **kwargs)
-            if is_followed:
-                processes._pids.append((os.getpid(), self.pid))
+            if "python" not in words or not _asked_by_user():
+                plain(process, *args, **kwargs)
+                return
+            self._note(f"command {words[:80]!r}")
+            plain(process, *args, **kwargs)
+            self._pids.append((os.getpid(), process.pid))
 
+        base = multiprocessing.process.BaseProcess
         return [
-            Replacement(multiprocessing.process.BaseProcess, "start", start),
-            Replacement(multiprocessing.process.BaseProcess, "_bootstrap", bootstrap),
-            Replacement(subprocess.Popen, "__init__", popen),
+            around(base, "start", start),
+            around(base, "_bootstrap", bootstrap),
+            around(subprocess.Popen, "__init__", popen),
         ]
 
     def _note(self, what: str) -> None:
         self.num_started += 1
-        if not self._are_simulated:
-            self._report(NOT_SIMULATED, f"{what} was started: what it does on the device is not simulated")
-        else:
+        if self.are_simulated:
             self.started()
+        else:
+            self.report(NOT_SIMULATED, f"{what} was started: what it does on the device is not simulated")
 
     def num_alive(self) -> int:
         """How many of those that this process started have not ended."""
@@ -196,11 +192,7 @@ class Processes:
 
 
 class ExitFunctions:
-    """Functions that the script registers for its end: they run while the device is still there.
-
-    Python would run them when the interpreter ends, after the simulation. What they save would then overwrite the
-    user's own files, and what they ask of the device would fail.
-    """
+    """Functions that the script registers for its end: they run while the device and its files are there."""
 
     def __init__(self) -> None:
         self._registered: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
@@ -236,10 +228,7 @@ class ExitFunctions:
 
 
 def interrupt_when_idle(has_nothing_to_do: Callable[[], bool], end: Callable[[], None]) -> None:
-    """Ends a script that waits for processes which have taken all their steps, by a thread of its own.
-
-    `has_nothing_to_do` says that they have been taken; `end` is called before the main thread is interrupted.
-    """
+    """Interrupts a script that waits for processes which have nothing to do any more; calls `end` before that."""
     main = threading.main_thread().ident
 
     def watch() -> None:
@@ -266,9 +255,7 @@ def wait_for_others(device: SharedDevice, num_alive: Callable[[], int] | None = 
     """Keeps what this process holds until those that were started beside it have taken their steps, too.
 
     Without a dry run all of them would train for hours, side by side. Here a process is done before another has begun.
-
-    `num_alive` says how many processes can be to come at all, where this process has started them: one that ended
-    without PyTorch never comes.
+    One that ended without PyTorch never comes: `num_alive` says how many of this process's own still can.
     """
     begun = since = time.monotonic()
     last = -1

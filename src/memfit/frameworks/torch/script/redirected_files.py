@@ -1,17 +1,13 @@
-"""Files of a dry run, kept apart from the user's.
+"""Files of a dry run, kept apart from the user's where there is no overlay (`memfit.processes.overlay`).
 
-What a script saves during a dry run holds shapes, or weights of a training that was cut short: neither may replace a
-checkpoint on disk. So files that look like checkpoints are written below a folder of their own, and the script finds
-them where it put them. The user's older checkpoints are not removed either; the script sees them gone.
-
-Python's functions that open, look at, list, copy, link, rename and remove files have stand-ins meanwhile; paths that
-are not known here go to the function they were meant for. A library that opens files by itself, in C or Rust, doesn't
-pass here and needs its own stand-in.
+What a script saves during a dry run holds shapes, or weights of a training that was cut short. So files that look like
+checkpoints are written below a folder of their own, and the script finds them where it put them. The user's older
+checkpoints are not removed either; the script sees them gone. Python's functions on files have stand-ins meanwhile;
+a library that opens files by itself, in C or Rust, needs its own.
 """
 
 import builtins
 import errno
-import functools
 import io
 import itertools
 import os
@@ -23,11 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 from memfit.core import env
-from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.patching import Replacement, around
 
 Report = Callable[[str, str], None]
-Plain = Callable[..., Any]
-"""The function that a stand-in is for, which each of them gets first."""
+Plain = Callable[..., Any]  # the function that a stand-in is for, which each of them gets first
 Path = Any  # what open() takes: a string, bytes or a path object; a descriptor is left alone
 
 REDIRECTED = "checkpoint-redirected"
@@ -51,25 +46,16 @@ _CAPABILITIES = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks")
 class RedirectedFiles:
     """Where the checkpoints of a dry run are, and stand-ins for Python's functions on files.
 
-    A path is known by its key: absolute, with the links on the way to it resolved.
-
-    Args:
-        folder: where they go; None: a new temporary folder, made on first use.
-        report: takes (code, text) of each file redirected and each deletion skipped.
-        private: whether nobody but the script sees what it writes (`memfit.processes.overlay`): then files stay where
-            it puts them, and only those of checkpoints are known.
+    A path is known by its key: absolute, with the links on the way to it resolved. Without a `folder` a temporary one
+    is made on first use. Where files are `private`, nobody but the script sees what it writes, and files stay in place.
     """
 
     def __init__(self, folder: str | None, report: Report, *, private: bool = False) -> None:
         self.are_private = private
-        self.redirected: dict[str, str] = {}
-        """Absolute path asked for -> path written."""
-        self.removed: set[str] = set()
-        """What the user has on disk and the script removed."""
-        self.made: set[str] = set()
-        """Folders that the script made."""
-        self.is_active = False
-        """Whether the stand-ins are in place."""
+        self.redirected: dict[str, str] = {}  # key of the path asked for -> path written
+        self.removed: set[str] = set()  # what the user has on disk and the script removed
+        self.new_folders: set[str] = set()  # folders that the script made
+        self.is_active = False  # whether the stand-ins are in place
         self._folder = None if folder is None else os.path.realpath(folder)
         self._report = report
         self._reported: set[tuple[str, str]] = set()
@@ -95,16 +81,12 @@ class RedirectedFiles:
         key = self.key(path)
         return key if key in self.redirected or key in self.removed else None
 
-    def current(self, path: Path) -> Path:
-        """Where the file is that the script finds at `path`."""
-        key = self.known(path)
-        return path if key is None else self.redirected.get(key, path)
-
     def existing(self, path: Path) -> Path:
-        """Like `current`; raises FileNotFoundError for what the script removed."""
-        if self.known(path) in self.removed:
+        """Where the file is that the script finds at `path`; raises FileNotFoundError for what the script removed."""
+        key = self.known(path)
+        if key in self.removed:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
-        return self.current(path)
+        return path if key is None else self.redirected.get(key, path)
 
     def target(self, path: Path) -> str:
         """Where the file goes that the script writes to `path`."""
@@ -127,14 +109,11 @@ class RedirectedFiles:
         if self.are_private:
             return path
         known = self.known(path)
-        if known in self.redirected:
-            return self.redirected[str(known)]
-        if not set(mode) & set("wxa+"):
+        if known in self.redirected or not set(mode) & set("wxa+"):
             return self.existing(path)
         key = self.key(path)
         is_there = self._status(key) is not None and key not in self.removed
-        is_users = self.is_older(key)
-        is_data = key.lower().endswith(_SUFFIXES_OF_DATA)
+        is_users, is_data = self.is_older(key), key.lower().endswith(_SUFFIXES_OF_DATA)
         if "w" not in mode and is_there:
             # Data of any size are changed where they are: numpy's memmap opens files that way unless told otherwise.
             if is_data or key.lower().endswith(".bin") or not is_users or not self.is_checkpoint(key):
@@ -166,30 +145,29 @@ class RedirectedFiles:
 
     def is_checkpoint(self, key: str) -> bool:
         """Whether a file of that name is taken for a checkpoint, or for a part of one."""
-        # A temporary folder of the script's own, through which it may talk to other processes, holds none.
-        is_scratch = any(
-            key.startswith(root) and root + key[len(root) :].partition(os.sep)[0] in self.made for root in self._scratch
-        )
-        if is_scratch or self._is_apart(key):
+        for root in self._scratch:
+            # A temporary folder of the script's own, through which it may talk to other processes, holds none.
+            if key.startswith(root) and root + key[len(root) :].partition(os.sep)[0] in self.new_folders:
+                return False
+        if self._is_apart(key):
             return False
         folder, name = os.path.split(key)
         name = name.lower()
         for suffix in _UNFINISHED:
             name = name.removesuffix(suffix)
-        return name.endswith(_SUFFIXES) or (_is_checkpoint_folder(folder) and folder not in self.made)
+        return name.endswith(_SUFFIXES) or (_is_checkpoint_folder(folder) and folder not in self.new_folders)
 
     def _is_apart(self, key: str) -> bool:
         """Whether this is in a folder that is nobody's work: that of redirected files, or a cache."""
         return key.startswith(tuple(root + os.sep for root in (self._folder, *self._caches) if root))
 
     def finish(self) -> None:
-        """Takes along folders of checkpoints that the script made, which are incomplete without the redirected files.
+        """Moves folders of checkpoints that the script made to the redirected files: later runs could resume from them.
 
-        To be called when Python's functions are its own again. A later run could take such a folder for a checkpoint
-        to resume from.
+        To be called when Python's functions are its own again.
         """
         asked = {os.path.dirname(path) for path in self.redirected}
-        for folder in sorted(self.made, key=len, reverse=True):
+        for folder in sorted(self.new_folders, key=len, reverse=True):
             if not os.path.isdir(folder):
                 continue
             if _is_checkpoint_folder(folder):
@@ -198,51 +176,39 @@ class RedirectedFiles:
             elif folder in asked and not os.listdir(folder):
                 os.rmdir(folder)
 
-    def stand_in(self, plain: Plain, other: Callable[..., Any]) -> Callable[..., Any]:
-        """Calls `other` while the stand-ins are in place, and `plain` afterwards: modules keep what they imported."""
-
-        @functools.wraps(plain)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (other if self.is_active else plain)(*args, **kwargs)
-
-        return call
-
     def replacement(self, owner: Any, name: str, other: Callable[..., Any]) -> Replacement:
-        """A stand-in for `owner.name`, which `other` is given first."""
-        plain = getattr(owner, name)
-        return Replacement(owner, name, self.stand_in(plain, functools.partial(other, plain)))
+        """A stand-in for `owner.name`, which `other` gets first; modules that keep it have the plain one afterwards."""
+        return around(owner, name, other, lambda: self.is_active)
 
     def replacements(self) -> list[Replacement]:
         """What to put in place; hardly anything where the script's writes are its own anyway."""
         active = Replacement(self, "is_active", True)
         if self.are_private:
             return [active, *(self.replacement(os, name, _rename_folder) for name in ("rename", "replace"))]
-        of_os: dict[str, Callable[..., Any]] = {
-            **dict.fromkeys(("stat", "lstat", "chmod", "utime", "access"), self._look),
-            **dict.fromkeys(("remove", "unlink"), self._remove),
-            **dict.fromkeys(("rename", "replace"), self._rename),
-            **dict.fromkeys(("link", "symlink"), self._link),
-            "open": self._open_descriptor,
-            "mkdir": self._mkdir,
-            "listdir": self._listdir,
-            "scandir": self._scandir,
-            "truncate": self._truncate,
+        others: dict[Callable[..., Any], tuple[str, ...]] = {
+            self._look: ("stat", "lstat", "chmod", "utime", "access", "getxattr", "listxattr", "setxattr"),
+            self._remove: ("remove", "unlink"),
+            self._rename: ("rename", "replace"),
+            self._link: ("link", "symlink"),
+            self._open_descriptor: ("open",),
+            self._mkdir: ("mkdir",),
+            self._listdir: ("listdir",),
+            self._scandir: ("scandir",),
+            self._truncate: ("truncate",),
         }
-        of_shutil: dict[str, Callable[..., Any]] = {"copyfile": self._copyfile, "rmtree": self._rmtree}
-        of_shutil |= dict.fromkeys(("copymode", "copystat"), self._copy_status)
-        made = [self.replacement(os, name, other) for name, other in of_os.items()]
+        of_os = [self.replacement(os, name, f) for f, names in others.items() for name in names if hasattr(os, name)]
         able = {name: set(getattr(os, name)) for name in _CAPABILITIES}
-        for _, name, value in made:
-            for functions in able.values():
-                functions |= {value} if getattr(os, name) in functions else set()
+        for functions in able.values():
+            functions |= {value for _, name, value in of_os if getattr(os, name) in functions}
         opening = self.replacement(builtins, "open", self._open)
         return [
             active,
             opening,
             Replacement(io, "open", opening.value),
             Replacement(io, "FileIO", self._file_type()),
-            *made,
-            *(self.replacement(shutil, name, other) for name, other in of_shutil.items()),
+            *of_os,
+            self.replacement(shutil, "copyfile", self._copyfile),
+            self.replacement(shutil, "rmtree", self._rmtree),
             *(Replacement(os, name, functions) for name, functions in able.items()),
         ]
 
@@ -256,13 +222,13 @@ class RedirectedFiles:
     def _open_descriptor(
         self, plain: Plain, path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
     ) -> int:
-        given = whole = _whole(path, dir_fd)
+        plain_path = whole = _whole(path, dir_fd)
         is_new = not self.known(whole) and not self.is_older(self.key(whole))
         if not flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC) or is_new:
             whole = self.existing(whole)
         elif not flags & os.O_EXCL:
             whole = self.opened(whole, "wb" if flags & os.O_TRUNC else "ab")
-        if whole == given:
+        if whole == plain_path:
             return int(plain(path, flags, mode, dir_fd=dir_fd))
         return int(plain(whole, flags | (flags & os.O_TRUNC and os.O_CREAT), mode))
 
@@ -288,10 +254,9 @@ class RedirectedFiles:
         plain(path if isinstance(path, int) else self.opened(path, "r+b"), length)
 
     def _look(self, plain: Plain, path: Path, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("dir_fd") is None:
-            # Access is denied rather than an error.
-            path = (self.current if plain.__name__ == "access" else self.existing)(path)
-        return plain(path, *args, **kwargs)
+        if plain.__name__ == "access" and self.known(path) in self.removed:
+            return False
+        return plain(self.existing(path) if kwargs.get("dir_fd") is None else path, *args, **kwargs)
 
     def _remove(self, plain: Plain, path: Path, *, dir_fd: int | None = None) -> None:
         whole = _whole(path, dir_fd)
@@ -316,9 +281,9 @@ class RedirectedFiles:
             if is_folder:
                 for key in self._below(source):
                     self.redirected[destination + key[len(source) :]] = self.redirected.pop(key)
-                if source in self.made:
-                    self.made.discard(source)
-                    self.made.add(destination)
+                if source in self.new_folders:
+                    self.new_folders.discard(source)
+                    self.new_folders.add(destination)
             return
         target = self.target(dst)
         if not is_redirected and self.is_older(source):
@@ -354,7 +319,7 @@ class RedirectedFiles:
             self.removed.discard(key)
         else:
             plain(path, mode)
-            self.made.add(key)
+            self.new_folders.add(key)
 
     def _rmtree(self, plain: Plain, path: Path, ignore_errors: bool = False, *args: Any, **kwargs: Any) -> None:
         key = self.key(path)
@@ -368,26 +333,23 @@ class RedirectedFiles:
             self._keep(key)
         else:
             plain(path, ignore_errors, *args, **kwargs)
-            self.made.discard(key)
+            self.new_folders.discard(key)
         for each in self._below(key):
             self._plain_remove(self.redirected.pop(each))
 
     def _holds_older(self, folder: str) -> bool:
         """Whether checkpoints of the user's are in a folder."""
-        if folder in self.made or _is_checkpoint_folder(folder):
-            return folder not in self.made
+        if folder in self.new_folders or _is_checkpoint_folder(folder):
+            return folder not in self.new_folders
         files = (os.path.join(where, name) for where, _, names in os.walk(folder) for name in names)
         return any(self.is_checkpoint(file) and self.is_older(file) for file in files)
 
     def _copyfile(self, plain: Plain, src: Path, dst: Path, *args: Any, **kwargs: Any) -> Any:
-        # A name that looks like a checkpoint's is redirected when it is opened.
-        if self.known(src) is None:
-            return plain(src, dst, *args, **kwargs)
-        plain(self.existing(src), self.target(dst), *args, **kwargs)
-        return dst
-
-    def _copy_status(self, plain: Plain, src: Path, dst: Path, *args: Any, **kwargs: Any) -> None:
-        plain(self.existing(src), self.existing(dst), *args, **kwargs)
+        # A copy of a redirected file is one, whatever its name; another that looks like one is when it is opened.
+        if self.known(src) is not None:
+            plain(self.existing(src), self.target(dst), *args, **kwargs)
+            return dst
+        return plain(src, dst, *args, **kwargs)
 
     def _listdir(self, plain: Plain, path: Path = ".") -> Any:
         names = plain(path)
@@ -484,7 +446,6 @@ class _Listing(itertools.chain[Any]):
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        """What is left is closed with its last entry."""
 
-    def close(self) -> None:
-        """As the one that os.scandir gives; what is left is closed with its last entry."""
+    close = __exit__

@@ -8,7 +8,6 @@ import atexit
 import importlib.util
 import os
 import random
-import runpy
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from memfit.allocator.shared import SharedDevice
 from memfit.core.dryrun import DryRun, Outcome, Request, Scan, Seen
 from memfit.core.printing import printable, printable_traceback, without_own_frames
 from memfit.core.settings import Settings
+from memfit.core.user_code import run_program
 from memfit.frameworks.torch.apply.script_settings import ScriptSettings
 from memfit.frameworks.torch.kernels import fallbacks
 from memfit.frameworks.torch.kernels.assumed_values import MADE_UP
@@ -45,7 +45,7 @@ from memfit.frameworks.torch.script.session import Session, leave
 from memfit.frameworks.torch.script.shared_tensors import sharing
 from memfit.frameworks.torch.script.steps import EndOfRun
 from memfit.frameworks.torch.shapes import failures
-from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.patching import Replacement, around
 from memfit.frameworks.torch.simulation import distributed
 
 # Devices that a process of the script may name, however many are simulated: one for each process.
@@ -55,37 +55,26 @@ _CLEARING_SECONDS = 150.0
 
 
 class ScriptRun:
-    """One run of a script.
-
-    Args:
-        request: the script and the device.
-        memory: what the device can give.
-        configure: called before the first allocation, when the script has had its chance to set the allocator, with
-            what takes a sentence about each setting that isn't simulated.
-        shared: the device as it is shared with processes that the script starts; None: they see none.
-        private_files: whether nobody but the script sees what it writes.
-    """
+    """One run of a script; `configure` is as for `Session`."""
 
     def __init__(
         self,
-        request: Request,
-        memory: LiveAllocator,
+        request: Request,  # the script and the device
+        memory: LiveAllocator,  # what the device can give
         configure: Callable[[Callable[[str], None]], None] = lambda report: None,
-        shared: SharedDevice | None = None,
+        shared: SharedDevice | None = None,  # the device as processes of the script share it; None: they see none
         *,
-        private_files: bool = False,
+        private_files: bool = False,  # whether nobody but the script sees what it writes
+        write_process: Callable[[DryRun], None] = lambda result: None,  # writes the result of a process of the script
     ) -> None:
         self._request = request
         self._shared = shared
+        self._write_process = write_process
         settings = request.settings or Settings(set_to_none=False)
         parts = settings.micro_batches
         self._fitting = ScriptSettings(replace(settings, micro_batches=parts if request.accumulates else 1))
-        self.loaders = Loaders(
-            request.scan,
-            request.loader_ordinal if request.largest_first else None,
-            parts=parts,
-            split=request.loader_ordinal,
-        )
+        ordinal = request.loader_ordinal
+        self.loaders = Loaders(request.scan, ordinal if request.largest_first else None, parts, split=ordinal)
         self.session = Session(
             request.device,
             memory,
@@ -98,13 +87,9 @@ class ScriptRun:
         )
         simulation = self.session.simulation
         report = simulation.notes.report
-        self._arrivals = simulation.look.on_arrival = Arrivals(
-            lambda: self.session.origin.user_line()[0],
-            lambda: self.session.counter.num_steps,
-            parts=parts,
-            split_at=request.batch_lines,
-            batch_size=request.batch_size,
-        )
+        line, num_steps = lambda: self.session.origin.user_line()[0], lambda: self.session.counter.num_steps
+        self._arrivals = Arrivals(line, num_steps, parts, request.batch_lines, request.batch_size)
+        simulation.look.on_arrival = self._arrivals
         self._checkpoints = Checkpoints(
             request.checkpoint_folder or None,
             report,
@@ -117,13 +102,9 @@ class ScriptRun:
         # What ended a script in the place of its launcher, before the launcher's frames were added.
         self._in_place: tuple[BaseException, TracebackType | None] | None = None
         self.session.launchers.run = self._run_in_place
-        self._processes = Processes(report, are_simulated=shared is not None)
-        self._processes.leave = leave
-        self._processes.started = self._process_started
+        self._processes = Processes(report, shared is not None, leave, self._process_started)
         self.session.on_fork = self._stay
         self._exit_functions = ExitFunctions()
-        self.write_process: Callable[[DryRun], None] = lambda result: None
-        """Writes the result of a process that was forked off."""
         self._started = time.perf_counter()
         self._until_end = ExitStack()
         self._leave: Callable[[DryRun], None] | None = None
@@ -133,9 +114,9 @@ class ScriptRun:
         self._leave = leave
         self.session.counter.ignored = lambda: leave(self._result(EndOfRun()))
 
-    def follow(self, write: Callable[[DryRun], None]) -> None:
-        """Simulates from now on in this process, which a script has started; `write` is given its result."""
-        end = self._ending_with(write)
+    def follow(self) -> None:
+        """Simulates from now on in this process, which a script has started."""
+        end = self._end_as_process()
 
         def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             plain_hook(kind, error, trace)
@@ -148,7 +129,7 @@ class ScriptRun:
         self.session.devices.assumed = _MANY
         self._until_end.enter_context(self._simulated())
 
-    def _ending_with(self, write: Callable[[DryRun], None]) -> Callable[[BaseException | None], None]:
+    def _end_as_process(self) -> Callable[[BaseException | None], None]:
         """Ends this process of the script's, once; after its last step already: one of a pool waits for more work."""
         is_over = False
 
@@ -159,7 +140,7 @@ class ScriptRun:
             is_over, has_ended = True, self.session.counter.has_ended
             result = self._result(EndOfRun() if has_ended else error)
             if result.num_steps or result.failures or (result.estimate is not None and result.estimate.timeline.blocks):
-                write(result)
+                self._write_process(result)
             if self._shared is not None:
                 self._shared.note(result.num_steps, self.session.recorder.num_ticks, has_ended or bool(result.failures))
                 if has_ended:
@@ -183,7 +164,7 @@ class ScriptRun:
         self.session.devices.assumed = _MANY
         self.session.memory.share(shared)
         self.session.devices.stay()
-        self._ending_with(self.write_process)
+        self._end_as_process()
         return True
 
     def _process_started(self) -> None:
@@ -198,22 +179,18 @@ class ScriptRun:
                 interrupt_when_idle(self._shared.have_taken_steps, end)
 
     def _settle(self) -> None:
+        """A step has been taken."""
         self.loaders.settle()
         if self._shared is not None:
             self._shared.note(self.session.counter.num_steps, self.session.recorder.num_ticks, has_ended=False)
 
     @contextmanager
     def _simulated(self) -> Iterator[None]:
-        report = self.session.simulation.notes.report
-        replacements = [
-            *self.loaders.replacements(),
-            *self._checkpoints.replacements(),
-            *self._processes.replacements(),
-            *self._exit_functions.replacements(),
-            _tracebacks(),
-            *([] if self._shared is None else distributed.spawn_replacements(report, self.session.devices)),
-        ]
         simulation = self.session.simulation
+        parts = (self.loaders, self._checkpoints, self._processes, self._exit_functions)
+        replacements = [*(each for part in parts for each in part.replacements()), _tracebacks()]
+        if self._shared is not None:
+            replacements += distributed.spawn_replacements(simulation.notes.report, self.session.devices)
         with (
             on_import({"torchvision": define_missing_operators}, {}),
             sharing(simulation.places.is_simulated, self.session.recorder.add_foreign),
@@ -230,7 +207,7 @@ class ScriptRun:
         with self._simulated():
             _seed()
             try:
-                self._run_script()
+                run_program(self._program.script, self._program.arguments, module=self._program.module)
             except BaseException as raised:
                 error = raised
             if self._in_place is not None:
@@ -242,7 +219,7 @@ class ScriptRun:
                 elif isinstance(error, SystemExit) and isinstance(error.code, str):
                     print(printable(error.code, keep="\n\t"), file=sys.stderr)
             self._clear_up(error)
-        self._checkpoints.finish()
+        self._checkpoints.files.finish()
         return self._result(error)
 
     def _clear_up(self, error: BaseException | None) -> None:
@@ -261,22 +238,12 @@ class ScriptRun:
         finally:
             timer.cancel()
 
-    def _run_script(self) -> None:
-        program = self._program
-        sys.argv = [program.script, *program.arguments]
-        if program.module:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(program.script, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(program.script)))
-            runpy.run_path(program.script, run_name="__main__")
-
     def _run_in_place(self, program: Program) -> None:
         """Runs what a launcher was to start in the place of the launcher."""
         self._program = program
         self.session.replace_late(self._checkpoints.of_ranks())
         try:
-            self._run_script()
+            run_program(program.script, program.arguments, module=program.module)
         except BaseException as error:
             self._in_place = error, error.__traceback__
             raise
@@ -293,15 +260,14 @@ class ScriptRun:
                 "it started other processes, and what those do on the device is not simulated. "
                 "Let it train in its own process, with --count for several devices"
             )
-        suspicion = ""
+        suspicion, scan = "", None
         if outcome is Outcome.FAILED and error is not None:
-            made_up = (fallbacks.STAND_IN, MADE_UP)
             notes = session.simulation.notes.found.values()
-            suspicion = failures.suspicion(error, [note.source for note in notes if note.code in made_up])
-        scan = None
+            made_up = [note.source for note in notes if note.code in (fallbacks.STAND_IN, MADE_UP)]
+            suspicion = failures.suspicion(error, made_up)
         if request.largest_first:
-            problem = "the script reads no torch.utils.data.DataLoader for its steps"
-            scan = self.loaders.scan() or Scan(problem=problem)
+            no_loader = "the script reads no torch.utils.data.DataLoader for its steps"
+            scan = self.loaders.scan() or Scan(problem=no_loader)
         program, died = self._program, outcome is Outcome.OUT_OF_MEMORY
         return DryRun(
             script=program.script,
@@ -315,7 +281,7 @@ class ScriptRun:
             error=text,
             suspicion=suspicion,
             exit_code=exit_code,
-            redirected={} if self._checkpoints.are_private else dict(self._checkpoints.redirected),
+            redirected={} if self._checkpoints.files.are_private else dict(self._checkpoints.files.redirected),
             scan=scan,
             seconds=seconds,
             allocator=session.memory.options,
@@ -365,10 +331,9 @@ def _seed() -> None:
 
 def _tracebacks() -> Replacement:
     """Tracebacks are written without our own frames, whoever writes them: `multiprocessing` does in a process."""
-    plain_init = traceback.TracebackException.__init__
 
-    def init(self: traceback.TracebackException, /, *args: Any, **kwargs: Any) -> None:
-        plain_init(self, *args, **kwargs)
+    def init(plain: Callable[..., None], self: traceback.TracebackException, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
         self.stack = without_own_frames(self.stack)
 
-    return Replacement(traceback.TracebackException, "__init__", init)
+    return around(traceback.TracebackException, "__init__", init)

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -35,7 +35,7 @@ from memfit.frameworks.torch.script.launchers import ACCELERATE, Launchers
 from memfit.frameworks.torch.script.steps import StepCounter
 from memfit.frameworks.torch.shapes import interception, unsimulated
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.patching import Replacement, replaced
+from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.shapes.restoration import Restoration, random_states_kept
 from memfit.frameworks.torch.shapes.shapes import tensors
 from memfit.frameworks.torch.shapes.stand_in import LargeWeights, dense_parts, tensors_in
@@ -54,80 +54,68 @@ NO_END = 2**62
 class Session:
     """A simulated device for as long as `running` lasts.
 
-    Args:
-        device: the target.
-        memory: what the device can give.
-        count: devices of that kind that PyTorch sees; the memory is that of the first.
-        steps: optimizer steps after which the program is ended.
-        settled: called after each optimizer step.
-        configure: called before the first allocation, with what takes a sentence about each setting not simulated.
-        fitting: changes how the program's steps are run; by default they are left as they are.
-        watch: note the work of operators.
+    `configure` is called before the first allocation, with what takes a sentence about each setting not simulated;
+    `fitting` changes how the program's steps are run.
     """
 
     def __init__(
         self,
-        device: Device,
-        memory: LiveAllocator,
+        device: Device,  # the target
+        memory: LiveAllocator,  # what the device can give
         *,
-        count: int = 1,
-        steps: int = NO_END,
-        settled: Callable[[], None] = lambda: None,
+        count: int = 1,  # devices of that kind that PyTorch sees; the memory is that of the first
+        steps: int = NO_END,  # optimizer steps after which the program is ended
+        settled: Callable[[], None] = lambda: None,  # called after each optimizer step
         configure: Callable[[Callable[[str], None]], None] = lambda report: None,
         fitting: ScriptSettings | None = None,
-        watch: bool = False,
+        watch: bool = False,  # note the work of operators
     ) -> None:
         self.device = device
+        self.devices = CudaDevices(device, count)
         self.memory = memory
         self.failures: list[Failure] = []
         self.seen = Seen()
-        self._fitting = fitting or ScriptSettings(Settings(set_to_none=False))
-        self.devices = CudaDevices(device, count)
-        self._settled = settled
-        self._first_block = 0
-        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-        self._num_recovered = 0
         self.on_update: Callable[[Any], None] = lambda optimizer: None
-        self._num_parameters = 0
+        self.on_fork: Callable[[], bool] = lambda: False  # called in a forked process: whether it stays simulated
+        self._fitting = fitting or ScriptSettings(Settings(set_to_none=False))
+        self._settled = settled
+        self._first_block = self._num_recovered = self._num_parameters = 0
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._updating = False
-        self.on_fork: Callable[[], bool] = lambda: False
-        """Called in a process that was forked off; whether it stays in the simulation."""
         self._one_backward = threading.RLock()
         self._backward_threads: set[int] = set()
-        # What is replaced in libraries that the program imports later.
-        self._late = ExitStack()
+        self._late = ExitStack()  # what is replaced in libraries that the program imports later
         self._lazy: list[weakref.ref[torch.nn.Module]] = []
+        self._work = WorkLog()
         self.origin = OriginTracker(met=self._met, entered=self._entered)
 
         def report(text: str) -> None:
-            self.simulation.notes.report(ALLOCATOR_SETTINGS, text)
+            simulation.notes.report(ALLOCATOR_SETTINGS, text)
 
         self.recorder = LiveRecorder(self.origin.current, memory, self._refuse, lambda: configure(report))
-        self.simulation = Simulation(device, self.recorder, self.origin, scripted=True)
-        self.simulation.look.on_parameter = lambda parameter: self._classify(parameter, Category.PARAMETER, "")
-        self.simulation.look.is_large_weight = LargeWeights(self.simulation.notes.report)
-        self.simulation.around_backward = self._in_backward
-        self.launchers = Launchers(self.has_devices, self.simulation.notes.report)
-        self.counter = StepCounter(steps, self._begin_update, self._end_update, self.simulation.is_on)
-        self.simulation.operators.on_write = self._written
-        self._work = WorkLog()
+        self.simulation = simulation = Simulation(device, self.recorder, self.origin, scripted=True)
+        simulation.look.on_parameter = lambda parameter: self._classify(parameter, Category.PARAMETER, "")
+        simulation.look.is_large_weight = LargeWeights(simulation.notes.report)
+        simulation.around_backward = self._in_backward
+        simulation.operators.on_write = self._written
         if watch:
-            self.simulation.operators.on_run = self._worked
+            simulation.operators.on_run = self._worked
+        self.launchers = Launchers(self.has_devices, simulation.notes.report)
+        self.counter = StepCounter(steps, self._begin_update, self._end_update, simulation.is_on)
 
     @contextmanager
     def running(self, replacements: Sequence[Replacement] = ()) -> Iterator[None]:
         """Shows PyTorch the device while it lasts."""
         report, counter = self.simulation.notes.report, self.counter
+        steps = counter.begin_step, counter.end_step
         # What is done in libraries that the program imports.
         late: dict[str, Callable[[ModuleType], list[Replacement]]] = {
-            unsimulated.MODULE: lambda module: unsimulated.update_replacements(
-                module, counter.begin_step, counter.end_step
-            ),
+            unsimulated.MODULE: lambda module: unsimulated.update_replacements(module, *steps),
             unsimulated.EXTENSIONS: unsimulated.extension_replacements,
             unsimulated.FLEX_ATTENTION: lambda module: unsimulated.flex_replacements(module, report),
             ACCELERATE: self.launchers.of_accelerate,
         }
-        imported = {name: lambda module, made=made: self.replace_late(made(module)) for name, made in late.items()}
+        imported = {name: lambda module, make=make: self.replace_late(make(module)) for name, make in late.items()}
         with ONE_AT_A_TIME, eager(), ExitStack() as stack, on_import({}, imported):
             _active.append(self)
             stack.callback(_active.remove, self)
@@ -135,10 +123,16 @@ class Session:
                 stack.callback(handle.remove)
             stack.callback(self.recorder.stop)
             stack.callback(self._late.close)
-            given = cuda_replacements(self.devices, self.memory, report, self.simulation.look)
-            given += distributed_replacements(self.devices.installed, report, self._gathered)
-            given += self.launchers.replacements()
-            with self.simulation.running([*given, *self._replacements(), *replacements]):
+            every = [
+                *cuda_replacements(self.devices, self.memory, report, self.simulation.look),
+                *distributed_replacements(
+                    self.devices.installed, report, lambda bucket: self._classify(bucket, Category.GRADIENT, "")
+                ),
+                *self.launchers.replacements(),
+                *self._replacements(),
+                *replacements,
+            ]
+            with self.simulation.running(every):
                 yield
 
     def replace_late(self, replacements: Iterable[Replacement]) -> None:
@@ -164,36 +158,29 @@ class Session:
                     yield
             finally:
                 restoration.restore()
-                checkpoints.finish()
+                checkpoints.files.finish()
 
     def _replacements(self) -> list[Replacement]:
-        session = self
-        plain_bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
-        plain_start, plain_resize = threading.Thread.start, torch.UntypedStorage.resize_
-
-        def start(thread: threading.Thread) -> None:
+        def start(plain: Callable[[Any], None], thread: threading.Thread) -> None:
             # Threads of the program are simulated, and not those of others that were there before.
-            vars(thread)["_memfit_simulated"] = session.simulation.is_on()
-            plain_start(thread)
+            vars(thread)["_memfit_simulated"] = self.simulation.is_on()
+            plain(thread)
 
-        def bootstrap(thread: threading.Thread) -> None:
-            if not vars(thread).get("_memfit_simulated"):
-                plain_bootstrap(thread)
-                return
-            with session.simulation.in_thread():
-                plain_bootstrap(thread)
+        def bootstrap(plain: Callable[[Any], None], thread: threading.Thread) -> None:
+            with self.simulation.in_thread() if vars(thread).get("_memfit_simulated") else nullcontext():
+                plain(thread)
 
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = plain_resize(storage, size)
-            if storage.device.type == "meta" and not session.simulation.places.has(storage):
+        def resize(plain: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
+            result = plain(storage, size)
+            if storage.device.type == "meta" and not self.simulation.places.has(storage):
                 # How sharded parameters are let go and brought back.
-                session.recorder.resized(storage, "resize_")
+                self.recorder.resized(storage, "resize_")
             return result
 
         return [
-            Replacement(torch.UntypedStorage, "resize_", resize),
-            Replacement(threading.Thread, "start", start),
-            Replacement(threading.Thread, "_bootstrap_inner", bootstrap),
+            around(torch.UntypedStorage, "resize_", resize),
+            around(threading.Thread, "start", start),
+            around(threading.Thread, "_bootstrap_inner", bootstrap),
             Replacement(torch.optim.Optimizer, "__init__", self.counter.counting_init(self._fitting.made)),
             *self._fitting.replacements(),
         ]
@@ -314,9 +301,6 @@ class Session:
         if self.counter.num_steps > before:
             self.simulation.notes.report(BY_HAND, "no optimizer was made: updates of parameters count as steps")
             self._settled()
-
-    def _gathered(self, bucket: torch.Tensor) -> None:
-        self._classify(bucket, Category.GRADIENT, "")
 
     def _entered(self, model: torch.nn.Module) -> None:
         tidied = self.recorder.tidy()

@@ -16,6 +16,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from memfit.core.units import MIB
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.patching import Replacement, around
 from memfit.frameworks.torch.shapes.shapes import META
 
 Place = Callable[[torch.Tensor, torch.device | None], torch.Tensor]
@@ -58,9 +59,8 @@ def as_shape(tensor: torch.Tensor) -> torch.Tensor:
 class ShapeOnly:
     """Stores and revives simulated tensors.
 
-    Args:
-        place: moves a real host tensor to the simulated device or revives a shape-only one there, and returns it.
-        device_of: where a shape-only tensor is. What the user's own code made on the meta device belongs there.
+    `place` moves a real host tensor to the simulated device, or revives a shape-only one there; `device_of` says where
+    a shape-only tensor is: what the user's own code made on the meta device belongs there.
     """
 
     def __init__(
@@ -68,35 +68,32 @@ class ShapeOnly:
     ) -> None:
         self._place = place
         self._device_of = device_of
-        self.num_stored = 0
-        """How many tensors have been stored without values."""
+        self.num_stored = 0  # how many tensors have been stored without values
 
     def replacements(self) -> list[Replacement]:
         """What makes PyTorch's pickles hold shapes."""
         storage = torch.UntypedStorage
-        rebuild_v3 = _around(*internals.place("rebuild_tensor_v3"), _rebuild)
+        rebuild_v3 = around(*internals.place("rebuild_tensor_v3"), _rebuild)
         # The unpickler for weights only has a table of the functions that it may call.
         unpickler, name = internals.place("allowed_globals")
         allowed = getattr(unpickler, name)
         path = f"{rebuild_v3.value.__module__}.{rebuild_v3.value.__name__}"
         table = functools.cache(lambda: {**allowed(), path: rebuild_v3.value})
         return [
-            _around(*internals.place("reduce_tensor"), self._reduce),
-            _around(storage, "cuda", _storage_cuda),
-            _around(storage, "to", _storage_to),
-            _around(torch.serialization, "location_tag", lambda plain, it: getattr(it, _LOCATION, None) or plain(it)),
-            _around(*internals.place("rebuild_tensor"), _rebuild),
+            around(*internals.place("reduce_tensor"), self._reduce),
+            around(storage, "cuda", _storage_cuda),
+            around(storage, "to", _storage_to),
+            around(torch.serialization, "location_tag", lambda plain, it: getattr(it, _LOCATION, None) or plain(it)),
+            around(*internals.place("rebuild_tensor"), _rebuild),
             rebuild_v3,
-            _around(*internals.place("restore_location"), _restore_wrapper),
+            around(*internals.place("restore_location"), _restore_wrapper),
             Replacement(unpickler, name, table),
         ]
 
     def restoring(self, map_location: Any, *, keeps_shapes: bool = False) -> Callable[[Storage, str], Storage]:
         """A `map_location` for PyTorch's own torch.load that does what `map_location` says on the simulated device.
 
-        Args:
-            map_location: what the user's code gave.
-            keeps_shapes: tensors that were stored as shapes come back as such, known to no simulation.
+        With `keeps_shapes`, tensors that were stored as shapes come back as such, known to no simulation.
         """
 
         def restore(storage: Storage, location: str) -> Storage:
@@ -116,7 +113,7 @@ class ShapeOnly:
             setattr(storage, _ARRIVAL, _Arrival(storage if is_filled else None, size_bytes, deliver))
             return storage
 
-        restore.given = map_location  # type: ignore[attr-defined]
+        restore.map_location = map_location  # type: ignore[attr-defined]
         return restore
 
     def deliver(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -158,29 +155,27 @@ class ShapeOnly:
         return internals.rebuild_tensor_v2, (typed, *state)
 
 
+@dataclass(eq=False)
 class _Arrival:
-    """A storage on the way from a file to where its tensors are wanted; None where only its size is known."""
+    """A storage on the way from a file to where its tensors are wanted."""
 
-    def __init__(
-        self, storage: Storage | None, size_bytes: int, deliver: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        self._storage = storage
-        self._size_bytes = size_bytes
-        self._deliver = deliver
-        self._arrived: Storage | None = None
+    storage: Storage | None  # None where only its size is known
+    size_bytes: int
+    deliver: Callable[[torch.Tensor], torch.Tensor]
+    arrived: Storage | None = None
 
     def view(self, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
         """The tensor at the destination; all of a storage share one there as well."""
-        if self._arrived is None:
-            is_whole = offset == 0 and math.prod(size) * dtype.itemsize == self._size_bytes
+        if self.arrived is None:
+            is_whole = offset == 0 and math.prod(size) * dtype.itemsize == self.size_bytes
             is_whole = is_whole and _shape(dtype, size, stride).is_contiguous()
-            layout = (dtype, size, stride) if is_whole else (torch.uint8, (self._size_bytes,), (1,))
-            read = _shape(*layout) if self._storage is None else _view(self._storage, layout[0], 0, *layout[1:])
-            tensor = self._deliver(read)
-            self._arrived, self._storage = tensor.untyped_storage(), None
+            layout = (dtype, size, stride) if is_whole else (torch.uint8, (self.size_bytes,), (1,))
+            read = _shape(*layout) if self.storage is None else _view(self.storage, layout[0], 0, *layout[1:])
+            tensor = self.deliver(read)
+            self.arrived, self.storage = tensor.untyped_storage(), None
             if is_whole:
                 return tensor
-        return _view(self._arrived, dtype, offset, size, stride)
+        return _view(self.arrived, dtype, offset, size, stride)
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
@@ -219,17 +214,6 @@ def _zeros(shape: torch.Tensor) -> torch.Tensor:
             zeros = torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=torch.uint8)
         view = int(shape.storage_offset()), tuple(shape.size()), shape.stride()
         return _view(zeros.untyped_storage(), shape.dtype, *view)
-
-
-def _around(owner: Any, name: str, around: Callable[..., Any]) -> Replacement:
-    """A function in the place of one of PyTorch, which `around` gets as its first argument."""
-    plain = getattr(owner, name)
-
-    @functools.wraps(plain)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return around(plain, *args, **kwargs)
-
-    return Replacement(owner, name, call)
 
 
 def _wanted(map_location: Any, storage: Storage, location: str) -> tuple[Storage, str]:
@@ -273,20 +257,18 @@ def _rebuild(plain: Callable[..., Any], storage: Any, *view: Any) -> Any:
 
 def _restore_wrapper(plain: Callable[..., Any], device: Any) -> Any:
     """Where tensors go that only wrap others, of which a real one must never be on the simulated device."""
-    given = getattr(internals.serialization_state.map_location, "given", device)
-    if isinstance(given, dict):
-        given = given.get(str(device), device)
-    if given is not None and not isinstance(given, str | torch.device):
+    wanted = getattr(internals.serialization_state.map_location, "map_location", device)
+    if isinstance(wanted, dict):
+        wanted = wanted.get(str(device), device)
+    if wanted is not None and not isinstance(wanted, str | torch.device):
         return plain(device)
-    wanted = torch.device(device if given is None else given)
+    wanted = torch.device(device if wanted is None else wanted)
     return META if wanted.type == "cuda" else wanted
 
 
 def _storage_cuda(plain: Callable[..., Any], storage: Storage, device: Any = None, non_blocking: bool = False) -> Any:
     """`map_location=lambda storage, location: storage.cuda()`: says where the storage is wanted."""
-    return storage.to(
-        device=torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    )
+    return storage.to(device=f"cuda:{device}" if isinstance(device, int) else device or "cuda")
 
 
 def _storage_to(plain: Callable[..., Any], storage: Storage, *, device: Any, non_blocking: bool = False) -> Any:

@@ -10,6 +10,7 @@ import _thread
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -27,39 +28,23 @@ class EndOfRun(SystemExit):
         super().__init__(code)
 
 
+@dataclass(eq=False)
 class StepCounter:
-    """Knows how many steps have been taken.
+    """Knows how many steps have been taken."""
 
-    Args:
-        wanted: steps after which the run ends.
-        before: called before an optimizer's step, with the optimizer.
-        after: called after an optimizer's step, with the optimizer.
-        is_on: whether the thread that runs counts.
-    """
-
-    def __init__(
-        self,
-        wanted: int,
-        before: Callable[[Any], None] = lambda optimizer: None,
-        after: Callable[[Any], None] = lambda optimizer: None,
-        is_on: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._wanted = wanted
-        self._before = before
-        self._after = after
-        self._is_on = is_on
-        self._taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._most = 0
-        self._num_by_hand = 0
-        self._num_backward = 0
-        self._has_new_gradients = False
-        self.has_optimizer = False
-        self.has_ended = False
-        """Whether the last step wanted has been taken, in whichever thread."""
-        self.ended: Callable[[], None] = lambda: None
-        """Called before the program is ended."""
-        self.ignored: Callable[[], None] = lambda: None
-        """Called when the program has caught its own end and gone on."""
+    wanted: int  # steps after which the run ends
+    before: Callable[[Any], None] = lambda optimizer: None  # called before an optimizer's step, with the optimizer
+    after: Callable[[Any], None] = lambda optimizer: None  # called after an optimizer's step, with the optimizer
+    is_on: Callable[[], bool] = lambda: True  # whether the thread that runs counts
+    has_optimizer: bool = False
+    has_ended: bool = False  # whether the last step wanted has been taken, in whichever thread
+    ended: Callable[[], None] = lambda: None  # called before the program is ended
+    ignored: Callable[[], None] = lambda: None  # called when the program has caught its own end and gone on
+    _taken: "weakref.WeakKeyDictionary[Any, int]" = field(default_factory=weakref.WeakKeyDictionary)
+    _most: int = 0
+    _num_by_hand: int = 0
+    _num_backward: int = 0
+    _has_new_gradients: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -81,8 +66,8 @@ class StepCounter:
         if self.has_optimizer:
             return
         # Passes may add up to one update, which is not seen where the program makes new tensors of its parameters.
-        most = _PATIENCE_OF_PASSES * self._wanted
-        if self._num_by_hand >= self._wanted or (self._num_backward >= most and not self._num_by_hand):
+        most = _PATIENCE_OF_PASSES * self.wanted
+        if self._num_by_hand >= self.wanted or (self._num_backward >= most and not self._num_by_hand):
             self._end()
 
     def end_backward(self) -> None:
@@ -98,19 +83,19 @@ class StepCounter:
 
     def begin_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer is about to step."""
-        if not self._is_on():
+        if not self.is_on():
             return
         self.made(optimizer)
-        self._before(optimizer)
+        self.before(optimizer)
 
     def end_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has stepped; ends the run where that was the last step wanted."""
-        if not self._is_on():
+        if not self.is_on():
             return
         taken = self._taken[optimizer] = self._taken.get(optimizer, 0) + 1
         self._most = max(self._most, taken)
-        self._after(optimizer)
-        if min(self._taken.values()) >= self._wanted or taken >= _PATIENCE * self._wanted:
+        self.after(optimizer)
+        if min(self._taken.values()) >= self.wanted or taken >= _PATIENCE * self.wanted:
             if self.has_ended:
                 self.ignored()
             self._end()
@@ -130,15 +115,14 @@ class StepCounter:
 
         return [register_optimizer_step_pre_hook(self.begin_step), register_optimizer_step_post_hook(self.end_step)]
 
-    def counting_init(self, made: Callable[[Any], None] = lambda optimizer: None) -> Callable[..., None]:
-        """Stands in for `Optimizer.__init__`, to hear of optimizers before they step; `made` is told of each."""
+    def counting_init(self, on_made: Callable[[Any], None] = lambda optimizer: None) -> Callable[..., None]:
+        """Stands in for `Optimizer.__init__`, to hear of optimizers before they step; `on_made` is called with each."""
         plain: Callable[..., None] = torch.optim.Optimizer.__init__
-        counter = self
 
-        def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:
-            plain(self, *args, **kwargs)
-            if counter._is_on():
-                counter.made(self)
-                made(self)
+        def __init__(optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
+            plain(optimizer, *args, **kwargs)
+            if self.is_on():
+                self.made(optimizer)
+                on_made(optimizer)
 
         return __init__

@@ -1,6 +1,7 @@
 """Functions of PyTorch that are replaced for the time of a simulation, and put back exactly."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,6 +19,19 @@ class Replacement(NamedTuple):
 def in_owner(owner: Any, values: Mapping[str, Any]) -> list[Replacement]:
     """Stand-ins for attributes of one owner."""
     return [Replacement(owner, name, value) for name, value in values.items()]
+
+
+def around(
+    owner: Any, name: str, other: Callable[..., Any], is_active: Callable[[], bool] = lambda: True
+) -> Replacement:
+    """A stand-in for the function `owner.name`: calls `other` with that function first, or the function itself."""
+    plain = getattr(owner, name)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return other(plain, *args, **kwargs) if is_active() else plain(*args, **kwargs)
+
+    return Replacement(owner, name, call)
 
 
 def in_extension(functions: Mapping[str, Any]) -> list[Replacement]:

@@ -40,7 +40,7 @@ def run(here, tmp_path):
     before = {path: path.read_bytes() for path in here.iterdir()}
     with dry_run(tmp_path / "own") as run:
         yield run
-    run.checkpoints.finish()
+    run.checkpoints.files.finish()
     # Whatever a test did: the folder holds what it held.
     assert {path: path.read_bytes() for path in before} == before
 
@@ -286,7 +286,7 @@ def test_the_end_takes_along_what_is_no_checkpoint(here, tmp_path):
         assert pathlib.Path("checkpoint-1/trainer_state.json").read_text() == "step 1"
         shutil.rmtree("checkpoint-1")
         assert sorted(pathlib.Path().glob("checkpoint-*")) == [pathlib.Path("checkpoint-2")]
-    run.checkpoints.finish()
+    run.checkpoints.files.finish()
 
     # THEN nothing is left that could be taken for a checkpoint to resume from, but the user's
     assert [path.name for path in here.glob("checkpoint-*")] == ["checkpoint-1"]

@@ -280,7 +280,7 @@ def test_a_single_process_writes_pytorchs_own_format_elsewhere(tmp_path, monkeyp
         assert (state["step"], state["zeros"].any().item()) == (2, False)
         assert os.path.getsize("folder/__0_0.distcp") < 100_000
         assert sorted(os.path.basename(path) for path in run.redirected) == [".metadata", "__0_0.distcp"]
-    run.checkpoints.finish()
+    run.checkpoints.files.finish()
     assert not os.path.exists("folder")
 
 

@@ -319,7 +319,7 @@ def test_batches_of_several_sizes_have_no_size():
 
 def test_only_batches_are_cut_down():
     loop = Loop()
-    arrivals = loop.arrivals(parts=3, split_at=("train.py:7",), batch_size=8)
+    arrivals = loop.arrivals(parts=3, split_at=("train.py:7",), split_size=8)
 
     assert arrivals(torch.zeros(8, 3)).shape == (3, 3)
     assert arrivals(torch.zeros(7, 3)).shape == (7, 3)

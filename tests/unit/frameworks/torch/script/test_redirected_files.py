@@ -81,17 +81,17 @@ def test_a_path_is_the_same_by_whatever_way(files, tmp_path, monkeypatch):
 
     place = files.target(tmp_path / "link" / "model.pt")
 
-    assert files.current("model.pt") == place
-    assert files.current(b"model.pt") == place
-    assert files.current("../real/./model.pt") == place
+    assert files.existing("model.pt") == place
+    assert files.existing(b"model.pt") == place
+    assert files.existing("../real/./model.pt") == place
 
 
 def test_other_paths_are_as_given(files, tmp_path):
     files.target(tmp_path / "model.pt")
 
-    assert files.current("elsewhere/model.pt") == "elsewhere/model.pt"
+    assert files.existing("elsewhere/model.pt") == "elsewhere/model.pt"
     assert files.existing(3) == 3
-    assert files.current("data.csv") == "data.csv"
+    assert files.existing("data.csv") == "data.csv"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_looks_like_a_checkpoint(files, tmp_path, name, is_checkpoint):
 
 
 def test_files_in_a_checkpoint_folder_that_the_script_made_stay_in_it(files, tmp_path):
-    files.made.add(str(tmp_path / "checkpoint-10"))
+    files.new_folders.add(str(tmp_path / "checkpoint-10"))
 
     assert not files.is_checkpoint(str(tmp_path / "checkpoint-10" / "trainer_state.json"))
     assert files.is_checkpoint(str(tmp_path / "checkpoint-10" / "optimizer.pt"))
@@ -143,7 +143,7 @@ def test_a_temporary_folder_of_the_scripts_own_is_left_alone(tmp_path, monkeypat
     # joblib hands arrays to other processes in files there
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     files = RedirectedFiles(str(tmp_path / "own"), lambda code, text: None)
-    files.made.update((str(tmp_path / "scratch"), str(tmp_path / "project" / "runs")))
+    files.new_folders.update((str(tmp_path / "scratch"), str(tmp_path / "project" / "runs")))
 
     assert not files.is_checkpoint(str(tmp_path / "scratch" / "deep" / "array.pkl"))
     assert files.is_checkpoint(str(tmp_path / "project" / "runs" / "model.pkl"))
@@ -227,7 +227,7 @@ def test_folders_that_hold_checkpoints_of_the_users(files, tmp_path):
     older(tmp_path / "without" / "notes.txt")
     older(tmp_path / "checkpoint-3" / "notes.txt")
     (tmp_path / "made" / "checkpoint-3").mkdir(parents=True)
-    files.made.add(str(tmp_path / "made" / "checkpoint-3"))
+    files.new_folders.add(str(tmp_path / "made" / "checkpoint-3"))
 
     assert files._holds_older(str(tmp_path / "with"))
     assert not files._holds_older(str(tmp_path / "without"))
@@ -246,7 +246,7 @@ def test_the_end_leaves_no_half_checkpoints_behind(files, tmp_path, notes):
     # GIVEN folders that the script made for its checkpoints, and folders of the user's
     for name in ("run/checkpoint-3", "run/empty", "run/logs", "run/checkpoint-1"):
         (tmp_path / name).mkdir(parents=True)
-    files.made.update(str(tmp_path / name) for name in ("run", "run/checkpoint-3", "run/empty", "run/logs"))
+    files.new_folders.update(str(tmp_path / name) for name in ("run", "run/checkpoint-3", "run/empty", "run/logs"))
     (tmp_path / "run" / "checkpoint-3" / "trainer_state.json").write_text("{}")
     for name in ("run/checkpoint-3/model.pt", "run/empty/model.pt", "run/checkpoint-1/model.pt"):
         files.target(tmp_path / name)

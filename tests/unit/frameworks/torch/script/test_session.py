@@ -800,7 +800,7 @@ def test_libraries_that_are_imported_later_are_what_they_were_afterwards():
 def test_buckets_of_gradients_are_gradients():
     with running() as session:
         bucket = torch.zeros(100, device="cuda")
-        session._gathered(bucket)
+        session._classify(bucket, Category.GRADIENT, "")
 
     assert [block.size_bytes for block in made(session, category=Category.GRADIENT)] == [400]
 

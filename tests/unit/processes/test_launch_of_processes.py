@@ -10,7 +10,7 @@ from memfit.core.estimate import Note
 from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Phase
 from memfit.core.units import MIB
-from memfit.processes.shared_runs import DEVICE, are_several, combined
+from memfit.processes.launch import DEVICE, with_other_processes
 from tests.unit.reports.builders import make_estimate
 
 ESTIMATE = make_estimate()
@@ -20,6 +20,10 @@ PEAK = ESTIMATE.peak_bytes
 def run(outcome, num_steps=0, **changes):
     made = DryRun("train.py", ("--fast",), replace(ESTIMATE, notes=()), outcome, num_steps, 3)
     return replace(made, **changes)
+
+
+def combined(first, folder):
+    return DryRun.from_json(with_other_processes(first.to_json(), folder))
 
 
 def failure():
@@ -47,18 +51,10 @@ def left(tmp_path):
 def test_a_script_without_processes_is_as_it_is(left):
     alone = run(Outcome.COMPLETED, 3)
 
-    assert combined(alone, left()) is alone
-    assert combined(alone, left(held=(PEAK,))) is alone
-    assert not are_several(left())
+    data = alone.to_json()
 
-
-def test_a_share_of_another_process_or_its_result_makes_several(left):
-    folder = left(run(Outcome.COMPLETED, 1))
-    assert are_several(folder)
-    for path in folder.glob("process-*.json"):
-        path.unlink()
-    assert not are_several(folder)
-    assert are_several(left(held=(0, PEAK)))
+    assert with_other_processes(data, left()) is data
+    assert with_other_processes(data, left(held=(PEAK,))) is data
 
 
 def test_the_peak_is_that_of_the_device_and_each_has_its_part(left):
