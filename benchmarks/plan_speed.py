@@ -34,7 +34,7 @@ from memfit.planner.memory import StepMemory
 from memfit.planner.moves import label
 from memfit.planner.search import ProfiledSearch, Space, Variant
 from memfit.planner.speed import StepSpeed, rates_of
-from memfit.planner.timelines import repeated_units
+from memfit.planner.timeline_moves import repeated_units
 
 LIMIT = 1.05
 SHARE = 50

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from memfit.core.profile import Drop, Profile, Unit
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.core.timeline import Block, Category, Phase
-from memfit.planner.timelines import unit_of
+from memfit.planner.timeline_moves import unit_of
 
 Bytes = NDArray[np.float64]
 
@@ -54,7 +54,6 @@ class UnitMemory:
     """What recomputing or offloading one unit does to the curve.
 
     Args:
-        path: of the module.
         away: blocks that are gone while the unit waits to be recomputed.
         held: blocks that live longer because the unit needs its inputs again.
         kept: blocks that stay for the same reason, though another unit that is recomputed would keep them away.
@@ -172,7 +171,7 @@ class StepMemory:
 
     def curve(self, settings: Settings, batch_size: int | None) -> Bytes:
         """Live bytes at each tick of forward and backward pass, of the last micro-batch of an update."""
-        sizes = self.sizes(_micro(settings, batch_size))
+        sizes = self.sizes(micro_size(settings, batch_size))
         change = self._plain_change(settings, sizes)
         chosen = [self._index[path] for path in settings.checkpoint if path in self._index]
         for unit in chosen:
@@ -186,7 +185,7 @@ class StepMemory:
         for hosted in self._hosted(settings):
             self._subtract(change, hosted, sizes, 1.0)
         curve = np.cumsum(change)[:-1] + self.fixed_bytes(settings, batch_size)
-        scale = self._extra_scale(_micro(settings, batch_size))
+        scale = self._extra_scale(micro_size(settings, batch_size))
         for unit in chosen:
             for tick, extra in unit.extra:
                 at = tick - self._first
@@ -292,7 +291,7 @@ class StepMemory:
 
     def hosted_bytes(self, settings: Settings, batch_size: int | None) -> float:
         """Bytes of activations that wait in host memory."""
-        sizes = self.sizes(_micro(settings, batch_size))
+        sizes = self.sizes(micro_size(settings, batch_size))
         return sum(float(sizes[hosted.block].sum()) for hosted in self._hosted(settings))
 
 
@@ -328,7 +327,7 @@ def overlap(one: UnitMemory, other: UnitMemory) -> Intervals:
     return Intervals.of(rows)
 
 
-def _micro(settings: Settings, batch_size: int | None) -> int | None:
+def micro_size(settings: Settings, batch_size: int | None) -> int | None:
     """Samples of the largest micro-batch."""
     return None if batch_size is None else -(-batch_size // settings.micro_batches)
 

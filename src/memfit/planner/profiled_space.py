@@ -21,7 +21,7 @@ from memfit.planner.memory import StepMemory
 from memfit.planner.moves import APPROXIMATE, CHECKPOINT, EIGHT_BIT, LORA, MICRO_BATCH, OFFLOAD, QLORA
 from memfit.planner.search import ProfiledSearch, Space, Variant, merged, optimizer_ways
 from memfit.planner.speed import Rates, StepSpeed, rates_of
-from memfit.planner.timelines import unit_of
+from memfit.planner.timeline_moves import unit_of
 
 _LORA_RANK = 16
 # Traces of chosen settings, at least and at most; fewer for large models, whose traces take longer.
@@ -67,7 +67,9 @@ class ProfiledSpace:
         space = self.space(fits=bool(before.fits) and before.reserved_peak_bytes <= usable)
         search = ProfiledSearch(space, self._question.plain)
         # What the allocator takes beyond the live bytes is first expected to be as for the plain step.
-        search.expect(usable * max(0.0, 1 - search.plain.computed_bytes / max(1, before.reserved_peak_bytes)))
+        search.expected_beyond_bytes = usable * max(
+            0.0, 1 - search.plain.computed_bytes / max(1, before.reserved_peak_bytes)
+        )
         least, most = _NUM_PROOFS
         question.num_proofs = min(most, max(least, _BLOCKS_PER_PLAN // max(1, len(before.timeline.blocks))))
         question.notes = self.notes

@@ -6,7 +6,7 @@ from memfit.catalogue import find_device
 from memfit.core.profile import Measurement
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.planner.speed import rates_of
-from memfit.planner.timelines import AS_IT_IS
+from memfit.planner.timeline_moves import AS_IT_IS
 from tests.unit.planner.profiles import Chain, speed_of
 from tests.unit.planner.script_builders import NUM_LAYERS, stack, work
 from tests.unit.planner.script_builders import speed_of as script_speed_of

@@ -28,18 +28,11 @@ Undo = Callable[[], None]
 
 
 def add_adapters(model: torch.nn.Module, rank: int, *, quantized: bool = False, freeze: tuple[str, ...] = ()) -> Undo:
-    """Adds adapters to the linear layers of `model`, or only freezes parts of it; returns what undoes it.
+    """Adds adapters of a rank, or none where it is 0, and freezes modules at some paths; returns what undoes it.
 
-    What adapters have learned by then is added to the weights under them, so that the model computes the same without.
-    A quantized base comes back as it was before it was quantized; what was learned over its 4-bit twin is added to it.
-
-    All linear layers but the output head get one; everything else is frozen.
-
-    Args:
-        model: changed in place; the paths of its modules stay.
-        rank: of the adapters; 0 for none.
-        quantized: whether the weights under the adapters become 4-bit numbers.
-        freeze: paths of modules whose parameters aren't trained.
+    All linear layers but the output head get an adapter; everything else is frozen. Undoing adds what adapters have
+    learned to the weights under them, so that the model computes the same without. A quantized base (4 bits) comes
+    back as it was before it was quantized; what was learned over its 4-bit twin is added to it.
     """
     if rank < 0:
         raise BadInput(f"the rank of adapters must be at least 1, or 0 for none, but {rank} was given.")

@@ -15,20 +15,21 @@ from memfit.core.errors import BadOptimizer
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.eight_bit import EightBitUpdates
-from memfit.frameworks.torch.apply.host_updates import HostUpdates
 from memfit.frameworks.torch.apply.low_rank import adapter_parameters
-from memfit.frameworks.torch.apply.single_updates import SingleUpdates, Updates, check_independent, counts_on_device
+from memfit.frameworks.torch.apply.single_updates import (
+    HostUpdates,
+    SingleUpdates,
+    Updates,
+    check_independent,
+    counts_on_device,
+)
 
 
 class FittedOptimizer:
-    """The user's optimizer, run as settings say.
+    """The user's optimizer, or a stand-in for it on shape-only parameters, run as settings say.
 
-    Args:
-        settings: those of the optimizer are looked at: kernels, state, step_in_backward, and lora_rank, as adapters'
-            parameters join the optimizer's first group.
-        optimizer: the user's, or a stand-in for it on shape-only parameters.
-        model: its model, with adapters if there are any.
-        around: entered for each update in the backward pass.
+    Parameters of adapters, if the model has any, join its first group. `around` is entered for each update in the
+    backward pass.
     """
 
     def __init__(

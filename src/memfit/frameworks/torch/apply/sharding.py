@@ -96,11 +96,7 @@ class Sharded:
 def shard(model: torch.nn.Module, num_devices: int, *, offload: bool = False, optimizer: Any = None) -> Sharded:
     """Shards `model`, and the state of `optimizer`, over all processes; returns what undoes it.
 
-    Args:
-        model: the module; its parameters become shards.
-        num_devices: how many processes the run is expected to have.
-        offload: whether shards wait in host memory.
-        optimizer: made over the model's parameters; from now on it has the shards.
+    From now on the optimizer has the shards, which wait in host memory with `offload`.
     """
     how = f"Start the program with `torchrun --nproc-per-node {num_devices} train.py` and call init_process_group first"
     if not dist.is_available() or not dist.is_initialized():
@@ -208,10 +204,9 @@ def _exchange(optimizer: Any, new: dict[int, Any], change: Callable[[Any, Any, A
 
 @contextmanager
 def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, count: int) -> Iterator[None]:
-    """Gives a trace `count` simulated devices and a process group that talks to nobody.
+    """Gives a running simulation `count` devices and a process group that talks to nobody, for `shard`.
 
-    To be entered inside of the running simulation, before `shard`; the recorder follows parameters that are gathered
-    and let go.
+    The recorder follows parameters that are gathered and let go.
     """
     if count == 1:
         yield
