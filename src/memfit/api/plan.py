@@ -27,7 +27,7 @@ from memfit.estimator.estimator import checked_batch_size
 from memfit.planner.driver import Patience, Planner, Question
 from memfit.planner.moves import AUTO, DEFAULT_ALLOW, KEEP, SHARD, allowed_moves
 from memfit.planner.traced_search import open_traced_search
-from memfit.reports.plan.actions import use_reports
+from memfit.reports.plan.figures import use_reports
 
 use_reports()
 

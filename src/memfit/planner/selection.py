@@ -67,7 +67,8 @@ class ModuleMoves:
             if offload and hosted:
                 add(unit, unit.hosted, again=False, hosted=hosted)
             if offload and recompute and inputs:
-                add(unit, unit.away.and_also(unit.inputs_hosted), again=True, hosted=inputs)
+                both = map(np.concatenate, zip(unit.away, unit.inputs_hosted, strict=True))
+                add(unit, Intervals(*both), again=True, hosted=inputs)
         order = sorted(range(len(found)), key=lambda index: (-found[index][0], index))[:_MAX_UNITS]
         kept = [found[index] for index in sorted(order)]
         self.all = tuple(choice for _, choice, _ in kept)
@@ -129,17 +130,13 @@ class Selection:
         self._moves = moves
         self._settings = replace(settings, checkpoint=(), offload=())
         self._plain = memory.curve(self._settings, batch_size)[memory.moments]
+        # What the optimizer's update needs, whatever is chosen.
         self._floor_bytes = memory.update_bytes(self._settings, batch_size)
         self._bounds: dict[float, tuple[float, frozenset[int]]] = {}
 
-    @property
-    def floor_bytes(self) -> float:
-        """What the optimizer's update needs, whatever is chosen."""
-        return self._floor_bytes
-
     def bound(self, limit_bytes: float) -> float:
         """Seconds that any choice within the limit adds to a micro-batch, at least; infinite when none is within."""
-        if self.floor_bytes > limit_bytes:
+        if self._floor_bytes > limit_bytes:
             return float("inf")
         if float(self._plain.max(initial=0.0)) <= limit_bytes:
             return 0.0
@@ -184,8 +181,10 @@ class Selection:
             moments.update(fresh)
             for moment in fresh:
                 self._add_moment(model, moment, limit_bytes)
-            solution = _solution(model)
-            if solution is None:
+            model.run()
+            lost = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+            solution = model.getSolution().col_value
+            if model.getModelStatus() in lost or not model.getInfo().primal_solution_status or not solution:
                 return None, frozenset(moments)
             values = np.array(solution[: self._moves.num_columns])
             values = np.round(values) if whole else values
@@ -271,16 +270,6 @@ class Selection:
         else:
             least = (float(self._plain[moment]) - limit_bytes) / _MIB
         model.addRow(least, highspy.kHighsInf, len(indices), indices, values)
-
-
-def _solution(model: Any) -> list[float] | None:
-    """Values of the variables; None when there is no solution."""
-    model.run()
-    lost = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
-    if model.getModelStatus() in lost or not model.getInfo().primal_solution_status:
-        return None
-    values: list[float] = model.getSolution().col_value
-    return values or None
 
 
 def _highest(curve: Bytes, limit_bytes: float | None) -> list[int]:

@@ -9,6 +9,7 @@ On the simulated device only the shape is kept, and a new block is made when the
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +34,13 @@ class Offload:
         self.host_bytes = 0
         """The greatest number of bytes that waited on the host at once."""
         self._known: dict[Any, tuple[weakref.ref[Any], weakref.ref[_Waiting]]] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         for _, module in chosen_modules(model, paths, "offload"):
-            self._undo.append(replaced_forward(module, self._offloaded(module)))
+            self._undo.callback(replaced_forward(module, self._offloaded(module)))
 
     def __call__(self) -> None:
         """Puts the modules back as they were."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def _offloaded(self, module: torch.nn.Module) -> Callable[..., Any]:
         original = module.forward

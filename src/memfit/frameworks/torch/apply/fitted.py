@@ -332,11 +332,8 @@ def _device_type(model: torch.nn.Module) -> str:
 
 def _with_channels_last(model: torch.nn.Module, optimizer: Any) -> Callable[[], None]:
     """Gives the convolutions' weights, and their state, the memory format; returns what undoes it."""
-    changed: list[Any] = [
-        tensor
-        for tensor in model.parameters()
-        if tensor.dim() == 4 and not tensor.is_contiguous(memory_format=torch.channels_last)
-    ]
+    weights = [parameter for parameter in model.parameters() if parameter.dim() == 4]
+    changed: list[Any] = [w for w in weights if not w.is_contiguous(memory_format=torch.channels_last)]
 
     def set_format(memory_format: torch.memory_format) -> None:
         states = getattr(optimizer, "state", None) or {}

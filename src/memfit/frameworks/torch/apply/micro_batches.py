@@ -20,8 +20,6 @@ def split(batch: Any, count: int) -> list[Any]:
 
     Tensors of the parts are views. Tensors without dimensions, and whatever isn't a tensor, are in each part.
     """
-    if count < 1:
-        raise BadBatch(f"a batch is split into 1 part or more, but {count} were asked for.")
     if count == 1:
         return [batch]
     num_samples = common_first_dimension(batch)

@@ -45,7 +45,6 @@ class FittedOptimizer:
                 "Give the optimizer that was made from the model's parameters."
             )
         self.optimizer = optimizer
-        self.in_backward = settings.step_in_backward
         self._around = around
         self._updates: Updates | None = None
         with ExitStack() as undo:
@@ -56,12 +55,12 @@ class FittedOptimizer:
             elif settings.state is OptimizerState.HOST:
                 check_independent(optimizer, "the optimizer in host memory")
                 self._updates = HostUpdates(optimizer)
-            elif self.in_backward:
+            elif settings.step_in_backward:
                 check_independent(optimizer, "the optimizer step inside of the backward pass")
                 self._updates = SingleUpdates(optimizer)
             if self._updates is not None:
                 undo.callback(self._updates.close)
-            for group in optimizer.param_groups if self.in_backward else ():
+            for group in optimizer.param_groups if settings.step_in_backward else ():
                 for parameter in group["params"]:
                     if parameter.requires_grad:
                         undo.callback(parameter.register_post_accumulate_grad_hook(self._update_in_backward).remove)

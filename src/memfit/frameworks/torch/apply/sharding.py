@@ -194,10 +194,9 @@ def _exchange(optimizer: Any, new: dict[int, Any], change: Callable[[Any, Any, A
         group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
     for old in list(optimizer.state):
         if id(old) in new:
-            found = new[id(old)]
-            state = optimizer.state.pop(old)
-            optimizer.state[found] = {
-                name: change(value, old, found) if isinstance(value, torch.Tensor) else value
+            parameter, state = new[id(old)], optimizer.state.pop(old)
+            optimizer.state[parameter] = {
+                name: change(value, old, parameter) if isinstance(value, torch.Tensor) else value
                 for name, value in state.items()
             }
 
@@ -216,8 +215,16 @@ def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, 
             f"sharding over {count} devices can't be simulated in a program that has initialised torch.distributed. "
             "Make the plan first, by `memfit plan`, and load it."
         )
+    plain = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = plain(storage, size)
+        if storage.device.type == "meta" and not simulation.places.has(storage):
+            recorder.resized(storage, "resize_")
+        return result
+
     report = simulation.notes.report
-    given = [*distributed_replacements(count, report), _resize(simulation, recorder)]
+    given = [*distributed_replacements(count, report), Replacement(torch.UntypedStorage, "resize_", resize)]
     if device.kind is Kind.CUDA:
         # Nobody asks for its statistics: the trace has its own record.
         memory = LiveAllocator(AllocatorOptions(), None)
@@ -231,15 +238,3 @@ def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, 
             yield
         finally:
             dist.destroy_process_group()
-
-
-def _resize(simulation: Simulation, recorder: Recorder) -> Replacement:
-    plain = torch.UntypedStorage.resize_
-
-    def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        result = plain(storage, size)
-        if storage.device.type == "meta" and not simulation.places.has(storage):
-            recorder.resized(storage, "resize_")
-        return result
-
-    return Replacement(torch.UntypedStorage, "resize_", resize)
