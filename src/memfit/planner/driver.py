@@ -170,11 +170,7 @@ class Planner:
         self._timed_over_computed = 1.0
 
     def run(self) -> Plan:
-        """The fastest plan that a trace proves to fit.
-
-        Raises:
-            PlanNotFound: nothing that is allowed fits.
-        """
+        """The fastest plan that a trace proves to fit; raises `PlanNotFound` where nothing that is allowed does."""
         before = self._question.estimator.run(eager=False)
         self._check_fixed_cost(before)
         search = self._open(before)

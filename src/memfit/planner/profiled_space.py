@@ -86,11 +86,7 @@ class ProfiledSpace:
         return search
 
     def space(self, *, fits: bool = False) -> Space:
-        """What may be chosen.
-
-        Args:
-            fits: whether the step fits as it is: then only what makes it faster is considered.
-        """
+        """What may be chosen; where the step `fits` as it is, only what makes it faster."""
         rates = self._rates()
         plain = self._variant(Settings(precision=self._question.plain.precision), rates)
         if fits:

@@ -246,15 +246,12 @@ class ProfiledSearch(Search):
 def _bounded(
     combinations: list[_Combination], limits: dict[int, float], most_seconds: float = float("inf")
 ) -> list[tuple[float, _Combination]]:
-    """(least seconds that it can take within its limit, combination), quickest first; none that can't be within.
-
-    Without `most_seconds`, those are left out that can't be faster than another that needs nothing recomputed.
-    """
+    """(least seconds that it can take within its limit, combination), quickest first; none that can't be within."""
     found: list[tuple[float, _Combination]] = []
     fastest = most_seconds
     for one in combinations:
         if one.seconds >= fastest:
-            # A combination that needs no recomputation is as fast as this one could be.
+            # Another that needs nothing recomputed is as fast as this one could be.
             break
         # Passes of the largest part that all parts together are worth.
         size, micro = one.space.batch_size, micro_size(one.settings, one.space.batch_size)
@@ -284,17 +281,14 @@ def merged(*parts: Settings) -> Settings:
 def optimizer_ways(
     features: frozenset[str], allowed: frozenset[str], *, on_host: bool, has_optimizer: bool, sharded: bool = False
 ) -> tuple[Settings, ...]:
-    """Settings of the optimizer that make sense for a step with these features, as it is first.
-
-    On the host itself, moving things to the host saves nothing; of several devices that share states, each moves its
-    shard.
-    """
+    """Settings of the optimizer that make sense for a step with these features, as it is first."""
     if not has_optimizer:
         return (Settings(),)
     steps = STEP_IN_BACKWARD in allowed and "steppable" in features
     fuses = FUSED in allowed and "fusable" in features and "fused" not in features
     narrow = EIGHT_BIT in allowed and "adam" in features
-    on_device = HOST_OPTIMIZER in allowed and not on_host
+    # On the host itself, that saves nothing; of several devices that share states, each moves its shard.
+    to_host = HOST_OPTIMIZER in allowed and not on_host
     fused, eight_bit = Settings(kernels=OptimizerKernels.FUSED), Settings(state=OptimizerState.EIGHT_BIT)
     ways = [
         (Settings(), True),
@@ -304,6 +298,6 @@ def optimizer_ways(
         (replace(fused, step_in_backward=True), steps and fuses),
         (eight_bit, narrow),
         (replace(eight_bit, step_in_backward=True), narrow and steps),
-        (Settings(shard_offload=True) if sharded else Settings(state=OptimizerState.HOST), on_device),
+        (Settings(shard_offload=True) if sharded else Settings(state=OptimizerState.HOST), to_host),
     ]
     return tuple(settings for settings, used in ways if used)

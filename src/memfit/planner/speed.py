@@ -176,14 +176,10 @@ class StepSpeed:
         return 2 * hosted_bytes / self.rates.transfer
 
     def update(self, settings: Settings) -> float:
-        """Seconds of one optimizer update.
-
-        Where parameters are updated one by one, each takes launches of its own: in the backward pass, in host memory,
-        with 8-bit state.
-        """
+        """Seconds of one optimizer update."""
         shards, single = settings.num_devices, settings.kernels is OptimizerKernels.SINGLE
         one_by_one = settings.step_in_backward or settings.state is not OptimizerState.KEEP or settings.shard_offload
-        # Kernels, and times that Python takes as long.
+        # Kernels, and times that Python takes as long, of each parameter that is updated by itself.
         launches = 0
         if settings.kernels is OptimizerKernels.FUSED or settings.state is OptimizerState.EIGHT_BIT:
             launches = _LAUNCHES_FUSED if one_by_one else 0

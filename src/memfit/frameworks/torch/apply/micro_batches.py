@@ -70,10 +70,7 @@ def tensor_at(batch: Any, place: str) -> torch.Tensor:
 
 
 def shares(parts: list[Any], weighting: Weighting) -> list[float]:
-    """What each part's loss is multiplied by before they are added; 0 for a part that must be left out.
-
-    Weights that the loss itself gives are only known afterwards, so those shares are 1.
-    """
+    """What each part's loss is multiplied by before they are added; 0 for a part that must be left out."""
     if len(parts) == 1 or weighting.kind in ("sum", "given"):
         return [1.0] * len(parts)
     weights = raw_weights(parts, weighting)

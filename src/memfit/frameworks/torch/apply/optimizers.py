@@ -19,7 +19,6 @@ from memfit.frameworks.torch.apply.low_rank import adapter_parameters
 from memfit.frameworks.torch.apply.single_updates import (
     HostUpdates,
     SingleUpdates,
-    Updates,
     check_independent,
     counts_on_device,
 )
@@ -46,7 +45,7 @@ class FittedOptimizer:
             )
         self.optimizer = optimizer
         self._around = around
-        self._updates: Updates | None = None
+        self._updates: SingleUpdates | HostUpdates | EightBitUpdates | None = None
         with ExitStack() as undo:
             undo.callback(_adapters_joined(optimizer, model))
             undo.callback(_kernels_set(settings.kernels, optimizer))

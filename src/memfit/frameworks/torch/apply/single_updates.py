@@ -13,7 +13,7 @@ import copy
 import inspect
 import threading
 from collections import OrderedDict, defaultdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,16 +22,6 @@ from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.tensor_memory import simulated
 
 _HOST = torch.device("cpu")
-
-
-class Updates(Protocol):
-    """Something that updates one parameter from its gradient."""
-
-    def update(self, parameter: torch.nn.Parameter) -> None:
-        """Updates `parameter`, whose gradient is there."""
-
-    def close(self) -> None:
-        """Leaves the optimizer as if it had always been used directly."""
 
 
 class _Entry:
@@ -66,7 +56,9 @@ class SingleUpdates:
         """Updates `parameter`, or `stand_in` with the state of `parameter`; `options` go before the group's."""
         optimizer = self._optimizer
         with self._lock:
-            entry = self._entry(parameter)
+            group, entry = self._groups.of(parameter), self._entries.get(parameter)
+            if entry is None or entry.group is not group:
+                entry = self._entries[parameter] = _Entry(group)
             entry.refresh()
             entry.own["params"] = [parameter if stand_in is None else stand_in]
             groups, states = optimizer.param_groups, optimizer.state
@@ -88,13 +80,6 @@ class SingleUpdates:
                 if name != "params" and entry.seen.get(name) is not value:
                     entry.group[name] = value
         self._entries.clear()
-
-    def _entry(self, parameter: torch.nn.Parameter) -> _Entry:
-        group = self._groups.of(parameter)
-        entry = self._entries.get(parameter)
-        if entry is None or entry.group is not group:
-            entry = self._entries[parameter] = _Entry(group)
-        return entry
 
 
 class HostUpdates:

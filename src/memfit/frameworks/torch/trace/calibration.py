@@ -298,8 +298,8 @@ def _fastest(work: Callable[[], Any], seconds: float, most: float = math.inf) ->
 def update_seconds(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[OptimizerKernels, float]:
     """Seconds of one update of the model's trained parameters by each kind of kernels that the optimizer has.
 
-    Measured with optimizers of the same class and settings over tensors of their own: many small ones give the cost of
-    a tensor, few large ones that of a byte. Empty where such an optimizer can't be made, or needs a closure.
+    By copies over tensors of their own: many small ones give the cost of a tensor, few large ones that of a byte. Empty
+    where the optimizer can't be copied, or needs a closure.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained or isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
