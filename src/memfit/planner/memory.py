@@ -166,11 +166,9 @@ class StepMemory:
             self._subtract(change, hosted, sizes, 1.0)
         curve = np.cumsum(change)[:-1] + self.fixed_bytes(settings, batch_size)
         scale = self._extra_scale(micro_size(settings, batch_size))
-        for unit in chosen:
-            for tick, extra in unit.extra:
-                at = tick - self._first
-                if 0 <= at < len(curve):
-                    curve[at] += extra * scale
+        for tick, extra in (pair for unit in chosen for pair in unit.extra):
+            if 0 <= tick - self._first < len(curve):
+                curve[tick - self._first] += extra * scale
         return curve
 
     def _hosted(self, settings: Settings) -> list[Intervals]:
@@ -236,15 +234,13 @@ class StepMemory:
         ticks.update((self._start[self._is_gradient] - self._first).tolist())
         return np.array(sorted(tick for tick in ticks if 0 <= tick < span), dtype=np.int64)
 
-    def savings(self, unit: UnitMemory, away: Intervals, micro: int | None, *, recomputed: bool) -> Bytes:
-        """Bytes that are away at each of `moments`, less what it needs for the moment to compute the unit again."""
+    def savings(self, away: Intervals, micro: int | None, again: UnitMemory | None = None) -> Bytes:
+        """Bytes that are away at each of `moments`, less what it takes for the moment to compute a unit again."""
         change = np.zeros(self._last - self._first + 1)
         self._subtract(change, away, self.sizes(micro), -1.0)
         saved: Bytes = np.cumsum(change)[self.moments]
-        if recomputed:
-            scale = self._extra_scale(micro)
-            for tick, extra in unit.extra:
-                saved[self.moments == tick - self._first] -= extra * scale
+        for tick, extra in () if again is None else again.extra:
+            saved[self.moments == tick - self._first] -= extra * self._extra_scale(micro)
         return saved
 
     def update_bytes(self, settings: Settings, batch_size: int | None) -> float:

@@ -277,25 +277,15 @@ class ProfiledSpace:
     def _remark(self, profile: Profile) -> None:
         """Notes on what is special about the parameters, refusals of modules that can't be computed again."""
         frozen, total = profile.num_parameters - profile.num_trainable, profile.num_parameters
-        for code, text, applies in (
-            (
-                "growing-state",
-                "LBFGS keeps pairs of gradients and steps, up to history_size; those of two steps are counted",
-                profile.optimizer == "LBFGS",
-            ),
-            (
-                "shared-parameters",
-                "modules share parameters: each has one gradient and one state, as in the plain step",
-                "shared-parameters" in profile.features,
-            ),
-            (
-                "frozen-parameters",
-                f"{frozen:,} of {total:,} parameters are frozen: they have no gradient and no state, and stay so",
-                "frozen-parameters" in profile.features,
-            ),
-        ):
-            if applies:
-                self.notes.append(Note(code, text))
+        texts = {
+            "growing-state": "LBFGS keeps pairs of gradients and steps, up to history_size; those of two steps are "
+            "counted",
+            "shared-parameters": "modules share parameters: each has one gradient and one state, as in the plain step",
+            "frozen-parameters": f"{frozen:,} of {total:,} parameters are frozen: they have no gradient and no state, "
+            "and stay so",
+        }
+        known = profile.features | ({"growing-state"} if profile.optimizer == "LBFGS" else set())
+        self.notes += [Note(code, text) for code, text in texts.items() if code in known]
         refused = [unit for unit in profile.units if unit.refused]
         for unit in refused:
             if not any(unit.path.startswith(f"{other.path}.") for other in refused):

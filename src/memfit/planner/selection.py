@@ -49,19 +49,19 @@ class ModuleMoves:
     def __init__(
         self, memory: StepMemory, speed: StepSpeed, micro: int | None, *, recompute: bool = True, offload: bool = False
     ) -> None:
-        self._sizes = memory.sizes(micro)
+        sizes = memory.sizes(micro)
         found: list[tuple[float, _ModuleMove, Bytes]] = []
-        highest = float(self._sizes.sum())
+        highest = float(sizes.sum())
 
         def add(unit: UnitMemory, away: Intervals, *, again: bool, hosted: float) -> None:
-            saved = memory.savings(unit, away, micro, recomputed=again)
+            saved = memory.savings(away, micro, unit if again else None)
             total = float(saved.max(initial=0.0))
             if total >= _MIN_SHARE * highest:
                 seconds = (speed.recomputation(unit.path, micro) if again else 0.0) + speed.offload(hosted)
                 found.append((total, _ModuleMove(unit.path, again, hosted > 0, seconds), saved))
 
         for unit in memory.units:
-            hosted, inputs = self._bytes(unit.hosted), self._bytes(unit.inputs_hosted)
+            hosted, inputs = (float(sizes[i.block].sum()) for i in (unit.hosted, unit.inputs_hosted))
             if recompute:
                 add(unit, unit.away, again=True, hosted=0.0)
             if offload and hosted:
@@ -76,12 +76,9 @@ class ModuleMoves:
         self.holders, held = self._held(memory, micro, highest)
         rows = [*(saved for _, _, saved in kept), *lost, *held]
         self.savings = np.array(rows).reshape(len(rows), len(memory.moments))
+        # Of variables of moves, of pairs and of what is held together.
         self.seconds = np.array([choice.seconds for choice in self.all] + [0.0] * (len(self.pairs) + len(self.holders)))
-
-    @property
-    def num_columns(self) -> int:
-        """Variables of moves, of pairs and of what is held together."""
-        return len(self.all) + len(self.pairs) + len(self.holders)
+        self.num_columns = len(self.seconds)
 
     def _pairs(
         self, memory: StepMemory, micro: int | None, highest: float
@@ -100,7 +97,7 @@ class ModuleMoves:
             for at, other in sorted(others.items(), key=lambda pair: pair[0]):
                 if other.path == unit.path or other.path.startswith(f"{unit.path}."):
                     continue
-                common = memory.savings(unit, overlap(unit, other), micro, recomputed=False)
+                common = memory.savings(overlap(unit, other), micro)
                 if float(common.max(initial=0.0)) >= _MIN_SHARE * highest:
                     pairs.append((index, at))
                     lost.append(-common)
@@ -113,14 +110,11 @@ class ModuleMoves:
         holders: list[list[int]] = []
         rows: list[Bytes] = []
         for places, intervals in held_segments([unit for _, unit in again]):
-            held = memory.savings(again[places[0]][1], intervals, micro, recomputed=False)
+            held = memory.savings(intervals, micro)
             if float(held.max(initial=0.0)) >= _MIN_SHARE * highest:
                 holders.append([again[place][0] for place in places])
                 rows.append(-held)
         return holders, rows
-
-    def _bytes(self, intervals: Intervals) -> float:
-        return float(self._sizes[intervals.block].sum())
 
 
 class Selection:
@@ -207,13 +201,8 @@ class Selection:
 
     def _programme(self, limit_bytes: float | None, *, whole: bool = True) -> Any:
         model = highspy.Highs()
-        for name, value in (
-            ("output_flag", False),
-            ("threads", 1),
-            ("random_seed", 0),
-            ("mip_rel_gap", _GAP),
-            ("mip_max_nodes", _MAX_NODES),
-        ):
+        limits = {"mip_rel_gap": _GAP, "mip_max_nodes": _MAX_NODES}
+        for name, value in {"output_flag": False, "threads": 1, "random_seed": 0, **limits}.items():
             model.setOptionValue(name, value)
         scale = max((one.seconds for one in self._moves.all), default=1.0) or 1.0
         minimise_peak = limit_bytes is None

@@ -63,13 +63,7 @@ class Situation:
     autocast: str = "amp-bf16"
 
     def move(
-        self,
-        title: str,
-        keeps: Keeps,
-        how: str,
-        timeline: Timeline,
-        origin: Origin = Origin.ASSUMED,
-        **settings: Any,
+        self, title: str, keeps: Keeps, how: str, timeline: Timeline, origin: Origin = Origin.ASSUMED, **settings: Any
     ) -> "Move":
         """The move to another timeline; `settings` are those that a run of the script can have in force, if any."""
         in_force = replace(AS_IT_IS, **settings) if settings else None

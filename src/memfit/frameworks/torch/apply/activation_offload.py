@@ -10,8 +10,7 @@ On the simulated device only the shape is kept, and a new block is made when the
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -127,8 +126,7 @@ class _Waiting:
         return storage
 
 
-@dataclass(frozen=True, slots=True)
-class _Away:
+class _Away(NamedTuple):
     """A tensor whose elements wait; its `shape` may repeat them."""
 
     waiting: _Waiting

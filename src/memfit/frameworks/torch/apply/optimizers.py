@@ -16,12 +16,7 @@ from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.eight_bit import EightBitUpdates
 from memfit.frameworks.torch.apply.low_rank import adapter_parameters
-from memfit.frameworks.torch.apply.single_updates import (
-    HostUpdates,
-    SingleUpdates,
-    check_independent,
-    counts_on_device,
-)
+from memfit.frameworks.torch.apply.single_updates import HostUpdates, SingleUpdates, check_independent, counts_on_device
 
 
 class FittedOptimizer:
