@@ -30,7 +30,7 @@ from memfit.core.units import format_size
 from memfit.planner.memory import StepMemory
 from memfit.planner.search import ProfiledSearch, Space, Variant
 from memfit.planner.speed import StepSpeed, rates_of
-from memfit.planner.timelines import repeated_units
+from memfit.planner.timeline_moves import repeated_units
 
 DEVICE = "a100-40gb"
 LIMIT = 0.6

@@ -28,13 +28,13 @@ from memfit.api.jobs import torch_adapter
 from memfit.catalogue import find_device
 from memfit.core.plan import PlanNotFound
 from memfit.core.settings import OptimizerKernels, Settings, Weighting
-from memfit.frameworks.torch.trace.job import fit
+from memfit.frameworks.torch.apply.fitted import Fitted
 from memfit.planner.candidate import possible_parts
 from memfit.planner.memory import StepMemory
 from memfit.planner.moves import label
 from memfit.planner.search import ProfiledSearch, Space, Variant
 from memfit.planner.speed import StepSpeed, rates_of
-from memfit.planner.timelines import repeated_units
+from memfit.planner.timeline_moves import repeated_units
 
 LIMIT = 1.05
 SHARE = 50
@@ -146,7 +146,7 @@ class Grid:
 def step_seconds(made: Made, settings: Settings, num_steps: int = 1) -> float:
     """Median seconds of some steps, after one that warms up."""
     times = []
-    with fit(settings, made.model, made.optimizer) as fitted:
+    with Fitted(settings, made.model, made.optimizer) as fitted:
         fitted.step(made.loss, made.batch)
         for _ in range(num_steps):
             started = time.perf_counter()

@@ -8,7 +8,7 @@ import pytest
 import memfit
 from memfit.core.replay import AllocatorOptions
 from memfit.planner import advise
-from memfit.planner.timelines import Situation
+from memfit.planner.timeline_moves import Situation
 
 torch = pytest.importorskip("torch")
 

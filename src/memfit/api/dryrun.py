@@ -96,7 +96,7 @@ def dryrun(
 def _advised(run: DryRun, too_large: "TooLarge") -> DryRun:
     """The run with what could be changed about its step, tried on the script itself as far as time allows."""
     from memfit.planner import advise
-    from memfit.planner.timelines import Move, Situation
+    from memfit.planner.timeline_moves import Move, Situation
     from memfit.processes.sequence import peak_with
 
     began = time.perf_counter()

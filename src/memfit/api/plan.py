@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from memfit.api.devices import target_within
@@ -25,8 +26,8 @@ from memfit.core.step_facts import StepFacts
 from memfit.estimator.estimator import checked_batch_size
 from memfit.planner.driver import Patience, Planner, Question
 from memfit.planner.moves import AUTO, DEFAULT_ALLOW, KEEP, SHARD, allowed_moves
-from memfit.planner.traced_search import TracedSpace
-from memfit.reports.plan.actions import use_reports
+from memfit.planner.traced_search import open_traced_search
+from memfit.reports.plan.figures import use_reports
 
 use_reports()
 
@@ -118,7 +119,8 @@ def plan(
             num_devices=count,
         )
         if isinstance(step, StepFacts):
-            return Planner(question, TracedSpace(step, question, precision, options.measure).search, started).run()
+            search = partial(open_traced_search, step, question, precision, options.measure)
+            return Planner(question, search, started).run()
         # What it takes to solve integer programmes loads when it is needed.
         from memfit.planner.profiled_space import ProfiledSpace
 

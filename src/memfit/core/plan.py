@@ -31,8 +31,7 @@ class PlannedMove:
         name: stable name, such as "checkpoint"; what `allow` takes.
         title: the move in words, "recompute 7 of 12 blocks".
         keeps: what it does to the numbers.
-        saves_bytes: peak without this move, less the peak of the whole plan; analytical unless `saves_origin` says
-            otherwise. Negative where the move buys time, not memory.
+        saves_bytes: peak without this move, less the peak of the whole plan. Negative where the move buys time.
         saves_origin: simulated where a trace without it was made, assumed otherwise.
         costs_seconds: time of a step with the whole plan, less the time without this move; None where unknown.
         costs_origin: of that time.
@@ -53,12 +52,7 @@ class PlannedMove:
 class Point:
     """One plan of the front: nothing known needs less memory in no more time.
 
-    Args:
-        peak_bytes: what the device must provide.
-        seconds: time of one step; None where unknown.
-        label: the moves in a few words, "4 micro-batches, recompute 6 blocks".
-        settings: how to run it.
-        verified: whether a trace with the moves applied gave `peak_bytes`; otherwise it is computed.
+    `label` names the moves in a few words; where not `verified` by a trace with them applied, the peak is computed.
     """
 
     peak_bytes: int
@@ -70,13 +64,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A move that was not considered, and why: "batch norm: its statistics would be those of a micro-batch".
-
-    Args:
-        name: of the move.
-        reason: in words.
-        allowed_by: the word in `allow` that lets it in all the same, or "".
-    """
+    """A move that was not considered, and why; `allowed_by` is the word in `allow` that lets it in all the same."""
 
     name: str
     reason: str
@@ -91,7 +79,7 @@ class Footprint:
         peak_bytes: what the device must provide.
         allocated_bytes: greatest sum of live blocks.
         by_category: bytes at the peak.
-        host_bytes: further host memory that the plan needs, for what waits there.
+        host_bytes: further host memory, for what waits there.
         origin: simulated where a run or a trace of this very step gave the figures, assumed where they are computed.
     """
 

@@ -15,15 +15,9 @@ from memfit.core.timeline import Phase, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One operator of the step.
+    """One operator of the step, "aten.mm" for example; in the backward pass it belongs to its forward one's module.
 
-    Args:
-        module: path of the module that it belongs to, in the backward pass the one of its forward operator.
-        phase: when it runs.
-        op: its name, such as "aten.mm".
-        flops: floating-point operations; 0 for what only moves data.
-        moved_bytes: read and written.
-        dtype: of its first floating-point input: "float32", "bfloat16", ...; "" where there is none.
+    It has no `flops` where it only moves data. `dtype` is that of its first floating-point input, or "".
     """
 
     module: str
@@ -36,12 +30,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A block that is not there for a while if the module that makes it is computed again.
+    """A block, by its index in `timeline.blocks`, that is not there for a while if its module is computed again.
 
-    Args:
-        block: index in `timeline.blocks`.
-        start: tick from which it would be gone: its last use in the forward pass, outside of the module too.
-        end: tick at which it would be back: the beginning of the module's backward pass.
+    It is gone from its last use in the forward pass, outside of the module too, to the module's backward pass.
     """
 
     block: int
@@ -51,16 +42,16 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a module in the (first) forward pass.
+    """One call of a module in the (first) forward pass; ranges go from the first to the one after the last.
 
     Args:
-        forward: first tick and the tick after the last of its forward pass.
-        backward: the same of its backward pass.
+        forward: ticks of its forward pass.
+        backward: ticks of its backward pass.
         drops: blocks that are gone for a while if the call is computed again.
         offloads: blocks that would wait in host memory if what the call saves for the backward pass did: saved inside,
             by nobody outside, and no parameters; `start` is the last use, `end` the first one in the backward pass.
         extra_bytes: what computing it again needs for the moment, beyond what its backward pass finds anyway.
-        operations: range of indices into `work` of its forward operators, first and after the last.
+        operations: indices into `work` of its forward operators.
         holds: inputs that live longer if the call is computed again: from `start`, where they end in the plain step,
             to `end`, where the call's backward pass is over.
         keeps: inputs that stay where only the saving of tensors holds them in the plain step: if the call is computed
@@ -79,13 +70,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module that could be computed again in the backward pass.
+    """A module, never the model itself, that could be computed again in the backward pass; or why not (`refused`).
 
-    Args:
-        path: dotted path, never "" (the model itself).
-        kind: name of its class.
-        calls: its calls in a step, in order; calls inside of another call of the same module are left out.
-        refused: why it can't be computed again, or "".
+    Calls inside of another call of the same module are left out.
     """
 
     path: str
@@ -102,7 +89,6 @@ class Profile:
         timeline: two steps, as in an estimate; units and work describe the first.
         units: every module with a path that was called in the forward pass, outer before inner, in order of call.
         work: every operator of the first step, in order: forward, backward, first update.
-        batch_size: first dimension of the batch, or None.
         optimizer: class name, "" without one.
         features: facts that decide which moves make sense: "convolution", "batch-norm" (in training mode), "dropout",
             "linear", "foreach" (the optimizer uses foreach kernels), "fused" (it is fused already), "fusable" (it can
@@ -111,8 +97,7 @@ class Profile:
             (whose state can have 8 bits), "steppable" (parameters can be updated one by one), "shared-parameters",
             "frozen-parameters", "sparse-gradients" (of embeddings), "changing-buffers" (the forward pass writes into
             buffers other than those of batch norms).
-        num_parameters: elements of all parameters.
-        num_trainable: elements of those that are trained.
+        num_parameters: elements of all parameters; `num_trainable` of those that are trained.
     """
 
     timeline: Timeline
@@ -127,14 +112,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Real passes of the step on the device in hand.
-
-    Args:
-        batch_size: samples of each.
-        forward_seconds: of one forward pass.
-        backward_seconds: of one backward pass.
-        unit_seconds: forward time of each module by path, over all of its calls.
-    """
+    """Real passes of the step on the device in hand; `unit_seconds` are forward times of modules, over all calls."""
 
     batch_size: int
     forward_seconds: float

@@ -48,8 +48,6 @@ class Replay(Shown):
     Args:
         allocated: bytes in blocks handed to the program, after each tick (rounded as the allocator rounds).
         reserved: bytes taken from the device, after each tick.
-        allocated_peak_bytes: greatest of `allocated`.
-        reserved_peak_bytes: greatest of `reserved`.
         requested_peak_bytes: greatest sum of what the program asked for, unrounded.
         num_segments: segments held at the end.
         num_retries: how often the cache had to be released for an allocation to succeed.

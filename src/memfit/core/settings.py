@@ -5,7 +5,7 @@ read the same object, so that what was proven is what runs. The defaults leave t
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -66,6 +66,9 @@ class Weighting:
             raise BadInput(f"a weighting is one of samples, sum, count, given, but {self.kind!r} was given.")
 
 
+_OF_UPDATE = ("kernels", "state", "step_in_backward", "set_to_none")
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How a step is run.
@@ -118,14 +121,8 @@ class Settings:
     @property
     def of_passes(self) -> "Settings":
         """What of it changes the forward and backward passes; all else as it is by default."""
-        plain = Settings()
-        return replace(
-            self,
-            kernels=plain.kernels,
-            state=plain.state,
-            step_in_backward=plain.step_in_backward,
-            set_to_none=plain.set_to_none,
-        )
+        plain: dict[str, Any] = {name: getattr(Settings(), name) for name in _OF_UPDATE}
+        return replace(self, **plain)
 
     @property
     def num_changed(self) -> int:
@@ -140,12 +137,11 @@ class Settings:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Settings":
         """The settings that `to_json` wrote."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(data) - known)
+        hints = get_type_hints(cls, include_extras=True)
+        unknown = sorted(set(data) - set(hints))
         if unknown:
             raise BadFile(f"settings that this version doesn't know: {', '.join(unknown)}. Update memfit.")
         values: dict[str, Any] = {}
-        hints = get_type_hints(cls, include_extras=True)
         for name, value in data.items():
             hint = hints[name]
             try:

@@ -10,12 +10,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the step that can be computed again.
+    """A part of the step that can be computed again, with what it keeps and computes for one sample.
 
-    Args:
-        path: as in `Settings.checkpoint`.
-        kept_bytes: that it keeps for the backward pass, of one sample.
-        work: of its forward pass, of one sample, in any unit that all parts share.
+    `path` is as in `Settings.checkpoint`; work is that of its forward pass, in any unit that all parts share.
     """
 
     path: str
@@ -25,16 +22,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """The facts.
+    """The facts; reasons are "" where there is none.
 
     Args:
-        framework: as in `Plan.framework`.
         precisions: mixed precisions in which the step can run, the one for current devices first.
         moves: names of the moves that the adapter can apply.
         parts: that can be recomputed, in order of execution.
-        not_recomputed: why there are none, or "".
-        not_split: why the batch can't be split, or "".
-        approximate: why micro-batches only approximate the step, or "".
+        not_recomputed: why there are none.
+        not_split: why the batch can't be split.
+        approximate: why micro-batches only approximate the step.
         draws_random_numbers: whether layers do, which are others for parts.
         work: of the forward pass of one sample, in the unit of the parts; 0: that of all parts.
         call_seconds: what starting a pass costs at least (assumed).

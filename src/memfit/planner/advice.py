@@ -6,8 +6,7 @@ from memfit.allocator import replay as replay_timeline
 from memfit.core.device import Origin
 from memfit.core.dryrun import Advice
 from memfit.core.replay import Replay
-from memfit.planner.timeline_moves import HALF, HALF_TWICE, MOVES
-from memfit.planner.timelines import Move, Situation
+from memfit.planner.timeline_moves import HALF, HALF_TWICE, MOVES, Move, Situation
 
 MIN_SHARE = 0.01
 """Of the peak: what saves less is not worth a line."""
@@ -28,8 +27,7 @@ def advise(
         replay: what that device made of it.
         limit: at most so many; half a batch, in one update or two, counts once.
         context_bytes: memory of the CUDA context, which nothing saves.
-        peak_with: what the device must provide when the step is run with a move in force; None where that can't be
-            found out, so that what was computed is all there is.
+        peak_with: what a run with a move in force needs; None where there is none, so that what was computed counts.
     """
     # Both sides of each difference come from the same replay, so that what the run did beside the timeline, such as
     # releasing the cache by hand, doesn't count as a saving.
@@ -46,7 +44,7 @@ def advise(
             saves = min(saves, live - move.timeline.peak()[1])
         computed.append((saves, move))
     computed.sort(key=lambda pair: (-pair[0], pair[1].title))
-    found: dict[str, Advice] = {}
+    advices: dict[str, Advice] = {}
     counted: set[object] = set()
     for saves, move in computed:
         # The ways to run half a batch have the same settings.
@@ -59,16 +57,16 @@ def advise(
         if _is_worth(saves, most):
             origin = move.origin if run is None else Origin.SIMULATED
             counted.add(kind)
-            found[move.title] = Advice(move.title, saves, most + context_bytes - saves, move.keeps, move.how, origin)
-    plain, accumulated = found.get(HALF), found.get(HALF_TWICE)
+            advices[move.title] = Advice(move.title, saves, most + context_bytes - saves, move.keeps, move.how, origin)
+    plain, accumulated = advices.get(HALF), advices.get(HALF_TWICE)
     if plain is not None and accumulated is not None:
         # One way to run half a batch is left where two tell no more, or where only one was run.
         if plain.origin is not accumulated.origin:
-            del found[(plain if accumulated.origin is Origin.SIMULATED else accumulated).title]
+            del advices[(plain if accumulated.origin is Origin.SIMULATED else accumulated).title]
         elif abs(plain.saves_bytes - accumulated.saves_bytes) < MIN_SHARE * most:
             # Accumulating costs next to nothing here, and keeps the batch.
-            del found[plain.title]
-    return tuple(sorted(found.values(), key=lambda advice: (-advice.saves_bytes, advice.title)))
+            del advices[plain.title]
+    return tuple(sorted(advices.values(), key=lambda advice: (-advice.saves_bytes, advice.title)))
 
 
 def _is_worth(saves_bytes: int, peak_bytes: int) -> bool:

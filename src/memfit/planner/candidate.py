@@ -18,11 +18,8 @@ _PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64
 class Candidate:
     """Settings with what they are computed to need.
 
-    Args:
-        settings: how the step is run.
-        computed_bytes: memory, before the allocator or after it, as the search counts; without the CUDA context.
-        seconds: time of a step, in any unit where the search has no times.
-        variant: what the search computed the figures from.
+    Bytes are those before the allocator or after it, as the search counts, without the CUDA context; seconds have any
+    unit where the search has no times. `variant` is what the search computed them from.
     """
 
     settings: Settings
@@ -84,23 +81,23 @@ def possible_parts(batch_size: int | None) -> tuple[int, ...]:
 
 
 def undominated(
-    found: Iterable[T], cost: Callable[[T], tuple[float, float]], keep: Callable[[T], bool] = lambda one: False
+    points: Iterable[T], cost: Callable[[T], tuple[float, float]], keep: Callable[[T], bool] = lambda point: False
 ) -> list[T]:
     """Those that no other beats in both costs, (memory, time), and those to `keep` anyway; largest memory first.
 
-    >>> undominated([(1, 9), (2, 5), (3, 6), (4, 2)], lambda one: one)
+    >>> undominated([(1, 9), (2, 5), (3, 6), (4, 2)], lambda point: point)
     [(4, 2), (2, 5), (1, 9)]
     """
     kept: list[T] = []
     least = float("inf")
-    for one in sorted(found, key=lambda one: (*cost(one), not keep(one))):
-        seconds = cost(one)[1]
-        if keep(one) or not kept or seconds < least * (1 - _SAME):
-            kept.append(one)
+    for point in sorted(points, key=lambda point: (*cost(point), not keep(point))):
+        seconds = cost(point)[1]
+        if keep(point) or not kept or seconds < least * (1 - _SAME):
+            kept.append(point)
             least = min(least, seconds)
     return kept[::-1]
 
 
 def front_of(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that no other beats in both memory and time, largest memory first."""
-    return undominated(candidates, lambda one: (one.computed_bytes, one.seconds))
+    return undominated(candidates, lambda candidate: (candidate.computed_bytes, candidate.seconds))

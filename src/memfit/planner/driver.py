@@ -64,18 +64,14 @@ class Proving(Protocol):
         """The step as it is."""
 
     def with_settings(self, settings: Settings) -> tuple[Any, ...]:
-        """(estimate of the step as settings run it, host bytes that they take[, whether all of them were in force]).
-
-        Raises:
-            NotProven: they can't be put into practice.
-        """
+        """(estimate of the step as settings run it, host bytes that they take[, whether all of them were in force])."""
 
 
 class NotProven(Exception):
     """Settings could not be put into practice because of these moves; none where the search knows enough."""
 
     def __init__(self, *refused: Refusal) -> None:
-        super().__init__("; ".join(one.reason for one in refused))
+        super().__init__("; ".join(refusal.reason for refusal in refused))
         self.refused = refused
 
 
@@ -84,26 +80,17 @@ class Question:
     """What is to be planned, and what is known before anything is searched.
 
     Args:
-        estimator: traces the step.
+        estimator: traces the step; its `with_settings` raises `NotProven` where that can't be done.
         target: the device, with the budget as its capacity.
-        allowed: names of the moves that may be used.
-        plain: the step as it is, or as it must be.
-        framework: as in `Plan`.
-        batch_size: samples of one update; None when unknown.
+        plain: settings of the step as it is, or as it must be.
         approximate: why micro-batches only approximate the step, or "".
-        dropout: whether the step has any.
-        refused: moves that can't be used, and why.
-        notes: what was assumed.
         notes_on: what else is to be said of chosen settings.
         hinted: moves worth a word where nothing fits.
-        patience: how long it may look for something faster once a plan fits.
-        num_devices: over which the step is sharded.
-        num_proofs: traces of chosen settings at most.
+        patience: how long to look for something faster once a plan fits.
         reserve: share of the budget that is kept free: predictions are off by less, in both directions.
         quick_seconds: of a trace, up to which every move of a plan is traced without.
         as_planned: settings as the plan holds them, from those that were searched.
-        time_plans: seconds of a step under each of some settings, really run within a time limit; None where steps
-            can't be run here.
+        time_plans: seconds of real steps under each of some settings, within a time limit; None where none can run.
         update_seconds: of the optimizer's part of a candidate's step, which is not run when plans are timed.
         is_measured: whether the time of the plain step comes from real passes.
     """
@@ -170,10 +157,8 @@ class _Proof:
 class Planner:
     """Answers one question.
 
-    Args:
-        question: what is to be planned.
-        open_search: makes the space of candidates from the estimate of the plain step; may complete the question.
-        started: when the planning began, on `time.perf_counter`.
+    `open_search` makes the candidates from the estimate of the plain step, and may complete the question; `started` is
+    when the planning began, on `time.perf_counter`.
     """
 
     def __init__(self, question: Question, open_search: Callable[[Estimate], Search], started: float) -> None:
@@ -185,11 +170,7 @@ class Planner:
         self._timed_over_computed = 1.0
 
     def run(self) -> Plan:
-        """The fastest plan that a trace proves to fit.
-
-        Raises:
-            PlanNotFound: nothing that is allowed fits.
-        """
+        """The fastest plan that a trace proves to fit; raises `PlanNotFound` where nothing that is allowed does."""
         before = self._question.estimator.run(eager=False)
         self._check_fixed_cost(before)
         search = self._open(before)
@@ -313,8 +294,6 @@ class Planner:
         self._was_timed = True
         return replace(proof, candidate=candidate)
 
-    # Answers.
-
     def _plan(self, proof: _Proof, search: Search, before: Estimate) -> Plan:
         question, chosen = self._question, proof.candidate
         settings = question.as_planned(chosen.settings)
@@ -322,17 +301,12 @@ class Planner:
             settings = replace(settings, micro_batch_size=-(-question.batch_size // settings.micro_batches))
         elif settings.weighting.kind != "given":
             settings = replace(settings, weighting=Weighting())
-        lacking = [one for one in proof.estimate.notes if one.code == LACKS_PRECISION and one not in before.notes]
-        # Beside a measured time goes one on the same scale.
-        measured_before = question.is_measured and not self._was_timed
+        lacking = [note for note in proof.estimate.notes if note.code == LACKS_PRECISION and note not in before.notes]
         measured_after = self._was_timed or (question.is_measured and chosen.settings == search.plain.settings)
-        before_and_after = [
-            Seconds(seconds if search.has_times else None, Origin.MEASURED if is_measured else Origin.ASSUMED)
-            for seconds, is_measured in (
-                (search.plain.seconds * self._timed_over_computed, measured_before),
-                (chosen.seconds, measured_after),
-            )
-        ]
+
+        def seconds(value: float, is_measured: bool) -> Seconds:
+            return Seconds(value if search.has_times else None, Origin.MEASURED if is_measured else Origin.ASSUMED)
+
         return Plan(
             subject=before.subject,
             device=question.target,
@@ -342,8 +316,11 @@ class Planner:
             moves=self._moves(proof, search, before),
             before=Footprint.of(before),
             after=Footprint.of(proof.estimate, proof.host_bytes, proof.origin),
-            seconds_before=before_and_after[0],
-            seconds_after=before_and_after[1],
+            # Beside a measured time goes one on the same scale.
+            seconds_before=seconds(
+                search.plain.seconds * self._timed_over_computed, question.is_measured and not self._was_timed
+            ),
+            seconds_after=seconds(chosen.seconds, measured_after),
             front=self._front(proof, search, settings),
             refused=tuple(question.refused),
             notes=(*before.notes, *lacking, *question.notes, *question.notes_on(chosen.settings)),
@@ -406,16 +383,18 @@ class Planner:
         words = label(chosen.settings, question.plain)
         points = [(chosen, Point(proof.estimate.peak_bytes, None, words, settings, proof.is_whole))]
         shown = question.as_planned(chosen.settings)
-        for one in search.front():
-            other = question.as_planned(one.settings)
-            if other != shown and one.seconds < _MAX_SLOWDOWN * chosen.seconds:
-                peak = round(one.computed_bytes * scale) + question.context_bytes
-                words = label(one.settings, question.plain)
-                points.append((one, Point(peak, None, words, other, search.is_traced(one.settings))))
+        for candidate in search.front():
+            other = question.as_planned(candidate.settings)
+            if other != shown and candidate.seconds < _MAX_SLOWDOWN * chosen.seconds:
+                peak = round(candidate.computed_bytes * scale) + question.context_bytes
+                words = label(candidate.settings, question.plain)
+                points.append((candidate, Point(peak, None, words, other, search.is_traced(candidate.settings))))
         kept = undominated(
             points, lambda pair: (pair[1].peak_bytes, pair[0].seconds), keep=lambda pair: pair[0] is chosen
         )
-        return tuple(replace(point, seconds=one.seconds if search.has_times else None) for one, point in kept)
+        return tuple(
+            replace(point, seconds=candidate.seconds if search.has_times else None) for candidate, point in kept
+        )
 
     def _check_fixed_cost(self, before: Estimate) -> None:
         """Refuses a budget that not even the weights fit into."""

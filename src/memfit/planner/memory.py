@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from memfit.core.profile import Drop, Profile, Unit
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.core.timeline import Block, Category, Phase
-from memfit.planner.timelines import unit_of
+from memfit.planner.timeline_moves import unit_of
 
 Bytes = NDArray[np.float64]
 
@@ -29,8 +30,7 @@ EIGHT_BIT_SHARE = 0.25 * (1 + 4 / 256)
 _SINGLE_TEMPORARIES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Intervals:
+class Intervals(NamedTuple):
     """Blocks that are away for a while: parallel arrays of block, first tick, tick after the last."""
 
     block: NDArray[np.int64]
@@ -40,13 +40,8 @@ class Intervals:
     @classmethod
     def of(cls, drops: Iterable[Drop]) -> "Intervals":
         """The intervals of some drops; empty ones are left out."""
-        rows = np.array([(d.block, d.start, d.end) for d in drops if d.start < d.end], dtype=np.int64).reshape(-1, 3)
-        return cls(rows[:, 0], rows[:, 1], rows[:, 2])
-
-    def and_also(self, other: "Intervals") -> "Intervals":
-        """Those of both."""
-        pairs = ((self.block, other.block), (self.start, other.start), (self.end, other.end))
-        return Intervals(*(np.concatenate(pair) for pair in pairs))
+        rows = [(drop.block, drop.start, drop.end) for drop in drops if drop.start < drop.end]
+        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +49,6 @@ class UnitMemory:
     """What recomputing or offloading one unit does to the curve.
 
     Args:
-        path: of the module.
         away: blocks that are gone while the unit waits to be recomputed.
         held: blocks that live longer because the unit needs its inputs again.
         kept: blocks that stay for the same reason, though another unit that is recomputed would keep them away.
@@ -105,28 +99,22 @@ class StepMemory:
             others = np.array([block.size_bytes for block in larger.timeline.blocks], dtype=np.float64)
             self._slope = (others - sizes) / (larger.batch_size - profile.batch_size)
             self._constant = sizes - self._slope * profile.batch_size
-        category = [block.category for block in blocks]
+        category = np.array([str(block.category) for block in blocks], dtype=object)
         self._start = np.array([block.start for block in blocks], dtype=np.int64)
         self._end = np.array([timeline.num_ticks if b.end is None else b.end for b in blocks], dtype=np.int64)
         inside = (self._start >= self._first) & (self._start < self._last)
-        is_gradient = np.array([c is Category.GRADIENT for c in category], dtype=bool)
-        self._moving = inside & ~np.array([c in _PERSISTENT for c in category], dtype=bool)
-        self._is_gradient = is_gradient & inside
-        self._by_category = {kind: np.array([c is kind for c in category], dtype=bool) for kind in _PERSISTENT}
         before = self._start < self._first
-        self._fixed = {
-            kind: mask & (before | (kind is Category.OPTIMIZER_STATE)) for kind, mask in self._by_category.items()
-        }
+        self._is_gradient = inside & (category == Category.GRADIENT)
+        self._fixed = {kind: (category == kind) & (before | (kind is Category.OPTIMIZER_STATE)) for kind in _PERSISTENT}
         # Workspaces that a library keeps for good count from the start.
-        permanent = np.array([b.end is None and b.category is Category.WORKSPACE for b in blocks], dtype=bool)
-        self._moving &= ~permanent
-        self._permanent = permanent
-        change = np.zeros(max(1, timeline.num_ticks - updates[-1] + 1))
-        for block in blocks:
-            if block.start >= updates[-1] and block.category not in _PERSISTENT:
-                change[block.start - updates[-1]] += block.size_bytes
-                change[(timeline.num_ticks if block.end is None else block.end) - updates[-1]] -= block.size_bytes
+        self._permanent = np.array([b.end is None and b.category is Category.WORKSPACE for b in blocks], dtype=bool)
+        passing = ~np.isin(category, _PERSISTENT)
+        self._moving = inside & passing & ~self._permanent
         # Greatest sum of temporary blocks of an update.
+        of_update = passing & (self._start >= updates[-1])
+        change = np.zeros(max(1, timeline.num_ticks - updates[-1] + 1))
+        np.add.at(change, self._start[of_update] - updates[-1], sizes[of_update])
+        np.subtract.at(change, self._end[of_update] - updates[-1], sizes[of_update])
         self._update = float(np.cumsum(change).max(initial=0.0))
         self.units = tuple(UnitMemory.of(unit, blocks) for unit in profile.units if not unit.refused)
         self._index = {unit.path: unit for unit in self.units}
@@ -136,10 +124,6 @@ class StepMemory:
         if batch_size is None or not self.scales:
             return self._constant + self._slope * (self.profile.batch_size or 0)
         return np.maximum(0.0, self._constant + self._slope * batch_size)
-
-    def gradient_bytes(self) -> float:
-        """Bytes of all gradients."""
-        return float(self._constant[self._is_gradient].sum())
 
     def fixed_bytes(self, settings: Settings, batch_size: int | None) -> float:
         """What is there throughout: parameters, buffers, the whole batch, optimizer state, library workspaces."""
@@ -154,25 +138,20 @@ class StepMemory:
         shards = settings.num_devices
         for kind in (Category.PARAMETER, Category.OPTIMIZER_STATE):
             parts[kind] = 0.0 if settings.shard_offload else parts[kind] / shards
-        gathered = self._gathered_bytes() if shards > 1 else 0.0
-        return sum(parts.values()) + float(sizes[self._permanent].sum()) + gathered
-
-    def _gathered_bytes(self) -> float:
-        """Two units gathered at a time, and what belongs to no repeated unit."""
-        per_unit: dict[str, float] = {}
-        outside = 0.0
-        for index in np.flatnonzero(self._fixed[Category.PARAMETER]):
-            block = self.profile.timeline.blocks[index]
-            unit = unit_of(block.module, 1)
-            if unit is None:
-                outside += block.size_bytes
-            else:
+        gathered = 0.0
+        if shards > 1:
+            # Two units at a time, and what belongs to no repeated unit.
+            per_unit: dict[str | None, float] = {None: 0.0}
+            for index in np.flatnonzero(self._fixed[Category.PARAMETER]):
+                block = self.profile.timeline.blocks[index]
+                unit = unit_of(block.module, 1)
                 per_unit[unit] = per_unit.get(unit, 0.0) + block.size_bytes
-        return outside + 2 * max(per_unit.values(), default=0.0)
+            gathered = per_unit.pop(None) + 2 * max(per_unit.values(), default=0.0)
+        return sum(parts.values()) + float(sizes[self._permanent].sum()) + gathered
 
     def curve(self, settings: Settings, batch_size: int | None) -> Bytes:
         """Live bytes at each tick of forward and backward pass, of the last micro-batch of an update."""
-        sizes = self.sizes(_micro(settings, batch_size))
+        sizes = self.sizes(micro_size(settings, batch_size))
         change = self._plain_change(settings, sizes)
         chosen = [self._index[path] for path in settings.checkpoint if path in self._index]
         for unit in chosen:
@@ -186,12 +165,10 @@ class StepMemory:
         for hosted in self._hosted(settings):
             self._subtract(change, hosted, sizes, 1.0)
         curve = np.cumsum(change)[:-1] + self.fixed_bytes(settings, batch_size)
-        scale = self._extra_scale(_micro(settings, batch_size))
-        for unit in chosen:
-            for tick, extra in unit.extra:
-                at = tick - self._first
-                if 0 <= at < len(curve):
-                    curve[at] += extra * scale
+        scale = self._extra_scale(micro_size(settings, batch_size))
+        for tick, extra in (pair for unit in chosen for pair in unit.extra):
+            if 0 <= tick - self._first < len(curve):
+                curve[tick - self._first] += extra * scale
         return curve
 
     def _hosted(self, settings: Settings) -> list[Intervals]:
@@ -257,25 +234,21 @@ class StepMemory:
         ticks.update((self._start[self._is_gradient] - self._first).tolist())
         return np.array(sorted(tick for tick in ticks if 0 <= tick < span), dtype=np.int64)
 
-    def savings(self, unit: UnitMemory, away: Intervals, micro: int | None, *, recomputed: bool) -> Bytes:
-        """Bytes that are away at each of `moments`, less what it needs for the moment to compute the unit again."""
+    def savings(self, away: Intervals, micro: int | None, again: UnitMemory | None = None) -> Bytes:
+        """Bytes that are away at each of `moments`, less what it takes for the moment to compute a unit again."""
         change = np.zeros(self._last - self._first + 1)
         self._subtract(change, away, self.sizes(micro), -1.0)
         saved: Bytes = np.cumsum(change)[self.moments]
-        if recomputed:
-            scale = self._extra_scale(micro)
-            for tick, extra in unit.extra:
-                saved[self.moments == tick - self._first] -= extra * scale
+        for tick, extra in () if again is None else again.extra:
+            saved[self.moments == tick - self._first] -= extra * self._extra_scale(micro)
         return saved
 
     def update_bytes(self, settings: Settings, batch_size: int | None) -> float:
         """Live bytes at the highest point of the optimizer's update."""
         if settings.step_in_backward:
             return 0.0
-        fixed = self.fixed_bytes(settings, batch_size)
-        gradients = self.gradient_bytes() / settings.num_devices
-        sizes = self._constant
-        largest = float(sizes[self._is_gradient].max(initial=0.0))
+        gradients = self._constant[self._is_gradient]
+        largest = float(gradients.max(initial=0.0))
         temporaries = self._update / settings.num_devices
         if settings.kernels is OptimizerKernels.SINGLE:
             temporaries = min(temporaries, _SINGLE_TEMPORARIES * largest)
@@ -283,7 +256,8 @@ class StepMemory:
             temporaries = 0.0
         elif settings.state is OptimizerState.EIGHT_BIT:
             temporaries = 4 * largest
-        return fixed + gradients + temporaries
+        shard_bytes = float(gradients.sum()) / settings.num_devices
+        return self.fixed_bytes(settings, batch_size) + shard_bytes + temporaries
 
     def peak(self, settings: Settings, batch_size: int | None) -> float:
         """Greatest number of live bytes in a step."""
@@ -292,7 +266,7 @@ class StepMemory:
 
     def hosted_bytes(self, settings: Settings, batch_size: int | None) -> float:
         """Bytes of activations that wait in host memory."""
-        sizes = self.sizes(_micro(settings, batch_size))
+        sizes = self.sizes(micro_size(settings, batch_size))
         return sum(float(sizes[hosted.block].sum()) for hosted in self._hosted(settings))
 
 
@@ -303,32 +277,29 @@ def held_segments(units: Sequence[UnitMemory]) -> list[tuple[tuple[int, ...], In
     """
     by_block: dict[int, list[tuple[int, int, int]]] = {}
     for index, unit in enumerate(units):
-        rows = zip(unit.held.block.tolist(), unit.held.start.tolist(), unit.held.end.tolist(), strict=True)
-        for block, start, end in rows:
+        for block, start, end in np.transpose(unit.held).tolist():
             by_block.setdefault(block, []).append((start, end, index))
-    found: dict[tuple[int, ...], list[Drop]] = {}
+    segments: dict[tuple[int, ...], list[Drop]] = {}
     for block, spans in by_block.items():
         edges = sorted({edge for start, end, _ in spans for edge in (start, end)})
         for first, last in pairwise(edges):
             holders = tuple(sorted({index for start, end, index in spans if start <= first and last <= end}))
             if holders:
-                found.setdefault(holders, []).append(Drop(block, first, last))
-    return [(holders, Intervals.of(drops)) for holders, drops in found.items()]
+                segments.setdefault(holders, []).append(Drop(block, first, last))
+    return [(holders, Intervals.of(drops)) for holders, drops in segments.items()]
 
 
 def overlap(one: UnitMemory, other: UnitMemory) -> Intervals:
     """When blocks stay for `other` that would be away for `one`, if both are recomputed."""
-    common = np.flatnonzero(np.isin(one.away.block, other.kept.block))
-    rows = []
-    for index in common:
-        for at in np.flatnonzero(other.kept.block == one.away.block[index]):
-            start = max(one.away.start[index], other.kept.start[at])
-            end = min(one.away.end[index], other.kept.end[at])
-            rows.append(Drop(int(one.away.block[index]), int(start), int(end)))
-    return Intervals.of(rows)
+    away, kept = one.away, other.kept
+    indices, places = np.nonzero(away.block[:, None] == kept.block)
+    starts = np.maximum(away.start[indices], kept.start[places])
+    ends = np.minimum(away.end[indices], kept.end[places])
+    some = starts < ends
+    return Intervals(away.block[indices][some], starts[some], ends[some])
 
 
-def _micro(settings: Settings, batch_size: int | None) -> int | None:
+def micro_size(settings: Settings, batch_size: int | None) -> int | None:
     """Samples of the largest micro-batch."""
     return None if batch_size is None else -(-batch_size // settings.micro_batches)
 

@@ -1,6 +1,7 @@
 """The moves: every change a plan can make, with its name, what it does to the numbers, and words for it."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,17 +97,13 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
     groups["changes"] = groups[Keeps.CHANGES.value]
     for word in words:
         if word.removeprefix("-") not in groups:
-            raise BadInput(_unknown(word, [*sorted({*map(str, Keeps), "changes"}), APPROXIMATE, *KEEPS]))
+            known = [*sorted({*map(str, Keeps), "changes"}), APPROXIMATE, *KEEPS]
+            close = difflib.get_close_matches(word.removeprefix("-"), known, n=1)
+            names = f"Give any of {', '.join(known)}; a minus sign in front leaves one out."
+            hint = f"Did you mean {close[0]!r}?" if close else names
+            raise BadInput(f"{word!r} is not something that can be allowed. {hint}")
     allowed = set().union(*(groups[word] for word in words if word in groups))
     return frozenset(allowed.difference(*(groups[word[1:]] for word in words if word.startswith("-"))))
-
-
-def _unknown(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word.removeprefix("-"), known, n=1)
-    if close:
-        return f"{word!r} is not something that can be allowed. Did you mean {close[0]!r}?"
-    names = ", ".join(known)
-    return f"{word!r} is not something that can be allowed. Give any of {names}; a minus sign in front leaves one out."
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +199,7 @@ def label(settings: Settings, plain: Settings = _PLAIN) -> str:
 
 
 _NUM_NAMED = 3
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def named(paths: tuple[str, ...]) -> str:
@@ -210,28 +208,18 @@ def named(paths: tuple[str, ...]) -> str:
     >>> named(("h.0", "h.1", "h.2", "h.5", "head"))
     'h.0-2, h.5, head'
     """
+    # (what comes before the first number, what follows it, first and last number); of a path without any, itself.
     groups: list[tuple[str, str, str, str]] = []
     for path in paths:
-        first, number, last = _split(path)
-        if groups and number:
-            stem, tail, begin, end = groups[-1]
-            if stem == first and tail == last and int(number) == int(end) + 1:
-                groups[-1] = (stem, tail, begin, number)
-                continue
-        groups.append((first, last, number, number) if number else (path, "", "", "-1"))
-    texts = [
-        stem if not begin else f"{stem}{begin if begin == end else f'{begin}-{end}'}{tail}"
-        for stem, tail, begin, end in groups
-    ]
+        match = _NUMBER.search(path)
+        if match is None:
+            groups.append((path, "", "", "-1"))
+            continue
+        stem, number, tail = path[: match.start()], match[0], path[match.end() :]
+        if groups and groups[-1][:2] == (stem, tail) and int(number) == int(groups[-1][3]) + 1:
+            groups[-1] = (stem, tail, groups[-1][2], number)
+        else:
+            groups.append((stem, tail, number, number))
+    texts = [f"{stem}{begin if begin in ('', end) else f'{begin}-{end}'}{tail}" for stem, tail, begin, end in groups]
     more = len(texts) - _NUM_NAMED
     return ", ".join(texts) if more <= 1 else ", ".join(texts[:_NUM_NAMED]) + f" and {more} more"
-
-
-def _split(path: str) -> tuple[str, str, str]:
-    """(what comes before the first number, the number, what follows)."""
-    parts = path.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            head, tail = ".".join(parts[:index]), ".".join(parts[index + 1 :])
-            return f"{head}." if head else "", part, f".{tail}" if tail else ""
-    return path, "", ""

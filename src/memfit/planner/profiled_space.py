@@ -21,7 +21,7 @@ from memfit.planner.memory import StepMemory
 from memfit.planner.moves import APPROXIMATE, CHECKPOINT, EIGHT_BIT, LORA, MICRO_BATCH, OFFLOAD, QLORA
 from memfit.planner.search import ProfiledSearch, Space, Variant, merged, optimizer_ways
 from memfit.planner.speed import Rates, StepSpeed, rates_of
-from memfit.planner.timelines import unit_of
+from memfit.planner.timeline_moves import unit_of
 
 _LORA_RANK = 16
 # Traces of chosen settings, at least and at most; fewer for large models, whose traces take longer.
@@ -67,7 +67,9 @@ class ProfiledSpace:
         space = self.space(fits=bool(before.fits) and before.reserved_peak_bytes <= usable)
         search = ProfiledSearch(space, self._question.plain)
         # What the allocator takes beyond the live bytes is first expected to be as for the plain step.
-        search.expect(usable * max(0.0, 1 - search.plain.computed_bytes / max(1, before.reserved_peak_bytes)))
+        search.expected_beyond_bytes = usable * max(
+            0.0, 1 - search.plain.computed_bytes / max(1, before.reserved_peak_bytes)
+        )
         least, most = _NUM_PROOFS
         question.num_proofs = min(most, max(least, _BLOCKS_PER_PLAN // max(1, len(before.timeline.blocks))))
         question.notes = self.notes
@@ -84,11 +86,7 @@ class ProfiledSpace:
         return search
 
     def space(self, *, fits: bool = False) -> Space:
-        """What may be chosen.
-
-        Args:
-            fits: whether the step fits as it is: then only what makes it faster is considered.
-        """
+        """What may be chosen; where the step `fits` as it is, only what makes it faster."""
         rates = self._rates()
         plain = self._variant(Settings(precision=self._question.plain.precision), rates)
         if fits:
@@ -279,25 +277,15 @@ class ProfiledSpace:
     def _remark(self, profile: Profile) -> None:
         """Notes on what is special about the parameters, refusals of modules that can't be computed again."""
         frozen, total = profile.num_parameters - profile.num_trainable, profile.num_parameters
-        for code, text, applies in (
-            (
-                "growing-state",
-                "LBFGS keeps pairs of gradients and steps, up to history_size; those of two steps are counted",
-                profile.optimizer == "LBFGS",
-            ),
-            (
-                "shared-parameters",
-                "modules share parameters: each has one gradient and one state, as in the plain step",
-                "shared-parameters" in profile.features,
-            ),
-            (
-                "frozen-parameters",
-                f"{frozen:,} of {total:,} parameters are frozen: they have no gradient and no state, and stay so",
-                "frozen-parameters" in profile.features,
-            ),
-        ):
-            if applies:
-                self.notes.append(Note(code, text))
+        texts = {
+            "growing-state": "LBFGS keeps pairs of gradients and steps, up to history_size; those of two steps are "
+            "counted",
+            "shared-parameters": "modules share parameters: each has one gradient and one state, as in the plain step",
+            "frozen-parameters": f"{frozen:,} of {total:,} parameters are frozen: they have no gradient and no state, "
+            "and stay so",
+        }
+        known = profile.features | ({"growing-state"} if profile.optimizer == "LBFGS" else set())
+        self.notes += [Note(code, text) for code, text in texts.items() if code in known]
         refused = [unit for unit in profile.units if unit.refused]
         for unit in refused:
             if not any(unit.path.startswith(f"{other.path}.") for other in refused):

@@ -6,8 +6,10 @@ first, the fewest units are found that must be computed again; a combination tha
 In the end, every move that turns out not to be needed is taken back. The order is fixed, so that the same run of a
 script has the same plan.
 
-A proof runs the script once more with settings put into practice without its help, as far as that goes; what remains
-is computed on top of that run.
+Every move turns a timeline into another (`timeline_moves`), so that moves combine by applying one after the other,
+always in the same order; what the allocator makes of the last timeline is what settings are computed to need. A proof
+runs the script once more with settings put into practice without its help, as far as that goes; what remains is
+computed on top of that run.
 """
 
 import math
@@ -15,20 +17,32 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from memfit.allocator import replay
 from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, Request, Seen
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import Estimate, Note
 from memfit.core.plan import Refusal
 from memfit.core.progress import announce
+from memfit.core.replay import AllocatorOptions, Replay
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.core.timeline import Category, Phase, Timeline
 from memfit.core.units import format_size
-from memfit.planner import moves
+from memfit.planner import moves, timeline_moves
 from memfit.planner.candidate import Candidate, Search, front_of
 from memfit.planner.driver import NotProven, Patience, Question
-from memfit.planner.moves import AUTOCAST, CHECKPOINT, EIGHT_BIT, MICRO_BATCH, SHARD, label
-from memfit.planner.script_memory import ScriptMemory
+from memfit.planner.moves import (
+    AUTOCAST,
+    CHECKPOINT,
+    EIGHT_BIT,
+    EXPANDABLE,
+    FUSED,
+    MICRO_BATCH,
+    SET_TO_NONE,
+    SHARD,
+    label,
+)
 from memfit.planner.speed import ScriptSpeed, rates_of
-from memfit.planner.timelines import AS_IT_IS
+from memfit.planner.timeline_moves import AS_IT_IS, Situation, unit_of
 from memfit.processes import launch
 from memfit.processes.sequence import run_with
 
@@ -45,9 +59,21 @@ _MAX_PARTS = 64
 _SLACK = 0.05
 BATCH_NORM = "batch norm: its statistics would be those of a micro-batch"
 
+_MAKE = {
+    FUSED: timeline_moves.fuse_optimizer,
+    SET_TO_NONE: timeline_moves.free_gradients,
+    AUTOCAST: timeline_moves.autocast,
+    MICRO_BATCH: timeline_moves.halve_micro_batch,
+    EIGHT_BIT: timeline_moves.shrink_states,
+    SHARD: timeline_moves.shard,
+    EXPANDABLE: timeline_moves.expand_segments,
+}
+# Timelines of this many settings are kept.
+_MAX_KEPT = 64
+
 
 class ScriptSpace:
-    """Runs a script for the planner, and opens the search for its plans."""
+    """Runs a script for the planner, and opens the search for its plans; `question` is what is to be planned."""
 
     def __init__(
         self, request: Request, allowed: frozenset[str], patience: Patience, *, quiet_output: bool = False
@@ -70,14 +96,9 @@ class ScriptSpace:
             # In a plan, dropping gradients is the rule, not a move.
             as_planned=lambda settings: replace(settings, set_to_none=True),
         )
-        """What is to be planned, completed by `search`."""
 
     def run(self, *, eager: bool = True) -> Estimate:
-        """The script as it is.
-
-        Raises:
-            StepFailed: it didn't get as far as a step.
-        """
+        """The script as it is; fails where it doesn't get as far as a step."""
         data = launch.run_child(self._request, stdout_to_stderr=self._quiet_output)
         self._run = run = DryRun.from_json(data)
         self._seen = run.seen or Seen()
@@ -110,11 +131,7 @@ class ScriptSpace:
         return self._search
 
     def with_settings(self, settings: Settings) -> tuple[Estimate, int, bool]:
-        """(what the script needs with these settings, 0, whether a run had all of them in force).
-
-        Raises:
-            NotProven: the script fails with them, or doesn't take them.
-        """
+        """(what the script needs with these settings, 0, whether a run had all of them in force)."""
         search = self._search
         part = provable_part(settings, search.splits)
         if part == AS_IT_IS or self._num_runs >= _MAX_RUNS:
@@ -179,10 +196,7 @@ class ScriptSpace:
 
 
 def provable_part(settings: Settings, splits: bool) -> Settings:
-    """What of the settings a second run can have in force without a change to the script.
-
-    `splits` says whether the script's batches can be split without its help.
-    """
+    """What of the settings a second run can have in force; with `splits`, smaller batches as well."""
     parts = settings.micro_batches if splits else 1
     return replace(settings, micro_batches=parts, state=OptimizerState.KEEP, num_devices=1)
 
@@ -198,17 +212,115 @@ def computed_part(settings: Settings, splits: bool) -> Settings:
     )
 
 
-class ScriptSearch(Search):
-    """The candidates for a script; a proof tells how far off the computed peaks are.
+class ScriptMemory:
+    """What a device must provide for a script, by settings."""
 
-    Args:
-        memory: of the script.
-        speed: of the script.
-        allowed: names of the moves that may be made.
-        seen: what its run showed.
-        autocast: the precision that the device is good at.
-        context_bytes: what the device takes for itself.
-    """
+    def __init__(
+        self, estimate: Estimate, options: AllocatorOptions, num_devices: int = 1, seen: Seen | None = None
+    ) -> None:
+        self._estimate = estimate
+        timeline = estimate.timeline
+        seen = seen or Seen()
+        self._plain = Situation(
+            timeline, options, estimate.num_parameters, num_devices, seen.batch_size, seen.autocast, seen.fusable
+        )
+        self._level = timeline_moves.level_of_units(timeline)
+        self.units = () if self._level is None else tuple(timeline_moves.repeated_units(timeline, self._level))
+        self.has_batch_norm = timeline_moves.has_batch_norm(timeline)
+        self.has_dropout = any("dropout" in b.op or "bernoulli" in b.op for b in timeline.blocks)
+        # Given back by hand in between, or the like: what the run did beside its timeline.
+        self._beside = estimate.reserved_peak_bytes - replay(timeline, options).reserved_peak_bytes
+        self._steps: dict[tuple[str, ...], tuple[Timeline, AllocatorOptions] | None] = {(): (timeline, options)}
+        self._peaks: dict[Settings, int] = {AS_IT_IS: estimate.peak_bytes}
+        self._last: tuple[Settings, Timeline] = (AS_IT_IS, timeline)
+
+    def offers(self, name: str) -> bool:
+        """Whether a move can be made at all."""
+        return bool(self.units) if name == CHECKPOINT else self._after((name,)) is not None
+
+    def unit_bytes(self) -> dict[str, int]:
+        """Bytes that each unit keeps for the backward pass in the first step."""
+        kept = dict.fromkeys(self.units, 0)
+        for block in self._estimate.timeline.blocks:
+            if block.category is Category.ACTIVATION and block.phase is Phase.FORWARD:
+                unit = unit_of(block.module, self._level or 1)
+                if unit in kept:
+                    kept[unit] += block.size_bytes
+        return kept
+
+    def timeline(self, settings: Settings) -> tuple[Timeline, AllocatorOptions]:
+        """The run under these settings; moves that change nothing are skipped."""
+        steps = [
+            (FUSED, settings.kernels is not OptimizerKernels.KEEP),
+            (SET_TO_NONE, settings.set_to_none),
+            (AUTOCAST, settings.precision is not None),
+            *[(MICRO_BATCH, True)] * (settings.micro_batches.bit_length() - 1),
+            (EIGHT_BIT, settings.state is OptimizerState.EIGHT_BIT),
+            (SHARD, settings.num_devices > 1),
+            (EXPANDABLE, settings.expandable_segments),
+        ]
+        names: tuple[str, ...] = ()
+        for name, is_used in steps:
+            if is_used and self._after((*names, name)) is not None:
+                names = (*names, name)
+        after = self._after(names)
+        assert after is not None
+        timeline, options = after
+        if settings.checkpoint and self._level is not None:
+            # The allocator's own settings leave the timeline as it is, and come right after each other.
+            key = replace(settings, expandable_segments=False)
+            if self._last[0] != key:
+                chosen = set(settings.checkpoint)
+                self._last = (key, timeline_moves.checkpointed(timeline, chosen, self._level))
+            timeline = self._last[1]
+        return timeline, options
+
+    def _after(self, names: tuple[str, ...]) -> tuple[Timeline, AllocatorOptions] | None:
+        if names not in self._steps:
+            before = self._after(names[:-1])
+            situation = None if before is None else replace(self._plain, timeline=before[0], options=before[1])
+            move = None if situation is None else _MAKE[names[-1]](situation)
+            if len(self._steps) >= _MAX_KEPT:
+                self._steps = {(): self._steps[()]}
+            self._steps[names] = None if move is None else (move.timeline, move.options)
+        return self._steps[names]
+
+    def at_least(self, settings: Settings) -> int:
+        """Bytes below which these settings can't be: what is alive at once."""
+        if settings in self._peaks:
+            return self._peaks[settings]
+        timeline, _ = self.timeline(settings)
+        return timeline.peak()[1] + min(0, self._beside) + self._estimate.context_bytes
+
+    def peak(self, settings: Settings) -> int:
+        """What the device must provide."""
+        if settings not in self._peaks:
+            timeline, options = self.timeline(settings)
+            self._peaks[settings] = self._provided(timeline, replay(timeline, options))
+        return self._peaks[settings]
+
+    def _provided(self, timeline: Timeline, replayed: Replay) -> int:
+        return max(replayed.reserved_peak_bytes + self._beside, timeline.peak()[1]) + self._estimate.context_bytes
+
+    def estimate(self, settings: Settings) -> Estimate:
+        """The whole estimate under these settings."""
+        if settings == AS_IT_IS:
+            return self._estimate
+        timeline, options = self.timeline(settings)
+        replayed = replay(timeline, options)
+        reserved = self._provided(timeline, replayed) - self._estimate.context_bytes
+        live = timeline.without_optional().peak()[1]
+        return replace(
+            self._estimate,
+            timeline=timeline,
+            replay=replace(replayed, reserved_peak_bytes=reserved),
+            lower_bytes=min(live, reserved) + self._estimate.context_bytes,
+            upper_bytes=reserved + self._estimate.context_bytes,
+        )
+
+
+class ScriptSearch(Search):
+    """The candidates for a script, of whose first run `seen` tells; a proof says how far off computed peaks are."""
 
     computes_peaks = True
 
@@ -253,8 +365,8 @@ class ScriptSearch(Search):
         narrow = has(AUTOCAST, "parameters aren't in 32 bits, or the script uses autocast already")
         self.precisions = (None, self._autocast) if narrow else (None,)
         kernels = OptimizerKernels.KEEP
-        if memory.offers(moves.FUSED):
-            if self._seen.fusable and moves.FUSED in allowed:
+        if memory.offers(FUSED):
+            if self._seen.fusable and FUSED in allowed:
                 kernels = OptimizerKernels.FUSED
             elif moves.FOREACH_OFF in allowed:
                 kernels = OptimizerKernels.SINGLE
@@ -262,8 +374,8 @@ class ScriptSearch(Search):
         free = replace(
             AS_IT_IS,
             kernels=kernels,
-            set_to_none=has(moves.SET_TO_NONE, "no gradient outlives its step"),
-            expandable_segments=has(moves.EXPANDABLE, "the script has them already"),
+            set_to_none=has(SET_TO_NONE, "no gradient outlives its step"),
+            expandable_segments=has(EXPANDABLE, "the script has them already"),
         )
         if has(EIGHT_BIT, "there is no large optimizer state"):
             free = replace(free, state=OptimizerState.EIGHT_BIT)
@@ -331,8 +443,8 @@ class ScriptSearch(Search):
         self._choose_moves()
 
     def _combinations(self) -> list[Settings]:
-        found = [replace(self.free, micro_batches=n, precision=width) for n in self.parts for width in self.precisions]
-        return sorted(found, key=lambda one: (self._speed.step(one), one.micro_batches, one.precision is not None))
+        ways = [replace(self.free, micro_batches=n, precision=width) for n in self.parts for width in self.precisions]
+        return sorted(ways, key=lambda way: (self._speed.step(way), way.micro_batches, way.precision is not None))
 
     def _recomputing(self, settings: Settings, count: int) -> Settings:
         """The settings with the first `count` units computed again, named in the order of the model."""

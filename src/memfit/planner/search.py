@@ -12,7 +12,7 @@ from itertools import product
 
 from memfit.core.settings import Keeps, OptimizerKernels, OptimizerState, Settings
 from memfit.planner.candidate import Candidate, Search, front_of
-from memfit.planner.memory import StepMemory
+from memfit.planner.memory import StepMemory, micro_size
 from memfit.planner.moves import EIGHT_BIT, FOREACH_OFF, FUSED, HOST_OPTIMIZER, STEP_IN_BACKWARD, used_moves
 from memfit.planner.selection import ModuleMoves, Selection
 from memfit.planner.speed import StepSpeed
@@ -41,7 +41,6 @@ class Space:
         variants: ways to compute the forward pass, the step as it is first.
         optimizers: settings of the optimizer alone, as it is first.
         parts: numbers of micro-batches.
-        batch_size: samples of the whole batch, or None.
         recompute: whether modules may be computed again.
         offload: whether activations may wait on the host.
         base: settings that hold throughout.
@@ -74,19 +73,13 @@ class _Combination:
     @cached_property
     def selection(self) -> Selection:
         space, variant = self.space, self.variant
-        micro = None if space.batch_size is None else -(-space.batch_size // self.settings.micro_batches)
+        micro = micro_size(self.settings, space.batch_size)
         key = (id(variant), micro, space.recompute, space.offload)
         if key not in self.module_moves:
             self.module_moves[key] = ModuleMoves(
                 variant.memory, variant.speed, micro, recompute=space.recompute, offload=space.offload
             )
         return Selection(variant.memory, self.module_moves[key], self.settings, space.batch_size)
-
-    @property
-    def num_passes(self) -> float:
-        """Passes of the largest part that all parts together are worth."""
-        size, parts = self.space.batch_size, self.settings.micro_batches
-        return float(parts) if size is None else size / -(-size // parts)
 
     @cached_property
     def changes_training(self) -> bool:
@@ -127,7 +120,8 @@ class ProfiledSearch(Search):
         self._space = space
         self._plain = plain or Settings()
         self._beyond: dict[Settings, float] = {}
-        self._expected = 0.0
+        self.expected_beyond_bytes = 0.0
+        """What an allocator takes beyond the live bytes, for combinations of which nothing is known yet."""
         module_moves: dict[tuple[object, ...], ModuleMoves] = {}
         combinations: list[_Combination] = []
         for variant, optimizer, parts in product(space.variants, space.optimizers, space.parts):
@@ -157,10 +151,6 @@ class ProfiledSearch(Search):
                 kept.append(one)
         self._combinations = kept
 
-    def expect(self, beyond_bytes: float) -> None:
-        """Sets what an allocator takes beyond the live bytes, for combinations of which nothing is known yet."""
-        self._expected = beyond_bytes
-
     @property
     def plain(self) -> Candidate:
         """The step as it is."""
@@ -186,9 +176,9 @@ class ProfiledSearch(Search):
         What changes training is used only where nothing else fits, however fast it is.
         """
         best = self._best(self._limits(usable_bytes))
-        if best is None and self._expected > 0:
+        if best is None and self.expected_beyond_bytes > 0:
             # From now on, nothing is expected beyond the live bytes.
-            self._expected = 0.0
+            self.expected_beyond_bytes = 0.0
             best = self._best(self._limits(usable_bytes))
         return best
 
@@ -202,9 +192,8 @@ class ProfiledSearch(Search):
         return sorted(quick, key=lambda candidate: candidate.seconds)
 
     def _limits(self, usable_bytes: float) -> dict[int, float]:
-        return {
-            id(one): usable_bytes - self._beyond.get(_bare(one.settings), self._expected) for one in self._combinations
-        }
+        beyond, expected = self._beyond, self.expected_beyond_bytes
+        return {id(one): usable_bytes - beyond.get(_bare(one.settings), expected) for one in self._combinations}
 
     def _best(self, limits: dict[int, float]) -> Candidate | None:
         for changes_training in (False, True):
@@ -257,17 +246,17 @@ class ProfiledSearch(Search):
 def _bounded(
     combinations: list[_Combination], limits: dict[int, float], most_seconds: float = float("inf")
 ) -> list[tuple[float, _Combination]]:
-    """(least seconds that it can take within its limit, combination), quickest first; none that can't be within.
-
-    Without `most_seconds`, those are left out that can't be faster than another that needs nothing recomputed.
-    """
+    """(least seconds that it can take within its limit, combination), quickest first; none that can't be within."""
     found: list[tuple[float, _Combination]] = []
     fastest = most_seconds
     for one in combinations:
         if one.seconds >= fastest:
-            # A combination that needs no recomputation is as fast as this one could be.
+            # Another that needs nothing recomputed is as fast as this one could be.
             break
-        bound = one.seconds + one.num_passes * one.selection.bound(limits[id(one)])
+        # Passes of the largest part that all parts together are worth.
+        size, micro = one.space.batch_size, micro_size(one.settings, one.space.batch_size)
+        num_passes = float(one.settings.micro_batches) if not size or not micro else size / micro
+        bound = one.seconds + num_passes * one.selection.bound(limits[id(one)])
         if bound < float("inf"):
             found.append((bound, one))
             if bound == one.seconds and most_seconds == float("inf"):
@@ -292,17 +281,14 @@ def merged(*parts: Settings) -> Settings:
 def optimizer_ways(
     features: frozenset[str], allowed: frozenset[str], *, on_host: bool, has_optimizer: bool, sharded: bool = False
 ) -> tuple[Settings, ...]:
-    """Settings of the optimizer that make sense for a step with these features, as it is first.
-
-    On the host itself, moving things to the host saves nothing; of several devices that share states, each moves its
-    shard.
-    """
+    """Settings of the optimizer that make sense for a step with these features, as it is first."""
     if not has_optimizer:
         return (Settings(),)
     steps = STEP_IN_BACKWARD in allowed and "steppable" in features
     fuses = FUSED in allowed and "fusable" in features and "fused" not in features
     narrow = EIGHT_BIT in allowed and "adam" in features
-    on_device = HOST_OPTIMIZER in allowed and not on_host
+    # On the host itself, that saves nothing; of several devices that share states, each moves its shard.
+    to_host = HOST_OPTIMIZER in allowed and not on_host
     fused, eight_bit = Settings(kernels=OptimizerKernels.FUSED), Settings(state=OptimizerState.EIGHT_BIT)
     ways = [
         (Settings(), True),
@@ -312,6 +298,6 @@ def optimizer_ways(
         (replace(fused, step_in_backward=True), steps and fuses),
         (eight_bit, narrow),
         (replace(eight_bit, step_in_backward=True), narrow and steps),
-        (Settings(shard_offload=True) if sharded else Settings(state=OptimizerState.HOST), on_device),
+        (Settings(shard_offload=True) if sharded else Settings(state=OptimizerState.HOST), to_host),
     ]
     return tuple(settings for settings, used in ways if used)

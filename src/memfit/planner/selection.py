@@ -49,25 +49,26 @@ class ModuleMoves:
     def __init__(
         self, memory: StepMemory, speed: StepSpeed, micro: int | None, *, recompute: bool = True, offload: bool = False
     ) -> None:
-        self._sizes = memory.sizes(micro)
+        sizes = memory.sizes(micro)
         found: list[tuple[float, _ModuleMove, Bytes]] = []
-        highest = float(self._sizes.sum())
+        highest = float(sizes.sum())
 
         def add(unit: UnitMemory, away: Intervals, *, again: bool, hosted: float) -> None:
-            saved = memory.savings(unit, away, micro, recomputed=again)
+            saved = memory.savings(away, micro, unit if again else None)
             total = float(saved.max(initial=0.0))
             if total >= _MIN_SHARE * highest:
                 seconds = (speed.recomputation(unit.path, micro) if again else 0.0) + speed.offload(hosted)
                 found.append((total, _ModuleMove(unit.path, again, hosted > 0, seconds), saved))
 
         for unit in memory.units:
-            hosted, inputs = self._bytes(unit.hosted), self._bytes(unit.inputs_hosted)
+            hosted, inputs = (float(sizes[i.block].sum()) for i in (unit.hosted, unit.inputs_hosted))
             if recompute:
                 add(unit, unit.away, again=True, hosted=0.0)
             if offload and hosted:
                 add(unit, unit.hosted, again=False, hosted=hosted)
             if offload and recompute and inputs:
-                add(unit, unit.away.and_also(unit.inputs_hosted), again=True, hosted=inputs)
+                both = map(np.concatenate, zip(unit.away, unit.inputs_hosted, strict=True))
+                add(unit, Intervals(*both), again=True, hosted=inputs)
         order = sorted(range(len(found)), key=lambda index: (-found[index][0], index))[:_MAX_UNITS]
         kept = [found[index] for index in sorted(order)]
         self.all = tuple(choice for _, choice, _ in kept)
@@ -75,12 +76,9 @@ class ModuleMoves:
         self.holders, held = self._held(memory, micro, highest)
         rows = [*(saved for _, _, saved in kept), *lost, *held]
         self.savings = np.array(rows).reshape(len(rows), len(memory.moments))
+        # Of variables of moves, of pairs and of what is held together.
         self.seconds = np.array([choice.seconds for choice in self.all] + [0.0] * (len(self.pairs) + len(self.holders)))
-
-    @property
-    def num_columns(self) -> int:
-        """Variables of moves, of pairs and of what is held together."""
-        return len(self.all) + len(self.pairs) + len(self.holders)
+        self.num_columns = len(self.seconds)
 
     def _pairs(
         self, memory: StepMemory, micro: int | None, highest: float
@@ -99,7 +97,7 @@ class ModuleMoves:
             for at, other in sorted(others.items(), key=lambda pair: pair[0]):
                 if other.path == unit.path or other.path.startswith(f"{unit.path}."):
                     continue
-                common = memory.savings(unit, overlap(unit, other), micro, recomputed=False)
+                common = memory.savings(overlap(unit, other), micro)
                 if float(common.max(initial=0.0)) >= _MIN_SHARE * highest:
                     pairs.append((index, at))
                     lost.append(-common)
@@ -112,14 +110,11 @@ class ModuleMoves:
         holders: list[list[int]] = []
         rows: list[Bytes] = []
         for places, intervals in held_segments([unit for _, unit in again]):
-            held = memory.savings(again[places[0]][1], intervals, micro, recomputed=False)
+            held = memory.savings(intervals, micro)
             if float(held.max(initial=0.0)) >= _MIN_SHARE * highest:
                 holders.append([again[place][0] for place in places])
                 rows.append(-held)
         return holders, rows
-
-    def _bytes(self, intervals: Intervals) -> float:
-        return float(self._sizes[intervals.block].sum())
 
 
 class Selection:
@@ -129,17 +124,13 @@ class Selection:
         self._moves = moves
         self._settings = replace(settings, checkpoint=(), offload=())
         self._plain = memory.curve(self._settings, batch_size)[memory.moments]
+        # What the optimizer's update needs, whatever is chosen.
         self._floor_bytes = memory.update_bytes(self._settings, batch_size)
         self._bounds: dict[float, tuple[float, frozenset[int]]] = {}
 
-    @property
-    def floor_bytes(self) -> float:
-        """What the optimizer's update needs, whatever is chosen."""
-        return self._floor_bytes
-
     def bound(self, limit_bytes: float) -> float:
         """Seconds that any choice within the limit adds to a micro-batch, at least; infinite when none is within."""
-        if self.floor_bytes > limit_bytes:
+        if self._floor_bytes > limit_bytes:
             return float("inf")
         if float(self._plain.max(initial=0.0)) <= limit_bytes:
             return 0.0
@@ -184,8 +175,10 @@ class Selection:
             moments.update(fresh)
             for moment in fresh:
                 self._add_moment(model, moment, limit_bytes)
-            solution = _solution(model)
-            if solution is None:
+            model.run()
+            lost = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+            solution = model.getSolution().col_value
+            if model.getModelStatus() in lost or not model.getInfo().primal_solution_status or not solution:
                 return None, frozenset(moments)
             values = np.array(solution[: self._moves.num_columns])
             values = np.round(values) if whole else values
@@ -208,13 +201,8 @@ class Selection:
 
     def _programme(self, limit_bytes: float | None, *, whole: bool = True) -> Any:
         model = highspy.Highs()
-        for name, value in (
-            ("output_flag", False),
-            ("threads", 1),
-            ("random_seed", 0),
-            ("mip_rel_gap", _GAP),
-            ("mip_max_nodes", _MAX_NODES),
-        ):
+        limits = {"mip_rel_gap": _GAP, "mip_max_nodes": _MAX_NODES}
+        for name, value in {"output_flag": False, "threads": 1, "random_seed": 0, **limits}.items():
             model.setOptionValue(name, value)
         scale = max((one.seconds for one in self._moves.all), default=1.0) or 1.0
         minimise_peak = limit_bytes is None
@@ -271,16 +259,6 @@ class Selection:
         else:
             least = (float(self._plain[moment]) - limit_bytes) / _MIB
         model.addRow(least, highspy.kHighsInf, len(indices), indices, values)
-
-
-def _solution(model: Any) -> list[float] | None:
-    """Values of the variables; None when there is no solution."""
-    model.run()
-    lost = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
-    if model.getModelStatus() in lost or not model.getInfo().primal_solution_status:
-        return None
-    values: list[float] = model.getSolution().col_value
-    return values or None
 
 
 def _highest(curve: Bytes, limit_bytes: float | None) -> list[int]:

@@ -75,8 +75,8 @@ class StepSpeed:
         profile: of the step at some batch size.
         larger: of the same step at another size, or None.
         rates: of the device.
-        measured: real steps of the same model on the device in hand; empty when it isn't.
-        update_seconds: measured time of an update by kind of kernels; empty when it isn't.
+        measured: real steps of the same model, where the device is in hand.
+        update_seconds: measured time of an update by kind of kernels.
         plain: the speed of the step as it is, whose ratio of measured to computed time holds here too; None for itself.
         channels_last: whether convolutions have that memory format.
     """
@@ -95,9 +95,8 @@ class StepSpeed:
         self.rates = rates
         self._measured = sorted(measured, key=lambda one: one.batch_size)
         self._plain = plain
-        self._update_seconds = update_seconds or (plain.update_seconds if plain is not None else {})
-        own = profile.batch_size or 0
-        self._own = own
+        self.update_seconds: dict[str, float] = update_seconds or (plain.update_seconds if plain is not None else {})
+        self._own = profile.batch_size or 0
         self._flops, self._flops_slope = _line(profile, larger, "flops")
         self._bytes, self._bytes_slope = _line(profile, larger, "moved_bytes")
         if not channels_last:
@@ -111,19 +110,17 @@ class StepSpeed:
         self._calls = {
             unit.path: tuple(call.operations for call in unit.calls) for unit in profile.units if not unit.refused
         }
-        self._gradient_bytes = _gradient_bytes(profile)
-        parameters = [b.size_bytes for b in profile.timeline.blocks if b.category is Category.PARAMETER]
+        timeline = profile.timeline
+        num_passes = sum(mark.phase is Phase.BACKWARD for mark in timeline.marks)
+        gradients = sum(b.size_bytes for b in timeline.blocks if b.category is Category.GRADIENT)
+        self._gradient_bytes = gradients / max(1, num_passes)
+        parameters = [b.size_bytes for b in timeline.blocks if b.category is Category.PARAMETER]
         self._parameter_bytes, self._num_tensors = float(sum(parameters)), len(parameters)
         self._cache: dict[int, NDArray[np.float64]] = {}
 
     def is_measured(self, batch_size: int | None) -> bool:
         """Whether a plain step of this size was timed, passes and update: any other is computed."""
-        return bool(self._update_seconds) and any(one.batch_size == batch_size for one in self._measured)
-
-    @property
-    def update_seconds(self) -> dict[str, float]:
-        """Measured time of an update by kind of kernels."""
-        return self._update_seconds
+        return bool(self.update_seconds) and any(one.batch_size == batch_size for one in self._measured)
 
     def _operators(self, micro: int | None) -> NDArray[np.float64]:
         """Seconds of each operator for a micro-batch."""
@@ -179,22 +176,25 @@ class StepSpeed:
         return 2 * hosted_bytes / self.rates.transfer
 
     def update(self, settings: Settings) -> float:
-        """Seconds of one optimizer update.
-
-        Where parameters are updated one by one, each takes launches of its own: in the backward pass, in host memory,
-        with 8-bit state.
-        """
-        shards = settings.num_devices
-        each = self._launches(settings) * self.rates.launch_seconds * self._num_tensors
+        """Seconds of one optimizer update."""
+        shards, single = settings.num_devices, settings.kernels is OptimizerKernels.SINGLE
+        one_by_one = settings.step_in_backward or settings.state is not OptimizerState.KEEP or settings.shard_offload
+        # Kernels, and times that Python takes as long, of each parameter that is updated by itself.
+        launches = 0
+        if settings.kernels is OptimizerKernels.FUSED or settings.state is OptimizerState.EIGHT_BIT:
+            launches = _LAUNCHES_FUSED if one_by_one else 0
+        elif (one_by_one or single) and "foreach" in self.profile.features:
+            launches = _LAUNCHES_SINGLE
+        each = launches * self.rates.launch_seconds * self._num_tensors
         parameter_bytes = self._gradient_bytes / shards
         if settings.state is OptimizerState.HOST or settings.shard_offload:
             # Gradients and values go down, values come up.
             moved = 3 * parameter_bytes / self.rates.transfer
             return moved + 7 * parameter_bytes / _HOST_BANDWIDTH + each
-        if self._update_seconds:
-            measured = self._update_seconds.get(settings.kernels.value, self._update_seconds.get("keep", 0.0))
+        if self.update_seconds:
+            measured = self.update_seconds.get(settings.kernels.value, self.update_seconds.get("keep", 0.0))
             if settings.step_in_backward and settings.kernels is not OptimizerKernels.FUSED:
-                measured = max(measured, self._update_seconds.get(OptimizerKernels.SINGLE.value, 0.0))
+                measured = max(measured, self.update_seconds.get(OptimizerKernels.SINGLE.value, 0.0))
             wide = settings.state is OptimizerState.EIGHT_BIT
             return (measured * (_EIGHT_BIT_ON_HOST if wide else 1.0) + each) / shards
         plain = float(self._operators(None)[~self._passes].sum()) / shards
@@ -202,37 +202,19 @@ class StepSpeed:
             plain = min(plain, _FUSED_ACCESSES * parameter_bytes / self.rates.bandwidth + self.rates.launch_seconds)
         return plain + each
 
-    def _launches(self, settings: Settings) -> int:
-        """Kernels, and times that Python takes as long, for each parameter that is updated by itself."""
-        one_by_one = settings.step_in_backward or settings.state is not OptimizerState.KEEP or settings.shard_offload
-        if settings.kernels is OptimizerKernels.FUSED or settings.state is OptimizerState.EIGHT_BIT:
-            return _LAUNCHES_FUSED if one_by_one else 0
-        single = settings.kernels is OptimizerKernels.SINGLE
-        return _LAUNCHES_SINGLE if (one_by_one or single) and "foreach" in self.profile.features else 0
-
-    def communication(self, settings: Settings) -> float:
-        """Seconds of gathering parameters twice and scattering gradients once per micro-batch, half of it hidden."""
-        count = settings.num_devices
-        if count == 1:
-            return 0.0
-        return 0.5 * 3 * self._parameter_bytes * (count - 1) / count / _INTERCONNECT
-
     def step(self, settings: Settings, batch_size: int | None, hosted_bytes: float = 0.0) -> float:
         """Seconds of a whole step; `hosted_bytes` of one micro-batch wait in host memory."""
-        micro = None if batch_size is None else -(-batch_size // settings.micro_batches)
+        parts, shards = settings.micro_batches, settings.num_devices
+        micro = None if batch_size is None else -(-batch_size // parts)
         again = sum(self.recomputation(path, micro) for path in settings.checkpoint)
-        each = self.passes(micro) + again + self.offload(hosted_bytes) + self.communication(settings)
-        passes = settings.micro_batches * each * self._part(settings, batch_size, micro)
+        # Gathering parameters twice and scattering gradients once, half of it hidden.
+        communication = 0.5 * 3 * self._parameter_bytes * (shards - 1) / shards / _INTERCONNECT
+        each = self.passes(micro) + again + self.offload(hosted_bytes) + communication
+        # The last parts may be smaller than the first.
+        share = min(1.0, batch_size / (micro * parts)) if batch_size and micro else 1.0
         # Gradients of every part but the first are added to those that are there: two are read, one is written.
-        added = 3 * (settings.micro_batches - 1) * self._gradient_bytes / self.rates.bandwidth
-        return passes + added + self.update(settings)
-
-    @staticmethod
-    def _part(settings: Settings, batch_size: int | None, micro: int | None) -> float:
-        """Share of the work that is there when the last parts are smaller than the first."""
-        if not batch_size or not micro:
-            return 1.0
-        return min(1.0, batch_size / (micro * settings.micro_batches))
+        added = 3 * (parts - 1) * self._gradient_bytes / self.rates.bandwidth
+        return parts * each * share + added + self.update(settings)
 
 
 def _line(profile: Profile, larger: Profile | None, name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -254,13 +236,6 @@ def rate_of(work: Work, rates: Rates) -> float:
     if dtype == "float64":
         return rates.flops.get("float64", rates.flops.get("float32", 1e12) / 32)
     return rates.flops.get(dtype) or rates.flops.get("float32") or 1e12
-
-
-def _gradient_bytes(profile: Profile) -> float:
-    """Bytes of all gradients of one step."""
-    timeline = profile.timeline
-    passes = sum(mark.phase is Phase.BACKWARD for mark in timeline.marks)
-    return sum(b.size_bytes for b in timeline.blocks if b.category is Category.GRADIENT) / max(1, passes)
 
 
 class ScriptSpeed:

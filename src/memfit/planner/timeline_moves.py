@@ -1,34 +1,30 @@
 """The moves that a timeline alone can show: each turns the timeline of a step into the one that it would have.
 
-First those that shrink what the forward pass keeps, then those that change when memory is given back or how it is laid
-out, and last those on what outlives a step: optimizer temporaries and states, and the sharding of all that.
+First what moves are made of: the situation they start from, its phases and repeated blocks, lives of blocks. Then the
+moves that shrink what the forward pass keeps, those that change when memory is given back or how it is laid out, and
+last those on what outlives a step: optimizer temporaries and states, and the sharding of all that.
+
+Large models are stacks of equal parts, and PyTorch numbers those: `transformer.h.0` to `transformer.h.11`. Such a part
+is the natural unit of checkpointing and of sharding; it is found by the numbers in the paths of modules.
+
+Ticks are whole numbers, one per event. A move that lets a block begin earlier or end sooner has to put its events
+between others; it says so with lives, whose moments may be fractions, and `rebuild` numbers all events again.
 """
 
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
-from itertools import groupby
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from memfit.core.device import Origin
-from memfit.core.settings import Keeps, OptimizerKernels
-from memfit.core.timeline import Block, Category, Phase, Timeline
+from memfit.core.replay import AllocatorOptions
+from memfit.core.settings import Keeps, OptimizerKernels, Settings
+from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 from memfit.core.units import format_size
-from memfit.planner import timelines
-from memfit.planner.timelines import (
-    BEFORE,
-    Life,
-    Move,
-    Situation,
-    Spans,
-    lives,
-    rebuild,
-    repeated_units,
-    resized,
-    unit_of,
-)
 
 # Share of a unit's activations below which one can't be its output: statistics of norms, seeds of dropout.
 _SMALL = 0.001
@@ -36,12 +32,202 @@ _SMALL = 0.001
 # Operators whose results autocast leaves in 16 bits. Softmax, norms, losses and sums with a 32-bit residual stay wide.
 _NARROWED = re.compile("convolution|mm|linear|attention|relu|gelu|silu|threshold|dropout|batch_norm|pool")
 
+# Lines of code that a suggestion names.
+_NUM_NAMED = 2
+
+# bitsandbytes leaves states of fewer elements as they are (min_8bit_size), and keeps a 4-byte scale for each 256.
+_MIN_ELEMENTS = 4096
+_SCALED_TOGETHER = 256
 
 HALF = "halve the batch"
 """An update after each half."""
 
 HALF_TWICE = "halve the batch and accumulate gradients over two"
 """One update for both halves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What the moves start from: a step as it is, its allocator, and what is known of model and device.
+
+    `num_parameters` are elements, 0 when nobody counted; `autocast` is the precision that the device is good at.
+    """
+
+    timeline: Timeline
+    options: AllocatorOptions
+    num_parameters: int = 0
+    num_devices: int = 1
+    batch_size: int | None = None
+    uses_autocast: bool = False
+    is_fusable: bool = True
+    autocast: str = "amp-bf16"
+
+    def move(
+        self, title: str, keeps: Keeps, how: str, timeline: Timeline, origin: Origin = Origin.ASSUMED, **settings: Any
+    ) -> "Move":
+        """The move to another timeline; `settings` are those that a run of the script can have in force, if any."""
+        in_force = replace(AS_IT_IS, **settings) if settings else None
+        return Move(title, keeps, how, origin, timeline, self.options, in_force)
+
+
+AS_IT_IS = Settings(set_to_none=False)
+"""The script unchanged: `set_to_none` means here that gradients are dropped right after each update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One change, with the timeline and the allocator after it.
+
+    Args:
+        title: the change in words.
+        keeps: what it does to the numbers.
+        how: one line of code or the setting.
+        origin: simulated where only the order of events or the allocator differs, assumed where sizes are guessed.
+        settings: the change as a run of the script can have it in force; None where that takes another script, or where
+            a replay of the same events tells as much.
+        accumulates: whether the micro-batches of the settings make up one update.
+    """
+
+    title: str
+    keeps: Keeps
+    how: str
+    origin: Origin
+    timeline: Timeline
+    options: AllocatorOptions
+    settings: Settings | None = None
+    accumulates: bool = True
+
+
+class Span(NamedTuple):
+    """A stretch of time in one phase: from `start` up to, not including, `end`."""
+
+    phase: Phase
+    step: int
+    start: int
+    end: int
+
+
+class Spans:
+    """The phases of a timeline in order."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        marks = timeline.marks
+        ends = [*(mark.tick for mark in marks[1:]), timeline.num_ticks]
+        self.all = [Span(m.phase, m.step, m.tick, end) for m, end in zip(marks, ends, strict=False) if m.tick < end]
+        self._starts = [span.start for span in self.all]
+        # The first of each step.
+        begins = {span.step: span.start for span in reversed(self.all)}
+        self._forward = {span.step: span for span in reversed(self.all) if span.phase is Phase.FORWARD}
+        self._after = {step: begins[later] for step, later in pairwise(dict.fromkeys(span.step for span in self.all))}
+
+    def index(self, tick: int) -> int:
+        """Number of the span that holds `tick`; -1 before the first."""
+        return bisect_right(self._starts, tick) - 1
+
+    def forward_of(self, tick: int) -> Span | None:
+        """The first forward pass of the step that `tick` is in."""
+        index = self.index(tick)
+        return None if index < 0 else self._forward.get(self.all[index].step)
+
+    def after_step(self, tick: int) -> int | None:
+        """First tick of the step after the one that `tick` is in; None when it is the last."""
+        index = self.index(tick)
+        return None if index < 0 else self._after.get(self.all[index].step)
+
+
+def unit_of(module: str, level: int) -> str | None:
+    """The numbered part of the model that a module lies in; `level` 1 is the outermost, 2 the one inside of that.
+
+    Where there are fewer levels than asked for, the innermost counts.
+
+    >>> unit_of("encoder.layers.3.mlp.experts.7.up", 1), unit_of("encoder.layers.3.mlp.experts.7.up", 2)
+    ('encoder.layers.3', 'encoder.layers.3.mlp.experts.7')
+    >>> unit_of("encoder.layers.3.norm", 2), unit_of("head", 1)
+    ('encoder.layers.3', None)
+    """
+    parts = module.split(".")
+    numbered = [index for index, part in enumerate(parts) if part.isdigit()][:level]
+    return ".".join(parts[: numbered[-1] + 1]) if numbered else None
+
+
+def repeated_units(timeline: Timeline, level: int) -> list[str]:
+    """Numbered parts with activations of two or more modules inside, in order of their first; none where only one is.
+
+    A numbered layer of a plain `nn.Sequential` is a single module, and no use as a unit.
+    """
+    inside: dict[str, set[str]] = {}
+    for block in timeline.blocks:
+        if block.category is Category.ACTIVATION and (unit := unit_of(block.module, level)) is not None:
+            inside.setdefault(unit, set()).add(block.module)
+    units = [unit for unit, modules in inside.items() if len(modules) > 1]
+    return units if len(units) > 1 else []
+
+
+def parameter_sizes(timeline: Timeline) -> dict[str, set[int]]:
+    """Sizes of each module's parameters, and half of each: what a cast to 16 bits makes of them."""
+    sizes: dict[str, set[int]] = {}
+    for block in timeline.blocks:
+        if block.category is Category.PARAMETER:
+            sizes.setdefault(block.module, set()).update((block.size_bytes, block.size_bytes // 2))
+    return sizes
+
+
+def has_batch_norm(timeline: Timeline) -> bool:
+    """Whether some layer computes statistics over the batch."""
+    return any("batch_norm" in block.op for block in timeline.blocks)
+
+
+def of_the_graph(block: Block) -> bool:
+    """Whether a block is made by the forward or backward pass and is no gradient, parameter or workspace."""
+    return block.category in (Category.ACTIVATION, Category.TEMPORARY) and block.phase in (
+        Phase.FORWARD,
+        Phase.BACKWARD,
+    )
+
+
+BEFORE = -0.5
+"""Added to a tick: just before the event there."""
+
+
+class Life(NamedTuple):
+    """A block with its moments; `end` is None when it outlives the timeline."""
+
+    block: Block
+    start: float
+    end: float | None
+
+
+def lives(timeline: Timeline) -> list[Life]:
+    """Every block of a timeline as it is."""
+    return [Life(block, block.start, block.end) for block in timeline.blocks]
+
+
+def resized(life: Life, size_bytes: int) -> Life:
+    """The same life of a block of another size."""
+    return life._replace(block=replace(life.block, size_bytes=size_bytes))
+
+
+def rebuild(moved: Iterable[Life], marks: tuple[Mark, ...]) -> Timeline:
+    """The timeline of these lives; a life that ends no later than it begins is left out, as are blocks of 0 bytes."""
+    kept = [life for life in moved if life.block.size_bytes and (life.end is None or life.start < life.end)]
+    # At the same moment, frees come first: what makes room is asked before what needs it.
+    events: list[tuple[float, int, int]] = []
+    for index, life in enumerate(kept):
+        events.append((life.start, 1, index))
+        if life.end is not None:
+            events.append((life.end, 0, index))
+    events.sort()
+    starts = {index: tick for tick, (_, begins, index) in enumerate(events) if begins}
+    ends = {index: tick for tick, (_, begins, index) in enumerate(events) if not begins}
+    # As `replace` would, in a third of the time: a search for a plan makes millions of these.
+    blocks = [
+        Block(b.size_bytes, starts[i], ends.get(i), b.category, b.phase, b.module, b.op, b.source)
+        for i, b in enumerate(life.block for life in kept)
+    ]
+    blocks.sort(key=lambda block: block.start)
+    moments = [moment for moment, _, _ in events]
+    renumbered = tuple(replace(mark, tick=bisect_left(moments, mark.tick)) for mark in marks)
+    return Timeline(tuple(blocks), len(events), renumbered)
 
 
 def halve_batch(situation: Situation) -> Move | None:
@@ -56,7 +242,7 @@ def halve_micro_batch(situation: Situation) -> Move | None:
     Beside what halves, the gradients of the first half are there while the second runs, so that each step's gradients
     begin with its first forward pass.
     """
-    statistics = timelines.has_batch_norm(situation.timeline)
+    statistics = has_batch_norm(situation.timeline)
     note = "; statistics of batch norm are then those of half a batch" if statistics else ""
     keeps = Keeps.CHANGES if statistics else Keeps.ROUNDING
     how = f"half the samples in each batch, (loss / 2).backward(), optimizer.step() every second batch{note}"
@@ -65,34 +251,28 @@ def halve_micro_batch(situation: Situation) -> Move | None:
 
 def _halved(situation: Situation, title: str, keeps: Keeps, how: str, *, accumulates: bool) -> Move | None:
     timeline = situation.timeline
-    spans, shaped = Spans(timeline), timelines.parameter_sizes(timeline)
+    spans, shaped = Spans(timeline), parameter_sizes(timeline)
     if situation.batch_size == 1 or not any(block.category is Category.ACTIVATION for block in timeline.blocks):
         return None
-    moved = []
-    for life in lives(timeline):
+
+    def halved(life: Life) -> Life:
         block = life.block
         if block.category is Category.GRADIENT and accumulates:
-            moved.append(_accumulated(life, spans))
-        elif block.category is Category.BATCH or (
-            timelines.of_the_graph(block) and block.size_bytes not in shaped.get(block.module, ())
-        ):
-            moved.append(resized(life, -(-block.size_bytes // 2)))
-        else:
-            moved.append(life)
-    move = situation.move(title, keeps, how, rebuild(moved, timeline.marks), micro_batches=2)
+            return _accumulated(life, spans)
+        grows = of_the_graph(block) and block.size_bytes not in shaped.get(block.module, ())
+        return resized(life, -(-block.size_bytes // 2)) if grows or block.category is Category.BATCH else life
+
+    move = situation.move(title, keeps, how, rebuild(map(halved, lives(timeline)), timeline.marks), micro_batches=2)
     return replace(move, accumulates=accumulates)
 
 
 def _accumulated(life: Life, spans: Spans) -> Life:
     """A gradient that is there from the beginning of its step, and gone by the next one's."""
-    block = life.block
+    block, end = life.block, life.end
     forward, after = spans.forward_of(block.start), spans.after_step(block.start)
-    if forward is None or block.phase is not Phase.BACKWARD:
+    ends_early = end is not None and end < spans.all[spans.index(block.start)].end
+    if forward is None or block.phase is not Phase.BACKWARD or ends_early:
         return life
-    here = spans.all[spans.index(block.start)]
-    if life.end is not None and life.end < here.end:
-        return life
-    end = life.end
     if after is not None and (end is None or end > after):
         end = after + BEFORE
     return life._replace(start=min(life.start, forward.start + BEFORE / 2), end=end)
@@ -108,7 +288,7 @@ def checkpoint_units(situation: Situation) -> Move | None:
     if level is None:
         return None
     units = repeated_units(timeline, level)
-    statistics = timelines.has_batch_norm(timeline)
+    statistics = has_batch_norm(timeline)
     note = "; running statistics of batch norm then update twice a step" if statistics else ""
     return situation.move(
         f"checkpoint activations of {len(units)} blocks",
@@ -171,10 +351,12 @@ def autocast(situation: Situation) -> Move | None:
         or _has_casts(timeline)
     ):
         return None
-    moved: list[Life] = []
-    for life in lives(timeline):
-        narrow = timelines.of_the_graph(life.block) and bool(_NARROWED.search(life.block.op))
-        moved.append(resized(life, -(-life.block.size_bytes // 2)) if narrow else life)
+    moved = [
+        resized(life, -(-life.block.size_bytes // 2))
+        if of_the_graph(life.block) and _NARROWED.search(life.block.op)
+        else life
+        for life in lives(timeline)
+    ]
     copies = Block(parameter_bytes // 2, 0, None, Category.TEMPORARY, Phase.FORWARD, op="aten._to_copy")
     for passes, spans in groupby(Spans(timeline).all, key=lambda span: span.phase in (Phase.FORWARD, Phase.BACKWARD)):
         if passes:
@@ -192,7 +374,7 @@ def autocast(situation: Situation) -> Move | None:
 
 def _has_casts(timeline: Timeline) -> bool:
     """Whether the forward pass makes 16-bit copies of parameters, as autocast does."""
-    shaped = timelines.parameter_sizes(timeline)
+    shaped = parameter_sizes(timeline)
     casts = [
         block.size_bytes in shaped.get(block.module, ())
         for block in timeline.blocks
@@ -200,9 +382,6 @@ def _has_casts(timeline: Timeline) -> bool:
     ]
     # A cast of something else may have such a size by chance; autocast's are the rule.
     return bool(casts) and fmean(casts) > 0.1
-
-
-_NUM_NAMED = 2
 
 
 def free_gradients(situation: Situation) -> Move | None:
@@ -250,7 +429,7 @@ def free_leftovers(situation: Situation) -> Move | None:
     spans = Spans(timeline)
     kept: list[tuple[Block, int]] = []
     for block in timeline.blocks:
-        if not timelines.of_the_graph(block):
+        if not of_the_graph(block):
             continue
         after = spans.after_step(block.start)
         if after is not None and (block.end is None or block.end > after):
@@ -294,11 +473,6 @@ def expand_segments(situation: Situation) -> Move | None:
     how = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
     move = situation.move(title, Keeps.EXACT, how, situation.timeline, Origin.SIMULATED)
     return replace(move, options=replace(situation.options, expandable_segments=True))
-
-
-# bitsandbytes leaves states of fewer elements as they are (min_8bit_size), and keeps a 4-byte scale for each 256.
-_MIN_ELEMENTS = 4096
-_SCALED_TOGETHER = 256
 
 
 def fuse_optimizer(situation: Situation) -> Move | None:

@@ -56,7 +56,6 @@ class Variant:
     """A way to run the step that micro-batches and recomputation are added to.
 
     Args:
-        settings: of it.
         memory_factor: what grows with the batch, over that of the plain step (assumed until traced).
         speed_factor: its time over that of the plain step (assumed).
         fixed_bytes: that don't grow with the batch.
@@ -89,8 +88,6 @@ class TracedSearch(Search):
         parts: that can be computed again, in order of execution.
         total_work: of the whole forward pass, in the unit of the parts; 0: that of all parts.
         speed: of the plain step; None where nothing is known of the device.
-        may_split: whether micro-batches are allowed.
-        may_recompute: whether recomputation is.
         loop_factor: time of a sample in the loop over micro-batches, over that in a whole batch.
     """
 
@@ -123,8 +120,12 @@ class TracedSearch(Search):
     def candidates(self) -> list[Candidate]:
         """All, whether they fit or not."""
         counts = possible_parts(self.batch_size) if self.may_split else (1,)
-        settings = (self._settings(*choice) for choice in product(self.variants, counts, self._menu))
-        return [self.evaluate(one) for one in settings if one not in self._excluded]
+        choices: list[Settings] = []
+        for variant, count, checkpoint in product(self.variants, counts, self._menu):
+            size = 0 if count == 1 or self.batch_size is None else -(-self.batch_size // count)
+            settings = replace(variant.settings, micro_batches=count, micro_batch_size=size, checkpoint=checkpoint)
+            choices.append(settings)
+        return [self.evaluate(settings) for settings in choices if settings not in self._excluded]
 
     def best(self, usable_bytes: float) -> Candidate | None:
         """The fastest that is computed, or known, to fit; of equally fast ones the one that changes least."""
@@ -169,8 +170,6 @@ class TracedSearch(Search):
             peak = max(self._standing(settings, variant) + growing, variant.fixed_bytes + variant.gradient_bytes)
         return Candidate(settings, peak, self._seconds(settings, variant), variant)
 
-    # Memory.
-
     def _standing(self, settings: Settings, variant: Variant) -> float:
         """What doesn't depend on the size of a part."""
         return variant.fixed_bytes + (variant.gradient_bytes if settings.micro_batches > 1 else 0)
@@ -201,8 +200,6 @@ class TracedSearch(Search):
         slope = (second[1] - first[1]) / (second[0] - first[0])
         return max(0.0, first[1] + slope * (growing - first[0]))
 
-    # Time.
-
     def _seconds(self, settings: Settings, variant: Variant) -> float:
         samples = self.batch_size or 1
         speed = self.speed or Speed(1.0 / samples, _CALL_SHARE)
@@ -212,12 +209,6 @@ class TracedSearch(Search):
         slower = variant.speed_factor * (self.loop_factor if settings.micro_batches > 1 else 1.0)
         pass_seconds = samples * speed.sample_seconds * slower + settings.micro_batches * speed.call_seconds
         return passes * pass_seconds
-
-    # Kinds.
-
-    def _settings(self, variant: Variant, count: int, checkpoint: tuple[str, ...]) -> Settings:
-        size = 0 if count == 1 or self.batch_size is None else -(-self.batch_size // count)
-        return replace(variant.settings, micro_batches=count, micro_batch_size=size, checkpoint=checkpoint)
 
     def _variant_of(self, settings: Settings) -> Variant:
         own = replace(settings, micro_batches=1, micro_batch_size=0, checkpoint=())
@@ -241,118 +232,92 @@ def levels(parts: Iterable[Part]) -> list[tuple[str, ...]]:
     known = [part for part in parts if part.kept_bytes > 0]
     if not known:
         return []
-    total = sum(part.kept_bytes for part in known)
-    table = _cheapest(known, total / _NUM_CELLS)
-    found: list[tuple[str, ...]] = []
-    for level in range(1, _NUM_LEVELS + 1):
-        wanted = min(len(table) - 1, round(level / _NUM_LEVELS * (len(table) - 1)))
-        chosen = table[wanted]
-        paths = tuple(part.path for index, part in enumerate(known) if chosen >> index & 1)
-        if paths and paths not in found:
-            found.append(paths)
-    every = tuple(part.path for part in known)
-    return found if every in found else [*found, every]
-
-
-def _cheapest(parts: list[Part], cell: float) -> list[int]:
-    """For each number of cells, the parts (as bits) that spare at least so many at the least work."""
-    sizes = [max(1, int(part.kept_bytes / cell)) for part in parts]
+    cell = sum(part.kept_bytes for part in known) / _NUM_CELLS
+    sizes = [max(1, int(part.kept_bytes / cell)) for part in known]
     total = sum(sizes)
     # Work of nothing known is still work.
-    least = max((part.work for part in parts), default=0.0) * 1e-6 + 1e-12
-    best: list[tuple[float, int]] = [(0.0, 0)] + [(float("inf"), 0)] * total
-    for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+    least = max(part.work for part in known) * 1e-6 + 1e-12
+    # For each number of cells, the parts that spare at least so many at the least work.
+    best: list[tuple[float, tuple[str, ...]]] = [(float("inf") if cells else 0.0, ()) for cells in range(total + 1)]
+    for part, size in zip(known, sizes, strict=True):
         for cells in range(total, 0, -1):
-            before = best[max(0, cells - size)]
-            cost = before[0] + part.work + least
-            if cost < best[cells][0]:
-                best[cells] = (cost, before[1] | 1 << index)
-    return [chosen for _, chosen in best]
+            work, paths = best[max(0, cells - size)]
+            if work + part.work + least < best[cells][0]:
+                best[cells] = (work + part.work + least, (*paths, part.path))
+    chosen = [best[round(level / _NUM_LEVELS * total)][1] for level in range(1, _NUM_LEVELS + 1)]
+    every = tuple(part.path for part in known)
+    return list(dict.fromkeys(paths for paths in (*chosen, every) if paths))
 
 
-class TracedSpace:
-    """Completes a question, from what an adapter found out, and opens its search.
+def open_traced_search(
+    facts: StepFacts, question: Question, precision: str, measure: bool | None, before: Estimate
+) -> TracedSearch:
+    """Completes a question, from what an adapter found out and the estimate of the plain step; gives its candidates.
 
     With `measure`, short forward passes are timed on the device in hand; None: if that can be done.
     """
+    allowed, reason, allowed_by = question.allowed, facts.not_split, ""
+    if facts.approximate and APPROXIMATE not in allowed:
+        reason, allowed_by = f"{facts.approximate}; allow {APPROXIMATE!r} if that is fine", APPROXIMATE
+    if reason and MICRO_BATCH in allowed:
+        question.refused.append(Refusal(MICRO_BATCH, reason, allowed_by))
+    if facts.not_recomputed and CHECKPOINT in allowed:
+        question.refused.append(Refusal(CHECKPOINT, facts.not_recomputed))
+    question.approximate, question.dropout = facts.approximate, facts.draws_random_numbers
+    question.framework = facts.framework
+    question.hinted += tuple(name for name in (LORA,) if name in facts.moves)
+    return TracedSearch(
+        _variants(facts, question, before, narrow=precision == AUTO),
+        before.reserved_peak_bytes,
+        question.batch_size,
+        facts.parts,
+        facts.work,
+        _speed(facts, question, measure),
+        may_split=MICRO_BATCH in allowed and not reason,
+        may_recompute=CHECKPOINT in allowed and bool(facts.parts),
+        loop_factor=facts.loop_factor,
+    )
 
-    def __init__(self, facts: StepFacts, question: Question, precision: str, measure: bool | None) -> None:
-        self._facts = facts
-        self._question = question
-        self._narrow = precision == AUTO and AUTOCAST in question.allowed and not question.plain.precision
-        self._measure = measure
-        allowed, reason, allowed_by = question.allowed, facts.not_split, ""
-        if facts.approximate and APPROXIMATE not in allowed:
-            reason, allowed_by = f"{facts.approximate}; allow {APPROXIMATE!r} if that is fine", APPROXIMATE
-        if reason and MICRO_BATCH in allowed:
-            question.refused.append(Refusal(MICRO_BATCH, reason, allowed_by))
-        if facts.not_recomputed and CHECKPOINT in allowed:
-            question.refused.append(Refusal(CHECKPOINT, facts.not_recomputed))
-        self._may_split = MICRO_BATCH in allowed and not reason
-        question.approximate, question.dropout = facts.approximate, facts.draws_random_numbers
-        question.framework = facts.framework
-        question.hinted += tuple(name for name in (LORA,) if name in facts.moves)
 
-    def search(self, before: Estimate) -> TracedSearch:
-        """The candidates, from the estimate of the plain step."""
-        facts, question = self._facts, self._question
-        return TracedSearch(
-            self._variants(before),
-            before.reserved_peak_bytes,
-            question.batch_size,
-            facts.parts,
-            facts.work,
-            self._speed(),
-            may_split=self._may_split,
-            may_recompute=CHECKPOINT in question.allowed and bool(facts.parts),
-            loop_factor=facts.loop_factor,
-        )
+def _variants(facts: StepFacts, question: Question, before: Estimate, *, narrow: bool) -> tuple[Variant, ...]:
+    usable, plain = question.allowed & facts.moves, question.plain
+    state = {name: before.state_bytes.get(str(name), 0) for name in Category}
+    weights = state[Category.PARAMETER] + state[Category.BUFFER]
+    batch, gradients = before.batch_bytes, state[Category.GRADIENT]
+    held = weights + state[Category.OPTIMIZER_STATE]
+    fixed = min((2 if facts.copies_state else 1) * held + batch, before.reserved_peak_bytes)
+    variants = [Variant(plain, 1.0, 1.0, fixed, gradients)]
+    if DONATE in usable:
+        variants.append(Variant(replace(plain, donate=True), 1.0, 1.0, held + batch, gradients))
+    if narrow and AUTOCAST in question.allowed and not plain.precision:
+        speed, best = _NARROW_SPEED.get(question.target.kind, 1.0), autocast_of(question.target)
+        name = best if best in facts.precisions else facts.precisions[0]
+        variants += [
+            Variant(replace(way.settings, precision=name), _NARROW_MEMORY, speed, way.fixed_bytes, way.gradient_bytes)
+            for way in variants
+        ]
+    if WHOLE_COMPILE in usable:
+        whole = replace(plain, jit_compile=True)
+        variants.append(Variant(whole, _WHOLE_MEMORY, _WHOLE_SPEED, fixed, gradients))
+    if LORA in usable:
+        variants.append(Variant(replace(plain, lora_rank=_LORA_RANK), 1.0, _ADAPTED_SPEED, weights + batch, 0))
+    if QLORA in usable:
+        small = replace(plain, lora_rank=_LORA_RANK, quantized_base=True)
+        variants.append(Variant(small, 1.0, 1.0, weights / 4 + batch, 0))
+    return tuple(variants)
 
-    def _variants(self, before: Estimate) -> tuple[Variant, ...]:
-        question, facts = self._question, self._facts
-        usable = question.allowed & facts.moves
-        state = {name: before.state_bytes.get(str(name), 0) for name in Category}
-        weights = state[Category.PARAMETER] + state[Category.BUFFER]
-        batch, gradients = before.batch_bytes, state[Category.GRADIENT]
-        held = weights + state[Category.OPTIMIZER_STATE]
-        fixed = min((2 if facts.copies_state else 1) * held + batch, before.reserved_peak_bytes)
-        variants = [Variant(question.plain, 1.0, 1.0, fixed, gradients)]
-        if DONATE in usable:
-            variants.append(Variant(replace(question.plain, donate=True), 1.0, 1.0, held + batch, gradients))
-        if self._narrow:
-            speed = _NARROW_SPEED.get(question.target.kind, 1.0)
-            name = next((one for one in facts.precisions if one == autocast_of(question.target)), facts.precisions[0])
-            variants += [
-                replace(
-                    one,
-                    settings=replace(one.settings, precision=name),
-                    memory_factor=_NARROW_MEMORY,
-                    speed_factor=speed,
-                )
-                for one in variants
-            ]
-        if WHOLE_COMPILE in usable:
-            whole = replace(question.plain, jit_compile=True)
-            variants.append(Variant(whole, _WHOLE_MEMORY, _WHOLE_SPEED, fixed, gradients))
-        if LORA in usable:
-            adapted = replace(question.plain, lora_rank=_LORA_RANK)
-            variants.append(Variant(adapted, 1.0, _ADAPTED_SPEED, weights + batch, 0))
-        if QLORA in usable:
-            small = replace(question.plain, lora_rank=_LORA_RANK, quantized_base=True)
-            variants.append(Variant(small, 1.0, 1.0, weights / 4 + batch, 0))
-        return tuple(variants)
 
-    def _speed(self) -> Speed | None:
-        facts, target = self._facts, self._question.target
-        if target.kind is Kind.HOST:
-            if self._measure is False or self._question.patience.is_over:
-                return None
-            with doing("timing forward passes on this machine"):
-                times = facts.time_forward()
-            if times is None:
-                return None
-            self._question.is_measured = True
-            return Speed(times[0], max(times[1], facts.call_seconds))
-        rate = target.flops.get("float32")
-        work = facts.work or sum(part.work for part in facts.parts)
-        return Speed(work / (rate * _REACHED), facts.call_seconds) if rate and work else None
+def _speed(facts: StepFacts, question: Question, measure: bool | None) -> Speed | None:
+    target = question.target
+    if target.kind is Kind.HOST:
+        if measure is False or question.patience.is_over:
+            return None
+        with doing("timing forward passes on this machine"):
+            times = facts.time_forward()
+        if times is None:
+            return None
+        question.is_measured = True
+        return Speed(times[0], max(times[1], facts.call_seconds))
+    rate = target.flops.get("float32")
+    work = facts.work or sum(part.work for part in facts.parts)
+    return Speed(work / (rate * _REACHED), facts.call_seconds) if rate and work else None

@@ -5,7 +5,7 @@ import dataclasses
 from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 from memfit.core.units import MIB
-from memfit.planner.timelines import Situation
+from memfit.planner.timeline_moves import Situation
 
 
 class Script:

@@ -7,7 +7,7 @@ from memfit.core.profile import Work
 from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Phase, Timeline
 from memfit.core.units import MIB
-from memfit.planner.script_memory import ScriptMemory
+from memfit.planner.script_space import ScriptMemory
 from memfit.planner.speed import ScriptSpeed, rates_of
 from tests.unit.planner.builders import training
 

@@ -10,7 +10,7 @@ from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.planner import advice as module
 from memfit.planner import advise
-from memfit.planner.timelines import Situation
+from memfit.planner.timeline_moves import Situation, checkpoint_units
 from tests.unit.planner.builders import training
 
 OPTIONS = AllocatorOptions()
@@ -52,7 +52,7 @@ def test_the_peak_after_a_change_counts_the_context():
 def test_a_guessed_saving_is_that_of_a_replay_or_of_live_bytes():
     timeline = training(8)
     (best, *_) = of(timeline)
-    move = module.activation_moves.checkpoint_units(module.Situation(timeline, OPTIONS))
+    move = checkpoint_units(Situation(timeline, OPTIONS))
 
     assert best.title == move.title
     replayed = replay(timeline, OPTIONS).reserved_peak_bytes - replay(move.timeline, OPTIONS).reserved_peak_bytes

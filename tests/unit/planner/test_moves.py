@@ -22,7 +22,7 @@ def test_names_add_and_minus_signs_remove():
 
 
 def test_what_is_no_move_is_refused_with_what_is():
-    with pytest.raises(BadInput, match="'magic' is nothing that can be allowed") as caught:
+    with pytest.raises(BadInput, match="'magic' is not something that can be allowed") as caught:
         allowed_moves(["exact", "magic"])
     assert "micro-batch" in str(caught.value)
     for word, meant in (("exat", "exact"), ("-checkpiont", "checkpoint"), ("8bit-optimizer", "8-bit-optimizer")):

@@ -7,8 +7,8 @@ from memfit.core.settings import OptimizerKernels, OptimizerState
 from memfit.core.timeline import Category
 from memfit.core.units import MIB
 from memfit.planner import moves
-from memfit.planner.script_memory import ScriptMemory
-from memfit.planner.timelines import AS_IT_IS
+from memfit.planner.script_space import ScriptMemory
+from memfit.planner.timeline_moves import AS_IT_IS
 from tests.unit.planner.builders import is_sound, most
 from tests.unit.planner.script_builders import CONTEXT, NUM_LAYERS, estimate_of, memory_of, stack
 

@@ -16,7 +16,7 @@ from memfit.core.settings import Keeps, OptimizerKernels, OptimizerState, Settin
 from memfit.core.units import MIB, format_size
 from memfit.planner.moves import allowed_moves
 from memfit.planner.script_space import BATCH_NORM, ScriptSearch, computed_part, provable_part
-from memfit.planner.timelines import AS_IT_IS
+from memfit.planner.timeline_moves import AS_IT_IS
 from memfit.processes import launch, sequence
 from tests.unit.planner.script_builders import NUM_LAYERS, estimate_of, memory_of, speed_of, stack, work
 

@@ -1,8 +1,9 @@
 import pytest
 
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.planner.candidate import possible_parts
 from memfit.planner.memory import StepMemory
-from memfit.planner.search import ProfiledSearch, Space, Variant, merged, optimizer_ways, possible_parts
+from memfit.planner.search import ProfiledSearch, Space, Variant, merged, optimizer_ways
 from tests.unit.planner.profiles import Chain, speed_of
 
 
@@ -128,7 +129,7 @@ def test_what_the_allocator_takes_beyond_is_learned_by_combination(space):
 def test_what_is_expected_holds_for_all(space):
     search = ProfiledSearch(space)
     plain = space.variants[0].memory.peak(Settings(), 8)
-    search.expect(0.5 * plain)
+    search.expected_beyond_bytes = 0.5 * plain
     assert search.best(plain).computed_bytes <= 0.5 * plain
 
 

@@ -6,7 +6,7 @@ from memfit.catalogue import find_device
 from memfit.core.profile import Measurement
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.planner.speed import rates_of
-from memfit.planner.timelines import AS_IT_IS
+from memfit.planner.timeline_moves import AS_IT_IS
 from tests.unit.planner.profiles import Chain, speed_of
 from tests.unit.planner.script_builders import NUM_LAYERS, stack, work
 from tests.unit.planner.script_builders import speed_of as script_speed_of
@@ -79,8 +79,12 @@ def test_an_update_on_the_host_crosses_the_bus(chain):
 
 def test_sharding_costs_communication(chain):
     speed = scaled(chain)
-    assert speed.communication(Settings()) == 0
-    assert speed.communication(Settings(num_devices=4)) > speed.communication(Settings(num_devices=2)) > 0
+
+    def passes(num_devices):
+        settings = Settings(num_devices=num_devices)
+        return speed.step(settings, 4) - speed.update(settings)
+
+    assert passes(4) > passes(2) > passes(1)
 
 
 def test_rates_are_shares_of_the_catalogue_s():

@@ -4,6 +4,7 @@ from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Category, Phase, Timeline
 from memfit.core.units import KIB, MIB
 from memfit.planner.timeline_moves import (
+    Spans,
     autocast,
     checkpoint_units,
     checkpointed,
@@ -16,7 +17,6 @@ from memfit.planner.timeline_moves import (
     shard,
     shrink_states,
 )
-from memfit.planner.timelines import Spans
 from tests.unit.planner.builders import Script, is_sound, live, most, situation, training
 
 WEIGHT, HIDDEN = 8 * MIB, 32 * MIB

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
-from memfit.planner.timelines import (
+from memfit.planner.timeline_moves import (
     BEFORE,
     Life,
     Span,

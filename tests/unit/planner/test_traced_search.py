@@ -11,7 +11,7 @@ from memfit.core.step_facts import Part, StepFacts
 from memfit.core.units import MIB
 from memfit.planner.driver import Question
 from memfit.planner.moves import allowed_moves
-from memfit.planner.traced_search import Speed, TracedSearch, TracedSpace, Variant, levels, num_moves
+from memfit.planner.traced_search import Speed, TracedSearch, Variant, levels, num_moves, open_traced_search
 
 PLAIN = Variant(Settings(), 1.0, 1.0, fixed_bytes=100, gradient_bytes=10)
 PARTS = tuple(Part(f"block{number}", 10.0, 1.0) for number in range(8))
@@ -54,6 +54,10 @@ def test_less_memory_takes_as_few_parts_as_are_computed_to_fit():
     assert (best.settings.micro_batches, best.settings.micro_batch_size, best.computed_bytes) == (2, 5, 610)
 
 
+def in_parts(count):
+    return Settings(micro_batches=count, micro_batch_size=-(-10 // count))
+
+
 def test_a_trace_corrects_those_of_its_kind():
     # GIVEN a step of which a half needs more than computed
     step = search(parts=())
@@ -63,9 +67,9 @@ def test_a_trace_corrects_those_of_its_kind():
     assert step.evaluate(half).computed_bytes == 800
     assert step.best(620).settings.micro_batches > 2
     # AND two traces make a line
-    third = step.evaluate(step._settings(PLAIN, 3, ()))
-    step.learn(step.evaluate(step._settings(PLAIN, 10, ())), 400)
-    assert 400 < step.evaluate(step._settings(PLAIN, 5, ())).computed_bytes < third.computed_bytes < 800
+    third = step.evaluate(in_parts(3))
+    step.learn(step.evaluate(in_parts(10)), 400)
+    assert 400 < step.evaluate(in_parts(5)).computed_bytes < third.computed_bytes < 800
 
 
 def test_recomputation_is_chosen_where_parts_of_a_batch_are_not_allowed():
@@ -139,7 +143,7 @@ BEFORE = SimpleNamespace(
 def opened(facts, allow=("exact", "rounding"), precision="keep", kind=Kind.CUDA, measure=None):
     device = Device("some", "Some", kind, (8, 0), 50 * MIB, Origin.MEASURED, flops={"float32": 1e12})
     question = Question(None, device, allowed_moves(allow), Settings(), "keras", batch_size=8)
-    return TracedSpace(facts, question, precision, measure).search(BEFORE), question
+    return open_traced_search(facts, question, precision, measure, BEFORE), question
 
 
 def facts(**changes):

@@ -3,19 +3,22 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from memfit.core.device import Device
+from memfit.core.errors import BadModel, BadOptimizer
 from memfit.core.job import AUTOCASTS, PRECISIONS, Job
 from memfit.core.plan import Plan
 from memfit.frameworks.torch.apply.loss_function import as_loss as as_loss
-from memfit.frameworks.torch.trace import job as jobs
 from memfit.frameworks.torch.trace.job import OpenJob
+from memfit.frameworks.torch.trace.job import own_gpu as own_gpu
+from memfit.frameworks.torch.trace.trace import check_parameters
 
 if TYPE_CHECKING:
     from memfit.frameworks.torch.guard.loop import TorchLoop
 
 name = "torch"
 title = "PyTorch"
-own_gpu = jobs.own_gpu
 
 
 def open_job(job: Job, device: Device, batch_size: int | None = None) -> OpenJob:
@@ -41,7 +44,17 @@ def planning(tracer: OpenJob, target: Device) -> Any:
 
 def apply(plan: Plan, model: Any, optimizer: Any) -> Any:
     """Model and optimizer, run as a plan says."""
-    return jobs.fit(plan.settings, model, optimizer)
+    from memfit.frameworks.torch.apply.fitted import Fitted
+
+    if not isinstance(model, torch.nn.Module):
+        raise BadModel(f"a plan is applied to a torch.nn.Module, but {type(model).__name__} was given.")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_parameters(optimizer, list(model.parameters()))
+    settings = plan.settings
+    wanted = (settings.kernels.value, settings.state.value, settings.step_in_backward) != ("keep", "keep", False)
+    if optimizer is None and wanted:
+        raise BadOptimizer("the plan changes the optimizer, but there is no optimizer. Call apply(model, optimizer).")
+    return Fitted(settings, model, optimizer)
 
 
 def named_job(name: str, optimizer: str, sequence_length: int | None, image_size: int | None) -> Job:

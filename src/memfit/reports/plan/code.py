@@ -15,13 +15,12 @@ from memfit.core.settings import OptimizerKernels, OptimizerState, Settings, Wei
 from memfit.core.units import format_size
 from memfit.reports.estimate import figures
 from memfit.reports.plan import snippets
-from memfit.reports.plan.jax_code import format_jax_code
-from memfit.reports.plan.keras_code import format_keras_code
 
 # A place in a batch goes into the program as it is, so it must be one: [1], ['labels'], .labels.
 _PLACE = re.compile(r"(?:\[\d+\]|\['[\w./ -]+'\]|\.[A-Za-z_]\w*)*")
 
 _PLAIN_PATH = re.compile(r"[\w.]+")
+_KERAS_PATH = re.compile(r"[\w.:/ -]+")
 _LINE_LENGTH = 110
 
 
@@ -32,15 +31,24 @@ def format_code(plan: Plan) -> str:
     if replace(settings, weighting=Weighting(), micro_batch_size=0) == Settings():
         return "# The step fits as it is: nothing has to be changed.\n"
     if plan.framework == "jax":
-        return format_jax_code(plan)
+        return _jax_code(plan)
     if plan.framework.startswith("keras"):
-        return format_keras_code(plan)
+        return _keras_code(plan)
     device_type = "cpu" if plan.device.kind is Kind.HOST else "cuda"
-    where = f"within {format_size(plan.budget_bytes)} on {figures.device_title(plan.device)}"
     estimate = plan.estimate_before
     # A plan that was loaded doesn't know.
     has_batch_norm = estimate is None or any("batch_norm" in block.op for block in estimate.timeline.blocks)
-    return _Program(settings, device_type, has_batch_norm).text(f"{figures.printable(plan.subject)} {where}")
+    return _Program(settings, device_type, has_batch_norm).text(_subject(plan))
+
+
+def _subject(plan: Plan) -> str:
+    where = f"within {format_size(plan.budget_bytes)} on {figures.device_title(plan.device)}"
+    return f"{figures.printable(plan.subject)} {where}"
+
+
+def _part_size(plan: Plan) -> str:
+    size = plan.settings.micro_batch_size or -(-(plan.batch_size or 1) // plan.settings.micro_batches)
+    return f"PART = {size}  # samples that are computed at a time"
 
 
 class _Program:
@@ -258,3 +266,96 @@ def _named_modules(names: tuple[str, ...], action: str) -> list[str]:
         return [short, f"        {action}"]
     wrapped = textwrap.wrap(", ".join(written) + ",", _LINE_LENGTH - 8, break_long_words=False, break_on_hyphens=False)
     return ["    for name in (", *(f"        {line}" for line in wrapped), "    ):", f"        {action}"]
+
+
+def _keras_code(plan: Plan) -> str:
+    backend = plan.framework.partition(":")[2]
+    settings = plan.settings
+    head = [f"# How to run {_subject(plan)} in plain Keras on {backend}."]
+    imports = ["import keras"]
+    blocks: list[str] = []
+    steps: list[str] = []
+    if settings.precision:
+        steps += _precision(settings)
+    if settings.lora_rank:
+        steps += _adapters(settings)
+    if settings.micro_batches > 1 and backend in snippets.KERAS_STEPS:
+        more, step = snippets.KERAS_STEPS[backend]
+        imports += more
+        blocks += [_part_size(plan), step]
+        steps += [
+            "    # A functional model with the same layers and weights, and the step above.",
+            "    model = MicroBatched(model.input, model.output)",
+        ]
+    compiled = "" if settings.jit_compile is None else f", jit_compile={settings.jit_compile}"
+    scaled = settings.precision == "amp-fp16"
+    given = "keras.optimizers.LossScaleOptimizer(optimizer)" if scaled else "optimizer"
+    steps.append("    # With the metrics and weights of losses that it was compiled with, if any.")
+    steps.append(f"    model.compile(optimizer={given}, loss=loss{compiled})")
+    prepare = "\n".join(["def prepare(model, optimizer, loss):", *steps, "    return model"])
+    return "\n\n\n".join(["\n".join([*head, *_recomputation(settings), *imports]), *blocks, prepare]) + "\n"
+
+
+def _precision(settings: Settings) -> list[str]:
+    name = "mixed_float16" if settings.precision == "amp-fp16" else "mixed_bfloat16"
+    return [
+        "    # Layers take their policy when they are made: the model is made again, with the weights that it has.",
+        f'    keras.config.set_dtype_policy("{name}")',
+        "    config = keras.saving.serialize_keras_object(model)",
+        f'    policy = {{"module": "keras", "class_name": "DTypePolicy", "config": {{"name": "{name}"}}}}',
+        '    for layer in config["config"].get("layers", []):',
+        '        if "dtype" in layer["config"] and layer["class_name"] != "InputLayer":',
+        '            layer["config"]["dtype"] = {**policy, "registered_name": None}',
+        "    weights = model.get_weights()",
+        "    model = keras.saving.deserialize_keras_object(config)",
+        "    model.set_weights(weights)",
+    ]
+
+
+def _adapters(settings: Settings) -> list[str]:
+    lines = ["    for layer in model._flatten_layers():", '        if hasattr(layer, "enable_lora") and layer.built:']
+    if settings.quantized_base:
+        lines.append('            layer.quantize("int8")')
+    lines += [
+        f"            layer.enable_lora({settings.lora_rank})",
+        "        elif not list(layer._layers):",
+        "            layer.trainable = False",
+    ]
+    return lines
+
+
+def _recomputation(settings: Settings) -> list[str]:
+    """Words: Keras has no switch that has parts of a finished model computed again."""
+    if not settings.checkpoint:
+        return []
+    paths = [path if _KERAS_PATH.fullmatch(path) else repr(path) for path in settings.checkpoint]
+    lines = ["# These parts are computed again in the backward pass:"]
+    lines += [f"#     {path}" for path in paths]
+    lines += [
+        "# Keras has no switch for that on a finished model. Where you build it, put the layers of each part into one",
+        "# function of tensors and call keras.remat(function)(x), or build under keras.RematScope. XLA for CPU merges",
+        "# the second computation with the first and saves nothing; memfit's plan.apply(model) keeps them apart.",
+    ]
+    return lines
+
+
+def _jax_code(plan: Plan) -> str:
+    settings = plan.settings
+    head = [f"# How to run {_subject(plan)} in plain JAX; loss and optimizer are yours."]
+    if settings.checkpoint:
+        names = ", ".join(figures.printable(name) for name in settings.checkpoint)
+        head += [
+            f"# Computed again in the backward pass: {names}. Put jax.checkpoint around these calls in the loss.",
+            "# XLA for CPU merges the second computation with the first and saves nothing; memfit keeps them apart.",
+        ]
+    split = settings.micro_batches > 1
+    imports = ["from functools import partial", ""] if settings.donate else []
+    imports += ["import jax", *(["import jax.numpy as jnp"] if split or settings.precision else []), "import optax"]
+    blocks = ["\n".join([*head, *imports])]
+    if settings.precision:
+        blocks.append(snippets.JAX_NARROW)
+    if split:
+        blocks.append(_part_size(plan))
+    blocks.append(snippets.JAX_IN_PARTS if split else snippets.JAX_WHOLE)
+    blocks.append(("@partial(jax.jit, donate_argnums=(0, 1))" if settings.donate else "@jax.jit") + snippets.JAX_STEP)
+    return "\n\n\n".join(blocks) + "\n"

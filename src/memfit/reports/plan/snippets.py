@@ -1,4 +1,4 @@
-"""Pieces of the programs that `plan_code` puts together: plain PyTorch, each the shortest that is right."""
+"""Pieces of the programs that `code` puts together: plain PyTorch, Keras and JAX, each the shortest that is right."""
 
 from memfit.core.settings import Settings
 
@@ -296,3 +296,116 @@ def shard(settings: Settings, device_type: str) -> list[str]:
         "    for group in optimizer.param_groups:",
         '        group["params"] = [shards[names[parameter]] for parameter in group["params"]]',
     ]
+
+
+_KERAS_TENSORFLOW = '''\
+class MicroBatched(keras.Model):
+    """Gradients of each part with its share of the batch, one update; samples have no weights."""
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        size = tf.shape(keras.tree.flatten(y)[0])[0]
+
+        def add(start, loss, *total):
+            x_part, y_part = keras.tree.map_structure(lambda array: array[start : start + PART], (x, y))
+            count = tf.shape(keras.tree.flatten(y_part)[0])[0]
+            with tf.GradientTape() as tape:
+                y_pred = self(x_part, training=True)
+                share = tf.cast(count, "float32") / tf.cast(size, "float32")
+                value = share * self.compute_loss(x=x_part, y=y_part, y_pred=y_pred)
+            gradients = tape.gradient(value, self.trainable_variables)
+            return start + PART, loss + value, *(a + b for a, b in zip(total, gradients))
+
+        zeros = [tf.zeros_like(variable) for variable in self.trainable_variables]
+        _, loss, *total = tf.while_loop(
+            lambda start, *_: start < size, add, [0, 0.0, *zeros], parallel_iterations=1
+        )
+        self.optimizer.apply(total, self.trainable_variables)
+        return {"loss": loss}'''
+
+_KERAS_TORCH = '''\
+class MicroBatched(keras.Model):
+    """Gradients of each part with its share of the batch, one update; samples have no weights."""
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        self.zero_grad()
+        loss, size = 0.0, len(keras.tree.flatten(y)[0])
+        for start in range(0, size, PART):
+            x_part, y_part = keras.tree.map_structure(lambda array: array[start : start + PART], (x, y))
+            y_pred = self(x_part, training=True)
+            share = min(PART, size - start) / size
+            value = self.compute_loss(x=x_part, y=y_part, y_pred=y_pred) * share
+            value.backward()
+            loss = loss + value.detach()
+        gradients = [variable.value.grad for variable in self.trainable_weights]
+        with torch.no_grad():
+            self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss}'''
+
+_KERAS_JAX = '''\
+class MicroBatched(keras.Model):
+    """Gradients of equal parts, one update; batches have a multiple of PART samples, without weights.
+
+    State of layers, such as seeds of dropout, is taken from the last part.
+    """
+
+    def train_step(self, state, data):
+        trained, other, optimizer_state, metrics = state
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        count = jax.tree.leaves(y)[0].shape[0] // PART
+        gradient = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
+
+        def add(carry, part):
+            total, other = carry
+            (value, (_, _, other, *_)), gradients = gradient(
+                trained, other, metrics, *part, None, training=True, optimizer_variables=optimizer_state
+            )
+            return (jax.tree.map(jnp.add, total, gradients), other), value
+
+        parts = jax.tree.map(lambda array: array.reshape(count, PART, *array.shape[1:]), (x, y))
+        zeros = [jnp.zeros_like(variable) for variable in trained]
+        (total, other), values = jax.lax.scan(add, (zeros, other), parts)
+        total = [gradient / count for gradient in total]
+        trained, optimizer_state = self.optimizer.stateless_apply(optimizer_state, total, trained)
+        return {"loss": values.mean()}, (trained, other, optimizer_state, metrics)'''
+
+KERAS_STEPS = {
+    "tensorflow": (("import tensorflow as tf",), _KERAS_TENSORFLOW),
+    "torch": (("import torch",), _KERAS_TORCH),
+    "jax": (("import jax", "import jax.numpy as jnp"), _KERAS_JAX),
+}
+"""By backend: imports, and the class of a model that trains on parts of its batches."""
+
+JAX_WHOLE = """\
+def gradients(params, batch):
+    return jax.value_and_grad(loss)(params, batch)"""
+
+JAX_IN_PARTS = '''\
+def gradients(params, batch):
+    """Sums over parts of PART samples, then over what is left; the loss is a mean over samples."""
+    size = jax.tree.leaves(batch)[0].shape[0]
+
+    def add(total, start, length):
+        part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, length), batch)
+        new = jax.value_and_grad(loss)(params, part)
+        return jax.tree.map(lambda a, b: a + b * (length / size), total, new)
+
+    shapes = jax.eval_shape(jax.value_and_grad(loss), params, batch)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    starts = jnp.arange(size // PART) * PART
+    total, _ = jax.lax.scan(lambda total, start: (add(total, start, PART), None), zeros, starts)
+    return add(total, size - size % PART, size % PART) if size % PART else total'''
+
+JAX_NARROW = '''\
+def loss(params, batch):
+    """The loss in bfloat16, of parameters that stay in float32."""
+    narrow = lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf
+    params, batch = jax.tree.map(narrow, (params, batch))
+    return own_loss(params, batch).astype(jnp.float32)'''
+
+JAX_STEP = """
+def step(params, state, batch):
+    value, found = gradients(params, batch)
+    changes, state = optimizer.update(found, state, params)
+    return optax.apply_updates(params, changes), state, value"""

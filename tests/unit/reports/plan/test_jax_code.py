@@ -9,7 +9,6 @@ from memfit.core.plan import Footprint, Plan, Seconds
 from memfit.core.settings import Settings
 from memfit.frameworks.jax.apply.training import TrainStep
 from memfit.reports.plan.code import format_code
-from memfit.reports.plan.jax_code import format_jax_code
 
 
 def plan(settings):
@@ -43,5 +42,5 @@ def test_the_program_does_what_the_plan_does(settings):
 
 
 def test_recomputation_is_told_in_words():
-    text = format_jax_code(plan(Settings(checkpoint=("layer.0", "layer.1"))))
+    text = format_code(plan(Settings(checkpoint=("layer.0", "layer.1"))))
     assert "layer.0, layer.1. Put jax.checkpoint around" in text and "donate" not in text

@@ -6,7 +6,6 @@ from memfit.core.device import Device, Kind, Origin
 from memfit.core.plan import Footprint, Plan, Seconds
 from memfit.core.settings import Settings
 from memfit.reports.plan.code import format_code
-from memfit.reports.plan.keras_code import format_keras_code
 
 
 def code(backend="tensorflow", **settings):
@@ -17,7 +16,7 @@ def code(backend="tensorflow", **settings):
         framework=f"keras:{backend}",
     )  # fmt: skip
     compile(format_code(plan), "plan", "exec")
-    return format_keras_code(plan)
+    return format_code(plan)
 
 
 @pytest.mark.parametrize(

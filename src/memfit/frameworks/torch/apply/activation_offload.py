@@ -9,8 +9,8 @@ On the simulated device only the shape is kept, and a new block is made when the
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -33,14 +33,13 @@ class Offload:
         self.host_bytes = 0
         """The greatest number of bytes that waited on the host at once."""
         self._known: dict[Any, tuple[weakref.ref[Any], weakref.ref[_Waiting]]] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         for _, module in chosen_modules(model, paths, "offload"):
-            self._undo.append(replaced_forward(module, self._offloaded(module)))
+            self._undo.callback(replaced_forward(module, self._offloaded(module)))
 
     def __call__(self) -> None:
         """Puts the modules back as they were."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def _offloaded(self, module: torch.nn.Module) -> Callable[..., Any]:
         original = module.forward
@@ -127,8 +126,7 @@ class _Waiting:
         return storage
 
 
-@dataclass(frozen=True, slots=True)
-class _Away:
+class _Away(NamedTuple):
     """A tensor whose elements wait; its `shape` may repeat them."""
 
     waiting: _Waiting

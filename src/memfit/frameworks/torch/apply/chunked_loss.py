@@ -22,7 +22,6 @@ import torch.utils.checkpoint
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from memfit.core.errors import BadInput
 from memfit.frameworks.torch.apply.deferred_logits import (
     Autocast,
     DeferredLogits,
@@ -40,15 +39,10 @@ _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "redu
 
 
 class chunked_cross_entropy(TorchFunctionMode):
-    """Cross entropies over large vocabularies are computed in `num_chunks` parts while it lasts.
-
-    To be put around the forward pass with its loss; the backward pass may come later.
-    """
+    """Around the forward pass with its loss: cross entropies over large vocabularies are computed in parts."""
 
     def __init__(self, num_chunks: int) -> None:
         super().__init__()
-        if num_chunks < 1:
-            raise BadInput(f"cross entropy can be computed in 1 chunk or more, but {num_chunks} were asked for.")
         self._num_chunks = num_chunks
 
     def __torch_function__(
@@ -102,11 +96,7 @@ def _recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe 
 
 
 def _in_checkpoint() -> bool:
-    """Whether a checkpointed function is being called.
-
-    It is called again in the backward pass, where nothing is deferred, and has to save the same tensors in the same
-    order then.
-    """
+    """Whether a checkpointed function is being called: again, where nothing is deferred, it must save the same."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:

@@ -153,10 +153,9 @@ class EightBitUpdates:
 
     def _table(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         key = (name == MOMENTS[0], parameter.device)
-        known = self._tables.get(key)
-        if known is None:
-            known = self._tables[key] = kernels.table(*key)
-        return known
+        if key not in self._tables:
+            self._tables[key] = kernels.table(*key)
+        return self._tables[key]
 
 
 class _Options:

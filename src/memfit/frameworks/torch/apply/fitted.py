@@ -36,7 +36,8 @@ _FITTED: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
 class Fitted:
     """A model and its optimizer, run as `settings` say; `step` runs one update.
 
-    It changes the objects it is given; `close`, or leaving it as a context manager, puts them back.
+    It changes the objects it is given; `close`, or leaving it as a context manager, puts them back. A loss function
+    takes the model and a batch, any nesting of tensors, and returns the scalar loss or (loss, weight).
 
     Args:
         settings: how to run the step.
@@ -114,12 +115,7 @@ class Fitted:
         return sum(part.host_bytes for part in self._host)
 
     def step(self, loss: Callable[[Any, Any], Any] | None, batch: Any) -> torch.Tensor:
-        """Runs one update with the whole batch; returns its loss, detached.
-
-        Args:
-            loss: takes the model and a batch, returns the scalar loss.
-            batch: any nesting of tensors.
-        """
+        """Runs one update with the whole batch; returns its loss, detached."""
         if isinstance(self.optimizer, torch.optim.LBFGS):
             self._observe(Phase.OPTIMIZER)
             value: torch.Tensor = self.optimizer.step(lambda: self.accumulate(loss, batch))
@@ -129,12 +125,7 @@ class Fitted:
         return value
 
     def backward(self, loss: Callable[[Any, Any], Any] | None, batch: Any) -> torch.Tensor:
-        """Leaves the gradients of the whole batch in `.grad`, to be clipped before `update`; returns its loss.
-
-        Args:
-            loss: takes the model and a batch, returns the scalar loss.
-            batch: any nesting of tensors.
-        """
+        """Leaves the gradients of the whole batch in `.grad`, to be clipped before `update`; returns its loss."""
         if self.settings.step_in_backward:
             raise BadInput(
                 "the plan updates each parameter inside of the backward pass, so that no gradients are left to clip or "
@@ -143,12 +134,7 @@ class Fitted:
         return self.accumulate(loss, batch)
 
     def accumulate(self, loss: Callable[[Any, Any], Any] | None, batch: Any) -> torch.Tensor:
-        """Runs forward and backward pass of every part; returns the loss of the batch, detached.
-
-        Args:
-            loss: takes the model and a batch, returns the scalar loss.
-            batch: any nesting of tensors.
-        """
+        """Runs forward and backward pass of every part; returns the loss of the batch, detached."""
         parts = split(batch, self.num_parts(batch))
         weights = shares(parts, self.settings.weighting)
         self.clear_gradients()
@@ -260,13 +246,18 @@ class Fitted:
         return value.detach().clone(), weight
 
     def forward(self, loss: Callable[[Any, Any], Any] | None, part: Any) -> tuple[torch.Tensor, float | None]:
-        """Runs the loss function on one part of a batch; (its loss, the weight that it gave, or None).
+        """Runs the loss function on one part of a batch; (its loss, the weight that it gave, or None)."""
+        device = _device(self.model) if self.settings.num_devices == 1 else None
 
-        Args:
-            loss: takes the model and a batch, returns the scalar loss or (loss, weight).
-            part: any nesting of tensors; they are moved to the model's device.
-        """
-        part = self._prepared(part)
+        def prepared(tensor: torch.Tensor) -> torch.Tensor:
+            """On the model's device, in the memory format of its convolutions."""
+            if device is not None and tensor.device != device:
+                tensor = tensor.to(device, non_blocking=True)
+            if self.settings.channels_last and tensor.dim() == 4 and tensor.layout is torch.strided:
+                tensor = tensor.to(memory_format=torch.channels_last)
+            return tensor
+
+        part = map_tensors(part, prepared)
         dtype, chunks = AUTOCAST.get(self.settings.precision or ""), self.settings.cross_entropy_chunks
         with ExitStack() as around:
             if dtype is not None:
@@ -284,19 +275,6 @@ class Fitted:
                 raise BadLoss(f"the loss function returned the weight {given}, but it must be 0 or more.")
         failures.check_loss(value)
         return value, given
-
-    def _prepared(self, part: Any) -> Any:
-        """One micro-batch on the model's device, in the memory format of its convolutions."""
-        device = _device(self.model) if self.settings.num_devices == 1 else None
-
-        def prepared(tensor: torch.Tensor) -> torch.Tensor:
-            if device is not None and tensor.device != device:
-                tensor = tensor.to(device, non_blocking=True)
-            if self.settings.channels_last and tensor.dim() == 4 and tensor.layout is torch.strided:
-                tensor = tensor.to(memory_format=torch.channels_last)
-            return tensor
-
-        return map_tensors(part, prepared)
 
 
 def check_unfitted(model: torch.nn.Module) -> None:
@@ -354,11 +332,8 @@ def _device_type(model: torch.nn.Module) -> str:
 
 def _with_channels_last(model: torch.nn.Module, optimizer: Any) -> Callable[[], None]:
     """Gives the convolutions' weights, and their state, the memory format; returns what undoes it."""
-    changed: list[Any] = [
-        tensor
-        for tensor in model.parameters()
-        if tensor.dim() == 4 and not tensor.is_contiguous(memory_format=torch.channels_last)
-    ]
+    weights = [parameter for parameter in model.parameters() if parameter.dim() == 4]
+    changed: list[Any] = [w for w in weights if not w.is_contiguous(memory_format=torch.channels_last)]
 
     def set_format(memory_format: torch.memory_format) -> None:
         states = getattr(optimizer, "state", None) or {}

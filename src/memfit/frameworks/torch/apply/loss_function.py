@@ -62,7 +62,9 @@ def own_loss(model: Any, batch: Any) -> Any:
         loss = output
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
-        labels = " The batch holds no labels, without which it may have none." if not _has_target(batch) else ""
+        is_mapping = isinstance(batch, Mapping)
+        has_target = any(name in batch for name in _TARGETS) if is_mapping else isinstance(batch, tuple | list)
+        labels = "" if has_target else " The batch holds no labels, without which it may have none."
         raise BadLoss(f"no loss was given and {type(model).__name__} returns none, but {got}.{labels} {_EXPECTED}.")
     return loss
 
@@ -79,8 +81,9 @@ def _compared(criterion: Any, model: Any, batch: Any) -> Any:
     else:
         inputs, target = None, None
     if inputs is None or target is None:
+        name = getattr(criterion, "__name__", type(criterion).__name__)
         raise BadBatch(
-            f"the loss {_name(criterion)} compares outputs with targets, but the batch ({type(batch).__name__}) has no "
+            f"the loss {name} compares outputs with targets, but the batch ({type(batch).__name__}) has no "
             f"target. Give a batch (x, y) or a mapping with one of {', '.join(_TARGETS[:4])}. {_EXPECTED}."
         )
     output = _called(model, inputs)
@@ -92,10 +95,6 @@ def _called(model: Any, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-
-
-def _has_target(batch: Any) -> bool:
-    return any(name in batch for name in _TARGETS) if isinstance(batch, Mapping) else isinstance(batch, tuple | list)
 
 
 def _is_criterion(loss: Any) -> bool:
@@ -113,7 +112,3 @@ def _is_criterion(loss: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return len(names) > 1 and names[1].lower() in _TARGETS and names[0].lower() not in _MODELS
-
-
-def _name(loss: Any) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)

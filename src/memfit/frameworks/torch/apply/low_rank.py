@@ -8,7 +8,6 @@ and becomes floating-point for the time of a matrix product, once in the forward
 
 import math
 import tempfile
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -28,18 +27,11 @@ Undo = Callable[[], None]
 
 
 def add_adapters(model: torch.nn.Module, rank: int, *, quantized: bool = False, freeze: tuple[str, ...] = ()) -> Undo:
-    """Adds adapters to the linear layers of `model`, or only freezes parts of it; returns what undoes it.
+    """Adds adapters of a rank, or none where it is 0, and freezes modules at some paths; returns what undoes it.
 
-    What adapters have learned by then is added to the weights under them, so that the model computes the same without.
-    A quantized base comes back as it was before it was quantized; what was learned over its 4-bit twin is added to it.
-
-    All linear layers but the output head get one; everything else is frozen.
-
-    Args:
-        model: changed in place; the paths of its modules stay.
-        rank: of the adapters; 0 for none.
-        quantized: whether the weights under the adapters become 4-bit numbers.
-        freeze: paths of modules whose parameters aren't trained.
+    All linear layers but the output head get an adapter; everything else is frozen. Undoing adds what adapters have
+    learned to the weights under them, so that the model computes the same without. A quantized base (4 bits) comes
+    back as it was before it was quantized; what was learned over its 4-bit twin is added to it.
     """
     if rank < 0:
         raise BadInput(f"the rank of adapters must be at least 1, or 0 for none, but {rank} was given.")
@@ -53,17 +45,14 @@ def add_adapters(model: torch.nn.Module, rank: int, *, quantized: bool = False, 
             f"{type(model).__name__} has no linear layers besides its output head, so there is nothing to adapt. "
             "Leave this move out."
         )
-    weights = _Weights() if quantized else None
     with ExitStack() as undo:
-        if weights is not None:
-            undo.callback(weights.close)
         frozen = [*([model] if rank else []), *(_module(model, path) for path in freeze)]
         trained = [parameter for module in frozen for parameter in module.parameters() if parameter.requires_grad]
         for parameter in trained:
             undo.callback(parameter.requires_grad_, True)
             parameter.requires_grad_(False)
         for layer in layers:
-            undo.callback(_adapted(layer, rank, weights))
+            undo.callback(_adapted(layer, rank, quantized=quantized))
         return undo.pop_all().close
 
 
@@ -132,34 +121,16 @@ def _head(model: torch.nn.Module) -> torch.nn.Module | None:
     return linear[-1] if linear else None
 
 
-class _Weights:
-    """Tensors that wait in a file, so that neither the device nor the host holds them."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as weights are in it
-        self._end = weakref.finalize(self, self._file.close)
-
-    def put(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Writes `tensor`; returns what reads it, back to where it was."""
-        start = self._file.seek(0, 2)
-        shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        # Element by element in the order of memory, whatever the layout.
-        num = tensor.numel()
-        plain = tensor.as_strided((num,), (1,)) if dense(tensor) else tensor.reshape(-1)
-        self._file.write(plain.cpu().view(torch.uint8).numpy().data)
-        if not dense(tensor):
-            stride = torch.empty(shape, device="meta").stride()
-
-        def get() -> torch.Tensor:
-            self._file.seek(start)
-            held = bytearray(self._file.read(num * dtype.itemsize))
-            return torch.frombuffer(held, dtype=dtype).as_strided(shape, stride).to(device)
-
-        return get
-
-    def close(self) -> None:
-        """Frees the file."""
-        self._end()
+def _filed(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in a file that ends with it, so that neither the device nor the host holds it."""
+    tensor = tensor if dense(tensor) else tensor.contiguous()
+    num, strides = tensor.numel(), tensor.stride()
+    with tempfile.NamedTemporaryFile() as file:
+        # In the order of memory, whatever the layout. Written, because a map of a full disk would end the program.
+        file.write(tensor.as_strided((num,), (1,)).cpu().view(torch.uint8).numpy().data)
+        file.flush()
+        mapped = torch.from_file(file.name, shared=True, size=num, dtype=tensor.dtype)
+    return mapped.as_strided(tensor.shape, strides)
 
 
 class _Adapted(torch.nn.Module):
@@ -199,46 +170,40 @@ def _made(plain: Any) -> torch.nn.Module:
     return adapted.__new__(adapted)
 
 
-def _adapted(layer: torch.nn.Module, rank: int, weights: _Weights | None) -> Undo:
-    """Adds an adapter to one layer; with a place for its `weights`, these become 4-bit numbers."""
+def _adapted(layer: torch.nn.Module, rank: int, *, quantized: bool) -> Undo:
+    """Adds an adapter to one layer, whose weights become 4-bit numbers where it is to be quantized."""
     weight: Any = layer.weight
     outputs, inputs = weight.shape if _is_linear(layer) else reversed(weight.shape)
     down = torch.empty(rank, inputs, dtype=weight.dtype, device=weight.device)
     up = torch.zeros(outputs, rank, dtype=weight.dtype, device=weight.device)
     torch.nn.init.kaiming_uniform_(down, a=math.sqrt(5))
-    restore = _quantized(layer, weights) if weights is not None and weight.numel() % 2 == 0 else None
+    restore = _quantized(layer) if quantized and weight.numel() and weight.numel() % 2 == 0 else None
     layer.register_parameter(DOWN, torch.nn.Parameter(down))
     layer.register_parameter(UP, torch.nn.Parameter(up))
     plain: Any = type(layer)
     layer.__class__ = _adapted_class(plain)
 
+    @torch.no_grad()
     def undo() -> None:
         layer.__class__ = plain
-        learned = [layer._parameters.pop(name, None) for name in (UP, DOWN)]
+        learned_up, learned_down = (layer._parameters.pop(name, None) for name in (UP, DOWN))
         if restore is not None:
             restore()
-        _merge(layer, *learned)
+        if learned_up is not None and learned_down is not None and not simulated(learned_up) and learned_up.any():
+            # The layer then computes the same without the adapter.
+            product = learned_up @ learned_down
+            weight.add_(product if _is_linear(layer) else product.t())
 
     return undo
 
 
-@torch.no_grad()
-def _merge(layer: torch.nn.Module, up: torch.Tensor | None, down: torch.Tensor | None) -> None:
-    """Adds what an adapter has learned to the weight of its layer, which then computes the same without it."""
-    if up is None or down is None or simulated(up) or not up.any():
-        return
-    product = up @ down
-    weight: Any = layer.weight
-    weight.add_(product if _is_linear(layer) else product.t())
-
-
-def _quantized(layer: torch.nn.Module, weights: _Weights) -> Undo:
+def _quantized(layer: torch.nn.Module) -> Undo:
     """Makes the weight of one layer 4-bit numbers; what undoes it brings back the very same weight."""
     weight: Any = layer.weight
     # The parameter itself stays, because optimizers hold it; only what is in it changes.
     before = weight.detach()
-    shape, stride, dtype = before.shape, before.stride(), before.dtype
-    kept = None if simulated(before) else weights.put(before)
+    shape, stride, dtype, device = before.shape, before.stride(), before.dtype, before.device
+    kept = None if simulated(before) else _filed(before)
     # Linear layers are used row by row, whichever way the weight is stored.
     rows = before if _is_linear(layer) else before.t()
     codes, scales = kernels.quantize_4bit(rows.reshape(-1))
@@ -247,7 +212,7 @@ def _quantized(layer: torch.nn.Module, weights: _Weights) -> Undo:
 
     def undo() -> None:
         if kept is not None:
-            weight.data = kept()
+            weight.data = kept.to(device, copy=True)
         else:
             # Nobody asks for the memory that this takes in a simulation.
             with internals.outside_simulation():

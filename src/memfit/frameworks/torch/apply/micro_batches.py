@@ -20,8 +20,6 @@ def split(batch: Any, count: int) -> list[Any]:
 
     Tensors of the parts are views. Tensors without dimensions, and whatever isn't a tensor, are in each part.
     """
-    if count < 1:
-        raise BadBatch(f"a batch is split into 1 part or more, but {count} were asked for.")
     if count == 1:
         return [batch]
     num_samples = common_first_dimension(batch)
@@ -72,10 +70,7 @@ def tensor_at(batch: Any, place: str) -> torch.Tensor:
 
 
 def shares(parts: list[Any], weighting: Weighting) -> list[float]:
-    """What each part's loss is multiplied by before they are added; 0 for a part that must be left out.
-
-    Weights that the loss itself gives are only known afterwards, so those shares are 1.
-    """
+    """What each part's loss is multiplied by before they are added; 0 for a part that must be left out."""
     if len(parts) == 1 or weighting.kind in ("sum", "given"):
         return [1.0] * len(parts)
     weights = raw_weights(parts, weighting)

@@ -15,20 +15,15 @@ from memfit.core.errors import BadOptimizer
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.eight_bit import EightBitUpdates
-from memfit.frameworks.torch.apply.host_updates import HostUpdates
 from memfit.frameworks.torch.apply.low_rank import adapter_parameters
-from memfit.frameworks.torch.apply.single_updates import SingleUpdates, Updates, check_independent, counts_on_device
+from memfit.frameworks.torch.apply.single_updates import HostUpdates, SingleUpdates, check_independent, counts_on_device
 
 
 class FittedOptimizer:
-    """The user's optimizer, run as settings say.
+    """The user's optimizer, or a stand-in for it on shape-only parameters, run as settings say.
 
-    Args:
-        settings: those of the optimizer are looked at: kernels, state, step_in_backward, and lora_rank, as adapters'
-            parameters join the optimizer's first group.
-        optimizer: the user's, or a stand-in for it on shape-only parameters.
-        model: its model, with adapters if there are any.
-        around: entered for each update in the backward pass.
+    Parameters of adapters, if the model has any, join its first group. `around` is entered for each update in the
+    backward pass.
     """
 
     def __init__(
@@ -44,9 +39,8 @@ class FittedOptimizer:
                 "Give the optimizer that was made from the model's parameters."
             )
         self.optimizer = optimizer
-        self.in_backward = settings.step_in_backward
         self._around = around
-        self._updates: Updates | None = None
+        self._updates: SingleUpdates | HostUpdates | EightBitUpdates | None = None
         with ExitStack() as undo:
             undo.callback(_adapters_joined(optimizer, model))
             undo.callback(_kernels_set(settings.kernels, optimizer))
@@ -55,12 +49,12 @@ class FittedOptimizer:
             elif settings.state is OptimizerState.HOST:
                 check_independent(optimizer, "the optimizer in host memory")
                 self._updates = HostUpdates(optimizer)
-            elif self.in_backward:
+            elif settings.step_in_backward:
                 check_independent(optimizer, "the optimizer step inside of the backward pass")
                 self._updates = SingleUpdates(optimizer)
             if self._updates is not None:
                 undo.callback(self._updates.close)
-            for group in optimizer.param_groups if self.in_backward else ():
+            for group in optimizer.param_groups if settings.step_in_backward else ():
                 for parameter in group["params"]:
                     if parameter.requires_grad:
                         undo.callback(parameter.register_post_accumulate_grad_hook(self._update_in_backward).remove)

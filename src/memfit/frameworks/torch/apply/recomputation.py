@@ -34,10 +34,7 @@ def recompute(
 ) -> Callable[[], None]:
     """Has the activations of these modules computed again in the backward pass; returns what undoes it.
 
-    Args:
-        model: the module that holds them.
-        paths: their dotted paths; none may be inside of another.
-        around: entered with the path for each recomputation.
+    None may be inside of another. `around` is entered with the path for each recomputation.
     """
     undo = ExitStack()
     chosen = chosen_modules(model, paths, "checkpoint")
@@ -182,10 +179,7 @@ def _recomputed(path: str, module: torch.nn.Module, around: Around) -> Callable[
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """For each recomputation of a module: what batch norms count goes into copies that nobody keeps.
-
-    It is entered once for each backward pass of a graph that is kept.
-    """
+    """What batch norms count goes into copies that nobody keeps; entered for each backward pass of a graph."""
 
     def __init__(self, module: torch.nn.Module, around: Callable[[], AbstractContextManager[None]]) -> None:
         self._module = module

@@ -10,35 +10,24 @@ and letting through one of so many updates: all of it but the scale of the loss,
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from types import MethodType
 from typing import Any
 
 import torch
 
-from memfit.core.errors import BadInput
 from memfit.core.settings import OptimizerKernels, Settings
 from memfit.frameworks.torch.apply.recomputation import recompute
 from memfit.frameworks.torch.shapes.patching import Replacement
 from memfit.frameworks.torch.shapes.tensor_types import AUTOCAST
 
-APPLICABLE = frozenset({"micro_batches", "checkpoint", "precision", "kernels", "set_to_none", "expandable_segments"})
-"""The settings that can be put into practice without the script's help."""
-
 
 class ScriptSettings:
-    """Fits what a program makes as it goes.
+    """Fits what a program makes as it goes, as far as that takes no help of the script.
 
-    Args:
-        settings: those of `APPLICABLE` alone may differ from the defaults.
+    That goes for micro_batches, checkpoint, precision, kernels, set_to_none and expandable_segments.
     """
 
     def __init__(self, settings: Settings) -> None:
-        plain = Settings()
-        others = [f.name for f in fields(Settings) if getattr(settings, f.name) != getattr(plain, f.name)]
-        others = [name for name in others if name not in APPLICABLE]
-        if others:
-            raise BadInput(f"{', '.join(others)} can't be changed without editing the script, but were given.")
         self._settings = settings
         self.recomputed: set[str] = set()
         """Modules that have been computed again so far, of those that are to be."""

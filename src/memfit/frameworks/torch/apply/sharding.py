@@ -96,11 +96,7 @@ class Sharded:
 def shard(model: torch.nn.Module, num_devices: int, *, offload: bool = False, optimizer: Any = None) -> Sharded:
     """Shards `model`, and the state of `optimizer`, over all processes; returns what undoes it.
 
-    Args:
-        model: the module; its parameters become shards.
-        num_devices: how many processes the run is expected to have.
-        offload: whether shards wait in host memory.
-        optimizer: made over the model's parameters; from now on it has the shards.
+    From now on the optimizer has the shards, which wait in host memory with `offload`.
     """
     how = f"Start the program with `torchrun --nproc-per-node {num_devices} train.py` and call init_process_group first"
     if not dist.is_available() or not dist.is_initialized():
@@ -198,20 +194,18 @@ def _exchange(optimizer: Any, new: dict[int, Any], change: Callable[[Any, Any, A
         group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
     for old in list(optimizer.state):
         if id(old) in new:
-            found = new[id(old)]
-            state = optimizer.state.pop(old)
-            optimizer.state[found] = {
-                name: change(value, old, found) if isinstance(value, torch.Tensor) else value
+            parameter, state = new[id(old)], optimizer.state.pop(old)
+            optimizer.state[parameter] = {
+                name: change(value, old, parameter) if isinstance(value, torch.Tensor) else value
                 for name, value in state.items()
             }
 
 
 @contextmanager
 def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, count: int) -> Iterator[None]:
-    """Gives a trace `count` simulated devices and a process group that talks to nobody.
+    """Gives a running simulation `count` devices and a process group that talks to nobody, for `shard`.
 
-    To be entered inside of the running simulation, before `shard`; the recorder follows parameters that are gathered
-    and let go.
+    The recorder follows parameters that are gathered and let go.
     """
     if count == 1:
         yield
@@ -221,8 +215,16 @@ def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, 
             f"sharding over {count} devices can't be simulated in a program that has initialised torch.distributed. "
             "Make the plan first, by `memfit plan`, and load it."
         )
+    plain = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = plain(storage, size)
+        if storage.device.type == "meta" and not simulation.places.has(storage):
+            recorder.resized(storage, "resize_")
+        return result
+
     report = simulation.notes.report
-    given = [*distributed_replacements(count, report), _resize(simulation, recorder)]
+    given = [*distributed_replacements(count, report), Replacement(torch.UntypedStorage, "resize_", resize)]
     if device.kind is Kind.CUDA:
         # Nobody asks for its statistics: the trace has its own record.
         memory = LiveAllocator(AllocatorOptions(), None)
@@ -236,15 +238,3 @@ def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, 
             yield
         finally:
             dist.destroy_process_group()
-
-
-def _resize(simulation: Simulation, recorder: Recorder) -> Replacement:
-    plain = torch.UntypedStorage.resize_
-
-    def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        result = plain(storage, size)
-        if storage.device.type == "meta" and not simulation.places.has(storage):
-            recorder.resized(storage, "resize_")
-        return result
-
-    return Replacement(torch.UntypedStorage, "resize_", resize)

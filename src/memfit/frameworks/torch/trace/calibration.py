@@ -8,7 +8,7 @@ Totals are measured without hooks. The shares of modules come from one more pass
 On CUDA the same code waits for the device around each pass. It was written by the book and never run on a GPU.
 """
 
-import inspect
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from memfit.core.errors import BadInput
-from memfit.core.job import PRECISIONS
 from memfit.core.profile import Measurement
 from memfit.core.settings import OptimizerKernels, Settings
 from memfit.core.units import MIB
 from memfit.frameworks.torch.apply.fitted import Fitted
+from memfit.frameworks.torch.apply.single_updates import scratch_copy
 from memfit.frameworks.torch.shapes.batch import common_first_dimension
 from memfit.frameworks.torch.shapes.failures import check_loss, explained
 from memfit.frameworks.torch.shapes.stand_in import map_tensors
@@ -63,24 +63,13 @@ def measure(
     *,
     limit_seconds: float = 3.0,
 ) -> tuple[Measurement, ...]:
-    """Times of real forward and backward passes, by batch size, smallest first.
+    """Times of real forward and backward passes, by batch size, smallest first, in about `limit_seconds`.
 
-    Sizes for which no time is left, or which fail where another didn't, are missing. One pass of the first size given
-    is always made, however long it takes.
-
-    Args:
-        model: the user's module, with values; left as it was.
-        loss: takes the model and a batch, returns the loss, or the loss and its weight.
-        batch: real samples; larger sizes repeat them. Without a common first dimension it is run whole.
-        batch_sizes: samples of a pass, in the order in which they are tried; they must fit into memory.
-        precision: one of `memfit.core.job.PRECISIONS`, or None to leave the model as it is.
-        limit_seconds: about how long all passes may take.
+    Sizes are tried in the order given; those for which no time is left, or which fail where another didn't, are
+    missing. One pass of the first is always made, however long it takes. Sizes above that of the batch repeat its
+    samples; without a common first dimension it is run whole.
     """
     sizes = list(dict.fromkeys(batch_sizes))
-    if not sizes or min(sizes) < 1:
-        raise BadInput(f"batch sizes to measure are 1 or more, but {list(batch_sizes)} was given.")
-    if precision is not None and precision not in PRECISIONS:
-        raise BadInput(f"precision must be one of {', '.join(PRECISIONS)}, but {precision!r} was given.")
     found: list[Measurement] = []
     with untouched(model, loss):
         passes = _Passes(model, loss, precision)
@@ -111,19 +100,10 @@ def time_passes(
 ) -> list[float | None]:
     """Seconds of the forward and backward passes of one update, as each of several settings runs them.
 
-    None for those for which there was no time.
-
-    Args:
-        model: the user's module, with values; left as it was.
-        loss: takes the model and a batch, returns the loss, or the loss and its weight.
-        batch: real samples.
-        plans: settings to try; what they say of the optimizer is left out.
-        batch_size: samples of an update, where that isn't the size of `batch`.
-        limit_seconds: about how long all of it may take; the first is run however long that takes.
+    None for those for which there was no time; the first is run however long that takes. What settings say of the
+    optimizer is left out. `batch_size` is that of an update, where it isn't the size of `batch`.
     """
-    if not plans:
-        return []
-    given = batch if batch_size is None else _resized(batch, batch_size)
+    whole = batch if batch_size is None else _resized(batch, batch_size)
     with untouched(model, loss):
         wait = _Passes(model, loss, None).wait
 
@@ -131,7 +111,7 @@ def time_passes(
             with Fitted(settings, model) as fitted:
                 wait()
                 begun = time.perf_counter()
-                fitted.accumulate(loss, given)
+                fitted.accumulate(loss, whole)
                 wait()
                 seconds = time.perf_counter() - begun
                 model.zero_grad(set_to_none=True)
@@ -148,11 +128,6 @@ def race(runners: Iterable[Settings], run: Callable[[Settings], float], end: flo
     They take turns, there and back again, so that what else the machine does meanwhile hits all alike, and are compared
     within a turn: a machine has faster moments, and the least time of a few goes to whoever met one. Those that are
     clearly slower drop out, which leaves the time to those that are close.
-
-    Args:
-        runners: the settings; equal ones run once.
-        run: runs one of them and says how many seconds that took.
-        end: on `time.perf_counter`.
     """
     times: dict[Settings, list[float]] = {}
     for runner in runners:
@@ -215,10 +190,9 @@ class _Passes:
         # The first pass is a warm-up, unless it takes so long that nothing else counts.
         if left > 1.5 * step:
             times = [self._run(batch)]
-            step = sum(times[0])
             left = share_seconds - (time.perf_counter() - begun)
             # One more is run with hooks, in the forward pass only.
-            repeats = min(_MAX_REPEATS, int((left - times[0][0]) / max(step, 1e-6)))
+            repeats = min(_MAX_REPEATS, int((left - times[0][0]) / max(sum(times[0]), 1e-6)))
             times += [self._run(batch) for _ in range(repeats)]
         forward = statistics.median(time for time, _ in times)
         backward = statistics.median(time for _, time in times)
@@ -244,9 +218,8 @@ class _Passes:
         autocast = nullcontext() if self._autocast_dtype is None else torch.autocast(kind, dtype=self._autocast_dtype)
         with autocast, explained("forward"):
             value = self._loss(self._model, batch)
-        value = value[0] if isinstance(value, tuple | list) and len(value) == 2 else value
-        check_loss(value)
-        loss: torch.Tensor = value
+        loss: torch.Tensor = value[0] if isinstance(value, tuple | list) and len(value) == 2 else value
+        check_loss(loss)
         return loss
 
     def _own(self, batch: Any) -> Any:
@@ -311,29 +284,25 @@ def rates() -> tuple[float, float]:
     return 2 * _MATRIX**3 / multiply, 2 * _COPY_BYTES / copy
 
 
-def _fastest(work: Callable[[], Any], seconds: float) -> float:
+def _fastest(work: Callable[[], Any], seconds: float, most: float = math.inf) -> float:
     """Of runs for so many seconds, one to warm up and two at least, the one that nothing else disturbed."""
     work()
     times: list[float] = []
-    while sum(times) < seconds or len(times) < 2:
+    while len(times) < 2 or (sum(times) < seconds and len(times) < most):
         begun = time.perf_counter()
         work()
         times.append(time.perf_counter() - begun)
     return min(times)
 
 
-def update_seconds(optimizer: Any, model: torch.nn.Module) -> dict[OptimizerKernels, float]:
+def update_seconds(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[OptimizerKernels, float]:
     """Seconds of one update of the model's trained parameters by each kind of kernels that the optimizer has.
 
-    Measured with optimizers of the same class and settings over tensors of their own: many small ones give the cost of
-    a tensor, few large ones that of a byte. Empty where such an optimizer can't be made, or needs a closure.
-
-    Args:
-        optimizer: an instance, a callable that takes parameters, or None. Neither stepped nor changed.
-        model: whose parameters it updates. Not touched either.
+    By copies over tensors of their own: many small ones give the cost of a tensor, few large ones that of a byte. Empty
+    where the optimizer can't be copied, or needs a closure.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if optimizer is None or not trained or isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+    if not trained or isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         return {}
     first = max(trained, key=lambda parameter: parameter.numel())
     total_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
@@ -351,49 +320,39 @@ def update_seconds(optimizer: Any, model: torch.nn.Module) -> dict[OptimizerKern
     return found if OptimizerKernels.KEEP in found else {}
 
 
-def _time_update(optimizer: Any, kernels: OptimizerKernels, like: torch.Tensor, number: int, elements: int) -> float:
+def _time_update(
+    optimizer: torch.optim.Optimizer, kernels: OptimizerKernels, like: torch.Tensor, number: int, elements: int
+) -> float:
     device = torch.device("cpu") if like.is_meta else like.device
-    parameters = [
-        torch.nn.Parameter(torch.ones(elements, dtype=like.dtype, device=device) * 0.5) for _ in range(number)
-    ]
     with torch.inference_mode(False):
-        made = _made_like(optimizer, kernels, parameters)
-        times: list[float] = []
-        while len(times) < 2 or (len(times) < _MAX_UPDATES and sum(times) < _UPDATE_SECONDS):
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.full_like(parameter, 0.01)
+        parameters = [
+            torch.nn.Parameter(torch.full((elements,), 0.5, dtype=like.dtype, device=device)) for _ in range(number)
+        ]
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 0.01)
+        scratch = _with_kernels(optimizer, kernels, parameters)
+
+        def update() -> None:
+            scratch.step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            begun = time.perf_counter()
-            made.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - begun)
-    # The first one makes the state; of the others, the one that nothing else disturbed.
-    return min(times[1:])
+
+        # The first one makes the state.
+        return _fastest(update, _UPDATE_SECONDS, _MAX_UPDATES)
 
 
-def _made_like(
-    optimizer: Any, kernels: OptimizerKernels, parameters: list[torch.nn.Parameter]
+def _with_kernels(
+    optimizer: torch.optim.Optimizer, kernels: OptimizerKernels, parameters: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimizer with the same settings over other parameters."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        made: torch.optim.Optimizer = optimizer(parameters)
-        if kernels is OptimizerKernels.KEEP:
-            return made
-        optimizer = made
-    kind = type(optimizer)
-    accepted = inspect.signature(kind.__init__).parameters
-    # The groups' settings win: schedulers and users change those.
-    settings = {**optimizer.defaults, **optimizer.param_groups[0]}
-    settings = {name: value for name, value in settings.items() if name in accepted and name != "params"}
-    if kernels is not OptimizerKernels.KEEP:
-        if "fused" not in accepted and kernels is OptimizerKernels.FUSED:
-            raise BadInput(f"{kind.__name__} has no fused kernels.")
-        changes = {"foreach": False, "fused": True if kernels is OptimizerKernels.FUSED else None}
-        settings.update({name: value for name, value in changes.items() if name in accepted})
-        if kernels is OptimizerKernels.FUSED:
-            settings.pop("foreach", None)
-    alike: torch.optim.Optimizer = kind(parameters, **settings)
-    return alike
+    """An optimizer with the same settings over other parameters; fails where it has no such kernels."""
+    scratch = scratch_copy(optimizer, parameters)
+    (group,) = scratch.param_groups
+    changes: dict[str, bool | None] = {}
+    if kernels is OptimizerKernels.FUSED:
+        changes = {"foreach": None, "fused": True}
+    elif kernels is OptimizerKernels.SINGLE:
+        changes = {"foreach": False, "fused": None}
+    if changes.get("fused") and "fused" not in group:
+        raise BadInput(f"{type(optimizer).__name__} has no fused kernels.")
+    group.update({name: value for name, value in changes.items() if name in group})
+    return scratch

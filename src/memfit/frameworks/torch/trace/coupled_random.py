@@ -21,13 +21,7 @@ _BY_SIZE = frozenset({"rand", "randn", "randint", "normal"})
 
 
 class CoupledRandom(internals.TorchDispatchMode):
-    """Draws for all samples, gives out the rows of a part.
-
-    Args:
-        start: first sample of the part.
-        stop: the sample after its last one.
-        num_samples: of the whole.
-    """
+    """Draws for all samples, gives out the rows of a part: those from `start` up to, not including, `stop`."""
 
     def __init__(self, start: int, stop: int, num_samples: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,7 +81,10 @@ class CoupledRandom(internals.TorchDispatchMode):
 
     def _seeded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Each draw has a seed of its own: however many numbers it takes, the next one is the same."""
-        generator = _generator(args, kwargs)
+        device = args[0].device if isinstance(args[0], torch.Tensor) else torch.device(kwargs.get("device") or "cpu")
+        on_cuda = device.type == "cuda"
+        # `torch.manual_seed` would do, but imports the compiler.
+        generator = torch.cuda.default_generators[device.index or 0] if on_cuda else torch.default_generator
         kept = generator.get_state()
         self._num_draws += 1
         generator.manual_seed(self._num_draws)
@@ -97,15 +94,6 @@ class CoupledRandom(internals.TorchDispatchMode):
             return func(*(None if isinstance(arg, torch.Generator) else arg for arg in args), **kwargs)
         finally:
             generator.set_state(kept)
-
-
-def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
-    """The one that the operator draws from. `torch.manual_seed` would do, but imports the compiler."""
-    device = args[0].device if isinstance(args[0], torch.Tensor) else torch.device(kwargs.get("device") or "cpu")
-    if device.type == "cuda":
-        found: torch.Generator = torch.cuda.default_generators[device.index or 0]
-        return found
-    return torch.default_generator
 
 
 def _first_rows(drawn: Any, start: int, stop: int) -> Any:

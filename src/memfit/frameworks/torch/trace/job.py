@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from memfit.core.device import Device
-from memfit.core.errors import BadBatch, BadModel, BadOptimizer, StepFailed
+from memfit.core.errors import BadBatch, BadModel, StepFailed
 from memfit.core.estimate import Note
 from memfit.core.job import Job
 from memfit.core.settings import Settings
@@ -27,35 +27,24 @@ def own_gpu() -> tuple[str, int, tuple[int, int]] | None:
     return properties.name, properties.total_memory, (properties.major, properties.minor)
 
 
-def fit(settings: Settings, model: torch.nn.Module, optimizer: Any) -> Any:
-    """Model and optimizer, run as settings say."""
-    from memfit.frameworks.torch.apply.fitted import Fitted
-    from memfit.frameworks.torch.trace.trace import check_parameters
-
-    if not isinstance(model, torch.nn.Module):
-        raise BadModel(f"a plan is applied to a torch.nn.Module, but {type(model).__name__} was given.")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        check_parameters(optimizer, list(model.parameters()))
-    wanted = (settings.kernels.value, settings.state.value, settings.step_in_backward) != ("keep", "keep", False)
-    if optimizer is None and wanted:
-        raise BadOptimizer("the plan changes the optimizer, but there is no optimizer. Call apply(model, optimizer).")
-    return Fitted(settings, model, optimizer)
-
-
 class OpenJob:
-    """A job whose model is at hand.
-
-    Args:
-        job: what to trace.
-        device: where it will run.
-        batch_size: replaces the first dimension of the job's batch.
-    """
+    """A job whose model is at hand, on a device; `batch_size` replaces the first dimension of the job's batch."""
 
     def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
         self.job = job
         self.loss = as_loss(job.loss)
         self.device = device
-        self.model = _open_model(job.model)
+        model = job.model
+        if not isinstance(model, torch.nn.Module):
+            if not callable(model):
+                raise BadModel(
+                    "model must be a torch.nn.Module or a function that builds one, but "
+                    f"{type(model).__name__} was given."
+                )
+            with undisturbed():
+                model = build_without_weights(model)
+        check_model(model)
+        self.model: torch.nn.Module = model
         if batch_size is not None and batch_size < 1:
             raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
         self.name = job.name or type(self.model).__name__
@@ -108,17 +97,12 @@ class OpenJob:
         )
 
     def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
-        """The trace at `batch_size`, or with the batch as it was given when None.
-
-        Args:
-            batch_size: samples of one update.
-            settings: how the step is run; None: as it is.
-        """
+        """The trace at `batch_size`, or with the batch as it was given when None, as `settings` run the step."""
         step = self.step(batch_size, settings)
         try:
-            found = trace(step, self.device)
-            self.gives_weight = found.gives_weight
-            return found
+            traced = trace(step, self.device)
+            self.gives_weight = traced.gives_weight
+            return traced
         except StepFailed as failure:
             sizes = sorted({t.shape[0] for t in tensors_in(step.batch) if t.dim()})
             if len(sizes) > 1:
@@ -128,16 +112,3 @@ class OpenJob:
                     "Where that is the number of samples, give tensors with the same number."
                 ) from failure
             raise
-
-
-def _open_model(model: Any) -> torch.nn.Module:
-    if not isinstance(model, torch.nn.Module):
-        if not callable(model):
-            raise BadModel(
-                f"model must be a torch.nn.Module or a function that builds one, but {type(model).__name__} was given."
-            )
-        with undisturbed():
-            model = build_without_weights(model)
-    module: torch.nn.Module = model
-    check_model(module)
-    return module

@@ -1,7 +1,6 @@
 """Hypotheses about how a loss adds up, what each predicts from two parts, and batches that set them apart."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +33,7 @@ class Loss:
     Args:
         value: the loss.
         weight: what it weighs, where the loss function says so.
-        rounding: relative error that must be expected.
-        floor: absolute error that must be expected.
+        rounding: relative error that must be expected; `floor` is the absolute one.
         precision: distance to the next number of the loss's type.
     """
 
@@ -68,16 +66,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The loss of some samples, at once and in two parts.
-
-    Args:
-        batch: the samples.
-        cut: how many of them are in the first part.
-        num_samples: how many there are.
-        first: loss of the first part.
-        second: loss of the second part.
-        whole: loss of both at once.
-    """
+    """The loss of some samples, at once and in two parts, of which the first has `cut` samples."""
 
     batch: Any
     cut: int
@@ -97,21 +86,10 @@ class Observation:
         sizes = [abs(loss.value) for loss in (self.first, self.second, self.whole) if math.isfinite(loss.value)]
         return max(self.whole.floor, self.whole.rounding * max(sizes))
 
-    @property
-    def difference(self) -> float:
-        """The loss less the mean over samples of its parts, relative to the loss."""
-        mean = (self.cut * self.first.value + (self.num_samples - self.cut) * self.second.value) / self.num_samples
-        return abs(self.whole.value - mean) / max(abs(self.whole.value), 1e-30)
-
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """A hypothesis.
-
-    Args:
-        weighting: how losses would add up.
-        can_be_tested: whether a changed batch would tell it from a mean over samples.
-    """
+    """A hypothesis; `can_be_tested`: whether a changed batch would tell it from a mean over samples."""
 
     weighting: Weighting
     can_be_tested: bool = False
@@ -169,8 +147,9 @@ class Weighing:
             case "samples":
                 return float(observation.cut), float(observation.num_samples - observation.cut)
             case "count":
-                counts = _counts(observation.batch, self.weighting)
-                return float(counts[: observation.cut].sum()), float(counts[observation.cut :].sum())
+                tensor, skipped = tensor_at(observation.batch, self.weighting.tensor), self.weighting.skipped
+                counted = (tensor[:, skipped:] if skipped else tensor) != self.weighting.ignored
+                return float(counted[: observation.cut].sum()), float(counted[observation.cut :].sum())
         weights = observation.first.weight, observation.second.weight
         return None if None in weights or not observation.whole.weight else weights  # type: ignore[return-value]
 
@@ -179,21 +158,21 @@ def all_weighings(observation: Observation) -> list[Weighing]:
     """Every hypothesis for that batch, the plainest first."""
     if observation.whole.weight is not None:
         return [Weighing(Weighting("given"))]
-    return [Weighing(Weighting("samples")), Weighing(Weighting("sum")), *_count_weighings(observation)]
-
-
-def _count_weighings(observation: Observation) -> Iterator[Weighing]:
+    weighings = [Weighing(Weighting("samples")), Weighing(Weighting("sum"))]
     for place, tensor in places(observation.batch):
-        if not tensor.dim() or tensor.dtype.is_complex:
-            continue
-        for ignored in _ignored_values(tensor):
-            has_positions = tensor.dim() > 1 and tensor.shape[1] > 2
-            for skipped in (0, 1) if has_positions else (0,):
-                yield Weighing(Weighting("count", place, ignored, skipped), has_positions)
+        has_positions = tensor.dim() > 1 and tensor.shape[1] > 2
+        weighings += [
+            Weighing(Weighting("count", place, ignored, skipped), has_positions)
+            for ignored in _ignored_values(tensor)
+            for skipped in ((0, 1) if has_positions else (0,))
+        ]
+    return weighings
 
 
 def _ignored_values(tensor: torch.Tensor) -> list[int]:
     """Values of a tensor that a loss may leave out; none for measurements."""
+    if not tensor.dim() or tensor.dtype.is_complex:
+        return []
     if tensor.is_floating_point():
         return [0] if _is_mask(tensor) else []
     if tensor.dtype is torch.bool:
@@ -203,13 +182,6 @@ def _ignored_values(tensor: torch.Tensor) -> list[int]:
     own = [int(flat[-1]), int(flat.mode().values), int(flat.min()), int(flat.max())]
     bounds = torch.iinfo(tensor.dtype)
     return [value for value in dict.fromkeys((*_IGNORED, *own)) if bounds.min <= value <= bounds.max]
-
-
-def _counts(batch: Any, weighting: Weighting) -> torch.Tensor:
-    """How many elements of each sample count."""
-    tensor = tensor_at(batch, weighting.tensor)
-    counted = (tensor[:, weighting.skipped :] if weighting.skipped else tensor) != weighting.ignored
-    return counted.flatten(1).sum(1) if counted.dim() > 1 else counted.long()
 
 
 def shortened(batch: Any, place: str, ignored: int) -> Any:

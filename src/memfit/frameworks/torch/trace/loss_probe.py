@@ -62,30 +62,18 @@ UNKNOWN_LISTS = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the probe found.
+    """How the losses of parts add up, None where they don't, and how that is known, or why it isn't, in a sentence.
 
-    Args:
-        weighting: how the losses of parts add up; None where they don't.
-        reason: how that is known, or why it isn't, in one sentence.
-        origin: measured where the loss was run, assumed otherwise.
-        difference: where `weighting` is None, the difference between the loss and the mean of its parts, relative to
-            the loss: how approximate micro-batches would be.
+    The origin is measured where the loss was run, assumed otherwise.
     """
 
     weighting: Weighting | None
     reason: str
     origin: Origin
-    difference: float = 0.0
 
 
 def find_weighting(model: torch.nn.Module, loss: Callable[[Any, Any], Any], batch: Any) -> Found:
-    """How the loss of a batch is made of the losses of its parts.
-
-    Args:
-        model: the user's module, with values; left as it was.
-        loss: takes the model and a batch, returns the loss.
-        batch: any nesting of tensors; at most 8 of its samples are used.
-    """
+    """How the loss of a batch is made of the losses of its parts, by at most 8 samples; the model is left as it was."""
     obstacle = _obstacle(model, batch)
     if obstacle:
         found = _assumed(obstacle)
@@ -150,13 +138,7 @@ class _Failed(Exception):
 
 
 class _Probe:
-    """Runs the loss on parts and asks which hypotheses survive.
-
-    Args:
-        model: the module, as it is to be run.
-        loss: the user's function.
-        batch: the few samples to run it on.
-    """
+    """Runs the loss on parts of a few samples and asks which hypotheses survive."""
 
     def __init__(self, model: torch.nn.Module, loss: Callable[[Any, Any], Any], batch: Any) -> None:
         self._model = model
@@ -219,16 +201,6 @@ class _Probe:
         )
 
     def _evaluate(self, batch: Any, start: int, stop: int) -> Loss:
-        try:
-            return self._evaluate_once(batch, start, stop)
-        except _Failed:
-            if self._needs_gradients:
-                raise
-        # Losses with a gradient penalty differentiate on their way.
-        self._needs_gradients = True
-        return self._evaluate_once(batch, start, stop)
-
-    def _evaluate_once(self, batch: Any, start: int, stop: int) -> Loss:
         num_samples = common_first_dimension(batch) or 0
         # Losses may change what they are given.
         part = map_tensors(part_of(batch, start, stop), lambda tensor: tensor.detach().clone())
@@ -241,12 +213,18 @@ class _Probe:
             except Exception as error:
                 text = " ".join(str(error).split())[:200]
                 number = "" if start == 0 and stop == num_samples else f" on a part of {stop - start} samples"
-                raise _Failed(f"the loss can't be computed{number} ({type(error).__name__}: {text})") from None
-        self._checks_indices &= mode.checks_indices
-        found = Loss.read(result, mode.narrowest)
-        if found is None:
-            raise _Failed(f"the loss function returned {type(result).__name__}, not a scalar tensor")
-        return found
+                failure, value = f"the loss can't be computed{number} ({type(error).__name__}: {text})", None
+            else:
+                self._checks_indices &= mode.checks_indices
+                value = Loss.read(result, mode.narrowest)
+                failure = f"the loss function returned {type(result).__name__}, not a scalar tensor"
+        if value is not None:
+            return value
+        if self._needs_gradients:
+            raise _Failed(failure)
+        # Losses with a gradient penalty differentiate on their way.
+        self._needs_gradients = True
+        return self._evaluate(batch, start, stop)
 
     def _try(self, batch: Any, cut: int, whole: Loss | None = None) -> Observation | None:
         """A further observation; None where the loss can't be run on that or isn't finite."""
@@ -333,7 +311,7 @@ class _Probe:
                 "are compared with each other (in-batch negatives, contrastive losses), weighed by their classes, or "
                 f"normalised as a whole. {_WHAT_TO_DO}"
             )
-        return Found(None, text, Origin.MEASURED, observation.difference)
+        return Found(None, text, Origin.MEASURED)
 
     def _is_random(self, observation: Observation) -> bool:
         """Whether the same samples have another loss with other seeds, though coupled draws stay the same."""

@@ -57,8 +57,7 @@ def named_job(target: str, optimizer: str, sequence_length: int | None, image_si
 
 def _import(package: str) -> Any:
     try:
-        if package in ("timm", "torchvision", "transformers"):
-            define_missing_operators()
+        define_missing_operators()
         return importlib.import_module(package)
     except ImportError as error:
         raise MissingDependency(
@@ -90,12 +89,7 @@ def _timm(name: str, image_size: int | None) -> Job:
                 raise
             return timm.create_model(name)
 
-    return Job(
-        model=build,
-        loss=_classification_loss,
-        batch=lambda n: _images(n, size),
-        name=f"{size} x {size} pixels",
-    )
+    return _classifier(build, size)
 
 
 def _torchvision(name: str, image_size: int | None) -> Job:
@@ -103,25 +97,24 @@ def _torchvision(name: str, image_size: int | None) -> Job:
     if name not in models.list_models(module=models):
         raise BadTarget(f"torchvision has no classifier {name!r}.{_nearest(name, models.list_models(module=models))}")
     size = image_size or (299 if name == "inception_v3" else 224)
-    return Job(
-        model=lambda: models.get_model(name, weights=None),
-        loss=_classification_loss,
-        batch=lambda n: _images(n, size),
-        name=f"{size} x {size} pixels",
-    )
+    return _classifier(lambda: models.get_model(name, weights=None), size)
 
 
-def _images(count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    images = torch.empty(count, 3, size, size, device="meta")
-    return images, torch.empty(count, dtype=torch.int64, device="meta")
+def _classifier(build: Callable[[], Any], size: int) -> Job:
+    """The job of a classifier of images."""
 
+    def images(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pixels = torch.empty(count, 3, size, size, device="meta")
+        return pixels, torch.empty(count, dtype=torch.int64, device="meta")
 
-def _classification_loss(model: Any, batch: Any) -> torch.Tensor:
-    images, labels = batch
-    output = model(images)
-    output = getattr(output, "logits", output)
-    output = output[0] if isinstance(output, list | tuple) else output
-    return torch.nn.functional.cross_entropy(output, labels)
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        pixels, labels = batch
+        output = model(pixels)
+        output = getattr(output, "logits", output)
+        output = output[0] if isinstance(output, list | tuple) else output
+        return torch.nn.functional.cross_entropy(output, labels)
+
+    return Job(model=build, loss=loss, batch=images, name=f"{size} x {size} pixels")
 
 
 def _hugging_face(name: str, sequence_length: int | None, image_size: int | None) -> Job:
@@ -157,25 +150,20 @@ def _is_contrastive(model_class: Any) -> bool:
 
 def _hugging_face_class(transformers: Any, name: str) -> tuple[Any, Any]:
     """(model class, configuration) of a class name, a model of the Hub, a model type, or a configuration file."""
-    model_class = getattr(transformers, name, None)
-    if model_class is not None and getattr(model_class, "config_class", None) is not None:
+    model_class: Any = getattr(transformers, name, None)
+    if getattr(model_class, "config_class", None) is not None:
         config = model_class.config_class()
-        _complete(config)
-        return model_class, config
+    else:
+        model_class = None
+        try:
+            if os.path.exists(name):
+                config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+            else:
+                config = hub_config(transformers, name)
+        except (OSError, ValueError, KeyError) as error:
+            raise BadTarget(f"{name} is not a configuration that transformers can read: {error}") from None
     try:
-        if os.path.exists(name):
-            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        else:
-            config = hub_config(transformers, name)
-    except (OSError, ValueError, KeyError) as error:
-        raise BadTarget(f"{name} is not a configuration that transformers can read: {error}") from None
-    if config is not None:
-        _complete(config)
-        architectures = getattr(config, "architectures", None) or []
-        chosen = next((getattr(transformers, a) for a in architectures if hasattr(transformers, a)), None)
-        return chosen or _usual_class(transformers, config), config
-    try:
-        config = transformers.AutoConfig.for_model(name)
+        config = config or transformers.AutoConfig.for_model(name)
     except ValueError:
         classes = (n for n in dir(transformers) if "For" in n or n.endswith(("Model", "LM")))
         raise BadTarget(
@@ -184,16 +172,14 @@ def _hugging_face_class(transformers: Any, name: str) -> tuple[Any, Any]:
             "downloaded: for another model of the Hub give the path of its config.json."
             f"{_nearest(name, [*hub_names(), *transformers.CONFIG_MAPPING.keys(), *classes])}"
         ) from None
-    _complete(config)
-    return _usual_class(transformers, config), config
-
-
-def _complete(config: Any) -> None:
-    """Fills in the tokens that a default configuration leaves to the pretrained one; memory doesn't depend on them."""
     if config.is_encoder_decoder:
-        for name in ("pad_token_id", "decoder_start_token_id"):
-            if getattr(config, name, None) is None:
-                setattr(config, name, 0)
+        # Tokens that a default configuration leaves to the pretrained one; memory doesn't depend on them.
+        for token in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(config, token, None) is None:
+                setattr(config, token, 0)
+    architectures = getattr(config, "architectures", None) or []
+    named = next((getattr(transformers, a) for a in architectures if hasattr(transformers, a)), None)
+    return model_class or named or _usual_class(transformers, config), config
 
 
 def _usual_class(transformers: Any, config: Any) -> Any:

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from memfit.frameworks.torch.trace.work import FeatureWatch, features_of
 
 
 def profile(step: Step, device: Device) -> Profile:
-    """Runs `step` on a simulated `device` and says what the planner has to know about it."""
+    """Runs a training step on a simulated `device` and says what the planner has to know about it."""
     try:
         watched = _WatchedTracer(step, device)
         timeline = watched.run().timeline
@@ -41,17 +41,16 @@ def profile(step: Step, device: Device) -> Profile:
         timeline = watched.run().timeline
     watch = watched.watch
     units: tuple[Unit, ...] = ()
-    if step.training and watched.hooks:
+    if watched.hooks:
         ends = _ends_without_saving(step, device, timeline, watch)
         if watch.sees_objects:
             # A list that grows after a call would give the call another input when it is computed again.
             holding = _HoldingTracer(step, device)
-            completed = holding.run_forward()
-            for number, kind in holding.changed.items() if completed else ():
+            for number, kind in holding.changed.items() if holding.run_forward() else ():
                 if number < len(watch.calls) and not watch.calls[number].refused:
                     watch.calls[number].refused = profile_calls.ARGUMENT_CHANGED_LATER.format(kind=kind)
         if ends is not None:
-            units = units_of(timeline, watch, ends, watched.recorder)
+            units = _units(timeline, watch, ends, watched.recorder)
     parameters = list(step.model.parameters())
     return Profile(
         timeline=timeline,
@@ -84,12 +83,6 @@ class _WatchedTracer(_Tracer):
         self.features = self.watch.features.found | features_of(self.step.model, optimizer)
         if before != _versions(self.step.model):
             self.features.add("changing-buffers")
-        return segments
-
-    def _infer(self, batch: Any) -> list[tuple[int, int]]:
-        with self.watch.watching(self.step.model, hooks=False):
-            segments = super()._infer(batch)
-        self.features = self.watch.features.found | features_of(self.step.model, None)
         return segments
 
 
@@ -161,14 +154,15 @@ class _ForwardTracer(_Tracer):
 class _HoldingTracer(_ForwardTracer):
     """Runs the forward pass and keeps every object that a module is given, to see whether it changes."""
 
-    @contextmanager
-    def _around(self) -> Iterator[None]:
+    def __init__(self, step: Step, device: Device) -> None:
+        super().__init__(step, device)
         self.changed: dict[int, str] = {}
         self._watch = CallWatch(self.recorder, self.origin, self.simulation.operators, FeatureWatch(self.recorder))
         self._watch.objects = []
+
+    def _around(self) -> AbstractContextManager[None]:
         self._watch.begin()
-        with self._watch.watching(self.step.model, hooks=False):
-            yield
+        return self._watch.watching(self.step.model, hooks=False)
 
     def _over(self) -> None:
         changes = ((number, profile_calls.changed_object(before)) for number, before in self._watch.objects or ())
@@ -201,7 +195,7 @@ def _ends_without_saving(step: Step, device: Device, timeline: Timeline, watch: 
 _GIVEN = (Category.PARAMETER, Category.BUFFER, Category.BATCH)
 
 
-def units_of(timeline: Timeline, watch: CallWatch, ends: dict[int, int], recorder: Recorder) -> tuple[Unit, ...]:
+def _units(timeline: Timeline, watch: CallWatch, ends: dict[int, int], recorder: Recorder) -> tuple[Unit, ...]:
     """Every module that was called; `ends` are the ticks at which blocks would end if autograd saved nothing."""
     accounts = _Accounts(timeline, watch, ends, recorder)
     calls: dict[int, list[tuple[ModuleCall, Call]]] = defaultdict(list)
@@ -230,6 +224,7 @@ class _Accounts:
         self._ends = ends
         self._permanent = recorder.permanent
         self._by_block: dict[int, list[Save]] = defaultdict(list)
+        # Of each call, with those inside of it.
         self._inside: list[list[Save]] = [[] for _ in watch.calls]
         self._backward: list[list[tuple[int, int]]] = [[] for _ in watch.calls]
         for save in watch.saves:
@@ -306,12 +301,12 @@ class _Accounts:
         for save in saves:
             if save.unpacked is not None:
                 first_use[save.block] = min(save.unpacked - 1, first_use.get(save.block, save.unpacked))
-        found = []
+        drops = []
         for block, end in sorted(first_use.items()):
             start = self._needed_outside(block, seen)
             if self._blocks[block].category not in _GIVEN and start < end and start <= self._watch.backward:
-                found.append(Drop(block, int(start), end))
-        return tuple(found)
+                drops.append(Drop(block, int(start), end))
+        return tuple(drops)
 
     def _inputs(self, seen: ModuleCall, last: int) -> tuple[tuple[Drop, ...], tuple[Drop, ...]]:
         """(inputs where they would have ended in the plain step, inputs where only autograd holds them there)."""

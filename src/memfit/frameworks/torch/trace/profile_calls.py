@@ -6,12 +6,12 @@ the hook returns, when it is let go. The stack of module calls at the first of t
 """
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
@@ -86,12 +86,8 @@ def after_call(module: torch.nn.Module, before: Before, out: Any) -> str:
 
 def _generators() -> int:
     """A mark of the generators that PyTorch doesn't put back."""
-    numpy = sys.modules.get("numpy")
-    drawn: tuple[Any, ...] = ()
-    if numpy is not None:
-        _, keys, position, *_ = numpy.random.get_state()
-        drawn = (keys.tobytes(), position)
-    return hash((random.getstate(), drawn))
+    state: Any = numpy.random.get_state()
+    return hash((random.getstate(), state[1].tobytes(), state[2]))
 
 
 def changed_object(before: Before) -> str:
@@ -168,9 +164,7 @@ class ModuleCall:
     Args:
         parent: number of the call around it, or `OUTSIDE`.
         last: number of the last call inside of it, its own where there is none.
-        ticks: at its beginning and at its end.
-        blocks: first block of its own, and the first after it.
-        operations: the same of operators.
+        ticks: at its beginning and at its end; `blocks` and `operations` likewise, the first and the one after.
         inputs: blocks of the tensors that it was given.
         refused: why it can't be computed again, or "".
         backward: first and last tick of an operator of its backward pass, without those of calls inside of it.
@@ -212,9 +206,8 @@ class CallWatch:
     calls: list[ModuleCall] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     log: WorkLog = field(default_factory=WorkLog)
-    forward: int = 0
-    """Tick at which the forward pass begins."""
     backward: int = 0
+    """Tick at which the backward pass begins."""
     end_of_backward: int = 0
     sees_objects: bool = False
     """Whether a call was given something that can change: a list, a cache."""
@@ -265,9 +258,7 @@ class CallWatch:
         if self._over:
             return
         tick = self.recorder.tick
-        if not self._seen:
-            self.forward = tick
-        elif len(self._seen) == 1:
+        if len(self._seen) == 1:
             self.backward = tick
             self._refuse_changed_later()
         elif len(self._seen) == 2:
@@ -282,17 +273,16 @@ class CallWatch:
             return plain(module, *args, **kwargs)
         with internals.disable_torch_function():
             given = [self._block(tensor) for tensor in tensors_in((args, kwargs))]
-        number, tick, block, operation = self._now()
-        parent = self._stack[-1] if self._stack else OUTSIDE
+        number, parent = len(self.calls), self._innermost
         refused = ""
         if is_compiled(module) or (parent != OUTSIDE and self.calls[parent].refused == COMPILED):
             refused = COMPILED
         elif not torch.is_grad_enabled():
             refused = NO_GRADIENTS
         inputs = frozenset(block for block in given if block is not None)
-        record = ModuleCall(
-            module, path, number, parent, number, (tick, tick), (block, block), (operation,) * 2, inputs, refused
-        )
+        begun = self._now()
+        ticks, blocks, operations = zip(begun, begun, strict=True)
+        record = ModuleCall(module, path, number, parent, number, ticks, blocks, operations, inputs, refused)
         self.calls.append(record)
         before = before_call(module, args, kwargs)
         self.sees_objects = self.sees_objects or bool(before.held)
@@ -303,11 +293,8 @@ class CallWatch:
             out = plain(module, *args, **kwargs)
         finally:
             self._stack.pop()
-        following, tick, block, operation = self._now()
-        record.last = following - 1
-        record.ticks = (record.ticks[0], tick)
-        record.blocks = (record.blocks[0], block)
-        record.operations = (record.operations[0], operation)
+        record.last = len(self.calls) - 1
+        record.ticks, record.blocks, record.operations = zip(begun, self._now(), strict=True)
         reason = after_call(module, before, out)
         record.refused = record.refused or reason
         # What a call remembers, or a buffer that it changes, keeps those around it from being computed again as well.
@@ -317,8 +304,12 @@ class CallWatch:
                 self.calls[outer].refused = self.calls[outer].refused or reason
         return out
 
-    def _now(self) -> tuple[int, int, int, int]:
-        return len(self.calls), self.recorder.tick, self.recorder.num_blocks, len(self.log.operations)
+    def _now(self) -> tuple[int, int, int]:
+        return self.recorder.tick, self.recorder.num_blocks, len(self.log.operations)
+
+    @property
+    def _innermost(self) -> int:
+        return self._stack[-1] if self._stack else OUTSIDE
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         with internals.disable_torch_function():
@@ -333,9 +324,8 @@ class CallWatch:
             block = self._block(tensor) if self._in_forward else None
         if block is None:
             return kept
-        call = self._stack[-1] if self._stack else OUTSIDE
-        self._call_of_node.setdefault(_sequence(), call)
-        save = Save(block, call, self.recorder.tick)
+        self._call_of_node.setdefault(_sequence(), self._innermost)
+        save = Save(block, self._innermost, self.recorder.tick)
         self.saves.append(save)
         return _Kept(kept, save, self.recorder)
 
@@ -358,7 +348,7 @@ class CallWatch:
         self.log.add(self.origin.module(), phase, func, args, kwargs, out)
         self.features.ran(func, args, out, phase)
         if self._in_forward:
-            self._call_of_node.setdefault(_sequence(), self._stack[-1] if self._stack else OUTSIDE)
+            self._call_of_node.setdefault(_sequence(), self._innermost)
             if behaviour(func) in _WRITING:
                 self._note_writes(func, args, kwargs)
         elif len(self._seen) == 2:
@@ -370,10 +360,11 @@ class CallWatch:
                 self.calls[number].backward = (known[0] if known else tick, tick)
 
     def _note_writes(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        written: list[Any] = []
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+        written = [
+            args[position] if position < len(args) else kwargs.get(argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
         for tensor in tensors(written):
             block = self._block(tensor)
             if block is None:

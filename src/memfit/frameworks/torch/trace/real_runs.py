@@ -33,19 +33,17 @@ def untouched(model: torch.nn.Module, loss: Any = None) -> Iterator[None]:
     gradients = [(p, p.grad) for p in parameters.values()]
     with ExitStack() as stack:
         stack.enter_context(undisturbed())
-        stack.enter_context(_cuda_random_states_kept())
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            stack.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
         # Wherever it is called from: this also switches gradients on.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(_kept([value for value in held if not isinstance(value, torch.nn.Module)]))
         for module in modules:
             stack.enter_context(swapped(module, copies))
-        for parameter, _ in gradients:
+        for parameter, gradient in gradients:
+            stack.callback(setattr, parameter, "grad", gradient)
             parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+        yield
 
 
 class _ValueCopies(ShapeCopies):
@@ -80,8 +78,7 @@ class _ValueCopies(ShapeCopies):
 
     def known(self, tensor: Any) -> torch.Tensor | None:
         """The copy of `tensor` if one was made."""
-        pair = self._twins.get(id(tensor))
-        return pair[1] if pair is not None else None
+        return self._twins.get(id(tensor), (None, None))[1]
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach()
@@ -147,15 +144,3 @@ def _kept(values: list[Any]) -> Iterator[None]:
                 tensor.grad = gradient
             if not tensor.is_meta and not torch.equal(tensor, before):
                 tensor.data.copy_(before)
-
-
-@contextmanager
-def _cuda_random_states_kept() -> Iterator[None]:
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        yield
-        return
-    states = torch.cuda.get_rng_state_all()
-    try:
-        yield
-    finally:
-        torch.cuda.set_rng_state_all(states)

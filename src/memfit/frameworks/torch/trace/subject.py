@@ -8,8 +8,9 @@ import torch
 
 from memfit.core.errors import BadInput, MemfitError
 from memfit.core.profile import Measurement, Profile
-from memfit.core.settings import OptimizerKernels, Settings
+from memfit.core.settings import Settings
 from memfit.frameworks.torch.apply.fitted import check_unfitted
+from memfit.frameworks.torch.apply.micro_batches import split
 from memfit.frameworks.torch.apply.recomputation import without_cache
 from memfit.frameworks.torch.shapes.stand_in import tensors_in
 from memfit.frameworks.torch.shapes.tensor_types import WEIGHTS
@@ -18,19 +19,17 @@ from memfit.frameworks.torch.trace import loss_probe as probe
 from memfit.frameworks.torch.trace.job import OpenJob
 from memfit.frameworks.torch.trace.profile import profile
 
-_LIMIT_SECONDS = 4.0
-
 
 class Subject:
-    """A job that a plan is made for.
-
-    Args:
-        opened: the job, checked.
-    """
+    """An opened job that a plan is made for; see `memfit.core.adapter.ProfiledStep`."""
 
     def __init__(self, opened: OpenJob) -> None:
         check_unfitted(opened.model)
         self._opened = opened
+        self._model = opened.model
+        # What the user gave: of another size than one update's, maybe, or a function.
+        self._batch = opened.job.batch
+        self._tensors = [] if callable(self._batch) else list(tensors_in(self._batch))
         self.batch_size = opened.batch_size
 
     def profile(self, batch_size: int | None, settings: Settings) -> Profile:
@@ -40,17 +39,14 @@ class Subject:
         if not plain and settings.precision:
             step = replace(step, precision=settings.precision, settings=replace(settings, precision=None))
         # Modules that fill a cache can't be computed again; plans that do so switch it off.
-        undo = without_cache(self._opened.model)
+        undo = without_cache(self._model)
         try:
-            found = profile(step, self._opened.device)
+            return replace(profile(step, self._opened.device), batch_size=batch_size)
         finally:
             undo()
-        return replace(found, batch_size=batch_size)
 
     def why_not_split(self) -> str:
         """Why the batch can't be split into micro-batches, with the tensor that stands in the way."""
-        from memfit.frameworks.torch.apply.micro_batches import split
-
         try:
             split(self._opened.batch, 2)
         except BadInput as error:
@@ -59,8 +55,7 @@ class Subject:
 
     def find_weighting(self) -> probe.Found:
         """How the losses of micro-batches add up."""
-        opened = self._opened
-        return probe.find_weighting(opened.model, opened.loss, opened.job.batch)
+        return probe.find_weighting(self._model, self._opened.loss, self._batch)
 
     @property
     def gives_weight(self) -> bool:
@@ -70,10 +65,9 @@ class Subject:
     def check_width(self, precision: str) -> None:
         """Refuses to plan for parameters of another width than those of a model that is there."""
         model = self._opened.job.model
-        if not isinstance(model, torch.nn.Module):
-            return
+        parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
         wanted = WEIGHTS[precision]
-        other = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype is not wanted), None)
+        other = next((p.dtype for p in parameters if p.is_floating_point() and p.dtype is not wanted), None)
         if other is not None:
             name, has = (str(dtype).removeprefix("torch.") for dtype in (wanted, other))
             raise BadInput(
@@ -83,28 +77,22 @@ class Subject:
 
     def place(self) -> str:
         """Where model and batch have values: "cpu", the name of this machine's GPU, or "" where they have none."""
-        opened = self._opened
-        tensors = [*opened.model.parameters(), *opened.model.buffers(), *_tensors(opened.job.batch)]
-        if not tensors or any(tensor.is_meta for tensor in tensors) or callable(opened.job.batch):
+        tensors = [*self._model.parameters(), *self._model.buffers(), *self._tensors]
+        kinds = {"meta" if tensor.is_meta else tensor.device.type for tensor in tensors}
+        if callable(self._batch) or len(kinds) != 1:
             return ""
-        kinds = {tensor.device.type for tensor in tensors}
         if kinds == {"cuda"}:
             return str(torch.cuda.get_device_properties(tensors[0].device).name)
         return "cpu" if kinds == {"cpu"} else ""
 
     def measure(
-        self, sizes: list[int], *, precision: str | None = None, limit_seconds: float = _LIMIT_SECONDS
+        self, sizes: list[int], *, precision: str | None = None, limit_seconds: float = 4.0
     ) -> tuple[Measurement, ...]:
         """Short real passes at some micro-batch sizes, smallest first; none where they fail."""
-        opened = self._opened
+        precision = precision or self._opened.job.precision
         try:
             return calibration.measure(
-                opened.model,
-                opened.loss,
-                opened.job.batch,
-                sizes,
-                precision=precision or opened.job.precision,
-                limit_seconds=limit_seconds,
+                self._model, self._opened.loss, self._batch, sizes, precision, limit_seconds=limit_seconds
             )
         except (MemfitError, RuntimeError):
             # A real step may fail where a simulated one doesn't, for want of memory first of all.
@@ -112,14 +100,13 @@ class Subject:
 
     def time_passes(self, plans: Sequence[Settings], limit_seconds: float) -> list[float | None]:
         """Seconds of all passes of an update as each of these settings runs them; none at all where one fails."""
-        opened = self._opened
         try:
             return calibration.time_passes(
-                opened.model,
-                opened.loss,
-                opened.job.batch,
+                self._model,
+                self._opened.loss,
+                self._batch,
                 plans,
-                batch_size=opened.batch_size,
+                batch_size=self.batch_size,
                 limit_seconds=limit_seconds,
             )
         except (MemfitError, RuntimeError):
@@ -127,11 +114,12 @@ class Subject:
 
     def measure_updates(self) -> dict[str, float]:
         """Seconds of an update by kind of kernels; empty where the optimizer isn't at hand."""
-        optimizer = self._opened.job.optimizer
+        optimizer: Any = self._opened.job.optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             return {}
-        found = calibration.update_seconds(optimizer, self._opened.model)
-        return {str(OptimizerKernels(kind).value): seconds for kind, seconds in found.items()}
+        return {
+            str(kind.value): seconds for kind, seconds in calibration.update_seconds(optimizer, self._model).items()
+        }
 
     def host_rates(self) -> tuple[float, float]:
         """(floating-point operations, bytes moved) per second of this machine's processor, measured."""
@@ -140,9 +128,4 @@ class Subject:
     @property
     def num_samples(self) -> int | None:
         """Samples of the batch that was given, which may be fewer than those of one update."""
-        tensors = [tensor for tensor in _tensors(self._opened.job.batch) if tensor.dim()]
-        return tensors[0].shape[0] if tensors else None
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    return [] if callable(batch) else list(tensors_in(batch))
+        return next((tensor.shape[0] for tensor in self._tensors if tensor.dim()), None)

@@ -4,9 +4,7 @@ One pass through forward, backward and two optimizer steps is enough: the second
 the first only in its optimizer, so its timeline is composed from the record of the first (`Recorder.timeline`).
 """
 
-import copy
 import gc
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from memfit.core.errors import BadOptimizer
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Phase
 from memfit.core.trace import Trace
+from memfit.frameworks.torch.apply.single_updates import empty_copy
 from memfit.frameworks.torch.shapes import failures
 from memfit.frameworks.torch.shapes.failures import explained
 from memfit.frameworks.torch.shapes.origin import OriginTracker
@@ -36,17 +35,10 @@ OPTIMIZER = "(optimizer)"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One training or inference step to trace.
+    """One training step to trace, or, where not `training`, a forward pass without gradients.
 
-    Args:
-        model: the module.
-        loss: takes the model and a batch, returns the loss.
-        batch: any nesting of tensors.
-        optimizer: an instance, a callable on parameters, or None.
-        precision: one of `memfit.core.job.PRECISIONS`, or None to leave the model as it is.
-        training: forward, backward and optimizer; otherwise a forward pass without gradients.
-        set_to_none: gradients are freed before each step (PyTorch's default) rather than zeroed in place.
-        settings: how a training step is run; None: as it is. They say themselves what becomes of gradients.
+    `optimizer` is an instance, a callable on parameters, or None; `precision` None leaves the model as it is. Where
+    `settings` say how the step is run, they also say what becomes of gradients.
     """
 
     model: torch.nn.Module
@@ -312,32 +304,25 @@ def undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-
-
 def optimizer_for(
     optimizer: Any, model: torch.nn.Module, copies: ShapeCopies, parameters: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer | None:
-    """The user's optimizer, with a fresh state, on the shape-only parameters.
+    """The user's optimizer, with a fresh state, on the shape-only parameters of the model, of which `copies` knows.
 
-    Args:
-        optimizer: an instance over the model's parameters, a callable that takes parameters, or None.
-        model: the model, swapped.
-        copies: knows the shape-only copy of each real parameter.
-        parameters: the real parameters of the model.
+    `parameters` are the real ones; the optimizer is an instance over them, a callable that takes parameters, or None.
     """
     if optimizer is None:
         return None
     if isinstance(optimizer, torch.optim.Optimizer):
         check_parameters(optimizer, parameters)
-        return _copied(optimizer, copies, parameters)
+        try:
+            copied: torch.optim.Optimizer = empty_copy(optimizer, {id(p): copies.of(p) for p in parameters})
+        except Exception as error:
+            raise BadOptimizer(
+                f"the optimizer ({type(optimizer).__name__}) can't be copied: {type(error).__name__}: {error}. "
+                "Give a function that takes parameters and makes it instead."
+            ) from error
+        return copied
     if not callable(optimizer):
         raise BadOptimizer(
             f"optimizer must be a torch.optim.Optimizer, a callable that takes parameters, or None, "
@@ -361,40 +346,3 @@ def check_parameters(optimizer: torch.optim.Optimizer, parameters: list[torch.nn
             f"{len(strange)} of the optimizer's {len(held)} parameters are not the model's (shapes {shapes}). "
             "Make the optimizer from the parameters of this model."
         )
-
-
-def _copied(
-    optimizer: torch.optim.Optimizer, copies: ShapeCopies, parameters: list[torch.nn.Parameter]
-) -> torch.optim.Optimizer:
-    memo: dict[int, Any] = {id(p): copies.of(p) for p in parameters}
-    family = _with_wrapped(optimizer)
-    for member in family:
-        # Optimizers tell `copy` of their groups and state only, so each is made empty here and filled below.
-        memo[id(member)] = object.__new__(type(member))
-        memo.setdefault(id(member.state), defaultdict(dict))
-        for name in _HOOKS:
-            hooks = getattr(member, name, None)
-            if hooks is not None:
-                memo[id(hooks)] = OrderedDict()
-    try:
-        for member in family:
-            # A learning-rate scheduler replaces `step` on the instance by one bound to the original.
-            held = {name: value for name, value in vars(member).items() if name != "step"}
-            vars(memo[id(member)]).update(copy.deepcopy(held, memo))
-    except Exception as error:
-        raise BadOptimizer(
-            f"the optimizer ({type(optimizer).__name__}) can't be copied: {type(error).__name__}: {error}. "
-            "Give a function that takes parameters and makes it instead."
-        ) from error
-    clone: torch.optim.Optimizer = memo[id(optimizer)]
-    return clone
-
-
-def _with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizer and those it wraps, however deep."""
-    found = [optimizer]
-    for member in found:
-        for value in vars(member).values():
-            if isinstance(value, torch.optim.Optimizer) and all(value is not known for known in found):
-                found.append(value)
-    return found

@@ -52,10 +52,9 @@ class WorkLog:
         moved_bytes = moved(func, args, kwargs, out)
         if not moved_bytes:
             return
-        name = self._names.get(func)
-        if name is None:
-            name = self._names[func] = func._schema.name.replace("::", ".")
-        dtype = _dtype((*args, *kwargs.values()), out)
+        name = self._names.setdefault(func, func._schema.name.replace("::", "."))
+        floats = (tensor.dtype for tensor in tensors((*args, *kwargs.values(), out)) if tensor.is_floating_point())
+        dtype = str(next(floats, "")).removeprefix("torch.")
         self.operations.append(Work(module, phase, name, flops(func, args, kwargs, out), moved_bytes, dtype))
 
 
@@ -108,14 +107,6 @@ def _accessed(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _dtype(inputs: tuple[Any, ...], out: Any) -> str:
-    for values in (inputs, (out,)):
-        for tensor in tensors(values):
-            if tensor.is_floating_point():
-                return str(tensor.dtype).removeprefix("torch.")
-    return ""
-
-
 def _attention_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
@@ -159,11 +150,7 @@ _CARRYING = {"aten::_to_copy", "aten::clone", "aten::copy", "aten::slice_copy", 
 
 
 class FeatureWatch:
-    """Recognises features by the operators of a step.
-
-    Args:
-        recorder: knows the blocks.
-    """
+    """Recognises features by the operators of a step, whose blocks the recorder knows."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.found: set[str] = set()
@@ -185,7 +172,8 @@ class FeatureWatch:
                 self.found.add("convolution")
             elif name in _DROPOUTS:
                 self.found.add("dropout")
-            elif "batch_norm" in name and _over_the_batch(args):
+            elif "batch_norm" in name and args[0].shape[0] > 1 and any(value is True for value in args[5:6]):
+                # Statistics over samples: those of single images come as one large sample.
                 self.found.add("batch-norm")
             self._follow_products(name, args, out)
 
@@ -212,12 +200,6 @@ class FeatureWatch:
         block = self._recorder.block_of(tensor)
         if block is not None:
             self._products.add(block)
-
-
-def _over_the_batch(args: tuple[Any, ...]) -> bool:
-    """Whether a batch norm computes statistics over samples; those of single images come as one large sample."""
-    tensor = next(tensors(args), None)
-    return tensor is not None and tensor.shape[0] > 1 and any(value is True for value in args[5:6])
 
 
 def features_of(model: torch.nn.Module, optimizer: Any) -> set[str]:

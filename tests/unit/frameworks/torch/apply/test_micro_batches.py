@@ -70,7 +70,6 @@ def test_what_has_no_dimensions_is_in_each_part():
         (torch.tensor(1.0), 2, "no tensor with dimensions"),
         (pack_sequence([torch.ones(3), torch.ones(2)]), 2, r"the tensor at \[1\]"),
         (ROWS, 8, "7 samples can't be split into 8 parts"),
-        (ROWS, 0, "1 part or more, but 0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_named(batch, count, words):

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.core.errors import BadInput
 from memfit.core.settings import OptimizerKernels, Settings
 from memfit.core.timeline import Category, Phase
 from memfit.frameworks.torch.apply.script_settings import ScriptSettings, has_fused_kernel
@@ -148,11 +147,6 @@ def test_a_closure_runs_for_each_micro_batch():
             optimizer.step(closure)
 
     assert calls == [True] * 4
-
-
-def test_what_takes_the_script_s_help_is_refused():
-    with pytest.raises(BadInput, match=r"num_devices can't be changed from outside of a script"):
-        ScriptSettings(Settings(num_devices=2))
 
 
 def test_it_knows_which_optimizers_are_fused():

@@ -151,8 +151,8 @@ def test_groups_follow_a_loaded_checkpoint_and_refuse_strangers():
     [
         (lambda held: torch.optim.LBFGS(held), "LBFGS computes the loss again"),
         (lambda held: Closing(held, lr=0.1), "Closing computes the loss again"),
-        (lambda held: Clipping(held, lr=0.1), "Clipping comes to other values"),
-        (lambda held: CountingOnce(held, lr=0.1), "CountingOnce comes to other values"),
+        (lambda held: Clipping(held, lr=0.1), "Clipping gives different results"),
+        (lambda held: CountingOnce(held, lr=0.1), "CountingOnce gives different results"),
     ],
 )
 def test_optimizers_that_need_all_gradients_are_refused(make, words):

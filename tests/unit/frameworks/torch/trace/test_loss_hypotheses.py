@@ -147,7 +147,7 @@ def test_narrow_types_may_be_off_by_more():
         (Weighting("sum"), "a sum over samples"),
         (Weighting("count", "['labels']"), "a mean over the elements of batch['labels'] that aren't -100"),
         (Weighting("count", "[1]", 0, 1), "batch[1] that aren't 0, its first 1 of each sample left out"),
-        (Weighting("given"), "weighed by what the loss function says"),
+        (Weighting("given"), "a mean weighted by what the loss function returns"),
     ],
 )
 def test_hypotheses_in_words(weighting, text):

@@ -208,12 +208,6 @@ def test_totals():
     assert made.num_parameters - made.num_trainable == 500 * 64
 
 
-def test_a_forward_pass_has_work_but_nothing_to_compute_again():
-    made = profile(step_of("recurrent", training=False), HOST)
-    assert made.units == ()
-    assert made.work
-
-
 def test_code_that_refuses_hooks_is_profiled_without_units():
     def loss(model, batch):
         parameters = dict(model.named_parameters())

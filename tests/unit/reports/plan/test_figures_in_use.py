@@ -7,9 +7,8 @@ from memfit.core import plan as core_plan
 from memfit.core.errors import BadFile
 from memfit.core.plan import Plan
 from memfit.reports.page import render_page
-from memfit.reports.plan.actions import use_reports
 from memfit.reports.plan.code import format_code
-from memfit.reports.plan.figures import report
+from memfit.reports.plan.figures import report, use_reports
 from tests.unit.reports.plan_builders import make_plan
 
 
@@ -17,7 +16,7 @@ from tests.unit.reports.plan_builders import make_plan
 def unset(monkeypatch):
     """Plans as they are without reports."""
     monkeypatch.setattr(core_plan, "actions", core_plan._Actions())
-    monkeypatch.setattr("memfit.reports.plan.actions.actions", core_plan.actions)
+    monkeypatch.setattr("memfit.reports.plan.figures.actions", core_plan.actions)
 
 
 def test_without_it_a_plan_only_says_its_figures(unset):

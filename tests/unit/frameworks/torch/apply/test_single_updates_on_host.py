@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from memfit.frameworks.torch.apply.host_updates import HostUpdates
+from memfit.frameworks.torch.apply.single_updates import HostUpdates
 
 
 def make_parameters():
